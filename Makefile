@@ -60,6 +60,7 @@ docs: build
 
 lint: ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:

@@ -1,7 +1,9 @@
-"""``bench compress``: the compressors' CPU kernels on partitions of normal float32, one thread, against memcpy in the same run.
+"""``bench compress``: the compressors' CPU kernels on partitions of normal float32, one thread,
+against memcpy in the same run.
 
-Partitions take turns, more than caches hold: a gradient has just been made, and the caches are full of what made it. memcpy copies the same
-partitions, also in turn. Rates are GB/s of uncompressed input (for decoding: of output).
+Partitions take turns, more than caches hold: a gradient has just been made, and the caches are full
+of what made it. memcpy copies the same partitions, also in turn. Rates are GB/s of uncompressed
+input (for decoding: of output).
 
 ``--end-to-end`` trains a network on slow links instead: :mod:`bench.end_to_end`.
 """
@@ -29,8 +31,22 @@ _BYTES = 4 * _N
 #: Partitions in turn.
 _MANY = 16
 _MU = 0.9
-_ENCODE = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 7, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
-_DECODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64)
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int64,
+    *[ctypes.c_void_p] * 7,
+    ctypes.c_int64,
+    ctypes.c_uint64,
+    ctypes.c_double,
+    ctypes.c_double,
+)
+_DECODE = ctypes.CFUNCTYPE(
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    *[ctypes.c_void_p] * 3,
+    ctypes.c_int64,
+    ctypes.c_int64,
+)
 
 
 _ONEBIT, _SCALED, _TOPK, _RANDOMK = {}, {"scaling": True}, {"k": 0.01}, {"k": 0.01, "seed": 1}
@@ -56,10 +72,27 @@ ROWS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cases, and of what."""
-    parser.add_argument("--only", metavar="PART", default="", help="only cases (with --end-to-end: compressors) whose name contains this")
-    parser.add_argument("--end-to-end", action="store_true", help="train a network on links of 10 Gbit/s, 1 Gbit/s and 200 Mbit/s; needs root")
-    parser.add_argument("--plot", metavar="FILE", help="with --end-to-end: draw what was found (.svg, .png); needs matplotlib")
-    parser.add_argument("--gpu", action="store_true", help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda")
+    parser.add_argument(
+        "--only",
+        metavar="PART",
+        default="",
+        help="only cases (with --end-to-end: compressors) whose name contains this",
+    )
+    parser.add_argument(
+        "--end-to-end",
+        action="store_true",
+        help="train a network on links of 10 Gbit/s, 1 Gbit/s and 200 Mbit/s; needs root",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="with --end-to-end: draw what was found (.svg, .png); needs matplotlib",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -73,7 +106,10 @@ def run(options: argparse.Namespace) -> list[Case]:
     turns = 3 if options.quick else 15
     rows = [row for row in ROWS if options.only in row.case]
     if not rows:
-        raise BenchError(f"--only {options.only!r}: no case is called so; there are {', '.join(row.case for row in ROWS)}")
+        raise BenchError(
+            f"--only {options.only!r}: no case is called so; there are"
+            f" {', '.join(row.case for row in ROWS)}"
+        )
     progress("compiling, the first time")
     loops: dict[str, Callable[[], object]] = {"memcpy": _memcpy()}
     sizes = {}
@@ -82,13 +118,30 @@ def run(options: argparse.Namespace) -> list[Case]:
     progress("kernels")
     rates = _measure(loops, turns)
     copied = statistics.median(rates["memcpy"])
-    cases = [median_case("memcpy", rates["memcpy"], "GB/s", note=f"{_MANY} partitions of {_BYTES:,} B in turn, one thread; each byte counted once")]
-    return cases + [median_case(row.case, rates[row.case], "GB/s", peer=copied, target=row.target,
-                                note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy") for row in rows]
+    cases = [
+        median_case(
+            "memcpy",
+            rates["memcpy"],
+            "GB/s",
+            note=f"{_MANY} partitions of {_BYTES:,} B in turn, one thread; each byte counted once",
+        )
+    ]
+    return cases + [
+        median_case(
+            row.case,
+            rates[row.case],
+            "GB/s",
+            peer=copied,
+            target=row.target,
+            note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy",
+        )
+        for row in rows
+    ]
 
 
 def _end_to_end(options: argparse.Namespace) -> list[Case]:
-    plot = importlib.import_module("bench.end_to_end_plot") if options.plot else None     # what is missing is said before, not after
+    # what is missing is said before, not after
+    plot = importlib.import_module("bench.end_to_end_plot") if options.plot else None
     cases, runs = end_to_end.cases(options.only, options.quick)
     if plot is not None:
         plot.draw(runs, options.plot)
@@ -101,7 +154,9 @@ def _gradients() -> list[np.ndarray]:
 
 def _memcpy() -> Callable[[], object]:
     pairs = [(np.empty_like(g), g) for g in _gradients()]
-    turns = itertools.cycle([(target.ctypes.data, source.ctypes.data, _BYTES) for target, source in pairs])
+    turns = itertools.cycle(
+        [(target.ctypes.data, source.ctypes.data, _BYTES) for target, source in pairs]
+    )
 
     def loop(keep: object = pairs) -> None:
         """``keep``: what the addresses point to lives as long as the loop."""
@@ -119,22 +174,50 @@ class _Partition:
         self.compiled = load_codec(row.compressor, "float32", row.residual, row.momentum)
         self.encode, self.decode = _ENCODE(self.compiled.encode), _DECODE(self.compiled.decode)
         self.options = np.array([*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), 1], np.int64)
-        self.gradient, self.residual, self.momentum = gradient, np.zeros(_N, np.float32), np.zeros(_N, np.float32)
+        self.gradient, self.residual, self.momentum = (
+            gradient,
+            np.zeros(_N, np.float32),
+            np.zeros(_N, np.float32),
+        )
         self.wire = np.zeros(made.capacity(_N, numbers) + SLACK, np.uint8)
         scratch = np.zeros(made.scratch(_N, numbers) + 64, np.uint8)
-        self.scratch = scratch[-scratch.ctypes.data % 64:]
+        self.scratch = scratch[-scratch.ctypes.data % 64 :]
         self.state, self.counter = np.zeros(N_STATE), 0
         self.size = self.compress()
 
     def compress(self) -> int:
         """The bytes written."""
         self.counter += 1
-        return int(self.encode(self.gradient.ctypes.data, self.residual.ctypes.data, self.momentum.ctypes.data, self.wire.ctypes.data,
-                               self.scratch.ctypes.data, self.state.ctypes.data, self.options.ctypes.data, _N, self.counter, 1.0, _MU))
+        return int(
+            self.encode(
+                self.gradient.ctypes.data,
+                self.residual.ctypes.data,
+                self.momentum.ctypes.data,
+                self.wire.ctypes.data,
+                self.scratch.ctypes.data,
+                self.state.ctypes.data,
+                self.options.ctypes.data,
+                _N,
+                self.counter,
+                1.0,
+                _MU,
+            )
+        )
 
     def decompress(self) -> None:
         """Into the gradient's memory."""
-        if self.decode(self.wire.ctypes.data, self.size, self.gradient.ctypes.data, self.scratch.ctypes.data, self.options.ctypes.data, _N, 0) != 0:
+        if (
+            self.decode(
+                self.wire.ctypes.data,
+                self.size,
+                self.gradient.ctypes.data,
+                self.scratch.ctypes.data,
+                self.options.ctypes.data,
+                _N,
+                0,
+            )
+            != 0
+        ):
             raise BenchError("a codec does not know its own bytes")
 
 

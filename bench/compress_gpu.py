@@ -1,7 +1,9 @@
-"""``bench compress --gpu``: the compressors' CUDA kernels on tensors of 64 MiB of normal float32, against a copy on the device in the same run.
+"""``bench compress --gpu``: the compressors' CUDA kernels on tensors of 64 MiB of normal float32,
+against a copy on the device in the same run.
 
-Tensors take turns, more than the cache holds. Time is the device's, between events around many queued calls; a kernel that waits in front of them
-lets the host queue them all first. Rates are the bytes that a kernel cannot do without, read and written, over that time, and so is the copy's.
+Tensors take turns, more than the cache holds. Time is the device's, between events around many
+queued calls; a kernel that waits in front of them lets the host queue them all first. Rates are the
+bytes that a kernel cannot do without, read and written, over that time, and so is the copy's.
 ``topk-torch`` is how many times as long torch.topk takes for the magnitudes of the same tensor.
 """
 
@@ -27,7 +29,11 @@ _SECTOR = 32
 
 
 class Row(NamedTuple):
-    """One case: what is measured, and the target as a multiple of a copy's rate, where there is one. ``compress.py``'s too: there that is memcpy."""
+    """One case: what is measured, and the target as a multiple of a copy's rate, where there is
+    one.
+
+    ``compress.py``'s too: there that is memcpy.
+    """
 
     case: str
     compressor: str
@@ -40,15 +46,38 @@ class Row(NamedTuple):
 
 _ONEBIT, _TOPK, _RANDOMK = {"scaling": True}, {"k": 0.01}, {"k": 0.01}
 _LINEAR, _NATURAL = {"k": 2}, {"k": 4, "partition": "natural"}
-_TARGETS = {"onebit": ">= 0.6", "topk": ">= 0.25", "randomk": ">= 0.5", "dithering-linear": ">= 0.3", "dithering-natural": ">= 0.3"}
-_KINDS = (("onebit", "onebit", _ONEBIT), ("topk", "topk", _TOPK), ("randomk", "randomk", _RANDOMK),
-          ("dithering-linear", "dithering", _LINEAR), ("dithering-natural", "dithering", _NATURAL), ("half", "half", {}))
+_TARGETS = {
+    "onebit": ">= 0.6",
+    "topk": ">= 0.25",
+    "randomk": ">= 0.5",
+    "dithering-linear": ">= 0.3",
+    "dithering-natural": ">= 0.3",
+}
+_KINDS = (
+    ("onebit", "onebit", _ONEBIT),
+    ("topk", "topk", _TOPK),
+    ("randomk", "randomk", _RANDOMK),
+    ("dithering-linear", "dithering", _LINEAR),
+    ("dithering-natural", "dithering", _NATURAL),
+    ("half", "half", {}),
+)
 ROWS = [
-    Row(f"{case}{name}", compressor, options, residual, momentum, decode,
-        None if decode or (compressor == "randomk" and not residual) else _TARGETS.get(case))
+    Row(
+        f"{case}{name}",
+        compressor,
+        options,
+        residual,
+        momentum,
+        decode,
+        None if decode or (compressor == "randomk" and not residual) else _TARGETS.get(case),
+    )
     for case, compressor, options in _KINDS
-    for name, residual, momentum, decode in (("-compress", False, False, False), ("-ef-compress", True, False, False),
-                                             ("-ef-nesterov-compress", True, True, False), ("-decompress", False, False, True))
+    for name, residual, momentum, decode in (
+        ("-compress", False, False, False),
+        ("-ef-compress", True, False, False),
+        ("-ef-nesterov-compress", True, True, False),
+        ("-decompress", False, False, True),
+    )
     if compressor != "half" or not residual
 ]
 
@@ -67,9 +96,16 @@ class _Tensor:
         self.gradient = torch.randn(_N, device="cuda")
         self.residual = torch.zeros(_N, device="cuda") if row.residual else None
         self.momentum = torch.zeros(_N, device="cuda") if row.momentum else None
-        self.wire = torch.empty(made.capacity(_N, numbers) + SLACK, dtype=torch.uint8, device="cuda")
-        self.scratch = torch.empty(max(1, self.codec.scratch(_N, self.options)), dtype=torch.uint8, device="cuda")
-        self.state, self.written = torch.zeros(N_STATE, dtype=torch.float64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.wire = torch.empty(
+            made.capacity(_N, numbers) + SLACK, dtype=torch.uint8, device="cuda"
+        )
+        self.scratch = torch.empty(
+            max(1, self.codec.scratch(_N, self.options)), dtype=torch.uint8, device="cuda"
+        )
+        self.state, self.written = (
+            torch.zeros(N_STATE, dtype=torch.float64, device="cuda"),
+            torch.zeros(1, dtype=torch.int64, device="cuda"),
+        )
         self.status = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.counter = 0
         self.compress()
@@ -79,22 +115,51 @@ class _Tensor:
     def compress(self) -> None:
         """Queue it."""
         self.counter += 1
-        self.codec.encode("float32", self.gradient, self.residual, self.momentum, self.wire, self.written, self.scratch, self.state, self.options, _N,
-                          self.counter, 1.0, _MU, _stream())
+        self.codec.encode(
+            "float32",
+            self.gradient,
+            self.residual,
+            self.momentum,
+            self.wire,
+            self.written,
+            self.scratch,
+            self.state,
+            self.options,
+            _N,
+            self.counter,
+            1.0,
+            _MU,
+            _stream(),
+        )
 
     def decompress(self) -> None:
         """Queue it; into the gradient's memory."""
-        self.codec.decode("float32", self.wire, self.size, self.gradient, self.scratch, self.status, self.options, _N, False, _stream())
+        self.codec.decode(
+            "float32",
+            self.wire,
+            self.size,
+            self.gradient,
+            self.scratch,
+            self.status,
+            self.options,
+            _N,
+            False,
+            _stream(),
+        )
 
     def moved(self) -> int:
         """The bytes that cannot be done without."""
-        row, sent = self._row, amount_of(_N, self.options) if self._row.compressor in ("topk", "randomk") else 0
+        row, sent = (
+            self._row,
+            amount_of(_N, self.options) if self._row.compressor in ("topk", "randomk") else 0,
+        )
         if row.decode:
             return self.size + _BYTES
         if row.compressor == "randomk" and not row.residual:
             return self.size + _SECTOR * sent
         whole = _BYTES * (1 + 2 * row.residual + 2 * row.momentum)
-        if row.compressor == "dithering":       # reads what it has made again: the norm is known at the end of the first pass
+        # reads what it has made again: the norm is known at the end of the first pass
+        if row.compressor == "dithering":
             whole += _BYTES * (2 if row.residual else 1 + row.momentum)
         return whole + self.size
 
@@ -110,16 +175,39 @@ def run(quick: bool, only: str) -> list[Case]:
     turns = 3 if quick else 9
     copied = _copies(turns)
     whole = statistics.median(copied)
-    cases = [median_case("copy", copied, "GB/s", note=f"{torch.cuda.get_device_name()}; {_MANY} tensors of {_BYTES:,} B in turn, read and written")]
+    cases = [
+        median_case(
+            "copy",
+            copied,
+            "GB/s",
+            note=(
+                f"{torch.cuda.get_device_name()}; {_MANY} tensors of {_BYTES:,} B in turn, read and"
+                " written"
+            ),
+        )
+    ]
     for row in (row for row in ROWS if only in row.case):
         progress(row.case)
         tensors = [_Tensor(row, seed) for seed in range(_MANY)]
-        seconds, host = _seconds([t.decompress if row.decode else t.compress for t in tensors], turns)
+        seconds, host = _seconds(
+            [t.decompress if row.decode else t.compress for t in tensors], turns
+        )
         if row.decode and int(tensors[0].status.item()) != 0:
             raise BenchError("a codec does not know its own bytes")
         moved = tensors[0].moved()
-        cases.append(median_case(row.case, [moved / s / 1e9 for s in seconds], "GB/s", peer=whole, target=row.target,
-                                 note=f"{1e6 * statistics.median(seconds):.1f} us for {moved / 1e6:.0f} MB, host {1e6 * host:.0f} us; copy"))
+        cases.append(
+            median_case(
+                row.case,
+                [moved / s / 1e9 for s in seconds],
+                "GB/s",
+                peer=whole,
+                target=row.target,
+                note=(
+                    f"{1e6 * statistics.median(seconds):.1f} us for {moved / 1e6:.0f} MB, host"
+                    f" {1e6 * host:.0f} us; copy"
+                ),
+            )
+        )
         if row.case == "topk-compress":
             cases.append(_against_torch(tensors, statistics.median(seconds), turns))
     return cases
@@ -129,7 +217,7 @@ def _against_torch(tensors: list[_Tensor], ours: float, turns: int) -> Case:
     import torch
 
     count = amount_of(_N, tensors[0].options)
-    seconds, _ = _seconds([lambda t=t: torch.topk(t.gradient.abs(), count) for t in tensors], turns)   # type: ignore[misc]
+    seconds, _ = _seconds([lambda t=t: torch.topk(t.gradient.abs(), count) for t in tensors], turns)  # type: ignore[misc]
     note = f"torch.topk(abs): {1e6 * statistics.median(seconds):.0f} us"
     return median_case("topk-torch", [s / ours for s in seconds], "x", target="> 1", note=note)
 
@@ -144,7 +232,7 @@ def _copies(turns: int) -> list[float]:
     import torch
 
     pairs = [(torch.empty(_N, device="cuda"), torch.randn(_N, device="cuda")) for _ in range(_MANY)]
-    seconds, _ = _seconds([lambda to=to, of=of: to.copy_(of) for to, of in pairs], turns)   # type: ignore[misc]
+    seconds, _ = _seconds([lambda to=to, of=of: to.copy_(of) for to, of in pairs], turns)  # type: ignore[misc]
     return [2 * _BYTES / s / 1e9 for s in seconds]
 
 
@@ -155,7 +243,7 @@ def _seconds(calls: list[Callable[[], object]], turns: int) -> tuple[list[float]
     found, host, in_turn = [], [], itertools.cycle(calls)
     for turn in range(turns + 1):
         torch.cuda.synchronize()
-        torch.cuda._sleep(60_000_000)       # cycles: tens of milliseconds
+        torch.cuda._sleep(60_000_000)  # cycles: tens of milliseconds
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before = time.perf_counter()
         begin.record()

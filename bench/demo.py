@@ -1,4 +1,6 @@
-"""``bench demo``: the example's step time under bpsx, and of the same script under DistributedDataParallel with gloo."""
+"""``bench demo``: the example's step time under bpsx, and of the same script under
+DistributedDataParallel with gloo.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from bpsx.config import child_environment
 
 _SCRIPT = "examples/pytorch/digits.py"
 _SECONDS = 600.0
-# The same in both: with two processes on few cores, more threads measure the scheduler of the system.
+# The same in both: with two processes on few cores, more threads measure the scheduler of the
+# system.
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
@@ -38,8 +41,15 @@ def run(options: argparse.Namespace) -> list[Case]:
         with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder:
             ours.append(_ours(Path(folder) / "ours.json", epochs))
             gloo.append(_gloo(Path(folder) / "gloo.json", epochs))
-    return [median_case("demo", ours, "ms", peer=statistics.median(gloo),
-                        note="median step of digits.py, 2 workers and 1 server; the same under DDP with gloo")]
+    return [
+        median_case(
+            "demo",
+            ours,
+            "ms",
+            peer=statistics.median(gloo),
+            note="median step of digits.py, 2 workers and 1 server; the same under DDP with gloo",
+        )
+    ]
 
 
 def _ours(result: Path, epochs: list[str]) -> float:
@@ -51,8 +61,23 @@ def _ours(result: Path, epochs: list[str]) -> float:
 def _gloo(result: Path, epochs: list[str]) -> float:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    _finish([_start([*_script(result, epochs), "--backend", "gloo"], RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in range(2)])
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    _finish(
+        [
+            _start(
+                [*_script(result, epochs), "--backend", "gloo"],
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                **where,
+            )
+            for rank in range(2)
+        ]
+    )
     return _step_ms(result)
 
 
@@ -61,11 +86,19 @@ def _script(result: Path, epochs: list[str]) -> list[str]:
 
 
 def _start(command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=2, env=child_environment(**_THREADS, **environment))
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        env=child_environment(**_THREADS, **environment),
+    )
 
 
 def _finish(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for all. Raises :class:`BenchError` if one fails or takes too long; then none is left."""
+    """Wait for all. Raises :class:`BenchError` if one fails or takes too long; then none is
+    left.
+    """
     try:
         for process in processes:
             if process.wait(_SECONDS):
@@ -88,4 +121,6 @@ def _step_ms(result: Path) -> float:
     try:
         return float(json.loads(result.read_text())["step_ms_median"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{_SCRIPT} --json wrote no step_ms_median: {type(error).__name__}: {error}") from None
+        raise BenchError(
+            f"{_SCRIPT} --json wrote no step_ms_median: {type(error).__name__}: {error}"
+        ) from None

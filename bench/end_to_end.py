@@ -1,16 +1,22 @@
-"""``bench compress --end-to-end``: does compression pay? A network is trained with each compressor on slow links, and without.
+"""``bench compress --end-to-end``: does compression pay?
 
-2 workers and 1 server, each in a network namespace of its own whose link sends at most what is said. On the two slow links with the options that
-docs/tuning.md has for such, which are the best for float32, too; on the fast one without. The network of examples/pytorch/digits.py, wider: 9.9 MB of
-gradients a step. All ways begin with the same weights, see the same pictures in the same order with the same learning rate, which falls from epoch to
-epoch, and take turns, an epoch each. With the same options the bits do not depend on the link, which is checked.
+A network is trained with each compressor on slow links, and without.
 
-**step-<link>-<way>**: milliseconds of a step of the slower worker, median. **wire-<way>**: what a worker sends and receives in a step, all headers
-included. **accuracy-<way>**: of the test pictures after the last epoch (its samples: after each); both on the slowest link.
-**until-<link>-<way>**: seconds of training to the end of the first epoch after which it is at least 95 %; no case where it never is. The peer is
-float32 in the same run. *alone*: no exchange.
+2 workers and 1 server, each in a network namespace of its own whose link sends at most what is
+said. On the two slow links with the options that docs/tuning.md has for such, which are the best
+for float32, too; on the fast one without. The network of examples/pytorch/digits.py, wider: 9.9 MB
+of gradients a step. All ways begin with the same weights, see the same pictures in the same order
+with the same learning rate, which falls from epoch to epoch, and take turns, an epoch each. With
+the same options the bits do not depend on the link, which is checked.
 
-**Pays**: reaches 95 % in at most 0.9 of the time of float32 and of bfloat16, which costs a user four lines and no processor time to speak of.
+**step-<link>-<way>**: milliseconds of a step of the slower worker, median. **wire-<way>**: what a
+worker sends and receives in a step, all headers included. **accuracy-<way>**: of the test pictures
+after the last epoch (its samples: after each); both on the slowest link. **until-<link>-<way>**:
+seconds of training to the end of the first epoch after which it is at least 95 %; no case where it
+never is. The peer is float32 in the same run. *alone*: no exchange.
+
+**Pays**: reaches 95 % in at most 0.9 of the time of float32 and of bfloat16, which costs a user
+four lines and no processor time to speak of.
 """
 
 from __future__ import annotations
@@ -31,7 +37,11 @@ BATCH, WIDTH = 64, 1536
 LEARNING_RATE, EPOCHS = 0.05, 12
 #: An accuracy that all are to reach.
 ENOUGH = 0.95
-_SLOW = {"BYTEPS_PARTITION_BYTES": "256000", "BYTEPS_SCHEDULING_CREDIT": "2", "BPSX_SEND_BUFFER_KB": "128"}
+_SLOW = {
+    "BYTEPS_PARTITION_BYTES": "256000",
+    "BYTEPS_SCHEDULING_CREDIT": "2",
+    "BPSX_SEND_BUFFER_KB": "128",
+}
 #: With the options of the job.
 LINKS: Mapping[str, Mapping[str, str]] = {"10gbit": {}, "1gbit": _SLOW, "200mbit": _SLOW}
 #: ``compression_params`` by way; None: the way is not one of bpsx's compressors.
@@ -53,7 +63,9 @@ _SECONDS = 600.0
 
 @dataclass
 class Run:
-    """One way on one link: seconds of each step; bytes of a step; after each epoch the accuracy, and the seconds of all training so far."""
+    """One way on one link: seconds of each step; bytes of a step; after each epoch the accuracy,
+    and the seconds of all training so far.
+    """
 
     steps: list[float] = field(default_factory=list)
     moved: float = 0.0
@@ -76,10 +88,16 @@ Runs = dict[str, dict[str, Run]]
 
 
 def cases(only: str, quick: bool) -> tuple[list[Case], Runs]:
-    """All of it, for the ways whose name contains ``only``. Raises :class:`BenchError` if it cannot run."""
+    """All of it, for the ways whose name contains ``only``.
+
+    Raises :class:`BenchError` if it cannot run.
+    """
     ways = [way for way in WAYS if way in _BASE or only in way]
     if len(ways) == len(_BASE):
-        raise BenchError(f"--only {only!r}: no way is called so; there are {', '.join(w for w in WAYS if w not in _BASE)}")
+        raise BenchError(
+            f"--only {only!r}: no way is called so; there are"
+            f" {', '.join(w for w in WAYS if w not in _BASE)}"
+        )
     if reason := network.why_not():
         raise BenchError(f"--end-to-end needs links that can be made slow: {reason}")
     runs = {link: _trained(link, ways, *((2, 6) if quick else (EPOCHS, None))) for link in LINKS}
@@ -94,14 +112,30 @@ def _trained(link: str, ways: list[str], epochs: int, steps: int | None) -> dict
     """All ways in turn, an epoch each, or the first ``steps`` of it."""
     runs = {way: Run() for way in ways}
     modules = dict.fromkeys(range(WORKERS), "bench.end_to_end_worker")
-    with network.Links(["scheduler", "server 0", *(f"worker {i}" for i in range(WORKERS))], link) as links, \
-            Job(WORKERS, 1, environment={"OMP_NUM_THREADS": "1", **LINKS[link]}, modules=modules, links=links) as job:
+    with (
+        network.Links(
+            ["scheduler", "server 0", *(f"worker {i}" for i in range(WORKERS))], link
+        ) as links,
+        Job(
+            WORKERS,
+            1,
+            environment={"OMP_NUM_THREADS": "1", **LINKS[link]},
+            modules=modules,
+            links=links,
+        ) as job,
+    ):
         for way in ways:
             ask_all(job.workers, "make", timeout=_SECONDS, way=way)
         for epoch in range(epochs):
             progress(f"{link}: epoch {epoch + 1} of {epochs}")
             for way, run in runs.items():
-                _add(run, ask_all(job.workers, "steps", timeout=_SECONDS, way=way, epoch=epoch, count=steps), job.ask("score", way=way))
+                _add(
+                    run,
+                    ask_all(
+                        job.workers, "steps", timeout=_SECONDS, way=way, epoch=epoch, count=steps
+                    ),
+                    job.ask("score", way=way),
+                )
         for way in ways:
             if way != "alone" and len(set(job.ask("checksum", way=way))) != 1:
                 raise BenchError(f"{way}: the workers' weights differ")
@@ -119,7 +153,10 @@ def _check(runs: Runs) -> None:
     for one, other in itertools.pairwise(runs):
         ways = runs[one] if LINKS[one] == LINKS[other] else {}
         if unlike := [way for way, run in ways.items() if run.scores != runs[other][way].scores]:
-            raise BenchError(f"{', '.join(unlike)}: the accuracy depends on the link; bits have been lost on the way")
+            raise BenchError(
+                f"{', '.join(unlike)}: the accuracy depends on the link; bits have been lost on"
+                " the way"
+            )
 
 
 def report(runs: Runs) -> list[Case]:
@@ -127,30 +164,69 @@ def report(runs: Runs) -> list[Case]:
     found = []
     for link, ways in runs.items():
         plain, half = ways["float32"].step, ways["bfloat16"].step
-        found += [median_case(f"step-{link}-{way}", [1e3 * s for s in run.steps], "ms", peer=plain, note=f"{run.step / half:.2f} of bfloat16's")
-                  for way, run in ways.items()]
+        found += [
+            median_case(
+                f"step-{link}-{way}",
+                [1e3 * s for s in run.steps],
+                "ms",
+                peer=plain,
+                note=f"{run.step / half:.2f} of bfloat16's",
+            )
+            for way, run in ways.items()
+        ]
     ways = {way: run for way, run in list(runs.values())[-1].items() if way != "alone"}
     plain_run = ways["float32"]
-    found += [Case(f"wire-{way}", run.moved / 1e6, "MB", peer=plain_run.moved / 1e6, note="sent and received by a worker in a step")
-              for way, run in ways.items()]
-    found += [Case(f"accuracy-{way}", 100 * run.scores[-1], "%", peer=100 * plain_run.scores[-1], samples=[100 * s for s in run.scores],
-                   note=_reaches(run)) for way, run in ways.items()]
+    found += [
+        Case(
+            f"wire-{way}",
+            run.moved / 1e6,
+            "MB",
+            peer=plain_run.moved / 1e6,
+            note="sent and received by a worker in a step",
+        )
+        for way, run in ways.items()
+    ]
+    found += [
+        Case(
+            f"accuracy-{way}",
+            100 * run.scores[-1],
+            "%",
+            peer=100 * plain_run.scores[-1],
+            samples=[100 * s for s in run.scores],
+            note=_reaches(run),
+        )
+        for way, run in ways.items()
+    ]
     for link, on in runs.items():
-        found += [Case(f"until-{link}-{way}", run.until, "s", peer=on["float32"].until, note=f"to {ENOUGH:.0%}")
-                  for way, run in on.items() if way in ways and run.until is not None]
+        found += [
+            Case(
+                f"until-{link}-{way}",
+                run.until,
+                "s",
+                peer=on["float32"].until,
+                note=f"to {ENOUGH:.0%}",
+            )
+            for way, run in on.items()
+            if way in ways and run.until is not None
+        ]
     return found
 
 
 def _reaches(run: Run) -> str:
     first = next((i + 1 for i, score in enumerate(run.scores) if score >= ENOUGH), None)
-    return f"after {len(run.scores)} epochs; " + (f"never {ENOUGH:.0%}" if first is None else f"{ENOUGH:.0%} after {first}")
+    return f"after {len(run.scores)} epochs; " + (
+        f"never {ENOUGH:.0%}" if first is None else f"{ENOUGH:.0%} after {first}"
+    )
 
 
 def verdict(runs: Runs) -> list[str]:
     """In words, where compression pays and where it does not."""
     lines = []
     for link, ways in runs.items():
-        bound = min((u for way in ("float32", "bfloat16") if (u := ways[way].until) is not None), default=None)
+        bound = min(
+            (u for way in ("float32", "bfloat16") if (u := ways[way].until) is not None),
+            default=None,
+        )
         if bound is None:
             return [f"too little training to say what pays: float32 has not reached {ENOUGH:.0%}"]
         judged = {way: _judged(run.until, bound) for way, run in ways.items() if way not in _BASE}
@@ -167,4 +243,5 @@ def _judged(until: float | None, bound: float) -> tuple[bool, str]:
 def _list(judged: Mapping[str, tuple[bool, str]], pays: bool) -> str:
     named: Iterable[str] = [f"{way} ({why})" for way, (does, why) in judged.items() if does is pays]
     joined = ", ".join(named)
-    return joined and f"{'pays' if pays else 'does not pay'}, against the better of float32 and bfloat16: {joined}"
+    verdict = "pays" if pays else "does not pay"
+    return joined and f"{verdict}, against the better of float32 and bfloat16: {joined}"

@@ -1,4 +1,6 @@
-"""The picture of ``bench compress --end-to-end``: accuracy against epochs and against seconds, and what a step takes on each link."""
+"""The picture of ``bench compress --end-to-end``: accuracy against epochs and against seconds, and
+what a step takes on each link.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 except ImportError as missing:
-    raise BenchError(f"--plot needs matplotlib ({missing.name} is missing): pip install 'bpsx[plot]'") from None
+    raise BenchError(
+        f"--plot needs matplotlib ({missing.name} is missing): pip install 'bpsx[plot]'"
+    ) from None
 
 #: Colours that colour-blind people can tell apart (Okabe and Ito), line styles, markers.
 _STYLES = {
@@ -29,10 +33,21 @@ _SLOW = ("1gbit", "200mbit")
 
 
 def draw(runs: Runs, path: str) -> None:
-    """Write the picture to ``path``. Raises :class:`BenchError` for an ending that matplotlib does not know."""
-    # The same bytes for the same figures: no date, no random ids. Text stays text: a quarter of the bytes.
-    matplotlib.rcParams.update({"svg.hashsalt": "bpsx", "svg.fonttype": "none", "font.size": 10, "axes.titlesize": 11,
-                                "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"]})
+    """Write the picture to ``path``.
+
+    Raises :class:`BenchError` for an ending that matplotlib does not know.
+    """
+    # The same bytes for the same figures: no date, no random ids. Text stays text: a quarter of the
+    # bytes.
+    matplotlib.rcParams.update(
+        {
+            "svg.hashsalt": "bpsx",
+            "svg.fonttype": "none",
+            "font.size": 10,
+            "axes.titlesize": 11,
+            "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"],
+        }
+    )
     figure = Figure(figsize=(11, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     _by_epochs(axes[0, 0], list(runs.values())[-1])
@@ -40,7 +55,9 @@ def draw(runs: Runs, path: str) -> None:
     for place, link in zip(axes[1], _SLOW):
         _by_seconds(place, link, runs[link])
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9
+    )
     try:
         figure.savefig(path, dpi=110, metadata={"Date": None} if path.endswith(".svg") else None)
     except ValueError as error:
@@ -51,7 +68,16 @@ def _drawn(axes: Any, way: str, across: list[float], scores: list[float]) -> Non
     colour, line, marker = _STYLES[way]
     # Thick and below: what lies on the same points remains to be seen.
     wide = 3.5 if way == "float32" else 1.3
-    axes.plot(across, [100 * s for s in scores], line, color=colour, marker=marker, markersize=4, linewidth=wide, label=way)
+    axes.plot(
+        across,
+        [100 * s for s in scores],
+        line,
+        color=colour,
+        marker=marker,
+        markersize=4,
+        linewidth=wide,
+        label=way,
+    )
 
 
 def _finish(axes: Any, title: str, across: str, up: str = "test accuracy, %") -> None:
@@ -99,7 +125,9 @@ def _steps(axes: Any, runs: Runs) -> None:
         for place, height in zip(places, heights):
             axes.text(place, height * 1.06, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
     for n, on in enumerate(runs.values()):
-        axes.hlines(on["alone"].step, n - 0.46, n + 0.46, color="#000000", linewidth=1, linestyle=":")
+        axes.hlines(
+            on["alone"].step, n - 0.46, n + 0.46, color="#000000", linewidth=1, linestyle=":"
+        )
     axes.set_yscale("log")
     _plain(axes.yaxis)
     axes.set_ylim(10, 2 * max(on["float32"].step for on in runs.values()))

@@ -1,4 +1,6 @@
-"""A worker of ``bench compress --end-to-end``: trains the digits with one kind of compression or another, a few steps at a time."""
+"""A worker of ``bench compress --end-to-end``: trains the digits with one kind of compression or
+another, a few steps at a time.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +45,36 @@ def _data() -> Digits:
 
 
 def make(way: str) -> int:
-    """A network and its optimizer, alike for all ways. Returns the bytes of its gradients. Compiles what the compressor needs."""
+    """A network and its optimizer, alike for all ways.
+
+    Returns the bytes of its gradients. Compiles what the compressor needs.
+    """
     model = network(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     if way != "alone":
         _warm(way)
-        optimizer = _distributed(optimizer, [(f"{way}.{name}", p) for name, p in model.named_parameters()], way)
+        optimizer = _distributed(
+            optimizer, [(f"{way}.{name}", p) for name, p in model.named_parameters()], way
+        )
     _made[way] = model, optimizer
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _distributed(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], way: str) -> torch.optim.Optimizer:
+def _distributed(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], way: str
+) -> torch.optim.Optimizer:
     if way == "bfloat16":
         return bps.DistributedOptimizer(optimizer, named, compression=Bfloat16)
     params = WAYS[way]
-    return bps.DistributedOptimizer(optimizer, named, compression_params=None if params is None else lambda name: params)
+    return bps.DistributedOptimizer(
+        optimizer, named, compression_params=None if params is None else lambda name: params
+    )
 
 
 def _warm(way: str) -> None:
-    """A step of a tensor large enough to be compressed, so that kernels are there, on the server too, and training has not begun."""
+    """A step of a tensor large enough to be compressed, so that kernels are there, on the server
+    too, and training has not begun.
+    """
     weight = torch.nn.Parameter(torch.zeros(1 << 16))
     optimizer = _distributed(torch.optim.SGD([weight], lr=0.1), [(f"warm.{way}", weight)], way)
     weight.sum().backward()
@@ -69,8 +82,9 @@ def _warm(way: str) -> None:
 
 
 def steps(way: str, epoch: int, count: int | None = None) -> dict[str, Any]:
-    """An epoch, or the first ``count`` steps of it, begun by all workers together: the seconds of each step and of all, and what a step has sent
-    and received, in bytes."""
+    """An epoch, or the first ``count`` steps of it, begun by all workers together: the seconds of
+    each step and of all, and what a step has sent and received, in bytes.
+    """
     data, (model, optimizer) = _data(), _made[way]
     parts = data.batches(epoch, BATCH, bps.rank(), bps.size())[:count]
     for group in optimizer.param_groups:
@@ -94,14 +108,19 @@ def _moved() -> int:
 
 
 def score(way: str) -> float:
-    """The share of test pictures that are recognised, in float64: float32's 0.95 is less than 0.95."""
+    """The share of test pictures that are recognised, in float64: float32's 0.95 is less than
+    0.95.
+    """
     n = len(_data().test_y)
     return round(accuracy(_made[way][0], _data()) * n) / n
 
 
 def checksum(way: str) -> str:
     """The weights, to compare between workers: a fast wrong step would be a fine figure."""
-    return "".join(f"{p.detach().view(torch.int32).to(torch.int64).sum().item():x}." for p in _made[way][0].parameters())
+    return "".join(
+        f"{p.detach().view(torch.int32).to(torch.int64).sum().item():x}."
+        for p in _made[way][0].parameters()
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Jobs that are brought to a stage and struck there: seconds from the signal to the exception on the others, and to their end."""
+"""Jobs that are brought to a stage and struck there: seconds from the signal to the exception on
+the others, and to their end.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,33 @@ _SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds after the signal: when the last of the waiting calls had raised, and when the last of the other processes had ended."""
+    """Seconds after the signal: when the last of the waiting calls had raised, and when the last of
+    the other processes had ended.
+    """
 
     raised: float
     gone: float
 
 
 class Roles:
-    """A scheduler, a server and workers of :mod:`bench.trust_worker` that have not joined yet. A context manager."""
+    """A scheduler, a server and workers of :mod:`bench.trust_worker` that have not joined yet.
+
+    A context manager.
+    """
 
     def __init__(self, workers: int, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
-        self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": "1",
-                        "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_LOG_LEVEL": "fatal", "BPSX_SHUTDOWN_TIMEOUT": "60", **environment}
+        self._common = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "DMLC_NUM_WORKER": str(workers),
+            "DMLC_NUM_SERVER": "1",
+            "BYTEPS_FORCE_DISTRIBUTED": "1",
+            "BYTEPS_LOG_LEVEL": "fatal",
+            "BPSX_SHUTDOWN_TIMEOUT": "60",
+            **environment,
+        }
         self._count = workers
         self.workers: list[Child] = []
 
@@ -44,27 +59,46 @@ class Roles:
             self.start_roles()
             environment = {**self._common, "DMLC_ROLE": "worker"}
             for i in range(self._count):
-                self.workers.append(Child("bench.trust_worker", f"worker {i}", **environment, DMLC_WORKER_ID=str(i)))
+                self.workers.append(
+                    Child("bench.trust_worker", f"worker {i}", **environment, DMLC_WORKER_ID=str(i))
+                )
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def wait_for(self, role: str, count: int) -> None:
-        """Wait until the scheduler knows ``count`` nodes of a role: nobody can miss one that has not come. Raises :class:`BenchError`."""
+        """Wait until the scheduler knows ``count`` nodes of a role: nobody can miss one that has
+        not come.
+
+        Raises :class:`BenchError`.
+        """
         config = Config({**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
         end = time.monotonic() + _SECONDS
         with Observer(config) as observer:
             while sum(node["role"] == role for node in observer.ask()["nodes"]) < count:
                 if time.monotonic() >= end:
-                    raise BenchError(f"the scheduler has not heard of {count} {role}s in {_SECONDS:g} s")
+                    raise BenchError(
+                        f"the scheduler has not heard of {count} {role}s in {_SECONDS:g} s"
+                    )
                 time.sleep(0.02)
 
     def start_roles(self) -> int:
-        """A scheduler and a server; the scheduler's port. Again for another job with the same workers."""
+        """A scheduler and a server; the scheduler's port.
+
+        Again for another job with the same workers.
+        """
         file = Path(self._folder.name, "port")
         file.unlink(missing_ok=True)
-        self.scheduler = start("bpsx.scheduler", {**self._common, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "0", "BPSX_PORT_FILE": str(file)})
+        self.scheduler = start(
+            "bpsx.scheduler",
+            {
+                **self._common,
+                "DMLC_ROLE": "scheduler",
+                "DMLC_PS_ROOT_PORT": "0",
+                "BPSX_PORT_FILE": str(file),
+            },
+        )
         self._stack.callback(end_role, "scheduler", self.scheduler, quiet=True)
         port = port_in(file, self.scheduler)
         self._common["DMLC_PS_ROOT_PORT"] = str(port)
@@ -73,7 +107,10 @@ class Roles:
         return port
 
     def end_roles(self) -> None:
-        """Forget a job that has ended. Raises :class:`BenchError` if one of its processes ended badly."""
+        """Forget a job that has ended.
+
+        Raises :class:`BenchError` if one of its processes ended badly.
+        """
         for name, process in (("scheduler", self.scheduler), ("server", self.server)):
             if status := end_role(name, process):
                 raise BenchError(f"{name} ended with status {status}")
@@ -81,15 +118,18 @@ class Roles:
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.process.kill()       # what it was to say has been said
+            worker.process.kill()  # what it was to say has been said
             worker.close()
         self._stack.close()
         self._folder.cleanup()
 
 
 def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: str) -> Outcome:
-    """One job of 3 workers and a server; workers 0 and 1 are at ``stage``, worker 2 is behind. The signal goes to worker 1, the server or
-    the scheduler. Raises :class:`BenchError` if a call does not end, or with anything but an exception that names who it was."""
+    """One job of 3 workers and a server; workers 0 and 1 are at ``stage``, worker 2 is behind.
+
+    The signal goes to worker 1, the server or the scheduler. Raises :class:`BenchError` if a call
+    does not end, or with anything but an exception that names who it was.
+    """
     with Roles(_WORKERS, **environment) as job:
         waiting = job.workers[:2]
         if stage != "init":
@@ -101,7 +141,11 @@ def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: s
         if stage == "init":
             job.wait_for("server", 1)
             job.wait_for("worker", len(waiting))
-        victim = {"worker": job.workers[1].process, "server": job.server, "scheduler": job.scheduler}[role]
+        victim = {
+            "worker": job.workers[1].process,
+            "server": job.server,
+            "scheduler": job.scheduler,
+        }[role]
         struck = time.monotonic()
         victim.send_signal(number)
         if stage == "push" and victim is not job.server:
@@ -111,7 +155,11 @@ def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: s
         for worker in job.workers:
             if worker.process is not victim:
                 worker.tell("quit")
-        others = [p for p in (job.server, job.scheduler, *(w.process for w in job.workers)) if p is not victim]
+        others = [
+            p
+            for p in (job.server, job.scheduler, *(w.process for w in job.workers))
+            if p is not victim
+        ]
         for process in others:
             process.wait(_SECONDS)
         return Outcome(raised, time.monotonic() - struck)
@@ -120,7 +168,9 @@ def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: s
 def _raised(worker: Child, role: str, stage: str) -> float:
     when, kind, text = worker.ask("ended", timeout=_SECONDS, timeout_s=_SECONDS - 10)
     if not kind.endswith("Error") or role not in text:
-        raise BenchError(f"{stage}: {worker.name} was not told that the {role} had died, but: {kind} {text}")
+        raise BenchError(
+            f"{stage}: {worker.name} was not told that the {role} had died, but: {kind} {text}"
+        )
     return float(when)
 
 

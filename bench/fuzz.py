@@ -1,6 +1,8 @@
-"""A worker that takes part in a job rightly and sends mutated messages in between: what a server must survive from who holds a valid connection.
+"""A worker that takes part in a job rightly and sends mutated messages in between: what a server
+must survive from who holds a valid connection.
 
-A stranger's messages never reach a lane: he is turned away in the handshake. So the mutations come from a member who knows the secret.
+A stranger's messages never reach a lane: he is turned away in the handshake. So the mutations come
+from a member who knows the secret.
 """
 
 from __future__ import annotations
@@ -23,14 +25,68 @@ from bpsx.scheduler.client import Link
 from bpsx.transports.zeromq.auth import token
 
 NAME, ELEMENTS = "fuzzed", 16
-MAGIC, VERSION, REGISTER, PUSH, ANSWER, PING, INLINE, BROADCAST, FLOAT32 = 0x58535042, 2, 1, 2, 3, 5, 1, 2, 3
+MAGIC, VERSION, REGISTER, PUSH, ANSWER, PING, INLINE, BROADCAST, FLOAT32 = (
+    0x58535042,
+    2,
+    1,
+    2,
+    3,
+    5,
+    1,
+    2,
+    3,
+)
 #: The wire's header, written from ``core/wire.pxd``.
-HEADER = np.dtype([
-    ("magic", "<u4"), ("version", "u1"), ("kind", "u1"), ("flags", "u1"), ("dtype", "u1"), ("job", "<u8"), ("key", "<u8"), ("slot", "<u4"),
-    ("sender", "<u4"), ("epoch", "<u4"), ("round", "<u4"), ("divisor", "<u4"), ("priority", "<i4"), ("cookie", "<u8"), ("length", "<u8")])
-KINDS = ("truncated", "length", "key", "round ahead", "round replayed", "epoch", "sender", "dtype", "slot", "job", "magic", "version", "kind",
-         "random bytes", "register key", "register size", "register slot", "greeting", "broadcast root", "second frame", "frames", "all fields")
-_FIELDS = {"key": ("key", 64), "epoch": ("epoch", 32), "job": ("job", 64), "magic": ("magic", 32), "version": ("version", 8)}
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "u1"),
+        ("kind", "u1"),
+        ("flags", "u1"),
+        ("dtype", "u1"),
+        ("job", "<u8"),
+        ("key", "<u8"),
+        ("slot", "<u4"),
+        ("sender", "<u4"),
+        ("epoch", "<u4"),
+        ("round", "<u4"),
+        ("divisor", "<u4"),
+        ("priority", "<i4"),
+        ("cookie", "<u8"),
+        ("length", "<u8"),
+    ]
+)
+KINDS = (
+    "truncated",
+    "length",
+    "key",
+    "round ahead",
+    "round replayed",
+    "epoch",
+    "sender",
+    "dtype",
+    "slot",
+    "job",
+    "magic",
+    "version",
+    "kind",
+    "random bytes",
+    "register key",
+    "register size",
+    "register slot",
+    "greeting",
+    "broadcast root",
+    "second frame",
+    "frames",
+    "all fields",
+)
+_FIELDS = {
+    "key": ("key", 64),
+    "epoch": ("epoch", 32),
+    "job": ("job", 64),
+    "magic": ("magic", 32),
+    "version": ("version", 8),
+}
 
 
 @dataclass(frozen=True)
@@ -44,20 +100,49 @@ class Target:
 
     def push(self, round_: int, body: bytes) -> np.ndarray:
         """The header of this worker's valid push."""
-        return np.array([(MAGIC, VERSION, PUSH, INLINE, FLOAT32, self.job, self.key, self.slot, self.rank, 0, round_, 1, 0, 0, len(body))], HEADER)
+        return np.array(
+            [
+                (
+                    MAGIC,
+                    VERSION,
+                    PUSH,
+                    INLINE,
+                    FLOAT32,
+                    self.job,
+                    self.key,
+                    self.slot,
+                    self.rank,
+                    0,
+                    round_,
+                    1,
+                    0,
+                    0,
+                    len(body),
+                )
+            ],
+            HEADER,
+        )
 
 
-def mutants(rng: np.random.Generator, n: int, target: Target, round_: int) -> tuple[list[list[bytes]], int]:
-    """``n`` messages as lists of frames, none of which is a valid push in this or the next round; and how many a lane does not count as malformed or
-    repeated: those that its transport drops, and empty ones, in which nothing is wrong."""
+def mutants(
+    rng: np.random.Generator, n: int, target: Target, round_: int
+) -> tuple[list[list[bytes]], int]:
+    """``n`` messages as lists of frames, none of which is a valid push in this or the next round;
+    and how many a lane does not count as malformed or repeated: those that its transport drops, and
+    empty ones, in which nothing is wrong.
+    """
     body = rng.bytes(4 * ELEMENTS)
     heads = np.repeat(target.push(round_, body), n)
     kinds = rng.integers(0, len(KINDS), n)
     which = {name: kinds == i for i, name in enumerate(KINDS)}
-    for name, (field, bits) in _FIELDS.items():     # any other value than the right one
-        heads[field][which[name]] ^= rng.integers(1, 2**(bits - 1), which[name].sum()).astype(HEADER[field])
+    for name, (field, bits) in _FIELDS.items():  # any other value than the right one
+        heads[field][which[name]] ^= rng.integers(1, 2 ** (bits - 1), which[name].sum()).astype(
+            HEADER[field]
+        )
     heads["length"][which["length"]] += rng.integers(1, 2**63, which["length"].sum()).astype("<u8")
-    heads["round"][which["round ahead"]] += rng.integers(2, 2**20, which["round ahead"].sum()).astype("<u4")
+    heads["round"][which["round ahead"]] += rng.integers(
+        2, 2**20, which["round ahead"].sum()
+    ).astype("<u4")
     heads["round"][which["round replayed"]] = (round_ - 1) % 2**32
     heads["sender"][which["sender"]] = rng.integers(0, 2, which["sender"].sum())
     heads["dtype"][which["dtype"]] ^= rng.integers(1, 200, which["dtype"].sum()).astype("u1")
@@ -66,7 +151,9 @@ def mutants(rng: np.random.Generator, n: int, target: Target, round_: int) -> tu
     registers = which["register key"] | which["register size"] | which["register slot"]
     heads["kind"][registers], heads["cookie"][registers] = REGISTER, len(body)
     heads["key"][which["register key"]] += 1
-    heads["cookie"][which["register size"]] ^= rng.integers(1, 2**62, which["register size"].sum()).astype("<u8")
+    heads["cookie"][which["register size"]] ^= rng.integers(
+        1, 2**62, which["register size"].sum()
+    ).astype("<u8")
     heads["slot"][which["register slot"]] = rng.integers(2**22, 2**32, which["register slot"].sum())
     heads["kind"][which["greeting"]] = PING
     wrong_root = which["broadcast root"]
@@ -77,26 +164,40 @@ def mutants(rng: np.random.Generator, n: int, target: Target, round_: int) -> tu
     cuts = rng.integers(0, HEADER.itemsize + len(body), n)
     for i, kind in enumerate(kinds):
         at = i * HEADER.itemsize
-        made.append(_frames(KINDS[kind], stored[at:at + HEADER.itemsize], body, noise[at:at + HEADER.itemsize], int(cuts[i]), target))
+        made.append(
+            _frames(
+                KINDS[kind],
+                stored[at : at + HEADER.itemsize],
+                body,
+                noise[at : at + HEADER.itemsize],
+                int(cuts[i]),
+                target,
+            )
+        )
     uncounted = which["frames"] | ((which["truncated"] | which["random bytes"]) & (cuts == 0))
     return made, int(uncounted.sum())
 
 
-def _frames(kind: str, head: bytes, body: bytes, noise: bytes, cut: int, target: Target) -> list[bytes]:
+def _frames(
+    kind: str, head: bytes, body: bytes, noise: bytes, cut: int, target: Target
+) -> list[bytes]:
     if kind == "truncated":
         return [(head + body)[:cut]]
     if kind == "random bytes":
         return [(noise * 2)[:cut]]
-    if kind == "all fields":        # what passes the first look, then anything
+    if kind == "all fields":  # what passes the first look, then anything
         start = struct.pack("<IBB", MAGIC, VERSION, 6 + noise[0] % 200)
         return [start + noise[6:8] + struct.pack("<Q", target.job) + noise[16:]]
     if kind == "second frame":
-        return [head, (noise * 2)[:cut % len(body)]]
+        return [head, (noise * 2)[: cut % len(body)]]
     return [head + body] if kind != "frames" else [head + body, body, body]
 
 
 class Peer:
-    """Worker ``config.rank`` of a job with one lane. :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`."""
+    """Worker ``config.rank`` of a job with one lane.
+
+    :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`.
+    """
 
     def __init__(self, config: Config, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -107,7 +208,7 @@ class Peer:
         self._socket = self._context.socket(zmq.DEALER)
         self._places: list[Any] = []
         self._round = 0
-        self._sum: np.ndarray | None = None     # of this round
+        self._sum: np.ndarray | None = None  # of this round
 
     def join(self) -> None:
         """Enter the job, connect to its lane and declare the tensor that all push."""
@@ -123,7 +224,16 @@ class Peer:
         s.setsockopt(zmq.SNDTIMEO, 60_000)
         s.connect(f"tcp://{address}")
         self._link.start(self._heard, lost=lambda _: None, tick=lambda: None)
-        self._link.send("DECLARE", name=NAME, generation=0, nbytes=4 * ELEMENTS, dtype=FLOAT32, shape=[ELEMENTS], codec="", epoch=0)
+        self._link.send(
+            "DECLARE",
+            name=NAME,
+            generation=0,
+            nbytes=4 * ELEMENTS,
+            dtype=FLOAT32,
+            shape=[ELEMENTS],
+            codec="",
+            epoch=0,
+        )
         end = time.monotonic() + 60
         while not self._places and time.monotonic() < end:
             time.sleep(0.01)
@@ -141,7 +251,9 @@ class Peer:
         self._socket.send(head.tobytes() + NAME.encode().ljust(8))
 
     def round(self, values: np.ndarray, garbage: int) -> np.ndarray:
-        """Push ``values`` (float32, ELEMENTS of them) with ``garbage`` mutants around it; returns the sum."""
+        """Push ``values`` (float32, ELEMENTS of them) with ``garbage`` mutants around it; returns
+        the sum.
+        """
         made, uncounted = mutants(self.rng, garbage, self.target, self._round)
         for i, frames in enumerate(made):
             if i == garbage // 2:
@@ -156,7 +268,9 @@ class Peer:
         return self._answer()
 
     def _push(self, values: np.ndarray) -> None:
-        self._socket.send(self.target.push(self._round, values.tobytes()).tobytes() + values.tobytes())
+        self._socket.send(
+            self.target.push(self._round, values.tobytes()).tobytes() + values.tobytes()
+        )
 
     def _answer(self) -> np.ndarray:
         while self._sum is None:
@@ -166,7 +280,9 @@ class Peer:
         return found
 
     def _drain(self) -> None:
-        """Read what there is: answers that nobody takes would fill the server's memory, and that is known."""
+        """Read what there is: answers that nobody takes would fill the server's memory, and that is
+        known.
+        """
         while self._socket.poll(0):
             self._read(self._socket.recv())
 
@@ -186,10 +302,12 @@ class Peer:
 
 
 def attack(messages: int, rounds: int, seed: int) -> dict[str, float]:
-    """What a fuzzing worker does from beginning to end; to be run with a worker's environment. The others push rank + round + 1 in each of
-    ``rounds`` + 1.
+    """What a fuzzing worker does from beginning to end; to be run with a worker's environment.
 
-    Returns counts and messages per second. Raises :class:`AssertionError` for a wrong sum."""
+    The others push rank + round + 1 in each of ``rounds`` + 1.
+
+    Returns counts and messages per second. Raises :class:`AssertionError` for a wrong sum.
+    """
     peer = Peer(Config(role="worker"), seed)
     peer.join()
     found = garbage_rounds(peer, messages, rounds)
@@ -201,15 +319,26 @@ def garbage_rounds(peer: Peer, messages: int, rounds: int) -> dict[str, float]:
     """The part of :func:`attack` between joining and leaving."""
     config = Config(role="worker")
     begun = time.monotonic()
-    for i in range(rounds + 1):     # the last one without garbage: when it is answered, everything before it has been read
-        got = peer.round(np.full(ELEMENTS, config.rank + i + 1, np.float32), messages // rounds if i < rounds else 0)
+    # the last one without garbage: when it is answered, everything before it has been read
+    for i in range(rounds + 1):
+        got = peer.round(
+            np.full(ELEMENTS, config.rank + i + 1, np.float32),
+            messages // rounds if i < rounds else 0,
+        )
         want = sum(r + i + 1 for r in range(config.size))
         assert (got == want).all(), f"round {i}: {got}, not {want}"
-    return {"sent": peer.sent, "uncounted": peer.uncounted, "per_second": peer.sent / (time.monotonic() - begun)}
+    return {
+        "sent": peer.sent,
+        "uncounted": peer.uncounted,
+        "per_second": peer.sent / (time.monotonic() - begun),
+    }
 
 
 def trust_cases(quick: bool) -> list[Case]:
-    """For ``bench trust``: mutated messages per second that a server with a job running survives. Raises :class:`BenchError` if it does not."""
+    """For ``bench trust``: mutated messages per second that a server with a job running survives.
+
+    Raises :class:`BenchError` if it does not.
+    """
     messages, rounds, workers = 100_000 if quick else 1_000_000, 50, 3
     progress(f"{messages} mutated messages")
     environment = {"BPSX_SECRET": "the fuzzer knows it, too", "BYTEPS_SERVER_ENGINE_THREAD": "1"}
@@ -222,14 +351,29 @@ def trust_cases(quick: bool) -> list[Case]:
         if not all(worker.answer() for worker in right):
             raise BenchError("a sum was wrong")
         grown = (machine.rss_bytes(job.servers[0].pid) - before) / 2**20
-    return [Case("fuzz", found["per_second"], "messages/s", samples=(found["per_second"],),
-                 note=f"{found['sent']:,} mutated messages from a member, all sums right; the server grew by {grown:.1f} MiB")]
+    return [
+        Case(
+            "fuzz",
+            found["per_second"],
+            "messages/s",
+            samples=(found["per_second"],),
+            note=(
+                f"{found['sent']:,} mutated messages from a member, all sums right; the server grew"
+                f" by {grown:.1f} MiB"
+            ),
+        )
+    ]
 
 
 def _child() -> None:
     """The fuzzing worker of a benchmark's job."""
     peer = Peer(Config(role="worker"), int.from_bytes(os.urandom(4), "little"))
-    serve({"init": peer.join, "attack": lambda messages, rounds: garbage_rounds(peer, messages, rounds)})
+    serve(
+        {
+            "init": peer.join,
+            "attack": lambda messages, rounds: garbage_rounds(peer, messages, rounds),
+        }
+    )
     peer.leave()
 
 

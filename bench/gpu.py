@@ -1,23 +1,30 @@
-"""``bench gpu``: tensors and gradients on GPUs, one process per GPU, against PyTorch's NCCL in the same processes and in turn.
+"""``bench gpu``: tensors and gradients on GPUs, one process per GPU, against PyTorch's NCCL in the
+same processes and in turn.
 
-**nccl**: one machine without servers. *many*: 64 tensors of 4,096,000 B under way together; *large*: one of 512 MiB; both as bytes of one worker over
-the seconds of the slower, against all_reduce of the same tensors. *latency*: one of 4 KiB and a synchronisation of the device.
+**nccl**: one machine without servers. *many*: 64 tensors of 4,096,000 B under way together;
+*large*: one of 512 MiB; both as bytes of one worker over the seconds of the slower, against
+all_reduce of the same tensors. *latency*: one of 4 KiB and a synchronisation of the device.
 
-**pcie**: a machine per GPU, imitated, and two servers, all on this host. The same rates with tensors on the GPUs, against tensors on the CPU in the
-same job: is the way up and down hidden behind the network's?
+**pcie**: a machine per GPU, imitated, and two servers, all on this host. The same rates with
+tensors on the GPUs, against tensors on the CPU in the same job: is the way up and down hidden
+behind the network's?
 
-**train**: one machine. A step of a network of :mod:`bench.shapes`, whose layers take their time and make gradients of these shapes
-(:mod:`bench.gpu_model`): DistributedOptimizer with SGD against DistributedDataParallel. ``alone-<network>`` is a step that exchanges nothing, against
-the same.
+**train**: one machine. A step of a network of :mod:`bench.shapes`, whose layers take their time and
+make gradients of these shapes (:mod:`bench.gpu_model`): DistributedOptimizer with SGD against
+DistributedDataParallel. ``alone-<network>`` is a step that exchanges nothing, against the same.
 
-**links**: the same step with a machine per GPU, each in a network namespace whose link carries at most what is said, each way. ``k0``: a server
-beside each worker; ``k4``: four servers on machines of their own, whose links are alike, and none beside workers. With n workers and k such machines
-a parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*. ``-onebit``: with onebit and error feedback, both ways.
-Needs root and iproute2. ``--machines`` more than there are GPUs share them, in turn: networks as slow as these leave a GPU idle nearly all the time.
-``--congestion`` is TCP's congestion control, of both ways: hosts differ in it, and Linux' own is cubic. Namespaces may have what the host allows
-(``sysctl net.ipv4.tcp_allowed_congestion_control``).
+**links**: the same step with a machine per GPU, each in a network namespace whose link carries at
+most what is said, each way. ``k0``: a server beside each worker; ``k4``: four servers on machines
+of their own, whose links are alike, and none beside workers. With n workers and k such machines a
+parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*.
+``-onebit``: with onebit and error feedback, both ways. Needs root and iproute2. ``--machines`` more
+than there are GPUs share them, in turn: networks as slow as these leave a GPU idle nearly all the
+time. ``--congestion`` is TCP's congestion control, of both ways: hosts differ in it, and Linux' own
+is cubic. Namespaces may have what the host allows (``sysctl
+net.ipv4.tcp_allowed_congestion_control``).
 
-``--device cpu`` tries the plan out where there is no GPU, with gloo for NCCL and small tensors; its figures mean nothing.
+``--device cpu`` tries the plan out where there is no GPU, with gloo for NCCL and small tensors; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +48,8 @@ from bench.shapes import NETWORKS
 TRAIN, LINKS = ("resnet50", "vgg16", "bert-large"), ("vgg16", "bert-large")
 RATES, EXTRA = ("10gbit", "5gbit"), (0, 4)
 _UNITS = {"gbit": 1e9, "mbit": 1e6}
-#: Of a link's time, what it may send at once (4 MB at 10 Gbit/s), and bytes; with less the rate is not reached.
+#: Of a link's time, what it may send at once (4 MB at 10 Gbit/s), and bytes; with less the rate is
+#: not reached.
 _BURST = 3.2e-3, 256_000
 _SERVERS = 2
 _SECONDS = 300.0
@@ -50,7 +58,10 @@ _WAYS = {"train": ("ddp", "bpsx", "alone"), "links": ("ddp", "bpsx", "onebit")}
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. ``turns``: how often ours and the peer's take turns; the rest is per turn, or a size in bytes."""
+    """How much is measured.
+
+    ``turns``: how often ours and the peer's take turns; the rest is per turn, or a size in bytes.
+    """
 
     turns: int = 9
     rounds: int = 5
@@ -70,8 +81,9 @@ QUICK = Plan(turns=3, rounds=2, calls=100, steps=3, pcie_turns=3, link_turns=1)
 
 @dataclass(frozen=True)
 class Setup:
-    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``, ``rates``, ``extra``, ``congestion``: of links, see
-    the module's text."""
+    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``,
+    ``rates``, ``extra``, ``congestion``: of links, see the module's text.
+    """
 
     device: str = "cuda"
     gpus: int = 2
@@ -84,26 +96,72 @@ class Setup:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=2, help="how many, and so how many workers; one will do for links (default: %(default)s)")
-    parser.add_argument("--machines", type=int, help="of links; they share GPUs if they are more (default: --gpus)")
-    parser.add_argument("--networks", help=f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are {', '.join(NETWORKS)}")
-    parser.add_argument("--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)")
-    parser.add_argument("--extra", default=",".join(map(str, EXTRA)), help="machines with a server, of links (default: %(default)s)")
-    parser.add_argument("--congestion", help="TCP's congestion control on links (default: the host's)")
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        help="parts to run, with commas between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: only to see that it runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=2,
+        help="how many, and so how many workers; one will do for links (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--machines", type=int, help="of links; they share GPUs if they are more (default: --gpus)"
+    )
+    parser.add_argument(
+        "--networks",
+        help=(
+            f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are"
+            f" {', '.join(NETWORKS)}"
+        ),
+    )
+    parser.add_argument(
+        "--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--extra",
+        default=",".join(map(str, EXTRA)),
+        help="machines with a server, of links (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--congestion", help="TCP's congestion control on links (default: the host's)"
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
-    wanted, networks = options.only.split(","), options.networks.split(",") if options.networks else None
+    wanted, networks = (
+        options.only.split(","),
+        options.networks.split(",") if options.networks else None,
+    )
     control = [options.congestion] if options.congestion else ()
-    for given, known, option in ((wanted, PARTS, "--only"), (networks or (), NETWORKS, "--networks"),
-                                 (control, network.congestions(), "--congestion")):
+    for given, known, option in (
+        (wanted, PARTS, "--only"),
+        (networks or (), NETWORKS, "--networks"),
+        (control, network.congestions(), "--congestion"),
+    ):
         if unknown := set(given) - set(known):
-            raise BenchError(f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    setup = Setup(options.device, options.gpus, options.machines or options.gpus, networks, options.rates.split(","), numbers(options.extra),
-                  options.congestion, plan_of(options.device, options.quick))
+            raise BenchError(
+                f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+            )
+    setup = Setup(
+        options.device,
+        options.gpus,
+        options.machines or options.gpus,
+        networks,
+        options.rates.split(","),
+        numbers(options.extra),
+        options.congestion,
+        plan_of(options.device, options.quick),
+    )
     for rate in setup.rates:
         bits(rate)
     if reason := _why_not(setup, wanted):
@@ -138,7 +196,7 @@ def bits(rate: str) -> float:
 
 def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     """Why this cannot run here, before anything is measured; empty if it can."""
-    least = 1 if set(wanted) == {"links"} else 2        # machines that links join may share a GPU
+    least = 1 if set(wanted) == {"links"} else 2  # machines that links join may share a GPU
     if setup.gpus < least:
         return f"--gpus {setup.gpus}: at least {least} are needed"
     if setup.machines < 2:
@@ -147,31 +205,61 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
         import torch
 
         if torch.cuda.device_count() < setup.gpus:
-            return f"PyTorch sees {torch.cuda.device_count()} GPUs, {setup.gpus} are needed (--gpus; or --device cpu, to see that this runs)"
+            return (
+                f"PyTorch sees {torch.cuda.device_count()} GPUs, {setup.gpus} are needed (--gpus;"
+                " or --device cpu, to see that this runs)"
+            )
     if "links" in wanted and (reason := network.why_not()):
         return f"links needs links that can be made slow: {reason}"
     return ""
 
 
 def own(machines: int, gpus: int, visible: str | None) -> dict[int, dict[str, str]]:
-    """The variables of imitated machines: each has one of so many GPUs, of those that ``CUDA_VISIBLE_DEVICES`` names here, and is another host to
-    NCCL, which would refuse two processes of one host on one GPU."""
+    """The variables of imitated machines: each has one of so many GPUs, of those that
+    ``CUDA_VISIBLE_DEVICES`` names here, and is another host to NCCL, which would refuse two
+    processes of one host on one GPU.
+    """
     known = visible.split(",") if visible else [str(i) for i in range(gpus)]
-    return {i: {"CUDA_VISIBLE_DEVICES": known[i % gpus], "NCCL_HOSTID": f"machine{i}"} for i in range(machines)}
+    return {
+        i: {"CUDA_VISIBLE_DEVICES": known[i % gpus], "NCCL_HOSTID": f"machine{i}"}
+        for i in range(machines)
+    }
 
 
 @contextlib.contextmanager
-def _job(setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True) -> Iterator[Job]:
-    """A worker per GPU: without servers on one machine, else each on its own; with ``links`` a worker per machine. With ``peer`` they are
-    torch.distributed's processes, too."""
+def _job(
+    setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True
+) -> Iterator[Job]:
+    """A worker per GPU: without servers on one machine, else each on its own; with ``links`` a
+    worker per machine.
+
+    With ``peer`` they are torch.distributed's processes, too.
+    """
     count = setup.gpus if links is None else setup.machines
     interface = "lo" if links is None else "net0"
-    environment = {"BENCH_DEVICE": setup.device, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface,
-                   "NCCL_IB_DISABLE": "1"}
-    variables = own(count, setup.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None) if servers else {}
+    environment = {
+        "BENCH_DEVICE": setup.device,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "NCCL_IB_DISABLE": "1",
+    }
+    variables = (
+        own(
+            count,
+            setup.gpus,
+            os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None,
+        )
+        if servers
+        else {}
+    )
     modules = dict.fromkeys(range(count), "bench.gpu_worker")
-    with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, \
-            Job(count, servers, environment=environment, modules=modules, links=links, own=variables) as job:
+    with (
+        tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder,
+        Job(
+            count, servers, environment=environment, modules=modules, links=links, own=variables
+        ) as job,
+    ):
         if peer:
             for i, worker in enumerate(job.workers):
                 worker.tell("join", store=str(Path(folder) / "store"), rank=i, size=count)
@@ -193,32 +281,77 @@ def nccl(setup: Setup) -> list[Case]:
             for turn in range(plan.turns):
                 progress(f"nccl, {kind}: turn {turn + 1} of {plan.turns}")
                 for way in ("ddp", "bpsx"):
-                    found = peers.slowest(job.workers, "rounds", way=way, device=setup.device, count=count, nbytes=nbytes, calls=calls)
+                    found = peers.slowest(
+                        job.workers,
+                        "rounds",
+                        way=way,
+                        device=setup.device,
+                        count=count,
+                        nbytes=nbytes,
+                        calls=calls,
+                    )
                     seconds[f"{way} {kind}"] += [statistics.median(found)]
     return nccl_cases(plan, seconds)
 
 
 def nccl_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
     """Of medians by turn, by way and kind."""
-    cases = _rates("nccl", plan, {kind: (seconds[f"bpsx {kind}"], seconds[f"ddp {kind}"]) for kind in ("many", "large")}, ">= 0.9",
-                   "NCCL all_reduce of the same")
+    cases = _rates(
+        "nccl",
+        plan,
+        {kind: (seconds[f"bpsx {kind}"], seconds[f"ddp {kind}"]) for kind in ("many", "large")},
+        ">= 0.9",
+        "NCCL all_reduce of the same",
+    )
     peer = 1e6 * statistics.median(seconds["ddp latency"])
-    return [*cases, median_case("nccl-latency", [1e6 * s for s in seconds["bpsx latency"]], "us", peer=peer, target="<= 1.5",
-                                note=f"push_pull_inplace of {plan.small} B and synchronize; NCCL all_reduce and synchronize")]
+    return [
+        *cases,
+        median_case(
+            "nccl-latency",
+            [1e6 * s for s in seconds["bpsx latency"]],
+            "us",
+            peer=peer,
+            target="<= 1.5",
+            note=(
+                f"push_pull_inplace of {plan.small} B and synchronize; NCCL all_reduce and"
+                " synchronize"
+            ),
+        ),
+    ]
 
 
-def _rates(name: str, plan: Plan, pairs: Mapping[str, tuple[list[float], list[float]]], target: str, peer: str) -> list[Case]:
+def _rates(
+    name: str,
+    plan: Plan,
+    pairs: Mapping[str, tuple[list[float], list[float]]],
+    target: str,
+    peer: str,
+) -> list[Case]:
     cases = []
     for kind, (ours, other) in pairs.items():
         nbytes = plan.count * plan.part if kind == "many" else plan.large
-        what = f"{plan.count} x {plan.part:,} B under way" if kind == "many" else f"one of {plan.large:,} B"
-        cases.append(median_case(f"{name}-{kind}", [nbytes / 1e9 / s for s in ours], "GB/s", peer=nbytes / 1e9 / statistics.median(other),
-                                 target=target, note=f"per worker, {what}; {peer}"))
+        what = (
+            f"{plan.count} x {plan.part:,} B under way"
+            if kind == "many"
+            else f"one of {plan.large:,} B"
+        )
+        cases.append(
+            median_case(
+                f"{name}-{kind}",
+                [nbytes / 1e9 / s for s in ours],
+                "GB/s",
+                peer=nbytes / 1e9 / statistics.median(other),
+                target=target,
+                note=f"per worker, {what}; {peer}",
+            )
+        )
     return cases
 
 
 def _check_sums(job: Job, way: str, device: str, count: int, nbytes: int) -> None:
-    if not all(job.ask("check", timeout=_SECONDS, way=way, device=device, count=count, nbytes=nbytes)):
+    if not all(
+        job.ask("check", timeout=_SECONDS, way=way, device=device, count=count, nbytes=nbytes)
+    ):
         raise BenchError(f"{way} gave wrong sums of {count} x {nbytes} B on {device}")
 
 
@@ -227,24 +360,39 @@ def pcie(setup: Setup) -> list[Case]:
     plan = setup.plan
     seconds: dict[str, list[float]] = defaultdict(list)
     with _job(setup, _SERVERS, peer=False) as job:
-        for kind, (count, nbytes) in {"many": (plan.count, plan.part), "large": (1, plan.large)}.items():
+        for kind, (count, nbytes) in {
+            "many": (plan.count, plan.part),
+            "large": (1, plan.large),
+        }.items():
             for turn in range(plan.pcie_turns):
                 progress(f"pcie, {kind}: turn {turn + 1} of {plan.pcie_turns}")
                 for name, device in (("cpu", "cpu"), ("gpu", setup.device)):
                     if not turn:
                         _check_sums(job, "bpsx", device, count, nbytes)
-                    seconds[f"{name} {kind}"] += peers.slowest(job.workers, "rounds", timeout=_SECONDS, way="bpsx", device=device, count=count,
-                                                               nbytes=nbytes, calls=plan.pcie_rounds)
+                    seconds[f"{name} {kind}"] += peers.slowest(
+                        job.workers,
+                        "rounds",
+                        timeout=_SECONDS,
+                        way="bpsx",
+                        device=device,
+                        count=count,
+                        nbytes=nbytes,
+                        calls=plan.pcie_rounds,
+                    )
     return pcie_cases(plan, seconds)
 
 
 def pcie_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
     """Of the seconds of rounds, by where tensors are and kind."""
     pairs = {kind: (seconds[f"gpu {kind}"], seconds[f"cpu {kind}"]) for kind in ("many", "large")}
-    return _rates("pcie", plan, pairs, ">= 0.85", f"tensors on the CPU in the same job; {_SERVERS} servers")
+    return _rates(
+        "pcie", plan, pairs, ">= 0.85", f"tensors on the CPU in the same job; {_SERVERS} servers"
+    )
 
 
-def _steps(job: Job, name: str, ways: Sequence[str], label: str, turns: int, count: int) -> dict[str, list[float]]:
+def _steps(
+    job: Job, name: str, ways: Sequence[str], label: str, turns: int, count: int
+) -> dict[str, list[float]]:
     """Seconds of a step by way, a turn's mean of the slower worker."""
     for way in ways:
         progress(f"{label}: first steps of {way}")
@@ -253,12 +401,18 @@ def _steps(job: Job, name: str, ways: Sequence[str], label: str, turns: int, cou
     for turn in range(turns):
         progress(f"{label}: turn {turn + 1} of {turns}")
         for way in ways:
-            seconds[way] += peers.slowest(job.workers, "steps", timeout=_SECONDS, workload=name, way=way, count=count)
+            seconds[way] += peers.slowest(
+                job.workers, "steps", timeout=_SECONDS, workload=name, way=way, count=count
+            )
     for way in ways:
         if not all(job.ask("right", workload=name, way=way)):
             raise BenchError(f"{label}: {way} has made wrong weights")
     job.ask("drop", workload=name)
-    progress(f"{label}: " + ", ".join(f"{way} {_median_ms(found):.4g} ms" for way, found in seconds.items()))     # should what comes then fail
+    # should what comes then fail
+    progress(
+        f"{label}: "
+        + ", ".join(f"{way} {_median_ms(found):.4g} ms" for way, found in seconds.items())
+    )
     return seconds
 
 
@@ -267,7 +421,12 @@ def train(setup: Setup) -> list[Case]:
     cases = []
     with _job(setup, 0) as job:
         for name in setup.networks or TRAIN:
-            cases += train_cases(name, _steps(job, name, _WAYS["train"], f"train, {name}", setup.plan.turns, setup.plan.steps))
+            cases += train_cases(
+                name,
+                _steps(
+                    job, name, _WAYS["train"], f"train, {name}", setup.plan.turns, setup.plan.steps
+                ),
+            )
     return cases
 
 
@@ -275,8 +434,19 @@ def train_cases(name: str, seconds: Mapping[str, list[float]]) -> list[Case]:
     """Of the steps' seconds by way."""
     of, peer = NETWORKS[name](), _median_ms(seconds["ddp"])
     about = f"{of.elements / 1e6:.1f} M parameters in {of.tensors} tensors, batch {of.batch}"
-    return [median_case(f"train-{name}", _ms(seconds["bpsx"]), "ms", peer=peer, target="<= 1.0", note=f"{about}; DDP"),
-            median_case(f"alone-{name}", _ms(seconds["alone"]), "ms", peer=peer, note="no exchange; DDP")]
+    return [
+        median_case(
+            f"train-{name}",
+            _ms(seconds["bpsx"]),
+            "ms",
+            peer=peer,
+            target="<= 1.0",
+            note=f"{about}; DDP",
+        ),
+        median_case(
+            f"alone-{name}", _ms(seconds["alone"]), "ms", peer=peer, note="no exchange; DDP"
+        ),
+    ]
 
 
 def links(setup: Setup) -> list[Case]:
@@ -286,8 +456,22 @@ def links(setup: Setup) -> list[Case]:
         for extra in setup.extra:
             with _linked(setup, rate, extra) as job:
                 for name in setup.networks or LINKS:
-                    seconds = _steps(job, name, _WAYS["links"], f"links, {rate}, k={extra}, {name}", setup.plan.link_turns, 1)
-                    cases += link_cases(name, rate, setup.machines, extra, seconds, setup.congestion or network.congestion())
+                    seconds = _steps(
+                        job,
+                        name,
+                        _WAYS["links"],
+                        f"links, {rate}, k={extra}, {name}",
+                        setup.plan.link_turns,
+                        1,
+                    )
+                    cases += link_cases(
+                        name,
+                        rate,
+                        setup.machines,
+                        extra,
+                        seconds,
+                        setup.congestion or network.congestion(),
+                    )
     return cases
 
 
@@ -296,8 +480,12 @@ def _linked(setup: Setup, rate: str, extra: int) -> Iterator[Job]:
     places, beside = places_of(setup.machines, extra)
     seconds, least = _BURST
     burst = str(max(least, int(seconds * bits(rate) / 8)))
-    with network.Links(places, rate, both=True, burst=burst, beside=beside, congestion=setup.congestion) as made, \
-            _job(setup, extra or setup.machines, made) as job:
+    with (
+        network.Links(
+            places, rate, both=True, burst=burst, beside=beside, congestion=setup.congestion
+        ) as made,
+        _job(setup, extra or setup.machines, made) as job,
+    ):
         yield job
 
 
@@ -314,17 +502,44 @@ def bound(workers: int, extra: int) -> float:
     return (workers * workers + extra * workers - 2 * extra) / (workers * workers)
 
 
-def link_cases(name: str, rate: str, workers: int, extra: int, seconds: Mapping[str, list[float]], congestion: str) -> list[Case]:
-    """Of the steps' seconds by way. A ratio is of times: without servers' machines no more than the peer's, with them nine tenths of the bound."""
-    peer, most, label = _median_ms(seconds["ddp"]), bound(workers, extra), f"links-{rate}-k{extra}-{name}"
-    # What an all-reduce cannot do without: a measured share of more than 1 would mean that the links are not what they are said to be.
+def link_cases(
+    name: str,
+    rate: str,
+    workers: int,
+    extra: int,
+    seconds: Mapping[str, list[float]],
+    congestion: str,
+) -> list[Case]:
+    """Of the steps' seconds by way.
+
+    A ratio is of times: without servers' machines no more than the peer's, with them nine tenths of
+    the bound.
+    """
+    peer, most, label = (
+        _median_ms(seconds["ddp"]),
+        bound(workers, extra),
+        f"links-{rate}-k{extra}-{name}",
+    )
+    # What an all-reduce cannot do without: a measured share of more than 1 would mean that the
+    # links are not what they are said to be.
     used = 1e3 * 2 * (workers - 1) / workers * 32 * NETWORKS[name]().elements / bits(rate) / peer
     faster, packed = peer / _median_ms(seconds["bpsx"]), peer / _median_ms(seconds["onebit"])
-    note = f"DDP, which uses {used:.0%} of its link ({congestion}); {faster:.2f} times as fast, bound {most:.2f}: {faster / most:.2f} of it"
+    note = (
+        f"DDP, which uses {used:.0%} of its link ({congestion}); {faster:.2f} times as fast, bound"
+        f" {most:.2f}: {faster / most:.2f} of it"
+    )
     target = f"<= {1 / (0.9 * most):.4g}" if extra else "<= 1.0"
-    return [median_case(label, _ms(seconds["bpsx"]), "ms", peer=peer, target=target, note=note),
-            median_case(f"{label}-onebit", _ms(seconds["onebit"]), "ms", peer=peer, target="<= 0.2" if extra else None,
-                        note=f"{packed:.1f} times as fast as DDP, uncompressed")]
+    return [
+        median_case(label, _ms(seconds["bpsx"]), "ms", peer=peer, target=target, note=note),
+        median_case(
+            f"{label}-onebit",
+            _ms(seconds["onebit"]),
+            "ms",
+            peer=peer,
+            target="<= 0.2" if extra else None,
+            note=f"{packed:.1f} times as fast as DDP, uncompressed",
+        ),
+    ]
 
 
 def _ms(seconds: Sequence[float]) -> list[float]:
@@ -336,4 +551,9 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 #: What can be run, by name.
-PARTS: Mapping[str, Callable[[Setup], list[Case]]] = {"nccl": nccl, "pcie": pcie, "train": train, "links": links}
+PARTS: Mapping[str, Callable[[Setup], list[Case]]] = {
+    "nccl": nccl,
+    "pcie": pcie,
+    "train": train,
+    "links": links,
+}

@@ -1,7 +1,9 @@
-"""A network that computes nothing and takes the time: layers of :mod:`bench.shapes` whose backward makes gradients of the right shapes, last first.
+"""A network that computes nothing and takes the time: layers of :mod:`bench.shapes` whose backward
+makes gradients of the right shapes, last first.
 
-Each layer does the matrix products of its forward and backward pass on memory kept for that, in bfloat16 on a GPU. The gradients are float32 and
-all of one value, so that what training makes of the weights is known.
+Each layer does the matrix products of its forward and backward pass on memory kept for that, in
+bfloat16 on a GPU. The gradients are float32 and all of one value, so that what training makes of
+the weights is known.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Work:
         self._batch = network.batch
         sizes = (n for layer in network.layers if layer.rows for n in self._sizes(layer))
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        # What is read is never written to: products of products would soon be infinite, and those are computed in no time that matters.
+        # What is read is never written to: products of products would soon be infinite, and those
+        # are computed in no time that matters.
         self._source = torch.randn(max(sizes), dtype=dtype, device=device)
         self._sink = torch.empty_like(self._source)
 
@@ -41,21 +44,38 @@ class Work:
         self._product(layer.outputs, rows, layer.inputs, across=True)
 
     def _product(self, rows: int, inner: int, columns: int, across: bool = False) -> None:
-        """``across``: the left factor lies the other way round in memory, as outputs' gradients do for that of the weight."""
+        """``across``: the left factor lies the other way round in memory, as outputs' gradients do
+        for that of the weight.
+        """
         if rows:
-            left = self._part(self._source, inner, rows).t() if across else self._part(self._source, rows, inner)
-            torch.mm(left, self._part(self._source, inner, columns), out=self._part(self._sink, rows, columns))
+            left = (
+                self._part(self._source, inner, rows).t()
+                if across
+                else self._part(self._source, rows, inner)
+            )
+            torch.mm(
+                left,
+                self._part(self._source, inner, columns),
+                out=self._part(self._sink, rows, columns),
+            )
 
     @staticmethod
     def _part(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        return memory[:rows * columns].view(rows, columns)
+        return memory[: rows * columns].view(rows, columns)
 
 
 class _Apply(torch.autograd.Function):
     """A layer. ``token`` goes through all of them and is what keeps their order in backward."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, work: Work, layer: Layer, value: float, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        work: Work,
+        layer: Layer,
+        value: float,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.work, ctx.layer, ctx.value = work, layer, value
         ctx.parameters = parameters
         if layer.rows:
@@ -70,14 +90,19 @@ class _Apply(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Weights are zero at first; every element of every gradient is ``value``. The output's backward is the pass."""
+    """Weights are zero at first; every element of every gradient is ``value``.
+
+    The output's backward is the pass.
+    """
 
     def __init__(self, network: Network, work: Work, value: float, device: str) -> None:
         super().__init__()
         self._work, self._value = work, value
         self._layers: list[tuple[Layer, list[nn.Parameter]]] = []
         for layer in network.layers:
-            made = [nn.Parameter(torch.zeros(shape, device=device)) for shape in layer.shapes.values()]
+            made = [
+                nn.Parameter(torch.zeros(shape, device=device)) for shape in layer.shapes.values()
+            ]
             for name, parameter in zip(layer.shapes, made):
                 self.register_parameter(f"{layer.name}.{name}".replace(".", "_"), parameter)
             self._layers.append((layer, made))
@@ -91,4 +116,7 @@ class Model(nn.Module):
     def holds(self, weight: float, tolerance: float = 0.0) -> bool:
         """Whether every element of every parameter is that, up to a share of it."""
         with torch.no_grad():
-            return all(bool(((p - weight).abs() <= tolerance * abs(weight)).all()) for p in self.parameters())
+            return all(
+                bool(((p - weight).abs() <= tolerance * abs(weight)).all())
+                for p in self.parameters()
+            )

@@ -1,4 +1,6 @@
-"""A worker of ``bench gpu``: moves tensors and trains, with bpsx.torch or with torch.distributed in the same process, and says how long it takes."""
+"""A worker of ``bench gpu``: moves tensors and trains, with bpsx.torch or with torch.distributed in
+the same process, and says how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from bench.gpu_model import Model, Work
 from bench.shapes import NETWORKS
 
 _DEVICE = os.environ["BENCH_DEVICE"]
-_RATE = 2.0 ** -10
+_RATE = 2.0**-10
 #: ``compression_params`` by way.
 _COMPRESSION = {"onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla"}}
 _work: dict[str, Work] = {}
@@ -32,7 +34,9 @@ def init() -> int:
 
 
 def join(store: str, rank: int, size: int) -> None:
-    """Be a process of the peer's job, too: they meet at a file, since nothing of the network is known here."""
+    """Be a process of the peer's job, too: they meet at a file, since nothing of the network is
+    known here.
+    """
     backend = "nccl" if _DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
 
@@ -45,7 +49,10 @@ def _sync() -> None:
 @cache
 def _tensors(device: str, count: int, nbytes: int) -> tuple[list[str], list[torch.Tensor]]:
     """Names and tensors. Zeros stay finite however often they are summed in place."""
-    return ([f"bench.{device}.{count}x{nbytes}.{i}" for i in range(count)], [torch.zeros(nbytes // 4, device=device) for _ in range(count)])
+    return (
+        [f"bench.{device}.{count}x{nbytes}.{i}" for i in range(count)],
+        [torch.zeros(nbytes // 4, device=device) for _ in range(count)],
+    )
 
 
 def _round(way: str, names: list[str], tensors: list[torch.Tensor]) -> None:
@@ -53,7 +60,10 @@ def _round(way: str, names: list[str], tensors: list[torch.Tensor]) -> None:
     if way == "bpsx" and len(tensors) == 1:
         bps.push_pull_inplace(tensors[0], average=False, name=names[0])
     elif way == "bpsx":
-        handles = [bps.push_pull_async_inplace(tensor, average=False, name=name) for name, tensor in zip(names, tensors)]
+        handles = [
+            bps.push_pull_async_inplace(tensor, average=False, name=name)
+            for name, tensor in zip(names, tensors)
+        ]
         for handle in handles:
             bps.synchronize(handle)
     elif len(tensors) == 1:
@@ -64,8 +74,12 @@ def _round(way: str, names: list[str], tensors: list[torch.Tensor]) -> None:
             work.wait()
 
 
-def rounds(way: str, device: str, count: int, nbytes: int, calls: int, warm: int = 1) -> list[float]:
-    """Seconds of each sum of ``count`` tensors, from the first call until the device has done all, after ``warm`` others."""
+def rounds(
+    way: str, device: str, count: int, nbytes: int, calls: int, warm: int = 1
+) -> list[float]:
+    """Seconds of each sum of ``count`` tensors, from the first call until the device has done all,
+    after ``warm`` others.
+    """
     names, tensors = _tensors(device, count, nbytes)
     for _ in range(warm):
         _round(way, names, tensors)
@@ -87,7 +101,9 @@ def check(way: str, device: str, count: int, nbytes: int) -> bool:
         tensor.fill_(bps.rank() + 1 + i)
     _round(way, names, tensors)
     n = bps.size()
-    right = all(bool((tensor == n * (n + 1) // 2 + n * i).all()) for i, tensor in enumerate(tensors))
+    right = all(
+        bool((tensor == n * (n + 1) // 2 + n * i).all()) for i, tensor in enumerate(tensors)
+    )
     for tensor in tensors:
         tensor.zero_()
     return right
@@ -102,11 +118,17 @@ class _Made:
             _work[workload] = Work(network, _DEVICE)
         self.plain = Model(network, _work[workload], value, _DEVICE)
         # A view of its bucket as a gradient saves DDP a copy.
-        self.model: Any = torch.nn.parallel.DistributedDataParallel(self.plain, gradient_as_bucket_view=True) if way == "ddp" else self.plain
+        self.model: Any = (
+            torch.nn.parallel.DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
+            if way == "ddp"
+            else self.plain
+        )
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.plain.parameters(), lr=_RATE)
         if way not in ("ddp", "alone"):
             named = [(f"{workload}.{way}.{name}", p) for name, p in self.plain.named_parameters()]
-            self.optimizer = bps.DistributedOptimizer(self.optimizer, named, compression_params=_COMPRESSION.get(way))
+            self.optimizer = bps.DistributedOptimizer(
+                self.optimizer, named, compression_params=_COMPRESSION.get(way)
+            )
         self.token = torch.zeros((), device=_DEVICE, requires_grad=True)
         self.average = value if way == "alone" else (bps.size() + 1) / 2
         self.tolerance = 1e-3 if way in _COMPRESSION else 1e-6
@@ -121,7 +143,10 @@ class _Made:
 
 
 def make(workload: str, way: str) -> int:
-    """Build a model and do the first steps, in which names are declared and buckets are made. The number of its parameters."""
+    """Build a model and do the first steps, in which names are declared and buckets are made.
+
+    The number of its parameters.
+    """
     made = _made[f"{workload} {way}"] = _Made(workload, way)
     for _ in range(2):
         made.step()
@@ -130,7 +155,9 @@ def make(workload: str, way: str) -> int:
 
 
 def steps(workload: str, way: str, count: int, warm: int = 1) -> list[float]:
-    """Seconds of a step (zero_grad, forward, backward, step): the mean of ``count`` in a row after ``warm`` others, until the device has done all."""
+    """Seconds of a step (zero_grad, forward, backward, step): the mean of ``count`` in a row after
+    ``warm`` others, until the device has done all.
+    """
     made = _made[f"{workload} {way}"]
     for _ in range(warm):
         made.step()
@@ -159,7 +186,18 @@ def drop(workload: str) -> None:
 
 
 if __name__ == "__main__":
-    serve({"init": init, "join": join, "rounds": rounds, "check": check, "make": make, "steps": steps, "right": right, "drop": drop})
+    serve(
+        {
+            "init": init,
+            "join": join,
+            "rounds": rounds,
+            "check": check,
+            "make": make,
+            "steps": steps,
+            "right": right,
+            "drop": drop,
+        }
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
     bps.shutdown()

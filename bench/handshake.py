@@ -1,4 +1,6 @@
-"""What one data connection costs, by how its ends prove themselves: not at all (NULL), a token (as jobs do), CURVE (BPSX_ENCRYPT=1)."""
+"""What one data connection costs, by how its ends prove themselves: not at all (NULL), a token (as
+jobs do), CURVE (BPSX_ENCRYPT=1).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def _connect(context: zmq.Context[Any], mechanism: str, address: str, rank: int)
 
 
 def seconds(mechanism: str, times: int = 100) -> float:
-    """Median time from a new socket to the lane's answer to its first message, both ends on this machine."""
+    """Median time from a new socket to the lane's answer to its first message, both ends on this
+    machine.
+    """
     with zmq.Context() as lanes, zmq.Context() as workers:
         lane, door = _lane(lanes, mechanism)
         address = lane.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
@@ -58,7 +62,14 @@ def seconds(mechanism: str, times: int = 100) -> float:
             with _connect(workers, mechanism, address, rank) as s:
                 s.send(b"ping")
                 ident, nonce = lane.recv_multipart()
-                lane.send_multipart([ident, b"pong" if mechanism == "null" else secret.lane_proof(KEY, JOB, address, nonce)])
+                lane.send_multipart(
+                    [
+                        ident,
+                        b"pong"
+                        if mechanism == "null"
+                        else secret.lane_proof(KEY, JOB, address, nonce),
+                    ]
+                )
                 s.recv()
                 taken.append(time.perf_counter() - begun)
         if door is not None:

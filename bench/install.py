@@ -1,4 +1,5 @@
-"""``bench install``: seconds of each step of ``make demo``, and the size of the environment it makes.
+"""``bench install``: seconds of each step of ``make demo``, and the size of the environment it
+makes.
 
 It works on a copy of this checkout, so that everything is made anew. pip downloads what its cache
 lacks: a second run shows what the network costs.
@@ -41,8 +42,10 @@ def run(options: argparse.Namespace) -> list[Case]:
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder:
         tree = Path(folder, "tree")
         shutil.copytree(ROOT, tree, ignore=_not_needed)
-        cases = [Case(name, _seconds(tree, [*words, target]), "s", note=note)
-                 for name, target, note in _STEPS]
+        cases = [
+            Case(name, _seconds(tree, [*words, target]), "s", note=note)
+            for name, target, note in _STEPS
+        ]
         cases.append(Case("size", _bytes(tree / ".venv") / 1e9, "GB", note="of .venv on disk"))
     return cases
 
@@ -57,9 +60,17 @@ def _seconds(tree: Path, words: list[str]) -> float:
     progress(f"make {' '.join(words)}")
     begin = time.perf_counter()
     try:
-        done = subprocess.run(["make", *words], cwd=tree, env=child_environment(), text=True,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            ["make", *words],
+            cwd=tree,
+            env=child_environment(),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise BenchError(f"make {words[-1]} was not done after {_SECONDS:g} s") from None
     if done.returncode:

@@ -1,4 +1,6 @@
-"""Start processes that measure, and talk to them: single ones, and a whole bpsx job on this machine."""
+"""Start processes that measure, and talk to them: single ones, and a whole bpsx job on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,21 @@ def progress(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def start(module: str, environment: Mapping[str, str], *, pipes: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """``python -m module`` from the repository's root, behind the words of ``prefix``. Without ``pipes`` all it prints goes to standard error."""
+def start(
+    module: str, environment: Mapping[str, str], *, pipes: bool = False, prefix: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """``python -m module`` from the repository's root, behind the words of ``prefix``.
+
+    Without ``pipes`` all it prints goes to standard error.
+    """
     pipe = subprocess.PIPE if pipes else None
-    return subprocess.Popen([*prefix, sys.executable, "-m", module], stdin=pipe or subprocess.DEVNULL, stdout=pipe or 2, cwd=ROOT,
-                            env=child_environment(**environment))
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", module],
+        stdin=pipe or subprocess.DEVNULL,
+        stdout=pipe or 2,
+        cwd=ROOT,
+        env=child_environment(**environment),
+    )
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int:
@@ -48,7 +60,9 @@ def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int
 class Child:
     """A process running :func:`bench.child.serve`. Not thread-safe."""
 
-    def __init__(self, module: str, name: str, prefix: Sequence[str] = (), **environment: str) -> None:
+    def __init__(
+        self, module: str, name: str, prefix: Sequence[str] = (), **environment: str
+    ) -> None:
         self.name = name
         self.process = start(module, environment, pipes=True, prefix=prefix)
         self._buffer = b""
@@ -58,7 +72,10 @@ class Child:
         return self.process.pid
 
     def tell(self, op: str, **arguments: Any) -> None:
-        """Send a command without waiting for its answer. Raises :class:`BenchError` if the process is gone."""
+        """Send a command without waiting for its answer.
+
+        Raises :class:`BenchError` if the process is gone.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
@@ -67,10 +84,13 @@ class Child:
             raise BenchError(f"{self.name} has died (exit status {self.process.poll()})") from None
 
     def answer(self, timeout: float = 120.0) -> Any:
-        """The answer to the oldest unanswered command. Raises :class:`BenchError` after ``timeout`` seconds, on an error, on death."""
+        """The answer to the oldest unanswered command.
+
+        Raises :class:`BenchError` after ``timeout`` seconds, on an error, on death.
+        """
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
-        waiting = select.poll()         # who asks may have more files open than select() knows
+        waiting = select.poll()  # who asks may have more files open than select() knows
         waiting.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._buffer:
             ready = waiting.poll(1000 * max(0.0, deadline - time.monotonic()))
@@ -104,10 +124,18 @@ class Child:
 
 def processor_seconds(pid: int) -> float:
     """What the threads of a process have had of processors so far."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    return (
+        sum(
+            int(file.read_text().split()[0])
+            for file in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        )
+        / 1e9
+    )
 
 
-def ask_all(children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+def ask_all(
+    children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any
+) -> list[Any]:
     """The same command to all at once; their answers in order."""
     group = list(children)
     for child in group:
@@ -117,7 +145,9 @@ def ask_all(children: Iterable[Child], op: str, *, timeout: float = 120.0, **arg
 
 @contextlib.contextmanager
 def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
-    """The children, closed at the end: all are told before any is waited for, since peers may leave together only."""
+    """The children, closed at the end: all are told before any is waited for, since peers may leave
+    together only.
+    """
     group: list[Child] = []
     try:
         for child in children:
@@ -125,7 +155,7 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
         yield group
     except KeyboardInterrupt:
         for child in group:
-            child.process.kill()        # what they are at may take minutes
+            child.process.kill()  # what they are at may take minutes
         raise
     finally:
         for child in group:
@@ -138,30 +168,57 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
 
 
 #: The variables by which a job's messages travel so.
-TRANSPORTS = {"zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"}, "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
-              "rdma": {"DMLC_ENABLE_RDMA": "1", "BYTEPS_ENABLE_IPC": "0"}, "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"}}
+TRANSPORTS = {
+    "zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"},
+    "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
+    "rdma": {"DMLC_ENABLE_RDMA": "1", "BYTEPS_ENABLE_IPC": "0"},
+    "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"},
+}
 
 
 class Job:
-    """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager.
+    """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`.
+
+    A context manager.
 
     Without servers the workers are the processes of one machine, which sum among themselves.
     """
 
-    def __init__(self, workers: int = 2, servers: int = 1, transport: str = "zmq", environment: Mapping[str, str] | None = None,
-                 modules: Mapping[int, str] | None = None, links: Links | None = None, own: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """``transport``: of :data:`TRANSPORTS`; all of the job is on one machine, and speaks as between machines but with "shm". ``modules``:
-        what other workers than the usual ones run, by index; ``links``: the network that the processes run in, which has a place for
-        "scheduler", "server 0" and so on; ``own``: variables of single workers, by index."""
+    def __init__(
+        self,
+        workers: int = 2,
+        servers: int = 1,
+        transport: str = "zmq",
+        environment: Mapping[str, str] | None = None,
+        modules: Mapping[int, str] | None = None,
+        links: Links | None = None,
+        own: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        """``transport``: of :data:`TRANSPORTS`; all of the job is on one machine, and speaks as
+        between machines but with "shm".
+
+        ``modules``: what other workers than the usual ones run, by index; ``links``: the network
+        that the processes run in, which has a place for "scheduler", "server 0" and so on; ``own``:
+        variables of single workers, by index.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
-        self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
-                        "DMLC_NUM_WORKER": str(workers if servers else 1), "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
-                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
-                        **TRANSPORTS[transport], **(environment or {})}
+        self._common = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "DMLC_NUM_WORKER": str(workers if servers else 1),
+            "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
+            "DMLC_NUM_SERVER": str(servers),
+            "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
+            **TRANSPORTS[transport],
+            **(environment or {}),
+        }
         self._links = links
-        if links is not None:   # beyond loopback a job needs a secret
-            self._common |= {"DMLC_PS_ROOT_URI": links.address["scheduler"], "BPSX_SECRET": os.urandom(16).hex()}
+        if links is not None:  # beyond loopback a job needs a secret
+            self._common |= {
+                "DMLC_PS_ROOT_URI": links.address["scheduler"],
+                "BPSX_SECRET": os.urandom(16).hex(),
+            }
         self._counts = workers, servers
         self._modules, self._own = modules or {}, own or {}
         self.workers: list[Child] = []
@@ -189,7 +246,10 @@ class Job:
     def pids(self) -> dict[str, int]:
         """Process numbers by role and index."""
         assert self.scheduler is not None
-        named = {"scheduler": self.scheduler.pid, **{f"server {i}": p.pid for i, p in enumerate(self.servers)}}
+        named = {
+            "scheduler": self.scheduler.pid,
+            **{f"server {i}": p.pid for i, p in enumerate(self.servers)},
+        }
         return {**named, **{w.name: w.pid for w in self.workers}}
 
     def ask(self, op: str, **arguments: Any) -> list[Any]:
@@ -199,13 +259,31 @@ class Job:
     def _start(self) -> None:
         workers, servers = self._counts
         port_file = Path(self._folder.name) / "port"
-        self.scheduler = self._role("bpsx.scheduler", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
+        self.scheduler = self._role(
+            "bpsx.scheduler", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file)
+        )
         self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server", i) for i in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
-        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i), **self._own.get(i, {})} for i in range(workers)]
-        made = (Child(self._modules.get(i, "bench.worker"), f"worker {i}", **{**environment, **self._place(f"worker {i}")},
-                      prefix=self._prefix(f"worker {i}")) for i, environment in enumerate(environments))
+        environments = [
+            {
+                **self._common,
+                "DMLC_ROLE": "worker",
+                "DMLC_WORKER_ID": "0",
+                index: str(i),
+                **self._own.get(i, {}),
+            }
+            for i in range(workers)
+        ]
+        made = (
+            Child(
+                self._modules.get(i, "bench.worker"),
+                f"worker {i}",
+                **{**environment, **self._place(f"worker {i}")},
+                prefix=self._prefix(f"worker {i}"),
+            )
+            for i, environment in enumerate(environments)
+        )
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)
 
@@ -215,15 +293,23 @@ class Job:
     def _place(self, name: str) -> dict[str, str]:
         return {} if self._links is None else {"DMLC_NODE_HOST": self._links.address[name]}
 
-    def _role(self, module: str, role: str, index: int, **environment: str) -> subprocess.Popen[bytes]:
+    def _role(
+        self, module: str, role: str, index: int, **environment: str
+    ) -> subprocess.Popen[bytes]:
         name = role if role == "scheduler" else f"{role} {index}"
-        process = start(module, {"DMLC_ROLE": role, **self._common, **self._place(name), **environment}, prefix=self._prefix(name))
+        process = start(
+            module,
+            {"DMLC_ROLE": role, **self._common, **self._place(name), **environment},
+            prefix=self._prefix(name),
+        )
         self._stack.callback(end_role, role, process)
         return process
 
 
 def end_role(role: str, process: subprocess.Popen[bytes], *, quiet: bool = False) -> int:
-    """Wait for a role's process to end by itself, else make it; its status, which is said if it is not 0."""
+    """Wait for a role's process to end by itself, else make it; its status, which is said if it is
+    not 0.
+    """
     status = stop(process)
     if status and not quiet:
         progress(f"{role} ended with status {status}")
@@ -237,6 +323,8 @@ def port_in(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
         if file.exists():
             return int(file.read_text())
         if scheduler.poll() is not None:
-            raise BenchError(f"the scheduler ended with status {scheduler.returncode} instead of listening")
+            raise BenchError(
+                f"the scheduler ended with status {scheduler.returncode} instead of listening"
+            )
         time.sleep(0.02)
     raise BenchError(f"the scheduler has not listened within {_START_SECONDS:.0f} s")

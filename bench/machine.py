@@ -13,15 +13,24 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def describe() -> dict[str, Any]:
-    """Cores, CPU, kernel, versions and the load average now. A package that is not installed has the version None."""
+    """Cores, CPU, kernel, versions and the load average now.
+
+    A package that is not installed has the version None.
+    """
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {"cores": len(os.sched_getaffinity(0)), "cpu": _cpu_model(), "kernel": platform.release(),
-            "python": platform.python_version(), **versions, "load": round(os.getloadavg()[0], 2)}
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **versions,
+        "load": round(os.getloadavg()[0], 2),
+    }
 
 
 def _cpu_model() -> str:
@@ -32,12 +41,18 @@ def _cpu_model() -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the process's threads have used so far. Raises :class:`OSError` if it is gone.
+    """Processor time that the process's threads have used so far.
 
-    In nanoseconds where the kernel says (scheduler statistics), else in its clock ticks, which are coarse for an idle process.
+    Raises :class:`OSError` if it is gone.
+
+    In nanoseconds where the kernel says (scheduler statistics), else in its clock ticks, which are
+    coarse for an idle process.
     """
     try:
-        return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9 or _ticks(pid)
+        return sum(
+            int(task.read_text().split()[0])
+            for task in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        ) / 1e9 or _ticks(pid)
     except OSError:  # not in this kernel, or a thread ended meanwhile
         return _ticks(pid)
 

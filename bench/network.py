@@ -1,4 +1,7 @@
-"""A small network: a namespace for each process, on a bridge, whose links can be made slow. Needs root and iproute2."""
+"""A small network: a namespace for each process, on a bridge, whose links can be made slow.
+
+Needs root and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +48,39 @@ def congestion() -> str:
 
 def congestions() -> list[str]:
     """Those that namespaces may have."""
-    return Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text(encoding="utf-8").split()
+    return (
+        Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+        .read_text(encoding="utf-8")
+        .split()
+    )
 
 
 class Links:
-    """Namespaces by name; the first holds the bridge. With a ``rate`` each of the others sends at most that, and with ``both`` it receives no
-    more, either. ``beside``: who else is there, by the name of a namespace that has a place of its own. ``congestion``: TCP's congestion control, by
-    default the host's. A context manager that removes them all."""
+    """Namespaces by name; the first holds the bridge.
 
-    def __init__(self, names: Sequence[str], rate: str | None = None, *, both: bool = False, burst: str = "256k",
-                 beside: Mapping[str, str] | None = None, congestion: str | None = None) -> None:
+    With a ``rate`` each of the others sends at most that, and with ``both`` it receives no more,
+    either. ``beside``: who else is there, by the name of a namespace that has a place of its own.
+    ``congestion``: TCP's congestion control, by default the host's. A context manager that removes
+    them all.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rate: str | None = None,
+        *,
+        both: bool = False,
+        burst: str = "256k",
+        beside: Mapping[str, str] | None = None,
+        congestion: str | None = None,
+    ) -> None:
         self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
         self._congestion = congestion
         self._names, self._rate, self._both, self._burst = list(names), rate, both, burst
-        self._place = {**{name: i for i, name in enumerate(self._names)}, **{name: self._names.index(at) for name, at in (beside or {}).items()}}
+        self._place = {
+            **{name: i for i, name in enumerate(self._names)},
+            **{name: self._names.index(at) for name, at in (beside or {}).items()},
+        }
         self.address = {name: f"10.214.9.{i + 1}" for name, i in self._place.items()}
 
     def namespace(self, name: str) -> str:
@@ -78,7 +100,12 @@ class Links:
 
     def __exit__(self, *_: object) -> None:
         for name in self._names:
-            subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True, timeout=30, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", self.namespace(name)],
+                capture_output=True,
+                timeout=30,
+                check=False,
+            )
 
     def _make(self) -> None:
         hub = self._names[0]
@@ -86,18 +113,37 @@ class Links:
             run("ip", "netns", "add", self.namespace(name))
             self._ip(name, "link", "set", "lo", "up")
             if self._congestion:
-                run(*self.prefix(name), "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self._congestion}")
+                run(
+                    *self.prefix(name),
+                    "sysctl",
+                    "-q",
+                    "-w",
+                    f"net.ipv4.tcp_congestion_control={self._congestion}",
+                )
         self._ip(hub, "link", "add", "net0", "type", "bridge")
         for i, name in enumerate(self._names[1:]):
-            self._ip(hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "net0", "netns", self.namespace(name))
+            self._ip(
+                hub,
+                "link",
+                "add",
+                f"port{i}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "net0",
+                "netns",
+                self.namespace(name),
+            )
             self._ip(hub, "link", "set", f"port{i}", "master", "net0", "up")
         for name in self._names:
             self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
             self._ip(name, "link", "set", "net0", "up")
         for i, name in enumerate(self._names[1:] if self._rate else ()):
-            # The burst is a few segments as large as TCP hands them down; smaller, and the rate is not reached.
+            # The burst is a few segments as large as TCP hands them down; smaller, and the rate is
+            # not reached.
             self.slow(name, str(self._rate), self._burst)
-            if self._both:      # what the bridge sends there
+            if self._both:  # what the bridge sends there
                 self.slow(hub, str(self._rate), self._burst, f"port{i}")
 
     def _ip(self, name: str, *words: str) -> None:
@@ -105,4 +151,20 @@ class Links:
 
     def slow(self, name: str, rate: str, burst: str = "32k", device: str = "net0") -> None:
         """Bound what ``name`` sends, in ``tc``'s notation, as in ``50mbit``."""
-        run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+        run(
+            "tc",
+            "-n",
+            self.namespace(name),
+            "qdisc",
+            "add",
+            "dev",
+            device,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            burst,
+            "latency",
+            "50ms",
+        )

@@ -1,4 +1,6 @@
-"""The peers that bpsx is measured against, and the walls that bound it: processes driven from here."""
+"""The peers that bpsx is measured against, and the walls that bound it: processes driven from
+here.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,24 @@ from bench.network import Links
 
 
 @contextlib.contextmanager
-def gloo(size: int = 2, module: str = "bench.gloo_peer", links: Links | None = None) -> Iterator[list[Child]]:
-    """The gloo job. Between commands its processes block in a read, so that it may stay up while bpsx is measured. ``links``: the network in which
-    they are where the workers are."""
+def gloo(
+    size: int = 2, module: str = "bench.gloo_peer", links: Links | None = None
+) -> Iterator[list[Child]]:
+    """The gloo job.
+
+    Between commands its processes block in a read, so that it may stay up while bpsx is measured.
+    ``links``: the network in which they are where the workers are.
+    """
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if links is None else "net0"}
-    made = (Child(module, f"gloo {i}", prefix=() if links is None else links.prefix(f"worker {i}"), **quiet) for i in range(size))
+    made = (
+        Child(
+            module,
+            f"gloo {i}",
+            prefix=() if links is None else links.prefix(f"worker {i}"),
+            **quiet,
+        )
+        for i in range(size)
+    )
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, closing_all(made) as group:
         store = str(Path(folder) / "store")
         for rank, child in enumerate(group):
@@ -35,7 +50,9 @@ def walls() -> Iterator[tuple[Child, Child]]:
 
 
 def echo(server: Child, client: Child, size: int, flight: int, count: int) -> list[float]:
-    """Seconds per message there and back of a bare ZeroMQ echo: ``flight`` messages of ``size`` bytes on the way at a time."""
+    """Seconds per message there and back of a bare ZeroMQ echo: ``flight`` messages of ``size``
+    bytes on the way at a time.
+    """
     port = server.ask("echo_bind")
     server.tell("echo")
     seconds = client.ask("echo_client", port=port, size=size, flight=flight, count=count)

@@ -1,4 +1,6 @@
-"""``bench push_pull``: a job of two workers against gloo's all_reduce with two processes, and against what ZeroMQ and TCP can do."""
+"""``bench push_pull``: a job of two workers against gloo's all_reduce with two processes, and
+against what ZeroMQ and TCP can do.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ _GLOO = 128 << 20
 _SMALL = 4096
 _LOOKS = 9
 #: Of rate, tiny and latency. For RDMA there has been no card to set any by.
-_TARGETS = {"zmq": (">= 0.70", "<= 0.10", "<= 0.6"), "tcp": (">= 0.75", "<= 0.04", "<= 0.4"), "rdma": (None, None, None),
-            "shm": (">= 3.0", "<= 0.04", "<= 0.3")}
+_TARGETS = {
+    "zmq": (">= 0.70", "<= 0.10", "<= 0.6"),
+    "tcp": (">= 0.75", "<= 0.04", "<= 0.4"),
+    "rdma": (None, None, None),
+    "shm": (">= 3.0", "<= 0.04", "<= 0.3"),
+}
 CASES = ("rate", "tiny", "latency", "spin", "idle", "steady", "machine", "walls")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. ``turns``: how often ours and the peer's take turns; the rest is per turn or in all."""
+    """How much is measured.
+
+    ``turns``: how often ours and the peer's take turns; the rest is per turn or in all.
+    """
 
     turns: int = 12
     rounds: int = 4
@@ -40,20 +49,41 @@ class Plan:
     wall_messages: int = 200
 
 
-QUICK = Plan(turns=3, rounds=2, tiny_rounds=4, calls=100, idle_seconds=2.0, steps_before=200, steps=1000, wall_turns=1, wall_messages=100)
+QUICK = Plan(
+    turns=3,
+    rounds=2,
+    tiny_rounds=4,
+    calls=100,
+    idle_seconds=2.0,
+    steps_before=200,
+    steps=1000,
+    wall_turns=1,
+    wall_messages=100,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, default=1, help="server processes (default: 1)")
-    parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="zmq", help="how messages travel (default: %(default)s)")
-    parser.add_argument("--only", default=",".join(CASES), help="cases to run, with commas between (default: %(default)s)")
+    parser.add_argument(
+        "--transport",
+        choices=sorted(TRANSPORTS),
+        default="zmq",
+        help="how messages travel (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        default=",".join(CASES),
+        help="cases to run, with commas between (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
     wanted = set(options.only.split(","))
     if unknown := wanted - set(CASES):
-        raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+        raise BenchError(
+            f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+        )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []
     if wanted & {"rate", "tiny", "latency", "spin", "idle"}:
@@ -64,7 +94,8 @@ def run(options: argparse.Namespace) -> list[Case]:
     if "rate" in wanted and options.transport == "shm":
         cases.append(memory_bound(plan, cases[0]))
     if "steady" in wanted:
-        # A job of its own: freed memory that malloc has kept from the large rounds would hide a leak.
+        # A job of its own: freed memory that malloc has kept from the large rounds would hide a
+        # leak.
         with Job(WORKERS, options.servers, options.transport) as job:
             cases += steady(job, plan)
     if "machine" in wanted:
@@ -99,13 +130,19 @@ class Turns:
         return self.seconds
 
     def _rate(self) -> None:
-        self.seconds["rate"] += peers.slowest(self.job.workers, "many", kind="rate", rounds=self.plan.rounds)
-        self.seconds["gloo rate"] += peers.slowest(self.gloo, "all_reduce", nbytes=_GLOO, calls=self.plan.rounds)
+        self.seconds["rate"] += peers.slowest(
+            self.job.workers, "many", kind="rate", rounds=self.plan.rounds
+        )
+        self.seconds["gloo rate"] += peers.slowest(
+            self.gloo, "all_reduce", nbytes=_GLOO, calls=self.plan.rounds
+        )
 
     def _spin(self) -> None:
         first = self.job.workers[0]
         first.ask("spin", on=True)
-        self.seconds["spin"] += peers.slowest(self.job.workers, "many", kind="rate", rounds=self.plan.rounds)
+        self.seconds["spin"] += peers.slowest(
+            self.job.workers, "many", kind="rate", rounds=self.plan.rounds
+        )
         first.ask("spin", on=False)
 
     def _small(self) -> None:
@@ -116,50 +153,124 @@ class Turns:
             ours = self.job.ask("one", calls=calls)
             self.seconds["latency"].append(max(map(statistics.median, ours)))
         if "tiny" in self.wanted:
-            self.seconds["tiny"] += peers.slowest(self.job.workers, "many", kind="tiny", rounds=self.plan.tiny_rounds)
+            self.seconds["tiny"] += peers.slowest(
+                self.job.workers, "many", kind="tiny", rounds=self.plan.tiny_rounds
+            )
 
 
-def speed(seconds: dict[str, list[float]], wanted: set[str], targets: tuple[str | None, str | None, str | None]) -> list[Case]:
+def speed(
+    seconds: dict[str, list[float]],
+    wanted: set[str],
+    targets: tuple[str | None, str | None, str | None],
+) -> list[Case]:
     """The cases that have gloo or ourselves for a peer."""
     cases = []
     rate = _rates(seconds["rate"], _OURS)
     if "rate" in wanted:
         gloo = statistics.median(_rates(seconds["gloo rate"], _GLOO))
-        cases.append(median_case("rate", rate, "GB/s", peer=gloo, target=targets[0],
-                                 note="per worker, 32 x 4,096,000 B in flight; gloo all_reduce of 128 MiB"))
+        cases.append(
+            median_case(
+                "rate",
+                rate,
+                "GB/s",
+                peer=gloo,
+                target=targets[0],
+                note="per worker, 32 x 4,096,000 B in flight; gloo all_reduce of 128 MiB",
+            )
+        )
     gloo_us = 1e6 * statistics.median(seconds["gloo latency"] or [0.0])
     if "tiny" in wanted:
-        cases.append(median_case("tiny", [1e3 * s for s in seconds["tiny"]], "ms", peer=gloo_us, target=targets[1],
-                                 note="round of 1000 x 4 KiB; 1000 x gloo's 4 KiB latency"))
+        cases.append(
+            median_case(
+                "tiny",
+                [1e3 * s for s in seconds["tiny"]],
+                "ms",
+                peer=gloo_us,
+                target=targets[1],
+                note="round of 1000 x 4 KiB; 1000 x gloo's 4 KiB latency",
+            )
+        )
     if "latency" in wanted:
-        cases.append(median_case("latency", [1e6 * s for s in seconds["latency"]], "us", peer=gloo_us, target=targets[2],
-                                 note="one push_pull of 4 KiB, medians by turn; gloo all_reduce of 4 KiB"))
+        cases.append(
+            median_case(
+                "latency",
+                [1e6 * s for s in seconds["latency"]],
+                "us",
+                peer=gloo_us,
+                target=targets[2],
+                note="one push_pull of 4 KiB, medians by turn; gloo all_reduce of 4 KiB",
+            )
+        )
     if "spin" in wanted:
         # The thread takes one core; what is left of a pair is half, and of more cores more.
-        cases.append(median_case("spin", _rates(seconds["spin"], _OURS), "GB/s", peer=statistics.median(rate), target=">= 0.50",
-                                 note="rate with a spinning Python thread in worker 0; rate without. It takes 1 of 2 cores: 0.5 is left"))
+        cases.append(
+            median_case(
+                "spin",
+                _rates(seconds["spin"], _OURS),
+                "GB/s",
+                peer=statistics.median(rate),
+                target=">= 0.50",
+                note=(
+                    "rate with a spinning Python thread in worker 0; rate without. It takes 1 of 2"
+                    " cores: 0.5 is left"
+                ),
+            )
+        )
     return cases
 
 
 def memory_bound(plan: Plan, rate: Case) -> Case:
-    """The rate against what memory lets through, by decision 26: each worker's tensor is copied in and out, which is 4 bytes for each of its own, and
-    the lane reads the share of every worker and writes one sum. A copy moves two bytes for each that it copies."""
+    """The rate against what memory lets through, by decision 26: each worker's tensor is copied in
+    and out, which is 4 bytes for each of its own, and the lane reads the share of every worker and
+    writes one sum.
+
+    A copy moves two bytes for each that it copies.
+    """
     progress("memcpy on all cores that the job can use")
     processes = min(WORKERS + 1, len(os.sched_getaffinity(0)))
-    copied = [peers.memcpy_together(processes, _PARTITION, 4 * plan.wall_messages) / 1e9 for _ in range(plan.wall_turns)]
+    copied = [
+        peers.memcpy_together(processes, _PARTITION, 4 * plan.wall_messages) / 1e9
+        for _ in range(plan.wall_turns)
+    ]
     bound = 2 * statistics.median(copied) / (WORKERS * (4 + (WORKERS + 1) / WORKERS))
-    return Case("memory", rate.value, "GB/s", peer=bound, target=">= 0.50", samples=rate.samples,
-                note=f"rate; what {processes} cores' memcpy of {statistics.median(copied):.1f} GB/s lets through")
+    return Case(
+        "memory",
+        rate.value,
+        "GB/s",
+        peer=bound,
+        target=">= 0.50",
+        samples=rate.samples,
+        note=(
+            f"rate; what {processes} cores' memcpy of {statistics.median(copied):.1f} GB/s lets"
+            " through"
+        ),
+    )
 
 
 def one_machine(plan: Plan) -> list[Case]:
     """Two processes of one machine, which sum in shared memory, against gloo's two."""
     with Job(WORKERS, 0) as job, peers.gloo(WORKERS) as gloo:
         seconds = Turns(job, gloo, {"rate", "latency"}, plan).run()
-        rate, gloo_rate = _rates(seconds["rate"], _OURS), statistics.median(_rates(seconds["gloo rate"], _GLOO))
-        return [median_case("machine-rate", rate, "GB/s", peer=gloo_rate, note="as rate, between two processes of one machine, no server"),
-                median_case("machine-latency", [1e6 * s for s in seconds["latency"]], "us", peer=1e6 * statistics.median(seconds["gloo latency"]),
-                            note="as latency, between two processes of one machine, no server")]
+        rate, gloo_rate = (
+            _rates(seconds["rate"], _OURS),
+            statistics.median(_rates(seconds["gloo rate"], _GLOO)),
+        )
+        return [
+            median_case(
+                "machine-rate",
+                rate,
+                "GB/s",
+                peer=gloo_rate,
+                note="as rate, between two processes of one machine, no server",
+            ),
+            median_case(
+                "machine-latency",
+                [1e6 * s for s in seconds["latency"]],
+                "us",
+                peer=1e6 * statistics.median(seconds["gloo latency"]),
+                note="as latency, between two processes of one machine, no server",
+            ),
+        ]
 
 
 def _rates(seconds: list[float], nbytes: int) -> list[float]:
@@ -178,13 +289,32 @@ def idle(job: Job, plan: Plan) -> list[Case]:
     share = {name: 100 * cpu / seconds for name, cpu in spent.items()}
     worst = max(share, key=lambda name: share[name])
     whole = sum(share.values())
-    return [Case("idle", whole, "% core", peer=1.0, target="< 1", samples=(whole,),
-                 note="all processes of the job together; 1 % of a core"),
-            Case("idle-worst", share[worst], "% core", peer=1.0, samples=tuple(share.values()), note=f"the busiest: {worst}")]
+    return [
+        Case(
+            "idle",
+            whole,
+            "% core",
+            peer=1.0,
+            target="< 1",
+            samples=(whole,),
+            note="all processes of the job together; 1 % of a core",
+        ),
+        Case(
+            "idle-worst",
+            share[worst],
+            "% core",
+            peer=1.0,
+            samples=tuple(share.values()),
+            note=f"the busiest: {worst}",
+        ),
+    ]
 
 
 def steady(job: Job, plan: Plan) -> list[Case]:
-    """Growth of resident memory while the same tensors are summed again and again. The samples show its course in the worst process."""
+    """Growth of resident memory while the same tensors are summed again and again.
+
+    The samples show its course in the worst process.
+    """
     progress(f"{plan.steps} steps of 1 x 1 MiB + 20 x 4 KiB")
     pids = {name: pid for name, pid in job.pids.items() if name != "scheduler"}
     job.ask("steps", count=plan.steps_before)
@@ -193,14 +323,33 @@ def steady(job: Job, plan: Plan) -> list[Case]:
         job.ask("steps", count=(plan.steps - plan.steps_before) // _LOOKS, timeout=300.0)
         for name, pid in pids.items():
             course[name].append(machine.rss_bytes(pid))
-    growth = {name: [100 * (rss / course[name][0] - 1) for rss in course[name][1:]] for name in pids}
+    growth = {
+        name: [100 * (rss / course[name][0] - 1) for rss in course[name][1:]] for name in pids
+    }
     worst = max(growth, key=lambda name: growth[name][-1])
     whole, late = growth[worst][-1], 100 * (course[worst][-1] / course[worst][_LOOKS // 2] - 1)
-    return [Case("steady", whole, "%", target="<= 5", samples=growth[worst],
-                 note=f"growth of RSS from step {plan.steps_before} to {plan.steps}, worst of workers and servers: {worst} "
-                      f"from {course[worst][0] / 2**20:.1f} MiB; one arena of Python's is 1 MiB"),
-            Case("steady-late", late, "%", target="<= 0.5", samples=(late,),
-                 note="of this in the second half: a leak goes on, a heap that finds its size does not")]
+    return [
+        Case(
+            "steady",
+            whole,
+            "%",
+            target="<= 5",
+            samples=growth[worst],
+            note=(
+                f"growth of RSS from step {plan.steps_before} to {plan.steps}, worst of workers and"
+                f" servers: {worst} from {course[worst][0] / 2**20:.1f} MiB; one arena of Python's"
+                " is 1 MiB"
+            ),
+        ),
+        Case(
+            "steady-late",
+            late,
+            "%",
+            target="<= 0.5",
+            samples=(late,),
+            note="of this in the second half: a leak goes on, a heap that finds its size does not",
+        ),
+    ]
 
 
 def walls(plan: Plan, cases: list[Case]) -> list[Case]:
@@ -211,13 +360,25 @@ def walls(plan: Plan, cases: list[Case]) -> list[Case]:
         for _ in range(plan.wall_turns):
             times = peers.echo(server, client, _PARTITION, 8, plan.wall_messages)
             large.append(_PARTITION * len(times) / sum(times) / 1e9)
-            small.append(1e6 * statistics.median(peers.echo(server, client, _SMALL, 1, 10 * plan.wall_messages)))
+            small.append(
+                1e6
+                * statistics.median(peers.echo(server, client, _SMALL, 1, 10 * plan.wall_messages))
+            )
             tcp.append(peers.tcp_rate(server, client, 1.0) / 1e9)
             copy.append(peers.memcpy_rate(client, _PARTITION, 2 * plan.wall_messages) / 1e9)
-    rows = [median_case("wall-echo", large, "GB/s", note="bare ZeroMQ echo of 4,096,000 B, 8 in flight, each way"),
-            median_case("wall-echo-latency", small, "us", note="bare ZeroMQ echo of 4 KiB from Python"),
-            median_case("wall-tcp", tcp, "GB/s", note="plain socket on loopback, one way, 1 MiB writes"),
-            median_case("wall-memcpy", copy, "GB/s", note="4,096,000 B, one core, out of cache")]
+    rows = [
+        median_case(
+            "wall-echo",
+            large,
+            "GB/s",
+            note="bare ZeroMQ echo of 4,096,000 B, 8 in flight, each way",
+        ),
+        median_case("wall-echo-latency", small, "us", note="bare ZeroMQ echo of 4 KiB from Python"),
+        median_case(
+            "wall-tcp", tcp, "GB/s", note="plain socket on loopback, one way, 1 MiB writes"
+        ),
+        median_case("wall-memcpy", copy, "GB/s", note="4,096,000 B, one core, out of cache"),
+    ]
     return rows + _fractions({case.case: case for case in cases + rows})
 
 
@@ -228,12 +389,37 @@ def _fractions(by_name: dict[str, Case]) -> list[Case]:
         rate = by_name["rate"].value
         echo = by_name["wall-echo"].value / WORKERS
         tcp = by_name["wall-tcp"].value / (2 * WORKERS)
-        rows += [Case("rate-of-echo", rate, "GB/s", peer=echo, samples=(rate,),
-                      note=f"rate; wall-echo / {WORKERS}: the workers share what a server can echo"),
-                 Case("rate-of-tcp", rate, "GB/s", peer=tcp, samples=(rate,),
-                      note=f"rate; wall-tcp / {2 * WORKERS}: each worker's bytes pass the loopback there and back")]
+        rows += [
+            Case(
+                "rate-of-echo",
+                rate,
+                "GB/s",
+                peer=echo,
+                samples=(rate,),
+                note=f"rate; wall-echo / {WORKERS}: the workers share what a server can echo",
+            ),
+            Case(
+                "rate-of-tcp",
+                rate,
+                "GB/s",
+                peer=tcp,
+                samples=(rate,),
+                note=(
+                    f"rate; wall-tcp / {2 * WORKERS}: each worker's bytes pass the loopback there"
+                    " and back"
+                ),
+            ),
+        ]
     if "latency" in by_name:
         latency = by_name["latency"].value
-        rows.append(Case("latency-of-echo", latency, "us", peer=by_name["wall-echo-latency"].value, samples=(latency,),
-                         note="latency; wall-echo-latency"))
+        rows.append(
+            Case(
+                "latency-of-echo",
+                latency,
+                "us",
+                peer=by_name["wall-echo-latency"].value,
+                samples=(latency,),
+                note="latency; wall-echo-latency",
+            )
+        )
     return rows

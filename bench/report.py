@@ -1,4 +1,6 @@
-"""What a benchmark reports: cases with a figure, a peer's figure and their ratio; as a table for people, as JSON for programs."""
+"""What a benchmark reports: cases with a figure, a peer's figure and their ratio; as a table for
+people, as JSON for programs.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One row. ``value`` and ``peer`` are in ``unit``; ``samples`` are what ``value`` is the median of (or its single measurement).
+    """One row.
 
-    ``target`` is a bound such as ``">= 0.70"`` on the ratio, or on the value where there is no peer. ``note`` is for the table only.
+    ``value`` and ``peer`` are in ``unit``; ``samples`` are what ``value`` is the median of (or its
+    single measurement).
+
+    ``target`` is a bound such as ``">= 0.70"`` on the ratio, or on the value where there is no
+    peer. ``note`` is for the table only.
     """
 
     case: str
@@ -37,7 +43,9 @@ class Case:
             if figure is not None and not math.isfinite(figure):
                 raise BenchError(f"case {self.case}: {figure} is not a figure")
         if self.target is not None and not _TARGET.match(self.target):
-            raise BenchError(f"case {self.case}: target {self.target!r} is not a comparison with a number")
+            raise BenchError(
+                f"case {self.case}: target {self.target!r} is not a comparison with a number"
+            )
 
     @property
     def ratio(self) -> float | None:
@@ -52,12 +60,24 @@ class Case:
         match = _TARGET.match(self.target)
         assert match is not None
         figure, bound = self.value if self.ratio is None else self.ratio, float(match[2])
-        return {"<": figure < bound, "<=": figure <= bound, ">": figure > bound, ">=": figure >= bound}[match[1]]
+        return {
+            "<": figure < bound,
+            "<=": figure <= bound,
+            ">": figure > bound,
+            ">=": figure >= bound,
+        }[match[1]]
 
     def as_dict(self) -> dict[str, Any]:
         """The case as it appears in the JSON object."""
-        return {"case": self.case, "value": short(self.value), "unit": self.unit, "peer": short(self.peer), "ratio": short(self.ratio),
-                "target": self.target, "samples": [short(s) for s in self.samples]}
+        return {
+            "case": self.case,
+            "value": short(self.value),
+            "unit": self.unit,
+            "peer": short(self.peer),
+            "ratio": short(self.ratio),
+            "target": self.target,
+            "samples": [short(s) for s in self.samples],
+        }
 
 
 def median_case(case: str, samples: Sequence[float], unit: str, **rest: Any) -> Case:
@@ -72,7 +92,10 @@ def short(figure: float | None) -> float | None:
 
 def as_json(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> str:
     """The one JSON object of a run, on one line."""
-    return json.dumps({"bench": bench, "machine": dict(machine), "cases": [c.as_dict() for c in cases]}, allow_nan=False)
+    return json.dumps(
+        {"bench": bench, "machine": dict(machine), "cases": [c.as_dict() for c in cases]},
+        allow_nan=False,
+    )
 
 
 def as_table(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> str:
@@ -81,7 +104,12 @@ def as_table(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> s
     rows = [head, *(_row(c) for c in cases)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     right = {1, 3, 4}
-    lines = ["  ".join(t.rjust(w) if i in right else t.ljust(w) for i, (t, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            t.rjust(w) if i in right else t.ljust(w) for i, (t, w) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     about = ", ".join(f"{k} {v}" for k, v in machine.items() if v is not None)
     return "\n".join([f"bench {bench}: {about}", "", *lines])
@@ -89,10 +117,25 @@ def as_table(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> s
 
 def _row(case: Case) -> tuple[str, ...]:
     met = {None: "", True: "yes", False: "no"}[case.met]
-    return (case.case, _figure(case.value), case.unit, _figure(case.peer), _figure(case.ratio), case.target or "", met, case.note)
+    return (
+        case.case,
+        _figure(case.value),
+        case.unit,
+        _figure(case.peer),
+        _figure(case.ratio),
+        case.target or "",
+        met,
+        case.note,
+    )
 
 
 def _figure(figure: float | None) -> str:
     if figure is None:
         return ""
-    return f"{figure:.0f}" if abs(figure) >= 1000 else f"{figure:.3g}" if abs(figure) >= 100 or abs(figure) < 0.1 else f"{figure:.2f}"
+    return (
+        f"{figure:.0f}"
+        if abs(figure) >= 1000
+        else f"{figure:.3g}"
+        if abs(figure) >= 100 or abs(figure) < 0.1
+        else f"{figure:.2f}"
+    )

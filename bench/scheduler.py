@@ -1,11 +1,13 @@
-"""``bench scheduler``: processor time of one message at the scheduler, by what it is about and by how many workers there are.
+"""``bench scheduler``: processor time of one message at the scheduler, by what it is about and by
+how many workers there are.
 
-The scheduler's own code handles and answers the messages of simulated workers; only sockets are left out.
+The scheduler's own code handles and answers the messages of simulated workers; only sockets are
+left out.
 
-A message costs the same steps whatever the number of workers; tests/unit/test_many_workers.py counts
-them. A ratio above 1 is memory: a message finds its worker's reports in the cache of the processor, or
-does not where 1,024 workers have them. When the same 63 of 1,024 workers report again and again,
-``still-waiting`` takes 2.85 us, as with 64 workers (2.82 us); when all do, 6.3 us.
+A message costs the same steps whatever the number of workers; tests/unit/test_many_workers.py
+counts them. A ratio above 1 is memory: a message finds its worker's reports in the cache of the
+processor, or does not where 1,024 workers have them. When the same 63 of 1,024 workers report again
+and again, ``still-waiting`` takes 2.85 us, as with 64 workers (2.82 us); when all do, 6.3 us.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class _NoSocket:
 
 
 class Simulated:
-    """A scheduler without sockets, and the messages of ``workers`` workers that push ``tensors`` tensors each.
+    """A scheduler without sockets, and the messages of ``workers`` workers that push ``tensors``
+    tensors each.
 
     ``processes``: of a machine, which sum among themselves.
     """
@@ -50,16 +53,32 @@ class Simulated:
     def __init__(self, workers: int, tensors: int, processes: int = 1) -> None:
         self.workers, self.tensors, self.processes = workers, tensors, processes
         self.hub: Any = object.__new__(Hub)
-        self.hub._members = Membership(workers // processes, SERVERS, processes, 1, stall_warn=30.0, deadlock_after=60.0)
+        self.hub._members = Membership(
+            workers // processes, SERVERS, processes, 1, stall_warn=30.0, deadlock_after=60.0
+        )
         self.hub._observers = Observers(self.hub._members, "127.0.0.1")
         self.hub._refusals, self.hub._gone, self.hub._broke = Refusals(), [], "its connection broke"
         self.hub._socket, self.hub._hint = _NoSocket(), ""
 
     def _hello(self, role: str, rank: int) -> dict[str, Any]:
-        given = {"DMLC_NUM_WORKER": str(self.workers // self.processes), "DMLC_NUM_SERVER": str(SERVERS)}
-        config = {**fingerprint(Config(given)), "BYTEPS_LOCAL_SIZE": self.processes, "BPSX_LOCAL_REDUCE": int(self.processes > 1)}
-        return {"protocol": messages.PROTOCOL, "role": role, "rank": rank, "host": f"10.0.0.{rank}", "pid": 100 + rank,
-                "lanes": [f"10.0.1.{rank}:9000"] if role == "server" else [], "config": config}
+        given = {
+            "DMLC_NUM_WORKER": str(self.workers // self.processes),
+            "DMLC_NUM_SERVER": str(SERVERS),
+        }
+        config = {
+            **fingerprint(Config(given)),
+            "BYTEPS_LOCAL_SIZE": self.processes,
+            "BPSX_LOCAL_REDUCE": int(self.processes > 1),
+        }
+        return {
+            "protocol": messages.PROTOCOL,
+            "role": role,
+            "rank": rank,
+            "host": f"10.0.0.{rank}",
+            "pid": 100 + rank,
+            "lanes": [f"10.0.1.{rank}:9000"] if role == "server" else [],
+            "config": config,
+        }
 
     def phase(self, name: str) -> Iterator[Message]:
         """The messages of one of :data:`PHASES`, which come in this order."""
@@ -72,11 +91,27 @@ class Simulated:
         elif name == "declaring":
             for n in range(self.tensors):
                 for _, ident in everybody:
-                    yield ident, {"type": "DECLARE", "name": f"t{n}", "generation": 0, "nbytes": 4096, "dtype": 3, "shape": [1024],
-                                  "codec": "", "epoch": 0}
-        elif name == "waiting":         # worker 0 saves: all others wait for all tensors
+                    yield (
+                        ident,
+                        {
+                            "type": "DECLARE",
+                            "name": f"t{n}",
+                            "generation": 0,
+                            "nbytes": 4096,
+                            "dtype": 3,
+                            "shape": [1024],
+                            "codec": "",
+                            "epoch": 0,
+                        },
+                    )
+        elif name == "waiting":  # worker 0 saves: all others wait for all tensors
             for _, ident in everybody[1:]:
-                yield ident, self._report([[f"t{n}", 0, 0, 31.0, 31.0 if n == 0 else -1] for n in range(self.tensors)])
+                yield (
+                    ident,
+                    self._report(
+                        [[f"t{n}", 0, 0, 31.0, 31.0 if n == 0 else -1] for n in range(self.tensors)]
+                    ),
+                )
         elif name == "still-waiting":
             for _ in range(4):
                 for _, ident in everybody[1:]:
@@ -93,7 +128,15 @@ class Simulated:
 
     @staticmethod
     def _report(new: list[Any], over: list[Any] | None = None) -> dict[str, Any]:
-        return {"type": "WAITING", "new": new, "over": over or [], "busy": False, "epoch": 0, "calls": 1, "last": True}
+        return {
+            "type": "WAITING",
+            "new": new,
+            "over": over or [],
+            "busy": False,
+            "epoch": 0,
+            "calls": 1,
+            "last": True,
+        }
 
     def handle(self, ident: bytes, message: dict[str, Any]) -> None:
         """What the scheduler does with a message that has arrived."""
@@ -104,13 +147,20 @@ class Simulated:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", default="64,1024", help="numbers of workers, with commas between (default: %(default)s)")
-    parser.add_argument("--tensors", type=int, default=100, help="tensors of each worker (default: %(default)s)")
+    parser.add_argument(
+        "--workers",
+        default="64,1024",
+        help="numbers of workers, with commas between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensors", type=int, default=100, help="tensors of each worker (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Microseconds per message; beside it what it costs with the smallest number of workers."""
-    logging.disable(logging.WARNING)        # what is measured includes making the warnings, not printing them
+    # what is measured includes making the warnings, not printing them
+    logging.disable(logging.WARNING)
     cases = []
     peers: dict[str, float] = {}
     tensors = 30 if options.quick else options.tensors
@@ -119,12 +169,20 @@ def run(options: argparse.Namespace) -> list[Case]:
         simulated = Simulated(workers, tensors)
         for phase in PHASES:
             sent = list(simulated.phase(phase))
-            begun = time.thread_time()          # other processes on the machine shall not count
+            begun = time.thread_time()  # other processes on the machine shall not count
             for message in sent:
                 simulated.handle(*message)
             seconds = time.thread_time() - begun
             each = 1e6 * seconds / len(sent)
-            cases.append(Case(f"{phase}-{workers}", each, "us", peer=peers.get(phase), target="<= 3" if phase in peers else None,
-                              note=f"per message; {len(sent)} messages in {seconds:.2f} s"))
+            cases.append(
+                Case(
+                    f"{phase}-{workers}",
+                    each,
+                    "us",
+                    peer=peers.get(phase),
+                    target="<= 3" if phase in peers else None,
+                    note=f"per message; {len(sent)} messages in {seconds:.2f} s",
+                )
+            )
             peers.setdefault(phase, each)
     return cases

@@ -1,8 +1,10 @@
-"""The parameters of well-known networks, layer by layer in the order of the forward pass: shapes, not weights.
+"""The parameters of well-known networks, layer by layer in the order of the forward pass: shapes,
+not weights.
 
-A layer's work in a forward pass is that of one matrix product: ``rows`` of each sample, as wide as its weight has inputs, times that weight. For a
-convolution these are the positions of its output; backward does two products of that size. Left out are products without a weight (attention's
-own: 6 % of BERT-large's at 384 tokens), normalisation, activations and pooling.
+A layer's work in a forward pass is that of one matrix product: ``rows`` of each sample, as wide as
+its weight has inputs, times that weight. For a convolution these are the positions of its output;
+backward does two products of that size. Left out are products without a weight (attention's own: 6
+% of BERT-large's at 384 tokens), normalisation, activations and pooling.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ SMALL_ELEMENTS = 4
 
 
 class Layer(NamedTuple):
-    """``shapes`` by parameter's name; the first is the weight, outputs first. ``rows``: of one sample; 0: looked up or done element by element."""
+    """``shapes`` by parameter's name; the first is the weight, outputs first.
+
+    ``rows``: of one sample; 0: looked up or done element by element.
+    """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -66,21 +71,32 @@ def _dense(name: str, inputs: int, outputs: int, rows: int = 1) -> Layer:
 
 
 def _normed(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Layer:
-    """A convolution without bias whose output is ``side`` by ``side``, and the batch normalisation behind it."""
-    shapes: Mapping[str, tuple[int, ...]] = {"weight": (outputs, inputs, kernel, kernel), "norm.weight": (outputs,), "norm.bias": (outputs,)}
+    """A convolution without bias whose output is ``side`` by ``side``, and the batch normalisation
+    behind it.
+    """
+    shapes: Mapping[str, tuple[int, ...]] = {
+        "weight": (outputs, inputs, kernel, kernel),
+        "norm.weight": (outputs,),
+        "norm.bias": (outputs,),
+    }
     return Layer(name, shapes, side * side)
 
 
 def resnet50() -> Network:
-    """Of 224 x 224 pixels and 1000 classes; the stride is in the middle convolution of a block, as everybody has it today."""
+    """Of 224 x 224 pixels and 1000 classes; the stride is in the middle convolution of a block, as
+    everybody has it today.
+    """
     layers, inputs, side = [_normed("conv1", 3, 64, 7, 112)], 64, 56
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 << stage
         for block in range(blocks):
             before, side = side, side // 2 if stage and not block else side
             name = f"layer{stage + 1}.{block}"
-            layers += [_normed(f"{name}.conv1", inputs, width, 1, before), _normed(f"{name}.conv2", width, width, 3, side),
-                       _normed(f"{name}.conv3", width, 4 * width, 1, side)]
+            layers += [
+                _normed(f"{name}.conv1", inputs, width, 1, before),
+                _normed(f"{name}.conv2", width, width, 3, side),
+                _normed(f"{name}.conv3", width, 4 * width, 1, side),
+            ]
             if not block:
                 layers.append(_normed(f"{name}.downsample", inputs, 4 * width, 1, side))
             inputs = 4 * width
@@ -90,32 +106,74 @@ def resnet50() -> Network:
 def vgg16() -> Network:
     """Of 224 x 224 pixels and 1000 classes, without batch normalisation."""
     layers, inputs, side = [], 3, 224
-    for stage, widths in enumerate(((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))):
+    for stage, widths in enumerate(
+        ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+    ):
         for i, width in enumerate(widths):
-            layers.append(Layer(f"conv{stage + 1}_{i + 1}", {"weight": (width, inputs, 3, 3), "bias": (width,)}, side * side))
+            layers.append(
+                Layer(
+                    f"conv{stage + 1}_{i + 1}",
+                    {"weight": (width, inputs, 3, 3), "bias": (width,)},
+                    side * side,
+                )
+            )
             inputs = width
         side //= 2
-    return Network((*layers, _dense("fc6", 512 * 7 * 7, 4096), _dense("fc7", 4096, 4096), _dense("fc8", 4096, 1000)), 32)
+    return Network(
+        (
+            *layers,
+            _dense("fc6", 512 * 7 * 7, 4096),
+            _dense("fc7", 4096, 4096),
+            _dense("fc8", 4096, 1000),
+        ),
+        32,
+    )
 
 
 def bert_large(tokens: int = 384) -> Network:
-    """24 layers of 1024, 16 heads, vocabulary of 30,522; with the pooler, without a task's head. A sample is a text of so many tokens."""
+    """24 layers of 1024, 16 heads, vocabulary of 30,522; with the pooler, without a task's head.
+
+    A sample is a text of so many tokens.
+    """
     hidden, inner = 1024, 4096
     norm: Mapping[str, tuple[int, ...]] = {"weight": (hidden,), "bias": (hidden,)}
-    layers = [Layer(f"embeddings.{name}", {"weight": (rows, hidden)}) for name, rows in (("word", 30522), ("position", 512), ("kind", 2))]
+    layers = [
+        Layer(f"embeddings.{name}", {"weight": (rows, hidden)})
+        for name, rows in (("word", 30522), ("position", 512), ("kind", 2))
+    ]
     layers.append(Layer("embeddings.norm", norm))
     for i in range(24):
         name = f"layer.{i}"
-        layers += [_dense(f"{name}.{part}", hidden, hidden, tokens) for part in ("query", "key", "value", "attended")]
-        layers += [Layer(f"{name}.norm1", norm), _dense(f"{name}.up", hidden, inner, tokens), _dense(f"{name}.down", inner, hidden, tokens),
-                   Layer(f"{name}.norm2", norm)]
+        layers += [
+            _dense(f"{name}.{part}", hidden, hidden, tokens)
+            for part in ("query", "key", "value", "attended")
+        ]
+        layers += [
+            Layer(f"{name}.norm1", norm),
+            _dense(f"{name}.up", hidden, inner, tokens),
+            _dense(f"{name}.down", inner, hidden, tokens),
+            Layer(f"{name}.norm2", norm),
+        ]
     return Network((*layers, _dense("pooler", hidden, hidden)), 8)
 
 
 def tiny() -> Network:
     """To see that a benchmark runs: 0.4 million parameters in nine tensors."""
-    return Network((_normed("conv", 3, 16, 3, 8), _dense("in", 1024, 256), _dense("middle", 256, 512), _dense("out", 512, 10)), 4)
+    return Network(
+        (
+            _normed("conv", 3, 16, 3, 8),
+            _dense("in", 1024, 256),
+            _dense("middle", 256, 512),
+            _dense("out", 512, 10),
+        ),
+        4,
+    )
 
 
 #: By name; ``tiny`` is for trying out.
-NETWORKS: Mapping[str, Callable[[], Network]] = {"resnet50": resnet50, "vgg16": vgg16, "bert-large": bert_large, "tiny": tiny}
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "bert-large": bert_large,
+    "tiny": tiny,
+}

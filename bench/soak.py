@@ -1,8 +1,9 @@
 """``bench soak``: jobs started and stopped again and again, and whatever of that stays behind.
 
-*cycles*: two workers that live through all of them join (``init``), sum, leave (``shutdown``) and join the next job, whose scheduler and server are
-new processes. *jobs*: whole jobs by ``bpsx-run --local``, in which every process is new. A wrong sum, a status other than 0, a job that does
-not come together or end is an error at once; what grows is counted.
+*cycles*: two workers that live through all of them join (``init``), sum, leave (``shutdown``) and
+join the next job, whose scheduler and server are new processes. *jobs*: whole jobs by ``bpsx-run
+--local``, in which every process is new. A wrong sum, a status other than 0, a job that does not
+come together or end is an error at once; what grows is counted.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ for step in range(3):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cycles", type=int, default=1000, help="how often each of the two is done (default: 1000)")
-    parser.add_argument("--only", default="cycles,jobs", help="cycles, jobs or both (default: %(default)s)")
+    parser.add_argument(
+        "--cycles", type=int, default=1000, help="how often each of the two is done (default: 1000)"
+    )
+    parser.add_argument(
+        "--only", default="cycles,jobs", help="cycles, jobs or both (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` at the first failure."""
     wanted = set(options.only.split(","))
     if unknown := wanted - {"cycles", "jobs"}:
-        raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are cycles and jobs")
+        raise BenchError(
+            f"--only: no such case: {', '.join(sorted(unknown))}; there are cycles and jobs"
+        )
     count = min(options.cycles, 20) if options.quick else options.cycles
     if count < 2:
         raise BenchError(f"--cycles {count}: at least 2 are needed to see growth")
@@ -51,7 +58,10 @@ def run(options: argparse.Namespace) -> list[Case]:
         if "jobs" in wanted:
             cases += jobs(count, folder)
         after = _outside(folder)
-    cases += [Case(f"left-{name}", float(after[name] - before[name]), "", target="<= 0", note=note) for name, note in _OUTSIDE.items()]
+    cases += [
+        Case(f"left-{name}", float(after[name] - before[name]), "", target="<= 0", note=note)
+        for name, note in _OUTSIDE.items()
+    ]
     return cases
 
 
@@ -63,7 +73,7 @@ def cycles(count: int, folder: str) -> list[Case]:
     with Roles(2, TMPDIR=folder, XDG_RUNTIME_DIR=folder) as job:
         for i in range(1, count + 1):
             before = time.perf_counter()
-            port = None if i == 1 else job.start_roles()        # the first are there
+            port = None if i == 1 else job.start_roles()  # the first are there
             for op, arguments in (("init", {"port": port}), ("exchange", {}), ("leave", {})):
                 ask_all(job.workers, op, **arguments)
             job.end_roles()
@@ -77,45 +87,110 @@ def cycles(count: int, folder: str) -> list[Case]:
 
 
 def _growth(course: list[dict[str, int]]) -> list[Case]:
-    """The worse worker's growth from the first look to the last, and of memory in the second half."""
+    """The worse worker's growth from the first look to the last, and of memory in the second
+    half.
+    """
     first, last, middle = course[0], course[-1], course[len(course) // 2]
-    rows = [Case(f"growth-{name}", float(last[name] - first[name]), "", target="<= 0", samples=[float(c[name]) for c in course],
-                 note="from the first tenth to the end") for name in ("descriptors", "threads", "children")]
-    return [*rows,
-            Case("growth-objects", float(last["objects"] - first["objects"]), "", target="<= 100", samples=[float(c["objects"]) for c in course],
-                 note="objects known to the garbage collector; caches of Python's own still fill"),
-            Case("growth-rss", 100 * (last["rss"] / middle["rss"] - 1), "%", target="<= 2", samples=[c["rss"] / 2**20 for c in course],
-                 note="in the second half; samples in MiB")]
+    rows = [
+        Case(
+            f"growth-{name}",
+            float(last[name] - first[name]),
+            "",
+            target="<= 0",
+            samples=[float(c[name]) for c in course],
+            note="from the first tenth to the end",
+        )
+        for name in ("descriptors", "threads", "children")
+    ]
+    return [
+        *rows,
+        Case(
+            "growth-objects",
+            float(last["objects"] - first["objects"]),
+            "",
+            target="<= 100",
+            samples=[float(c["objects"]) for c in course],
+            note="objects known to the garbage collector; caches of Python's own still fill",
+        ),
+        Case(
+            "growth-rss",
+            100 * (last["rss"] / middle["rss"] - 1),
+            "%",
+            target="<= 2",
+            samples=[c["rss"] / 2**20 for c in course],
+            note="in the second half; samples in MiB",
+        ),
+    ]
 
 
 def jobs(count: int, folder: str) -> list[Case]:
     """Whole jobs by the launcher."""
     seconds = []
-    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "1", sys.executable, "-c", _SCRIPT]
+    words = [
+        sys.executable,
+        "-m",
+        "bpsx.launch",
+        "--local",
+        "--workers",
+        "2",
+        "--servers",
+        "1",
+        sys.executable,
+        "-c",
+        _SCRIPT,
+    ]
     environment = child_environment(TMPDIR=folder, XDG_RUNTIME_DIR=folder)
     for i in range(1, count + 1):
         before = time.perf_counter()
         try:
-            done = subprocess.run(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_SECONDS,
-                                  check=False)
+            done = subprocess.run(
+                words,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_JOB_SECONDS,
+                check=False,
+            )
         except subprocess.TimeoutExpired as late:
-            raise BenchError(f"job {i} has not ended after {_JOB_SECONDS:g} s; it said {late.stdout!r} {late.stderr!r}") from None
+            raise BenchError(
+                f"job {i} has not ended after {_JOB_SECONDS:g} s; it said {late.stdout!r}"
+                f" {late.stderr!r}"
+            ) from None
         if done.returncode:
-            raise BenchError(f"job {i} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise BenchError(
+                f"job {i} ended with status {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
         seconds.append(time.perf_counter() - before)
         if i % max(1, count // _LOOKS) == 0:
             progress(f"job {i} of {count}: {_outside(folder)}")
-    return [Case("jobs", float(count), "jobs", samples=(count,), note=f"bpsx-run --local, 2 workers and a server; {sum(seconds) / count:.2f} s each")]
+    return [
+        Case(
+            "jobs",
+            float(count),
+            "jobs",
+            samples=(count,),
+            note=f"bpsx-run --local, 2 workers and a server; {sum(seconds) / count:.2f} s each",
+        )
+    ]
 
 
-_OUTSIDE = {"files": "in the temporary and the runtime folder", "shm": "names in /dev/shm", "zombies": "ended children of this process",
-            "processes": "of any of the jobs"}
+_OUTSIDE = {
+    "files": "in the temporary and the runtime folder",
+    "shm": "names in /dev/shm",
+    "zombies": "ended children of this process",
+    "processes": "of any of the jobs",
+}
 
 
 def _outside(folder: str) -> dict[str, int]:
     """What the jobs could leave behind outside of any process of theirs."""
-    return {"files": sum(p.is_file() or p.is_socket() for p in Path(folder).rglob("*")),
-            "shm": sum("bpsx" in name for name in os.listdir("/dev/shm")), **_processes(folder)}
+    return {
+        "files": sum(p.is_file() or p.is_socket() for p in Path(folder).rglob("*")),
+        "shm": sum("bpsx" in name for name in os.listdir("/dev/shm")),
+        **_processes(folder),
+    }
 
 
 def _processes(folder: str) -> dict[str, int]:
@@ -124,7 +199,10 @@ def _processes(folder: str) -> dict[str, int]:
         try:
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             zombies += state == "Z" and int(parent) == os.getpid()
-            ours += int(entry.name) != os.getpid() and f"TMPDIR={folder}\0".encode() in (entry / "environ").read_bytes()
+            ours += (
+                int(entry.name) != os.getpid()
+                and f"TMPDIR={folder}\0".encode() in (entry / "environ").read_bytes()
+            )
         except OSError:
             continue
     return {"zombies": zombies, "processes": ours}

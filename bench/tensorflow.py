@@ -1,10 +1,12 @@
 """``bench tensorflow``: bpsx.tensorflow with 2 workers and 1 server on this machine, over TCP.
 
-**overhead**: seconds in which 100 gradients of 256 KiB are averaged, from tensors that are there to tensors that are: in a ``tf.function``
-(100 operations) and in eager code (one call), against the same bytes through the NumPy API (100 ``push_pull_async`` and their waits).
+**overhead**: seconds in which 100 gradients of 256 KiB are averaged, from tensors that are there to
+tensors that are: in a ``tf.function`` (100 operations) and in eager code (one call), against the
+same bytes through the NumPy API (100 ``push_pull_async`` and their waits).
 
-**step**: seconds of a training step of a small convolutional network in a ``tf.function``, against ``tf.distribute.MultiWorkerMirroredStrategy`` with
-its own collectives between two processes; both of the same model, data and optimizer. ``step-alone`` is the step without any exchange.
+**step**: seconds of a training step of a small convolutional network in a ``tf.function``, against
+``tf.distribute.MultiWorkerMirroredStrategy`` with its own collectives between two processes; both
+of the same model, data and optimizer. ``step-alone`` is the step without any exchange.
 
 All take turns; a sample is the mean of a few in a row, of the slower worker.
 """
@@ -42,14 +44,20 @@ QUICK = Plan(turns=2, calls=2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(CASES), help="cases to run, with commas between (default: %(default)s)")
+    parser.add_argument(
+        "--only",
+        default=",".join(CASES),
+        help="cases to run, with commas between (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(CASES):
-        raise BenchError(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+        raise BenchError(
+            f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+        )
     plan = QUICK if options.quick else Plan()
     with Job(WORKERS, 1, environment=_QUIET, modules=dict.fromkeys(range(WORKERS), _MODULE)) as job:
         cases = overhead(job, plan) if "overhead" in wanted else []
@@ -65,14 +73,26 @@ def overhead(job: Job, plan: Plan) -> list[Case]:
         for way in ("numpy", *ways):
             seconds[way] += peers.slowest(job.workers, "exchange", way=way, count=plan.calls)
     peer = 1e3 * statistics.median(seconds["numpy"])
-    return [median_case(f"overhead-{way}", _ms(seconds[way]), "ms", peer=peer, target="<= 1.1", note=f"{what}; the same bytes through NumPy")
-            for way, what in ways.items()]
+    return [
+        median_case(
+            f"overhead-{way}",
+            _ms(seconds[way]),
+            "ms",
+            peer=peer,
+            target="<= 1.1",
+            note=f"{what}; the same bytes through NumPy",
+        )
+        for way, what in ways.items()
+    ]
 
 
 def step(job: Job, plan: Plan) -> list[Case]:
     """See the module's text."""
-    ways = {"step": "DistributedGradientTape in a tf.function", "step-keras": "Keras's optimizer, distributed, in a tf.function",
-            "step-alone": "nothing is exchanged"}
+    ways = {
+        "step": "DistributedGradientTape in a tf.function",
+        "step-keras": "Keras's optimizer, distributed, in a tf.function",
+        "step-alone": "nothing is exchanged",
+    }
     seconds: dict[str, list[float]] = defaultdict(list)
     with mirrored() as group:
         for turn in range(plan.turns):
@@ -80,12 +100,25 @@ def step(job: Job, plan: Plan) -> list[Case]:
             for way in ways:
                 seconds[way] += peers.slowest(job.workers, "steps", way=way, count=plan.calls)
             seconds["peer"] += peers.slowest(group, "steps", way="mirrored", count=plan.calls)
-        for workers, way in ((job.workers, "step"), (job.workers, "step-keras"), (group, "mirrored")):
+        for workers, way in (
+            (job.workers, "step"),
+            (job.workers, "step-keras"),
+            (group, "mirrored"),
+        ):
             if len(set(ask_all(workers, "checksum", way=way))) != 1:
                 raise BenchError(f"{way}: the workers' weights differ")
     peer = 1e3 * statistics.median(seconds["peer"])
-    return [median_case(way, _ms(seconds[way]), "ms", peer=peer, target=None if way == "step-alone" else "<= 1.0",
-                        note=f"{what}; MultiWorkerMirroredStrategy") for way, what in ways.items()]
+    return [
+        median_case(
+            way,
+            _ms(seconds[way]),
+            "ms",
+            peer=peer,
+            target=None if way == "step-alone" else "<= 1.0",
+            note=f"{what}; MultiWorkerMirroredStrategy",
+        )
+        for way, what in ways.items()
+    ]
 
 
 def _ms(seconds: list[float]) -> list[float]:
@@ -101,7 +134,14 @@ def mirrored() -> Iterator[list[Child]]:
             one.bind(("127.0.0.1", 0))
         places = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     cluster = {"worker": places}
-    with closing_all(Child(_MODULE, f"peer {i}", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}), **_QUIET)
-                     for i in range(WORKERS)) as group:
+    with closing_all(
+        Child(
+            _MODULE,
+            f"peer {i}",
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}),
+            **_QUIET,
+        )
+        for i in range(WORKERS)
+    ) as group:
         ask_all(group, "init")
         yield group

@@ -1,4 +1,6 @@
-"""A worker of ``bench tensorflow``: exchanges gradients and trains, with bpsx or under TensorFlow's MultiWorkerMirroredStrategy."""
+"""A worker of ``bench tensorflow``: exchanges gradients and trains, with bpsx or under TensorFlow's
+MultiWorkerMirroredStrategy.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ def init() -> int:
 
 # ---- exchanges
 
+
 @cache
 def _ways() -> dict[str, Any]:
     import bpsx
@@ -43,14 +46,22 @@ def _ways() -> dict[str, Any]:
     urgent = [-i for i in range(_TENSORS)]
 
     def plain() -> None:
-        handles = [bpsx.push_pull_async(a, name=n, output=o, priority=p) for a, n, o, p in zip(arrays, names, outputs, urgent, strict=True)]
+        handles = [
+            bpsx.push_pull_async(a, name=n, output=o, priority=p)
+            for a, n, o, p in zip(arrays, names, outputs, urgent, strict=True)
+        ]
         for handle in handles:
             bpsx.synchronize(handle)
 
     @tf.function
     def traced() -> tf.Tensor:
-        # As in a step, tensors are neither arguments nor results of the function: a hundred of those take Python as long as their exchange.
-        with tf.control_dependencies(sums(tensors, [f"function.{i}" for i in range(_TENSORS)], average=True, priorities=urgent)):
+        # As in a step, tensors are neither arguments nor results of the function: a hundred of
+        # those take Python as long as their exchange.
+        with tf.control_dependencies(
+            sums(
+                tensors, [f"function.{i}" for i in range(_TENSORS)], average=True, priorities=urgent
+            )
+        ):
             return tf.constant(0)
 
     def eager() -> None:
@@ -75,25 +86,40 @@ def exchange(way: str, count: int, warm: int = 2) -> list[float]:
 
 # ---- steps
 
+
 def _model() -> Any:
     """Six layers, 1.2 million parameters."""
     keras = tf.keras
     keras.utils.set_random_seed(1)
-    return keras.Sequential([
-        keras.Input((28, 28, 1)), keras.layers.Conv2D(32, 3, activation="relu"), keras.layers.Conv2D(64, 3, activation="relu"),
-        keras.layers.MaxPooling2D(), keras.layers.Flatten(), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(64, 3, activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
 
 
 def _loss(model: Any, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=model(images, training=True)))
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels=labels, logits=model(images, training=True)
+        )
+    )
 
 
 @cache
 def _training(way: str) -> tuple[Any, Any]:
     """A model, and a function that makes a step."""
     rng = np.random.default_rng(3)
-    images, labels = tf.constant(rng.random((16, 28, 28, 1), np.float32)), tf.constant(rng.integers(0, 10, 16))
+    images, labels = (
+        tf.constant(rng.random((16, 28, 28, 1), np.float32)),
+        tf.constant(rng.integers(0, 10, 16)),
+    )
     if way == "mirrored":
         strategy = _made["strategy"]
         with strategy.scope():
@@ -103,7 +129,13 @@ def _training(way: str) -> tuple[Any, Any]:
         def replica() -> None:
             with tf.GradientTape() as tape:
                 loss = _loss(model, images, labels) / WORKERS
-            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+            optimizer.apply_gradients(
+                zip(
+                    tape.gradient(loss, model.trainable_variables),
+                    model.trainable_variables,
+                    strict=True,
+                )
+            )
 
         return model, tf.function(lambda: strategy.run(replica))
     import bpsx.tensorflow as bps
@@ -117,7 +149,13 @@ def _training(way: str) -> tuple[Any, Any]:
         with tf.GradientTape() as tape:
             loss = _loss(model, images, labels)
         tape = bps.DistributedGradientTape(tape) if way == "step" else tape
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip(
+                tape.gradient(loss, model.trainable_variables),
+                model.trainable_variables,
+                strict=True,
+            )
+        )
 
     return model, tf.function(own)
 
@@ -138,7 +176,9 @@ def steps(way: str, count: int, warm: int = 3) -> list[float]:
 def checksum(way: str) -> str:
     """The weights, to compare between workers: a fast wrong step would be a fine figure."""
     model, _ = _training(way)
-    return ".".join(f"{np.asarray(w).view(np.uint8).astype(np.int64).sum():x}" for w in model.get_weights())
+    return ".".join(
+        f"{np.asarray(w).view(np.uint8).astype(np.int64).sum():x}" for w in model.get_weights()
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""``bench torch``: training steps of 2 workers on this machine under bpsx.torch, against PyTorch's DistributedDataParallel with gloo.
+"""``bench torch``: training steps of 2 workers on this machine under bpsx.torch, against PyTorch's
+DistributedDataParallel with gloo.
 
-**step**: seconds of zero_grad, forward, backward and step: the mean of a few in a row, of the slower worker, and the median of these; ours and the
-peer's take turns. Transports: *tcp* is two workers and one server over loopback, *machine* two processes of one machine that sum in shared memory.
-``step-<model>-<transport>`` is DistributedOptimizer; ``-barrier`` and ``-ddp`` behind it are CrossBarrier and ``bpsx.torch.parallel``, for
-information. ``alone-<model>`` is a step of the two processes side by side that exchange nothing: nobody can be faster.
+**step**: seconds of zero_grad, forward, backward and step: the mean of a few in a row, of the
+slower worker, and the median of these; ours and the peer's take turns. Transports: *tcp* is two
+workers and one server over loopback, *machine* two processes of one machine that sum in shared
+memory. ``step-<model>-<transport>`` is DistributedOptimizer; ``-barrier`` and ``-ddp`` behind it
+are CrossBarrier and ``bpsx.torch.parallel``, for information. ``alone-<model>`` is a step of the
+two processes side by side that exchange nothing: nobody can be faster.
 
-**overlap**: of the time in which at least one gradient is under way, the share in which this worker's ``backward()`` runs. *Under way*, from the
-timeline (docs/tracing.md): the union of the ``total`` rows of all gradients, from the hook's push to the result in place. *Runs*: from the call of
-``backward()`` to its return, on the same clock. The workers' mean. 1 would mean that ``step()`` never waits; what is made last, the first layer's
-gradient, cannot be hidden.
+**overlap**: of the time in which at least one gradient is under way, the share in which this
+worker's ``backward()`` runs. *Under way*, from the timeline (docs/tracing.md): the union of the
+``total`` rows of all gradients, from the hook's push to the result in place. *Runs*: from the call
+of ``backward()`` to its return, on the same clock. The workers' mean. 1 would mean that ``step()``
+never waits; what is made last, the first layer's gradient, cannot be hidden.
 
-**crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every process in a network namespace of its own whose
-link sends at most 1 Gbit/s, for a model whose first layers are the largest, with AdamW; as many servers as workers. Both with the options
-that docs/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for information.
+**crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every
+process in a network namespace of its own whose link sends at most 1 Gbit/s, for a model whose first
+layers are the largest, with AdamW; as many servers as workers. Both with the options that
+docs/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for information.
 
-**small**: processor time that the exchange of 2,000 tensors of 4 elements adds to a step, per tensor and worker, all threads of the
-worker and its share of the server included; beside it the same of DistributedDataParallel with gloo, which sums buckets.
+**small**: processor time that the exchange of 2,000 tensors of 4 elements adds to a step, per
+tensor and worker, all threads of the worker and its share of the server included; beside it the
+same of DistributedDataParallel with gloo, which sums buckets.
 """
 
 from __future__ import annotations
@@ -38,8 +44,15 @@ _MODULES = dict.fromkeys(range(WORKERS), "bench.torch_worker")
 # With two processes on few cores, more threads measure the scheduler of the system.
 _THREADS = {"OMP_NUM_THREADS": "1"}
 _RATE = "1gbit"
-_SLOW = {"BYTEPS_PARTITION_BYTES": "256000", "BYTEPS_SCHEDULING_CREDIT": "2", "BPSX_SEND_BUFFER_KB": "128"}
-_NOTES = {"tcp": "2 workers and 1 server, TCP loopback", "machine": "2 processes of a machine, shared memory"}
+_SLOW = {
+    "BYTEPS_PARTITION_BYTES": "256000",
+    "BYTEPS_SCHEDULING_CREDIT": "2",
+    "BPSX_SEND_BUFFER_KB": "128",
+}
+_NOTES = {
+    "tcp": "2 workers and 1 server, TCP loopback",
+    "machine": "2 processes of a machine, shared memory",
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,14 @@ QUICK = Plan(turns=2, steps=2, overlap_steps=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(CASES), help="cases to run, with commas between (default: %(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="models of the case step (default: %(default)s)")
+    parser.add_argument(
+        "--only",
+        default=",".join(CASES),
+        help="cases to run, with commas between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="models of the case step (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -64,7 +83,9 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted, models = options.only.split(","), options.models.split(",")
     for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
         if unknown := set(given) - set(known):
-            raise BenchError(f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+            raise BenchError(
+                f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+            )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []
     if "step" in wanted:
@@ -78,8 +99,12 @@ def run(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _job(servers: int, more: dict[str, str] | None = None, links: network.Links | None = None) -> Job:
-    return Job(WORKERS, servers, environment={**_THREADS, **(more or {})}, modules=_MODULES, links=links)
+def _job(
+    servers: int, more: dict[str, str] | None = None, links: network.Links | None = None
+) -> Job:
+    return Job(
+        WORKERS, servers, environment={**_THREADS, **(more or {})}, modules=_MODULES, links=links
+    )
 
 
 def step(plan: Plan, models: list[str]) -> list[Case]:
@@ -98,19 +123,39 @@ def _step_of(model: str, jobs: dict[str, list[Child]], gloo: list[Child], plan: 
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(plan.turns):
         progress(f"{model}: turn {turn + 1} of {plan.turns}")
-        seconds["gloo"] += peers.slowest(gloo, "steps", workload=model, way="gloo", count=plan.steps)
+        seconds["gloo"] += peers.slowest(
+            gloo, "steps", workload=model, way="gloo", count=plan.steps
+        )
         for transport, workers in jobs.items():
             for way in ways:
-                seconds[f"{transport} {way}"] += peers.slowest(workers, "steps", workload=model, way=way, count=plan.steps)
+                seconds[f"{transport} {way}"] += peers.slowest(
+                    workers, "steps", workload=model, way=way, count=plan.steps
+                )
         seconds["alone"] += peers.slowest(gloo, "alone", workload=model, count=plan.steps)
     peer = 1e3 * statistics.median(seconds["gloo"])
-    cases = [median_case(f"alone-{model}", _ms(seconds["alone"]), "ms", peer=peer, note="two processes that exchange nothing; DDP with gloo")]
+    cases = [
+        median_case(
+            f"alone-{model}",
+            _ms(seconds["alone"]),
+            "ms",
+            peer=peer,
+            note="two processes that exchange nothing; DDP with gloo",
+        )
+    ]
     for transport, workers in jobs.items():
         for way in ways:
             _check(workers, model, way)
             name = f"step-{model}-{transport}" + ("" if way == "optimizer" else f"-{way}")
-            cases.append(median_case(name, _ms(seconds[f"{transport} {way}"]), "ms", peer=peer, target="<= 1.0" if way == "optimizer" else None,
-                                     note=_NOTES[transport]))
+            cases.append(
+                median_case(
+                    name,
+                    _ms(seconds[f"{transport} {way}"]),
+                    "ms",
+                    peer=peer,
+                    target="<= 1.0" if way == "optimizer" else None,
+                    note=_NOTES[transport],
+                )
+            )
     return cases
 
 
@@ -127,35 +172,66 @@ def overlap(plan: Plan) -> list[Case]:
     """See the module's text."""
     cases = []
     for transport, servers in (("tcp", 1), ("machine", 0)):
-        with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, \
-                Job(WORKERS, servers, environment={**_THREADS, "BYTEPS_TRACE_DIR": folder}, modules=_MODULES) as job:
+        with (
+            tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder,
+            Job(
+                WORKERS,
+                servers,
+                environment={**_THREADS, "BYTEPS_TRACE_DIR": folder},
+                modules=_MODULES,
+            ) as job,
+        ):
             for model in MODELS:
                 progress(f"overlap: {model}, {transport}")
                 job.ask("make", workload=model, way="optimizer")
                 job.ask("steps", workload=model, way="optimizer", count=2)
-                found = job.ask("overlap", workload=model, way="optimizer", count=plan.overlap_steps)
+                found = job.ask(
+                    "overlap", workload=model, way="optimizer", count=plan.overlap_steps
+                )
                 shares = [f["hidden"] / f["under_way"] for f in found]
-                cases.append(Case(f"overlap-{model}-{transport}", statistics.mean(shares), "share", samples=tuple(shares),
-                                  note="of the time with gradients under way, that in which backward runs"))
+                cases.append(
+                    Case(
+                        f"overlap-{model}-{transport}",
+                        statistics.mean(shares),
+                        "share",
+                        samples=tuple(shares),
+                        note="of the time with gradients under way, that in which backward runs",
+                    )
+                )
     return cases
 
 
 def small(plan: Plan) -> Case:
-    """See the module's text. The least of all turns: other processes' work on the machine makes caches cold."""
+    """See the module's text.
+
+    The least of all turns: other processes' work on the machine makes caches cold.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     with _job(1) as job, peers.gloo(WORKERS, "bench.torch_worker") as gloo:
         n = ask_all(gloo, "make", workload="small", way="gloo")[0] // SMALL_ELEMENTS
         job.ask("make", workload="small", way="optimizer")
         for turn in range(plan.turns):
             progress(f"small: turn {turn + 1} of {plan.turns}")
-            for name, workers, way in (("ours", job.workers, "optimizer"), ("gloo", gloo, "gloo"), ("alone", gloo, "alone")):
+            for name, workers, way in (
+                ("ours", job.workers, "optimizer"),
+                ("gloo", gloo, "gloo"),
+                ("alone", gloo, "alone"),
+            ):
                 before = sum(processor_seconds(server.pid) for server in job.servers)
                 each = ask_all(workers, "processor", workload="small", way=way, count=plan.steps)
                 servers = sum(processor_seconds(server.pid) for server in job.servers) - before
-                found[name].append((statistics.mean(each) + servers / plan.steps / WORKERS) / n * 1e6)
+                found[name].append(
+                    (statistics.mean(each) + servers / plan.steps / WORKERS) / n * 1e6
+                )
     alone = min(found["alone"])
-    return Case("small", min(found["ours"]) - alone, "us", peer=max(min(found["gloo"]) - alone, 1e-3),
-                samples=tuple(each - alone for each in found["ours"]), note=f"per tensor, besides the {alone:.3g} us of a step alone; DDP with gloo")
+    return Case(
+        "small",
+        min(found["ours"]) - alone,
+        "us",
+        peer=max(min(found["gloo"]) - alone, 1e-3),
+        samples=tuple(each - alone for each in found["ours"]),
+        note=f"per tensor, besides the {alone:.3g} us of a step alone; DDP with gloo",
+    )
 
 
 def crossbarrier(plan: Plan) -> list[Case]:
@@ -163,12 +239,19 @@ def crossbarrier(plan: Plan) -> list[Case]:
     if reason := network.why_not():
         progress(f"crossbarrier: skipped, {reason}")
         return []
-    return [_crossbarrier("crossbarrier", plan, _SLOW, "<= 0.9"), _crossbarrier("crossbarrier-defaults", plan, {}, None)]
+    return [
+        _crossbarrier("crossbarrier", plan, _SLOW, "<= 0.9"),
+        _crossbarrier("crossbarrier-defaults", plan, {}, None),
+    ]
 
 
 def _crossbarrier(name: str, plan: Plan, options: dict[str, str], target: str | None) -> Case:
     ways = ("optimizer", "barrier")
-    names = ["scheduler", *(f"server {i}" for i in range(WORKERS)), *(f"worker {i}" for i in range(WORKERS))]
+    names = [
+        "scheduler",
+        *(f"server {i}" for i in range(WORKERS)),
+        *(f"worker {i}" for i in range(WORKERS)),
+    ]
     with network.Links(names, _RATE) as links, _job(WORKERS, more=options, links=links) as job:
         for way in ways:
             job.ask("make", workload="front", way=way)
@@ -176,8 +259,19 @@ def _crossbarrier(name: str, plan: Plan, options: dict[str, str], target: str | 
         for turn in range(plan.turns):
             progress(f"{name}: turn {turn + 1} of {plan.turns}")
             for way in ways:
-                seconds[way] += peers.slowest(job.workers, "steps", workload="front", way=way, count=plan.steps)
+                seconds[way] += peers.slowest(
+                    job.workers, "steps", workload="front", way=way, count=plan.steps
+                )
         for way in ways:
             _check(job.workers, "front", way)
-        return median_case(name, _ms(seconds["barrier"]), "ms", peer=1e3 * statistics.median(seconds["optimizer"]), target=target,
-                           note="step with CrossBarrier, large first layers, every link 1 Gbit/s; step with DistributedOptimizer")
+        return median_case(
+            name,
+            _ms(seconds["barrier"]),
+            "ms",
+            peer=1e3 * statistics.median(seconds["optimizer"]),
+            target=target,
+            note=(
+                "step with CrossBarrier, large first layers, every link 1 Gbit/s; step with"
+                " DistributedOptimizer"
+            ),
+        )

@@ -1,4 +1,6 @@
-"""What the PyTorch benchmarks train: a multi-layer perceptron, a small GPT, and one that begins large."""
+"""What the PyTorch benchmarks train: a multi-layer perceptron, a small GPT, and one that begins
+large.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _SEQUENCE, _VOCABULARY = 64, 512
 
 
 class Workload(NamedTuple):
-    """``model()`` has the same weights at every call; ``loss(model, rank)`` is of a fixed batch of that worker's."""
+    """``model()`` has the same weights at every call; ``loss(model, rank)`` is of a fixed batch of
+    that worker's.
+    """
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
@@ -53,7 +57,9 @@ class _Small(nn.Module):
 
 def _next_token(rows: int) -> Callable[[nn.Module, int], torch.Tensor]:
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
-        text = torch.randint(_VOCABULARY, (rows, _SEQUENCE + 1), generator=torch.Generator().manual_seed(rank))
+        text = torch.randint(
+            _VOCABULARY, (rows, _SEQUENCE + 1), generator=torch.Generator().manual_seed(rank)
+        )
         return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
     return loss
@@ -61,14 +67,28 @@ def _next_token(rows: int) -> Callable[[nn.Module, int], torch.Tensor]:
 
 WORKLOADS = {
     # 10.4 million parameters in 8 tensors
-    "mlp": Workload(_seeded(lambda: perceptron(1024, 2048, 2048, 2000, 10)), _classes(64, 1024, 10),
-                    lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)),
+    "mlp": Workload(
+        _seeded(lambda: perceptron(1024, 2048, 2048, 2000, 10)),
+        _classes(64, 1024, 10),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    ),
     # 3.3 million in 51
-    "gpt": Workload(_seeded(lambda: GPT(_VOCABULARY, _SEQUENCE)), _next_token(8), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
+    "gpt": Workload(
+        _seeded(lambda: GPT(_VOCABULARY, _SEQUENCE)),
+        _next_token(8),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    ),
     # 2,000 tensors of 4 elements: what each costs besides its bytes
-    "small": Workload(lambda: _Small(2000), lambda model, rank: cast("torch.Tensor", model(torch.full((1,), rank + 1.0))),
-                      lambda model: torch.optim.SGD(model.parameters(), lr=1e-6)),
-    # 12.8 million, of which the first nine layers have 12.0. On a link of 1 Gbit/s their gradients take longer than forward and backward.
-    "front": Workload(_seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)), _classes(160, 1152, 10),
-                      lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
+    "small": Workload(
+        lambda: _Small(2000),
+        lambda model, rank: cast("torch.Tensor", model(torch.full((1,), rank + 1.0))),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+    ),
+    # 12.8 million, of which the first nine layers have 12.0. On a link of 1 Gbit/s their gradients
+    # take longer than forward and backward.
+    "front": Workload(
+        _seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)),
+        _classes(160, 1152, 10),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    ),
 }

@@ -1,4 +1,6 @@
-"""A worker of ``bench torch``: trains with bpsx, or with PyTorch's DistributedDataParallel over gloo, and says how long steps take."""
+"""A worker of ``bench torch``: trains with bpsx, or with PyTorch's DistributedDataParallel over
+gloo, and says how long steps take.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,25 @@ def init(store: str = "", rank: int = 0, size: int = 2) -> int:
     """Join the job of the environment, or with ``store`` gloo's."""
     torch.set_num_threads(1)
     if store:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
         return rank
     import bpsx.torch as bps
 
-    if "BYTEPS_TRACE_DIR" in os.environ:    # two machines in one would write to one file
-        os.environ["BYTEPS_TRACE_DIR"] = str(Path(os.environ["BYTEPS_TRACE_DIR"], os.environ["DMLC_WORKER_ID"]))
+    if "BYTEPS_TRACE_DIR" in os.environ:  # two machines in one would write to one file
+        os.environ["BYTEPS_TRACE_DIR"] = str(
+            Path(os.environ["BYTEPS_TRACE_DIR"], os.environ["DMLC_WORKER_ID"])
+        )
     bps.init()
     return int(bps.rank())
 
 
 def make(workload: str, way: str) -> int:
-    """Build a model and its optimizer; returns the number of parameters. ``way``: gloo, optimizer, barrier or ddp."""
+    """Build a model and its optimizer; returns the number of parameters.
+
+    ``way``: gloo, optimizer, barrier or ddp.
+    """
     model, optimizer = WORKLOADS[workload].model(), None
     if way == "gloo":
         model, rank = torch.nn.parallel.DistributedDataParallel(model), dist.get_rank()
@@ -65,9 +74,11 @@ def _meet(way: str) -> None:
 
 
 def steps(workload: str, way: str, count: int, warm: int = 2) -> list[float]:
-    """Seconds of a step, zero_grad, forward, backward and step, as the mean of ``count`` in a row, after ``warm`` others, which are begun together.
+    """Seconds of a step, zero_grad, forward, backward and step, as the mean of ``count`` in a row,
+    after ``warm`` others, which are begun together.
 
-    A mean, and nobody waits in between: CrossBarrier's steps reach into each other, and end on one worker now before and now after the other's.
+    A mean, and nobody waits in between: CrossBarrier's steps reach into each other, and end on one
+    worker now before and now after the other's.
     """
     model, optimizer, rank, loss = _made[f"{workload} {way}"]
     _meet(way)
@@ -84,7 +95,12 @@ def processor(workload: str, way: str, count: int) -> float:
     """Seconds of processors for one step, all threads of this process, after two others."""
     if way == "alone" and f"{workload} alone" not in _made:
         model = WORKLOADS[workload].model()
-        _made[f"{workload} alone"] = model, WORKLOADS[workload].optimizer(model), 0, WORKLOADS[workload].loss
+        _made[f"{workload} alone"] = (
+            model,
+            WORKLOADS[workload].optimizer(model),
+            0,
+            WORKLOADS[workload].loss,
+        )
     model, optimizer, rank, loss = _made[f"{workload} {way}"]
     for i in range(2 + count):
         if i == 2:
@@ -112,11 +128,17 @@ def alone(workload: str, count: int) -> list[float]:
 def checksum(workload: str, way: str) -> str:
     """The weights, to compare between workers: a fast wrong step would be a fine figure."""
     model = _made[f"{workload} {way}"][0]
-    return "".join(f"{t.view(torch.uint8).to(torch.int64).sum().item():x}." for t in model.state_dict().values() if t.is_floating_point())
+    return "".join(
+        f"{t.view(torch.uint8).to(torch.int64).sum().item():x}."
+        for t in model.state_dict().values()
+        if t.is_floating_point()
+    )
 
 
 def overlap(workload: str, way: str, count: int) -> dict[str, float]:
-    """Seconds, all steps together, in which gradients were under way, and those of them in which backward ran; see :mod:`bench.torch`."""
+    """Seconds, all steps together, in which gradients were under way, and those of them in which
+    backward ran; see :mod:`bench.torch`.
+    """
     import bpsx
 
     model, optimizer, rank, loss = _made[f"{workload} {way}"]
@@ -133,7 +155,11 @@ def overlap(workload: str, way: str, count: int) -> dict[str, float]:
     path = bpsx.trace_stop()
     assert path is not None
     events = json.loads(Path(path).read_text())["traceEvents"]
-    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("tid") == "total" and "Gradient." in e["name"]]
+    spans = [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("tid") == "total" and "Gradient." in e["name"]
+    ]
     under_way = _joined(spans)
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in under_way for c, d in backward)
     return {"under_way": sum(b - a for a, b in under_way) / 1e6, "hidden": hidden / 1e6}
@@ -151,7 +177,17 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    serve({"init": init, "make": make, "steps": steps, "alone": alone, "processor": processor, "checksum": checksum, "overlap": overlap})
+    serve(
+        {
+            "init": init,
+            "make": make,
+            "steps": steps,
+            "alone": alone,
+            "processor": processor,
+            "checksum": checksum,
+            "overlap": overlap,
+        }
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

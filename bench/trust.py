@@ -1,4 +1,6 @@
-"""``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and to stop. docs/trust.md tells how."""
+"""``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and
+to stop. docs/trust.md tells how.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ PROMISED = 5.0
 _INTERVAL, _TIMEOUT = 0.5, 2.0
 _KILLS = tuple(f"kill-{role}" for role in ROLES)
 _STOPS = tuple(f"stop-{role}" for role in ROLES)
-#: Modules of other benchmarks that add cases here: each has ``trust_cases(quick: bool) -> list[Case]``.
+#: Modules of other benchmarks that add cases here: each has ``trust_cases(quick: bool) ->
+#: list[Case]``.
 _OTHERS = {"trace-overhead": "bench.trace", "fuzz": "bench.fuzz"}
 _SCRIPT = """
 import sys, time
@@ -39,19 +42,27 @@ bpsx.shutdown()
 
 
 def _offered() -> list[str]:
-    here = [name for name, module in _OTHERS.items() if importlib.util.find_spec(module) is not None]
+    here = [
+        name for name, module in _OTHERS.items() if importlib.util.find_spec(module) is not None
+    ]
     return [*_KILLS, *_STOPS, "handshake", "start-stop", *here]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(_offered()), help="cases to run, with commas between (default: %(default)s)")
+    parser.add_argument(
+        "--only",
+        default=",".join(_offered()),
+        help="cases to run, with commas between (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
     wanted = set(options.only.split(","))
     if unknown := wanted - set(_offered()):
-        raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(_offered())}")
+        raise BenchError(
+            f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(_offered())}"
+        )
     turns = 1 if options.quick else 3
     cases = kills([r for r in ROLES if f"kill-{r}" in wanted], turns)
     cases += stops([r for r in ROLES if f"stop-{r}" in wanted], turns)
@@ -75,25 +86,58 @@ def kills(roles: list[str], turns: int) -> list[Case]:
             for stage in STAGES:
                 progress(f"kill-{role}: {stage}, turn {turn + 1} of {turns}")
                 found[stage].append(strike(role, stage))
-        rows = [median_case(f"kill-{role}.{stage}", [o.raised for o in outcomes], "s", peer=PROMISED,
-                            note=f"everybody gone after {statistics.median(o.gone for o in outcomes):.2f} s") for stage, outcomes in found.items()]
+        rows = [
+            median_case(
+                f"kill-{role}.{stage}",
+                [o.raised for o in outcomes],
+                "s",
+                peer=PROMISED,
+                note=f"everybody gone after {statistics.median(o.gone for o in outcomes):.2f} s",
+            )
+            for stage, outcomes in found.items()
+        ]
         worst = max(rows, key=lambda row: row.value)
-        cases.append(Case(f"kill-{role}", worst.value, "s", peer=PROMISED, target="<= 1", samples=worst.samples,
-                          note=f"from kill -9 to the exception on the others, worst stage: {worst.case.partition('.')[2]}"))
+        cases.append(
+            Case(
+                f"kill-{role}",
+                worst.value,
+                "s",
+                peer=PROMISED,
+                target="<= 1",
+                samples=worst.samples,
+                note=(
+                    "from kill -9 to the exception on the others, worst stage:"
+                    f" {worst.case.partition('.')[2]}"
+                ),
+            )
+        )
         cases += rows
     return cases
 
 
 def stops(roles: list[str], turns: int) -> list[Case]:
-    """SIGSTOP for good: nothing tells but silence, so the time in which it may not be noticed is taken off."""
+    """SIGSTOP for good: nothing tells but silence, so the time in which it may not be noticed is
+    taken off.
+    """
     heartbeats = {"PS_HEARTBEAT_INTERVAL": str(_INTERVAL), "PS_HEARTBEAT_TIMEOUT": str(_TIMEOUT)}
     silence = _INTERVAL + _TIMEOUT
     cases = []
     for role in roles:
         progress(f"stop-{role}")
         seconds = [strike(role, "pull", signal.SIGSTOP, **heartbeats).raised for _ in range(turns)]
-        cases.append(median_case(f"stop-{role}", [max(0.0, s - silence) for s in seconds], "s", peer=PROMISED, target="<= 1",
-                                 note=f"from SIGSTOP to the exception, less {silence:g} s: interval and timeout of the heartbeats; stage pull"))
+        cases.append(
+            median_case(
+                f"stop-{role}",
+                [max(0.0, s - silence) for s in seconds],
+                "s",
+                peer=PROMISED,
+                target="<= 1",
+                note=(
+                    f"from SIGSTOP to the exception, less {silence:g} s: interval and timeout of"
+                    " the heartbeats; stage pull"
+                ),
+            )
+        )
     return cases
 
 
@@ -103,19 +147,37 @@ def handshakes(turns: int) -> list[Case]:
     plain = [_joining() for _ in range(turns)]
     note = "init() of the last worker: control connection, hello, one data connection, greeting"
     secret = [_joining(BPSX_SECRET="5bd6a3f0" * 8) for _ in range(turns)]
-    cases = [median_case("handshake", [1e3 * s for s in secret], "ms", peer=1e3 * statistics.median(plain),
-                         note=note + "; with a secret, without")]
-    each = {mechanism: [1e3 * mechanisms.seconds(mechanism, 20) for _ in range(turns)] for mechanism in mechanisms.MECHANISMS}
+    cases = [
+        median_case(
+            "handshake",
+            [1e3 * s for s in secret],
+            "ms",
+            peer=1e3 * statistics.median(plain),
+            note=note + "; with a secret, without",
+        )
+    ]
+    each = {
+        mechanism: [1e3 * mechanisms.seconds(mechanism, 20) for _ in range(turns)]
+        for mechanism in mechanisms.MECHANISMS
+    }
     bare = statistics.median(each.pop("null"))
-    return cases + [median_case(f"connection-{mechanism}", samples, "ms", peer=bare, note="a data connection and a greeting on it; without any proof")
-                    for mechanism, samples in each.items()]
+    return cases + [
+        median_case(
+            f"connection-{mechanism}",
+            samples,
+            "ms",
+            peer=bare,
+            note="a data connection and a greeting on it; without any proof",
+        )
+        for mechanism, samples in each.items()
+    ]
 
 
 def _joining(**environment: str) -> float:
     with Roles(2, **environment) as job:
         job.workers[0].ask("begin", stage="init")
         _settled(job.server.pid)
-        job.workers[1].ask("resources")     # it has been imported, too
+        job.workers[1].ask("resources")  # it has been imported, too
         seconds = float(job.workers[1].ask("init"))
         job.workers[0].ask("ended", timeout_s=60)
         ask_all(job.workers, "leave")
@@ -123,7 +185,9 @@ def _joining(**environment: str) -> float:
 
 
 def _settled(pid: int, seconds: float = 0.3) -> None:
-    """Wait until a process has nothing to do any more: here a server that has loaded its kernels and waits for the job to begin."""
+    """Wait until a process has nothing to do any more: here a server that has loaded its kernels
+    and waits for the job to begin.
+    """
     before, end = -1.0, time.monotonic() + 60
     while (now := machine.cpu_seconds(pid)) - before > 1e-3 or now < 0.05:
         if time.monotonic() >= end:
@@ -133,28 +197,63 @@ def _settled(pid: int, seconds: float = 0.3) -> None:
 
 
 def start_stop(turns: int) -> list[Case]:
-    """A job of 2 workers, a server and a scheduler by ``bpsx-run --local``; beside it what starting four interpreters costs by itself."""
+    """A job of 2 workers, a server and a scheduler by ``bpsx-run --local``; beside it what starting
+    four interpreters costs by itself.
+    """
     up, down, bare = [], [], []
     for turn in range(turns):
         progress(f"start-stop: turn {turn + 1} of {turns}")
-        started, out, ended = _timed([sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "1",
-                                      sys.executable, "-c", _SCRIPT])
-        told = [line.split()[-2:] for line in out.splitlines() if " up " in line or " down " in line]
+        started, out, ended = _timed(
+            [
+                sys.executable,
+                "-m",
+                "bpsx.launch",
+                "--local",
+                "--workers",
+                "2",
+                "--servers",
+                "1",
+                sys.executable,
+                "-c",
+                _SCRIPT,
+            ]
+        )
+        told = [
+            line.split()[-2:] for line in out.splitlines() if " up " in line or " down " in line
+        ]
         if len(told) != 4:
             raise BenchError(f"start-stop: the workers said {out!r}")
         up.append(max(float(when) for word, when in told if word == "up") - started)
         down.append(ended - min(float(when) for word, when in told if word == "down"))
         bare.append(_bare())
-    return [median_case("start", up, "s", peer=statistics.median(bare), note="bpsx-run --local to the first barrier of 2 + 1 + 1; "
-                        "importing numpy and zmq in as many processes at once"),
-            median_case("stop", down, "s", note="shutdown() to the end of bpsx-run")]
+    return [
+        median_case(
+            "start",
+            up,
+            "s",
+            peer=statistics.median(bare),
+            note=(
+                "bpsx-run --local to the first barrier of 2 + 1 + 1; "
+                "importing numpy and zmq in as many processes at once"
+            ),
+        ),
+        median_case("stop", down, "s", note="shutdown() to the end of bpsx-run"),
+    ]
 
 
 def _timed(words: list[str]) -> tuple[float, str, float]:
     """When it started, what it printed, when it ended."""
     started = time.monotonic()
-    done = subprocess.run(words, cwd=ROOT, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-                          check=False)
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     if done.returncode:
         raise BenchError(f"start-stop: status {done.returncode}: {done.stderr}")
     return started, done.stdout, time.monotonic()

@@ -1,4 +1,6 @@
-"""A bpsx worker that goes through the stages of a job when told to, and says when a call of its ended and how; for ``bench trust`` and ``soak``."""
+"""A bpsx worker that goes through the stages of a job when told to, and says when a call of its
+ended and how; for ``bench trust`` and ``soak``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _thread: threading.Thread | None = None
 
 
 class _Heard(logging.Handler):
-    """Sets the event when the scheduler has answered: from then on this process is waiting for the others."""
+    """Sets the event when the scheduler has answered: from then on this process is waiting for the
+    others.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if "known to the" in record.getMessage():
@@ -52,13 +56,17 @@ def exchange(rounds: int = 1) -> None:
     whole = bpsx.size() * (bpsx.size() + 1) // 2
     for i in range(rounds):
         for size in (1, 1000, 100_000):
-            found = bpsx.push_pull(np.full(size, bpsx.rank() + 1, np.float32), name=f"x{size}", average=False)
+            found = bpsx.push_pull(
+                np.full(size, bpsx.rank() + 1, np.float32), name=f"x{size}", average=False
+            )
             if not (found == whole).all():
                 raise ValueError(f"round {i}: a wrong sum of {size} elements")
 
 
 def begin(stage: str) -> None:
-    """Enter the call that ``stage`` is about, on a thread of its own; returns once it is under way."""
+    """Enter the call that ``stage`` is about, on a thread of its own; returns once it is under
+    way.
+    """
     global _thread
     _staged.clear()
     _ended.clear()
@@ -109,11 +117,19 @@ def _begun(size: int) -> Any:
     return handle
 
 
-_STAGES = {"init": bpsx.init, "push": _push, "pull": lambda: _begun(1000).wait(), "idle": _idle, "shutdown": _shutdown}
+_STAGES = {
+    "init": bpsx.init,
+    "push": _push,
+    "pull": lambda: _begun(1000).wait(),
+    "idle": _idle,
+    "shutdown": _shutdown,
+}
 
 
 def ended(timeout_s: float) -> tuple[float, str, str]:
-    """When the stage's call ended (monotonic clock, the same for all processes of a machine), the exception's type and its text."""
+    """When the stage's call ended (monotonic clock, the same for all processes of a machine), the
+    exception's type and its text.
+    """
     assert _thread is not None
     _thread.join(timeout_s)
     if not _ended:
@@ -122,12 +138,28 @@ def ended(timeout_s: float) -> tuple[float, str, str]:
 
 
 def resources() -> dict[str, int]:
-    """What a leak would let grow: descriptors, threads, resident bytes, children, objects of the garbage collector."""
+    """What a leak would let grow: descriptors, threads, resident bytes, children, objects of the
+    garbage collector.
+    """
     gc.collect()
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), "rss": rss_bytes(os.getpid()),
-            "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()), "objects": len(gc.get_objects())}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rss": rss_bytes(os.getpid()),
+        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "objects": len(gc.get_objects()),
+    }
 
 
 if __name__ == "__main__":
-    serve({"init": init, "leave": leave, "exchange": exchange, "begin": begin, "ended": ended, "resources": resources})
+    serve(
+        {
+            "init": init,
+            "leave": leave,
+            "exchange": exchange,
+            "begin": begin,
+            "ended": ended,
+            "resources": resources,
+        }
+    )
     bpsx.shutdown()

@@ -1,4 +1,6 @@
-"""Processes that measure what nothing on this machine can beat: a bare ZeroMQ echo, a plain socket, a memory copy."""
+"""Processes that measure what nothing on this machine can beat: a bare ZeroMQ echo, a plain socket,
+a memory copy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _state: dict[str, Any] = {}
 
 
 def _keep_large_blocks() -> None:
-    """Let malloc keep large blocks, as bpsx does: with fresh pages for each message the wall would be lower than what it bounds."""
+    """Let malloc keep large blocks, as bpsx does: with fresh pages for each message the wall would
+    be lower than what it bounds.
+    """
     # M_MMAP_THRESHOLD (at most 32 MiB), M_TRIM_THRESHOLD, M_ARENA_MAX of glibc's malloc.h
     for option, value in ((-3, 32 << 20), (-1, 256 << 20), (-8, 1)):
         ctypes.CDLL(None).mallopt(option, value)
@@ -47,7 +51,10 @@ def echo() -> None:
 
 
 def echo_client(port: int, size: int, flight: int, count: int) -> list[float]:
-    """Seconds between one answer and the next, the time to send the next message included. The first ``flight`` are not counted."""
+    """Seconds between one answer and the next, the time to send the next message included.
+
+    The first ``flight`` are not counted.
+    """
     # Small messages are cheaper copied than tracked.
     copy, message = size <= 65536, np.ones(size, np.uint8)
     with _dealer() as dealer:
@@ -63,7 +70,7 @@ def echo_client(port: int, size: int, flight: int, count: int) -> list[float]:
             dealer.recv(copy=copy)
         dealer.linger = -1
         dealer.send(_STOP)
-    return [after - before for before, after in zip(times[flight - 1:], times[flight:])]
+    return [after - before for before, after in zip(times[flight - 1 :], times[flight:])]
 
 
 def tcp_bind() -> int:
@@ -94,7 +101,9 @@ def tcp_send(port: int, seconds: float) -> None:
 
 
 def memcpy(size: int, count: int) -> float:
-    """Bytes per second of copying over 32 pairs of buffers in turn, as many as the rate's case has."""
+    """Bytes per second of copying over 32 pairs of buffers in turn, as many as the rate's case
+    has.
+    """
     pairs = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(32)]
     before = time.perf_counter()
     for i in range(count):
@@ -105,4 +114,9 @@ def memcpy(size: int, count: int) -> float:
 
 if __name__ == "__main__":
     _keep_large_blocks()
-    serve({f.__name__: f for f in (echo_bind, echo, echo_client, tcp_bind, tcp_receive, tcp_send, memcpy)})
+    serve(
+        {
+            f.__name__: f
+            for f in (echo_bind, echo, echo_client, tcp_bind, tcp_receive, tcp_send, memcpy)
+        }
+    )

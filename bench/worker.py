@@ -21,8 +21,12 @@ def init() -> int:
 
 
 @cache
-def _arrays(kind: str, count: int, nbytes: int) -> tuple[list[str], list[np.ndarray], list[np.ndarray]]:
-    """Names, inputs and outputs, allocated and touched once: a training script's gradients stay where they are, too."""
+def _arrays(
+    kind: str, count: int, nbytes: int
+) -> tuple[list[str], list[np.ndarray], list[np.ndarray]]:
+    """Names, inputs and outputs, allocated and touched once: a training script's gradients stay
+    where they are, too.
+    """
     names = [f"bench.{kind}.{i}" for i in range(count)]
     inputs = [np.full(nbytes // 4, bpsx.rank() + 1 + i % 7, np.float32) for i in range(count)]
     return names, inputs, [np.zeros_like(a) for a in inputs]
@@ -34,7 +38,9 @@ def _round(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray]
         bpsx.synchronize(handle)
 
 
-def _timed(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray], rounds: int, warm: int) -> list[float]:
+def _timed(
+    names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray], rounds: int, warm: int
+) -> list[float]:
     """Seconds of each of ``rounds`` rounds, begun together by all workers after ``warm`` others."""
     for _ in range(warm):
         _round(names, inputs, outputs)
@@ -54,7 +60,10 @@ def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
 
 
 def check(kind: str) -> bool:
-    """Whether the outputs of the last round are the averages. A fast wrong sum would be a fine figure."""
+    """Whether the outputs of the last round are the averages.
+
+    A fast wrong sum would be a fine figure.
+    """
     _, inputs, outputs = _arrays(kind, *_MANY[kind])
     lead = (bpsx.size() - 1) / 2 - bpsx.rank()
     return all(np.array_equal(o, a + np.float32(lead)) for a, o in zip(inputs, outputs))
@@ -82,8 +91,14 @@ def steps(count: int) -> None:
 
 
 def model(rounds: int, warm: int = 1) -> list[float]:
-    """Seconds of each step of a model with 160 tensors and 48 MB of gradients: a few large ones, more in between, mostly small ones."""
-    parts = [_arrays("model.large", 8, 4_000_000), _arrays("model.middle", 32, 500_000), _arrays("model.small", 120, 4096)]
+    """Seconds of each step of a model with 160 tensors and 48 MB of gradients: a few large ones,
+    more in between, mostly small ones.
+    """
+    parts = [
+        _arrays("model.large", 8, 4_000_000),
+        _arrays("model.middle", 32, 500_000),
+        _arrays("model.small", 120, 4096),
+    ]
     names, inputs, outputs = ([x for part in column for x in part] for column in zip(*parts))
     return _timed(names, inputs, outputs, rounds, warm)
 
@@ -92,7 +107,9 @@ def count_up(name: str, elements: int, rounds: int) -> bool:
     """Push rank + round + 1 in each round; whether all sums were right."""
     right = True
     for i in range(rounds):
-        got = bpsx.push_pull(np.full(elements, bpsx.rank() + i + 1, np.float32), name=name, average=False)
+        got = bpsx.push_pull(
+            np.full(elements, bpsx.rank() + i + 1, np.float32), name=name, average=False
+        )
         right = right and bool((got == sum(r + i + 1 for r in range(bpsx.size()))).all())
     return right
 
@@ -114,5 +131,16 @@ def _spin(stop: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    serve({"init": init, "many": many, "check": check, "one": one, "steps": steps, "model": model, "count_up": count_up, "spin": spin})
+    serve(
+        {
+            "init": init,
+            "many": many,
+            "check": check,
+            "one": one,
+            "steps": steps,
+            "model": model,
+            "count_up": count_up,
+            "spin": spin,
+        }
+    )
     bpsx.shutdown()

@@ -1,4 +1,6 @@
-"""What all tests share: the folder of compiled kernels, and the proof that a test leaves no process behind."""
+"""What all tests share: the folder of compiled kernels, and the proof that a test leaves no process
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,27 @@ os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" 
 
 
 # What our caller ignores (SIGINT for a script's background jobs, SIGHUP under nohup) we ignore by a
-# handler: unlike SIG_IGN it is not inherited, so the processes of the tests begin with the defaults.
+# handler: unlike SIG_IGN it is not inherited, so the processes of the tests begin with the
+# defaults.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz", type=int, default=1_000_000, metavar="N", help="mutated messages that a live server gets (1000000)")
+    parser.addoption(
+        "--fuzz",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="mutated messages that a live server gets (1000000)",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {start: reason for start, module in NEEDS.items() if (reason := optional.why_missing(module))}
+    missing = {
+        start: reason for start, module in NEEDS.items() if (reason := optional.why_missing(module))
+    }
     for item in items:
         for start, reason in missing.items():
             if item.path.name.startswith(start):
@@ -77,5 +88,7 @@ def nothing_left() -> Iterator[None]:
     before, names = children(), {p for p in os.listdir("/dev/shm") if "bpsx" in p}
     yield
     assert not children() - before, "the test left processes behind"
-    assert not {p for p in os.listdir("/dev/shm") if "bpsx" in p} - names, "the test left names in /dev/shm"
+    assert not {p for p in os.listdir("/dev/shm") if "bpsx" in p} - names, (
+        "the test left names in /dev/shm"
+    )
     apart.check(apart.IN_PYTEST)

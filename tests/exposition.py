@@ -22,7 +22,9 @@ def parse(text: str) -> dict[str, tuple[str, dict[tuple, float]]]:
             current = name
         elif line.startswith("# TYPE "):
             name, kind = re.fullmatch(rf"# TYPE ({_NAME}) (counter|gauge)", line).groups()
-            assert name == current and name not in found, "TYPE comes once, after its HELP and before its samples"
+            assert name == current and name not in found, (
+                "TYPE comes once, after its HELP and before its samples"
+            )
             found[name] = (kind, {})
         else:
             match = _SAMPLE.fullmatch(line)
@@ -30,5 +32,7 @@ def parse(text: str) -> dict[str, tuple[str, dict[tuple, float]]]:
             assert match[1] == current, "samples of one metric stand together"
             labels = tuple(re.findall(_LABEL, match[2] or ""))
             assert labels not in found[match[1]][1], f"twice: {line}"
-            found[match[1]][1][labels] = float(match[7] if match[7] is not None else match[0].rsplit(" ", 1)[1])
+            found[match[1]][1][labels] = float(
+                match[7] if match[7] is not None else match[0].rsplit(" ", 1)[1]
+            )
     return found

@@ -1,8 +1,11 @@
-"""Processes as forks of one that has imported what they need: 3.5 s of a core for PyTorch, 1.1 for Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
+"""Processes as forks of one that has imported what they need: 3.5 s of a core for PyTorch, 1.1 for
+Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
 
-As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread, imports nothing of bpsx, and gives each of its
-children the input, output and environment that were asked for. What comes out is a process of its own in all that a test can see, except that its
-parent is the nursery, and that all have its seed for hashes. Only :func:`packages_for` and :class:`Fork` are for tests.
+As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread,
+imports nothing of bpsx, and gives each of its children the input, output and environment that were
+asked for. What comes out is a process of its own in all that a test can see, except that its parent
+is the nursery, and that all have its seed for hashes. Only :func:`packages_for` and :class:`Fork`
+are for tests.
 """
 
 from __future__ import annotations
@@ -21,16 +24,33 @@ import sys
 import threading
 from typing import IO, Any
 
-#: Variables that are looked at while Python starts: there is a nursery for each value that these have.
+#: Variables that are looked at while Python starts: there is a nursery for each value that these
+#: have.
 _PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH")
 #: ... or while packages are imported: of the others a nursery has the tests' values.
-_EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "GLIBC_", "NUMBA_")
+_EARLY = (
+    "LD_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "KMP_",
+    "GOMP_",
+    "TORCH_",
+    "MALLOC_",
+    "GLIBC_",
+    "NUMBA_",
+)
 _ROOM = 1 << 20
 _SECONDS = 60.0
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _PATHS}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_EARLY) and name not in _PATHS
+    }
 
 
 def _paths(environment: dict[str, str]) -> dict[str, str]:
@@ -39,22 +59,28 @@ def _paths(environment: dict[str, str]) -> dict[str, str]:
 
 def _quiet() -> dict[str, str]:
     """The nurseries' variables, but for paths."""
-    return {**{name: value for name, value in os.environ.items() if name not in _PATHS}, "OMP_NUM_THREADS": "1"}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in _PATHS},
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
-    """What there has to be, besides NumPy and ZeroMQ, in the process that this command is better forked from; None: it is better started.
+    """What there has to be, besides NumPy and ZeroMQ, in the process that this command is better
+    forked from; None: it is better started.
 
-    The first worker is started, unless PyTorch or Numba is needed: it differs from the others in the order of sets, as all do in life.
+    The first worker is started, unless PyTorch or Numba is needed: it differs from the others in
+    the order of sets, as all do in life.
     """
     if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
         return None
-    if command[1] == "-m":          # the scheduler needs no Numba, and starts faster all the same
+    if command[1] == "-m":  # the scheduler needs no Numba, and starts faster all the same
         return ("numba",) if command[2] in ("bpsx.server", "bpsx.scheduler") else None
     if "import torch" in command[2] or "bpsx.torch" in command[2]:
-        return "numba", "torch", "torch._dynamo"        # PyTorch imports the last, which is half of it, with the first optimizer
+        # PyTorch imports the last, which is half of it, with the first optimizer
+        return "numba", "torch", "torch._dynamo"
     if environment.get("BYTEPS_LOCAL_SIZE", "1") != "1":
-        return "numba",             # a machine's processes sum, as servers do
+        return ("numba",)  # a machine's processes sum, as servers do
     return () if environment.get("DMLC_WORKER_ID", "0") != "0" else None
 
 
@@ -65,11 +91,16 @@ class _Nursery:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), *packages], pass_fds=[theirs.fileno()],
-                                         env={**_quiet(), **paths}, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), *packages],
+            pass_fds=[theirs.fileno()],
+            env={**_quiet(), **paths},
+            stdin=subprocess.DEVNULL,
+        )
         theirs.close()
         self._changed, self._one_by_one = threading.Condition(), threading.Lock()
-        self._born: dict[int, tuple[int, int]] = {}             # by the number of what was asked for
+        # by the number of what was asked for
+        self._born: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count()
         self._ended: dict[int, int] = {}
         self._gone = False
@@ -92,7 +123,8 @@ class _Nursery:
                 else:
                     said = json.loads(message)
                     if fds:
-                        self._ended.pop(said["pid"], None)      # of an earlier process with its number
+                        # of an earlier process with its number
+                        self._ended.pop(said["pid"], None)
                         self._born[said["task"]] = said["pid"], fds[0]
                     else:
                         self._ended[said["pid"]] = said["status"]
@@ -103,15 +135,25 @@ class _Nursery:
     def fork(self, source: str, environment: dict[str, str], fds: list[int]) -> tuple[int, int]:
         """Its process id, and a descriptor that stands for it."""
         number = next(self._numbers)
-        task = {"number": number, "source": source, "environment": environment, "folder": os.getcwd()}
+        task = {
+            "number": number,
+            "source": source,
+            "environment": environment,
+            "folder": os.getcwd(),
+        }
         with self._one_by_one, self._changed:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
-            if not self._changed.wait_for(lambda: number in self._born or self._gone, _SECONDS) or number not in self._born:
+            if (
+                not self._changed.wait_for(lambda: number in self._born or self._gone, _SECONDS)
+                or number not in self._born
+            ):
                 raise AssertionError("the process that has imported the packages does not answer")
             return self._born.pop(number)
 
     def status(self, pid: int, timeout: float | None) -> int | None:
-        """How it has ended, as :class:`subprocess.Popen` has it; None: not within ``timeout`` seconds."""
+        """How it has ended, as :class:`subprocess.Popen` has it; None: not within ``timeout``
+        seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: pid in self._ended or self._gone, timeout):
                 return None
@@ -123,7 +165,8 @@ class _Nursery:
 
 
 _lock = threading.Lock()
-_all: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Nursery] = {}       # by packages and paths
+# by packages and paths
+_all: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Nursery] = {}
 
 
 def _nursery(packages: tuple[str, ...], paths: dict[str, str]) -> _Nursery:
@@ -140,16 +183,30 @@ def nurseries() -> set[int]:
 
 
 class Fork:
-    """What a test needs of :class:`subprocess.Popen`, for a process that has forked. ``command``: ``python -c SOURCE`` or ``python -m MODULE``."""
+    """What a test needs of :class:`subprocess.Popen`, for a process that has forked.
 
-    def __init__(self, command: list[str], environment: dict[str, str], packages: tuple[str, ...]) -> None:
+    ``command``: ``python -c SOURCE`` or ``python -m MODULE``.
+    """
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], packages: tuple[str, ...]
+    ) -> None:
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
-        source = command[2] if command[1] == "-c" else f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+        source = (
+            command[2]
+            if command[1] == "-c"
+            else (
+                f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__',"
+                " alter_sys=True)"
+            )
+        )
         self._of = _nursery(packages, _paths(environment))
         self.args = command
         self.returncode: int | None = None
         try:
-            self.pid, self._descriptor = self._of.fork(source, environment, [inward[0], outward[1], errors[1]])
+            self.pid, self._descriptor = self._of.fork(
+                source, environment, [inward[0], outward[1], errors[1]]
+            )
         finally:
             for fd in (inward[0], outward[1], errors[1]):
                 os.close(fd)
@@ -175,7 +232,8 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):       # it has ended, and we have not heard yet
+            # it has ended, and we have not heard yet
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
@@ -183,13 +241,17 @@ class Fork:
 
 
 def _serve(ours: socket.socket) -> dict[str, Any] | None:
-    """Fork what is asked for, and tell who has ended. In a child: what it is to do; None at the end."""
+    """Fork what is asked for, and tell who has ended.
+
+    In a child: what it is to do; None at the end.
+    """
     news, told = os.pipe()
     for fd in (news, told):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(told)
-    waiting = select.poll()         # a long run of tests may have opened more files than select() knows
+    # a long run of tests may have opened more files than select() knows
+    waiting = select.poll()
     for fd in (ours.fileno(), news):
         waiting.register(fd, select.POLLIN)
     while True:
@@ -215,14 +277,20 @@ def _serve(ours: socket.socket) -> dict[str, Any] | None:
         for fd in fds:
             os.close(fd)
         descriptor = os.pidfd_open(pid)
-        socket.send_fds(ours, [json.dumps({"pid": pid, "task": task["number"]}).encode()], [descriptor])
+        socket.send_fds(
+            ours, [json.dumps({"pid": pid, "task": task["number"]}).encode()], [descriptor]
+        )
         os.close(descriptor)
 
 
 def _bury(ours: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            ours.send(json.dumps({"pid": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}).encode())
+            ours.send(
+                json.dumps(
+                    {"pid": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}
+                ).encode()
+            )
 
 
 def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -232,7 +300,9 @@ def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         os.close(fd)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), errors="backslashreplace", write_through=True)
+    sys.stderr = io.TextIOWrapper(
+        os.fdopen(2, "wb", 0, closefd=False), errors="backslashreplace", write_through=True
+    )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(task["environment"])
@@ -260,10 +330,13 @@ if __name__ == "__main__":
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
     if "numba" in sys.modules:
-        sys.modules["numba"].cfunc("void()")(lambda: None)      # it imports as much again for the first function that it compiles or loads
+        # it imports as much again for the first function that it compiles or loads
+        sys.modules["numba"].cfunc("void()")(lambda: None)
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
     gc.collect()
-    gc.freeze()         # else each child would go through all that has been imported, in its collections and once more at its end: 0.3 s
+    # else each child would go through all that has been imported, in its collections and once more
+    # at its end: 0.3 s
+    gc.freeze()
     _task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _task is not None:
         _be(_task)

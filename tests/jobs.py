@@ -1,7 +1,9 @@
-"""Real jobs for tests: a scheduler, servers and workers as processes on loopback, owned by the test that starts them.
+"""Real jobs for tests: a scheduler, servers and workers as processes on loopback, owned by the test
+that starts them.
 
-A worker is Python source; whatever it passes to ``report(value)`` comes back as JSON. Ports are the system's choice, so any number of jobs
-may run side by side. Leaving the ``with`` block ends every process that is still there.
+A worker is Python source; whatever it passes to ``report(value)`` comes back as JSON. Ports are the
+system's choice, so any number of jobs may run side by side. Leaving the ``with`` block ends every
+process that is still there.
 """
 
 from __future__ import annotations
@@ -23,15 +25,27 @@ from forking import Fork, packages_for
 DEADLINE = 90.0
 
 #: How messages travel, as variables.
-TRANSPORTS = {"zmq": {"DMLC_ENABLE_RDMA": "zmq"}, "tcp": {"DMLC_ENABLE_RDMA": "tcp"}, "shm": {"BYTEPS_ENABLE_IPC": "1"}}
+TRANSPORTS = {
+    "zmq": {"DMLC_ENABLE_RDMA": "zmq"},
+    "tcp": {"DMLC_ENABLE_RDMA": "tcp"},
+    "shm": {"BYTEPS_ENABLE_IPC": "1"},
+}
 _PRELUDE = """
 import faulthandler, json, os, sys
+
 faulthandler.enable()
+
+
 def report(value):
-    sys.stdout.write(json.dumps(value) + "\\n"); sys.stdout.flush()
+    sys.stdout.write(json.dumps(value) + "\\n")
+    sys.stdout.flush()
+
+
 def hear():
-    # A line, whatever it says, for a process that is struck meanwhile: Python does not look at a signal that came just before a read blocks.
+    # A line, whatever it says, for a process that is struck meanwhile: Python does not look at a
+    # signal that came just before a read blocks.
     import select, signal
+
     news, told = os.pipe()
     os.set_blocking(told, False)
     before = signal.set_wakeup_fd(told)
@@ -56,10 +70,23 @@ class Process:
         self.errors: list[str] = []
         self._changed = threading.Condition()
         packages = packages_for(command, env)
-        self.popen: subprocess.Popen[str] | Fork = Fork(command, env, packages) if packages is not None else subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-        self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
-                         for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
+        self.popen: subprocess.Popen[str] | Fork = (
+            Fork(command, env, packages)
+            if packages is not None
+            else subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines), daemon=True)
+            for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -72,14 +99,22 @@ class Process:
             self._changed.notify_all()
 
     def wait_for_line(self, text: str, timeout: float = DEADLINE, count: int = 1) -> str:
-        """The first line on stdout or stderr that holds ``text``, once there are ``count``; fails when the process ends without."""
+        """The first line on stdout or stderr that holds ``text``, once there are ``count``; fails
+        when the process ends without.
+        """
+
         def found() -> list[str]:
             return [line for line in self.lines + self.errors if text in line]
 
         with self._changed:
-            self._changed.wait_for(lambda: len(found()) >= count or not any(r.is_alive() for r in self._readers), timeout)
+            self._changed.wait_for(
+                lambda: len(found()) >= count or not any(r.is_alive() for r in self._readers),
+                timeout,
+            )
         if len(found()) < count:
-            raise AssertionError(f"{self.name} never said {text!r}; status {self.popen.poll()}:\n{self.text()}")
+            raise AssertionError(
+                f"{self.name} never said {text!r}; status {self.popen.poll()}:\n{self.text()}"
+            )
         return found()[0]
 
     def wait(self, timeout: float = DEADLINE) -> int:
@@ -87,19 +122,25 @@ class Process:
         try:
             self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.signal(signal.SIGABRT)         # a Python that has `faulthandler` on says where its threads are
+            self.signal(
+                signal.SIGABRT
+            )  # a Python that has `faulthandler` on says where its threads are
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(5)
                 for reader in self._readers:
                     reader.join(5)
-            raise AssertionError(f"{self.name} has not ended after {timeout} s:\n{self.text()}") from None
+            raise AssertionError(
+                f"{self.name} has not ended after {timeout} s:\n{self.text()}"
+            ) from None
         for reader in self._readers:
             reader.join(timeout)
         return self.popen.returncode
 
     @property
     def silent(self) -> bool:
-        """Whether nobody can write its output any more: it has ended, and so has whoever it had forked."""
+        """Whether nobody can write its output any more: it has ended, and so has whoever it had
+        forked.
+        """
         return not any(reader.is_alive() for reader in self._readers)
 
     def reports(self) -> list[Any]:
@@ -108,7 +149,9 @@ class Process:
 
     def text(self) -> str:
         """All output, for a failure's message."""
-        return "\n".join([f"--- {self.name} stdout", *self.lines, f"--- {self.name} stderr", *self.errors])
+        return "\n".join(
+            [f"--- {self.name} stdout", *self.lines, f"--- {self.name} stderr", *self.errors]
+        )
 
     def say(self, line: str) -> None:
         """Write a line to the process's standard input."""
@@ -129,30 +172,54 @@ class Process:
             reader.join(10)
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):      # what it was told and never read
+                with contextlib.suppress(BrokenPipeError):  # what it was told and never read
                     stream.close()
 
 
 class Job:
-    """A job of processes. ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker i.
+    """A job of processes.
 
-    ``workers`` counts processes; ``processes`` of them are one machine. ``alone``: there is one worker, which needs nobody.
+    ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker
+    i.
+
+    ``workers`` counts processes; ``processes`` of them are one machine. ``alone``: there is one
+    worker, which needs nobody.
     """
 
     def __init__(
-        self, source: str, workers: int = 2, servers: int = 1, *, env: dict[str, str] | None = None,
-        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1", processes: int = 1, alone: bool = False,
+        self,
+        source: str,
+        workers: int = 2,
+        servers: int = 1,
+        *,
+        env: dict[str, str] | None = None,
+        worker_env: dict[int, dict[str, str]] | None = None,
+        host: str = "127.0.0.1",
+        processes: int = 1,
+        alone: bool = False,
     ) -> None:
         self.processes_each, self._needs_scheduler = processes, not alone
         self.source = _PRELUDE + textwrap.dedent(source)
         self.n_workers, self.n_servers = workers, servers
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-test-")
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))
+        }
         self._env = {
-            **clean, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": str(workers // processes),
-            "DMLC_NUM_SERVER": str(servers), "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": self._folder.name,
+            **clean,
+            "DMLC_PS_ROOT_URI": host,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_WORKER": str(workers // processes),
+            "DMLC_NUM_SERVER": str(servers),
+            "BPSX_RENDEZVOUS_TIMEOUT": "60",
+            "BYTEPS_SOCKET_PATH": self._folder.name,
             # Most tests are about what goes through a network; those about shared memory say so.
-            "OMP_NUM_THREADS": "1", "BYTEPS_ENABLE_IPC": "0", "BPSX_ANNOUNCE": "0", **(env or {}),
+            "OMP_NUM_THREADS": "1",
+            "BYTEPS_ENABLE_IPC": "0",
+            "BPSX_ANNOUNCE": "0",
+            **(env or {}),
         }
         if "BPSX_CACHE_DIR" in os.environ:
             self._env.setdefault("BPSX_CACHE_DIR", os.environ["BPSX_CACHE_DIR"])
@@ -181,8 +248,16 @@ class Job:
     def start_scheduler(self, port: int = 0) -> None:
         """Start the scheduler and wait until it listens."""
         fifo = Path(self._folder.name) / f"port-{port}"
-        env = {**self._env, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": str(port), "BPSX_PORT_FILE": str(fifo), "BYTEPS_LOG_LEVEL": "info"}
-        self.scheduler = Process("scheduler", self.command("scheduler", [sys.executable, "-m", "bpsx.scheduler"]), env)
+        env = {
+            **self._env,
+            "DMLC_ROLE": "scheduler",
+            "DMLC_PS_ROOT_PORT": str(port),
+            "BPSX_PORT_FILE": str(fifo),
+            "BYTEPS_LOG_LEVEL": "info",
+        }
+        self.scheduler = Process(
+            "scheduler", self.command("scheduler", [sys.executable, "-m", "bpsx.scheduler"]), env
+        )
         self.scheduler.wait_for_line("listening on")
         self._env["DMLC_PS_ROOT_PORT"] = str(port or int(fifo.read_text()))
 
@@ -196,18 +271,29 @@ class Job:
         self.servers.append(Process(f"server {i}", command, {**self._env, "DMLC_ROLE": "server"}))
 
     def start_worker(self, i: int, source: str | None = None) -> None:
-        env = {**self._env, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i // self.processes_each),
-               "BYTEPS_LOCAL_RANK": str(i % self.processes_each), "BYTEPS_LOCAL_SIZE": str(self.processes_each), **self._worker_env.get(i, {})}
+        env = {
+            **self._env,
+            "DMLC_ROLE": "worker",
+            "DMLC_WORKER_ID": str(i // self.processes_each),
+            "BYTEPS_LOCAL_RANK": str(i % self.processes_each),
+            "BYTEPS_LOCAL_SIZE": str(self.processes_each),
+            **self._worker_env.get(i, {}),
+        }
         text = self.source if source is None else _PRELUDE + textwrap.dedent(source)
-        self.workers.append(Process(f"worker {i}", self.command(f"worker {i}", [sys.executable, "-c", text]), env))
+        self.workers.append(
+            Process(f"worker {i}", self.command(f"worker {i}", [sys.executable, "-c", text]), env)
+        )
 
     @property
     def processes(self) -> list[Process]:
         return [*self.workers, *self.servers, *([self.scheduler] if self.scheduler else [])]
 
     def servers_anew(self, workers: int, left: bool = True) -> None:
-        """After suspend(): wait until scheduler and servers have ended, and start them again, for a job of ``workers`` machines if that is more than
-        one. ``left``: they end by themselves, as those do to whom anybody has spoken."""
+        """After suspend(): wait until scheduler and servers have ended, and start them again, for a
+        job of ``workers`` machines if that is more than one.
+
+        ``left``: they end by themselves, as those do to whom anybody has spoken.
+        """
         for p in (*self.servers, self.scheduler):
             if p is not None:
                 assert not left or p.wait() == 0, p.text()
@@ -223,7 +309,9 @@ class Job:
         """Wait for a good end of everybody; what each worker reported."""
         for p in self.processes:
             status = p.wait(timeout)
-            assert status == 0, f"{p.name} ended with status {status}\n" + "\n".join(q.text() for q in self.processes)
+            assert status == 0, f"{p.name} ended with status {status}\n" + "\n".join(
+                q.text() for q in self.processes
+            )
         return [w.reports() for w in self.workers]
 
     def __exit__(self, *exc: object) -> None:

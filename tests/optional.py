@@ -1,7 +1,8 @@
-"""Install packages that some tests need and that not every Python has a wheel of; `make test` runs it.
+"""Install packages that some tests need and that not every Python has a wheel of; `make test` runs
+it.
 
-``python tests/optional.py``: a package that cannot be installed is left out, with pip's last line as
-the reason. The tests that need it are skipped with that reason; see ``conftest.py``.
+``python tests/optional.py``: a package that cannot be installed is left out, with pip's last line
+as the reason. The tests that need it are skipped with that reason; see ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ def install() -> dict[str, str]:
     left_out = {}
     for module, arguments in OPTIONAL.items():
         # Wheels only: building NumPy or TensorFlow from source takes minutes or fails late.
-        done = subprocess.run([*_PIP, "--only-binary=:all:", *arguments], stderr=subprocess.PIPE,
-                              text=True, check=False)
+        done = subprocess.run(
+            [*_PIP, "--only-binary=:all:", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"pip exited with {done.returncode}"]
             left_out[module] = lines[-1].removeprefix("ERROR: ")

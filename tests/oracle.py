@@ -1,4 +1,6 @@
-"""What compressed sums have to be: all that is done on the way, there and back, by the oracles of the kernels."""
+"""What compressed sums have to be: all that is done on the way, there and back, by the oracles of
+the kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,61 @@ def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str
     """The partition's encoder at a worker, or, with ``sender`` None, at the server."""
     options = dict(given.options)
     if given.compressor == "onebit":
-        return Reference(lambda p, _: reference.onebit_encode(p, options["scaling"]), lambda w, n: reference.onebit_decode(w, n, wide), n, wide)
+        return Reference(
+            lambda p, _: reference.onebit_encode(p, options["scaling"]),
+            lambda w, n: reference.onebit_decode(w, n, wide),
+            n,
+            wide,
+        )
     if given.compressor == "half":
-        return Reference(lambda p, _: p.astype(np.float16).tobytes(), lambda w, _: np.frombuffer(w, np.float16).astype(wide), n, wide)
-    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if given.compressor == "dithering" else []))
+        return Reference(
+            lambda p, _: p.astype(np.float16).tobytes(),
+            lambda w, _: np.frombuffer(w, np.float16).astype(wide),
+            n,
+            wide,
+        )
+    seed = mix(
+        given.seed,
+        which,
+        *([0 if sender is None else sender + 1] if given.compressor == "dithering" else []),
+    )
     seed -= 2**64 if seed >= 2**63 else 0
     if given.compressor == "topk":
         k = options["k"]
-        return Reference(lambda p, _: reference.topk_encode(p, k), lambda w, n: reference.topk_decode(w, n, k, wide), n, wide)
+        return Reference(
+            lambda p, _: reference.topk_encode(p, k),
+            lambda w, n: reference.topk_decode(w, n, k, wide),
+            n,
+            wide,
+        )
     if given.compressor == "randomk":
         k = options["k"]
-        return Reference(lambda p, c: reference.randomk_encode(p, c, seed, k, bool(given.ef)),
-                         lambda w, n: reference.randomk_decode(w, n, seed, k, wide), n, wide)
+        return Reference(
+            lambda p, c: reference.randomk_encode(p, c, seed, k, bool(given.ef)),
+            lambda w, n: reference.randomk_decode(w, n, seed, k, wide),
+            n,
+            wide,
+        )
     natural, l2, k = options["partition"] == "natural", options["normalize"] == "l2", options["k"]
-    return Reference(lambda p, c: reference_dithering.encode(p, k, natural, l2, seed, c),
-                     lambda w, n: reference_dithering.decode(w, n, k, natural, wide), n, wide)
+    return Reference(
+        lambda p, c: reference_dithering.encode(p, k, natural, l2, seed, c),
+        lambda w, n: reference_dithering.decode(w, n, k, natural, wide),
+        n,
+        wide,
+    )
 
 
 def _places(given: Compression, name: str, part: int, server: Reference) -> list[int] | None:
-    """Where the server's residual is added and cleared in the round to come, if that is not everywhere: all push the same places."""
+    """Where the server's residual is added and cleared in the round to come, if that is not
+    everywhere: all push the same places.
+    """
     if given.ef != "sparse":
         return None
     n = len(server.residual)
     count = reference.amount(n, dict(given.options)["k"])
-    return reference.randomk_places(mix(given.seed, stream(name.encode(), part)), server.counter + 1, n, count)
+    return reference.randomk_places(
+        mix(given.seed, stream(name.encode(), part)), server.counter + 1, n, count
+    )
 
 
 def as_wide(values: np.ndarray) -> np.ndarray:
@@ -47,22 +80,38 @@ def as_wide(values: np.ndarray) -> np.ndarray:
 
 
 class Sums:
-    """Of one name with ``n`` elements of ``kind``, round by round. ``machines`` push, in partitions of ``partition`` bytes."""
+    """Of one name with ``n`` elements of ``kind``, round by round.
 
-    def __init__(self, name: str, given: Compression, n: int, kind: Any, machines: int, partition: int) -> None:
+    ``machines`` push, in partitions of ``partition`` bytes.
+    """
+
+    def __init__(
+        self, name: str, given: Compression, n: int, kind: Any, machines: int, partition: int
+    ) -> None:
         self._name, self._kind = name, np.dtype(kind)
         self._given = given if given.compressor else Compression("half")
         self._wide = "float64" if self._kind == np.float64 else "float32"
         step = partition // self._kind.itemsize
         self._spans = [slice(begin, min(begin + step, n)) for begin in range(0, n, step)]
-        self._ours = [[self._encoder(i, s, m) for i, s in enumerate(self._spans)] for m in range(machines)]
+        self._ours = [
+            [self._encoder(i, s, m) for i, s in enumerate(self._spans)] for m in range(machines)
+        ]
         self._theirs = [self._encoder(i, s, None) for i, s in enumerate(self._spans)]
 
     def _encoder(self, part: int, span: slice, sender: int | None) -> Reference:
-        return oracle(self._given, stream(self._name.encode(), part), sender, span.stop - span.start, self._wide)
+        return oracle(
+            self._given,
+            stream(self._name.encode(), part),
+            sender,
+            span.stop - span.start,
+            self._wide,
+        )
 
     def round(self, pushed: Sequence[np.ndarray], divisor: int, factor: float) -> np.ndarray:
-        """What comes home of what the machines push, flat. ``factor``: the last learning rate over this one."""
+        """What comes home of what the machines push, flat.
+
+        ``factor``: the last learning rate over this one.
+        """
         given, factor = self._given, factor if self._given.ef == "corrected" else 1.0
         feeds, adds = bool(given.ef), bool(given.momentum)
         out = np.empty(len(pushed[0]), self._kind)
@@ -70,9 +119,19 @@ class Sums:
             n = span.stop - span.start
             total = np.zeros(n, self._wide)
             for push, coders in zip(pushed, self._ours, strict=True):
-                total = total + coders[i].decode(coders[i].encode(push[span], residual=feeds, momentum=adds, mu=given.mu, factor=factor), n)
+                total = total + coders[i].decode(
+                    coders[i].encode(
+                        push[span], residual=feeds, momentum=adds, mu=given.mu, factor=factor
+                    ),
+                    n,
+                )
             if divisor > 1:
                 total /= total.dtype.type(divisor)
             theirs = self._theirs[i]
-            out[span] = theirs.decode(theirs.encode(total, residual=feeds, factor=factor, only=_places(given, self._name, i, theirs)), n)
+            out[span] = theirs.decode(
+                theirs.encode(
+                    total, residual=feeds, factor=factor, only=_places(given, self._name, i, theirs)
+                ),
+                n,
+            )
         return out

@@ -1,4 +1,6 @@
-"""What a trace has to be: the rules of the Trace Event Format that concern what bpsx writes, and the documented names and fields."""
+"""What a trace has to be: the rules of the Trace Event Format that concern what bpsx writes, and
+the documented names and fields.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,30 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-STAGES = {"COORDINATE_REDUCE", "REDUCE", "COPYD2H", "PCIE_REDUCE", "COORDINATE_PUSH", "COMPRESS", "PUSH", "PULL", "DECOMPRESS", "COPYH2D",
-          "COORDINATE_BROADCAST", "BROADCAST"}
+STAGES = {
+    "COORDINATE_REDUCE",
+    "REDUCE",
+    "COPYD2H",
+    "PCIE_REDUCE",
+    "COORDINATE_PUSH",
+    "COMPRESS",
+    "PUSH",
+    "PULL",
+    "DECOMPRESS",
+    "COPYH2D",
+    "COORDINATE_BROADCAST",
+    "BROADCAST",
+}
 SERVER = {"RECEIVE", "SUM", "SEND", "ROUND"}
 
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The events of a file, checked."""
     text = path.read_text()
-    document = json.loads(text, parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(f"{name} is not JSON")))
+    document = json.loads(
+        text,
+        parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(f"{name} is not JSON")),
+    )
     assert set(document) <= {"traceEvents", "displayTimeUnit", "otherData"}, set(document)
     assert document["displayTimeUnit"] in ("ms", "ns")
     for event in document["traceEvents"]:
@@ -30,10 +47,20 @@ def check(event: dict[str, Any]) -> None:
     assert isinstance(event["pid"], str | int) and isinstance(event["name"], str)
     assert isinstance(event["args"], dict)
     if event["ph"] == "M":
-        assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+        assert event["name"] in (
+            "process_name",
+            "thread_name",
+            "process_sort_index",
+            "thread_sort_index",
+        )
         return
     assert isinstance(event["tid"], str | int)
-    assert type(event["ts"]) is int and type(event["dur"]) is int and event["ts"] > 0 and event["dur"] >= 0, event
+    assert (
+        type(event["ts"]) is int
+        and type(event["dur"]) is int
+        and event["ts"] > 0
+        and event["dur"] >= 0
+    ), event
     assert event["args"]["name"].startswith("Comm.")
     rest = event["name"].removeprefix(event["args"]["name"])
     assert rest == "" or rest[1:] in STAGES | SERVER, event

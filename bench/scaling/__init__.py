@@ -1,5 +1,8 @@
-"""``bench shaped``: a push_pull of 100 MB between four machines, and up to four more with a server only, on links that are all equally slow; against
-gloo's ring and against what the links let through at best. The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
+"""``bench shaped``: a push_pull of 100 MB between four machines, and up to four more with a server
+only, on links that are all equally slow; against gloo's ring and against what the links let through
+at best.
+
+The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
 """
 
 from __future__ import annotations
@@ -16,9 +19,15 @@ from bench.report import BenchError, Case
 MACHINES = 4
 _BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
-#: As docs/tuning.md has it for links as slow as these: the last partition's sum has to come back when all has been pushed.
-_OPTIONS = {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072", "OMP_NUM_THREADS": "1"}
-#: BBR, which some hosts have, all but stops each connection for a fifth of a second every ten, to measure the link; a sum waits for the slowest.
+#: As docs/tuning.md has it for links as slow as these: the last partition's sum has to come back
+#: when all has been pushed.
+_OPTIONS = {
+    "BYTEPS_ENABLE_MIXED_MODE": "1",
+    "BYTEPS_PARTITION_BYTES": "131072",
+    "OMP_NUM_THREADS": "1",
+}
+#: BBR, which some hosts have, all but stops each connection for a fifth of a second every ten, to
+#: measure the link; a sum waits for the slowest.
 _RATHER_THAN_BBR = "reno"
 #: tc's units, in bits per second.
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -46,11 +55,27 @@ class Division:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", default="500mbit", help="of each link, in tc's notation (default: %(default)s)")
-    parser.add_argument("--spare", default="0,1,2,3,4", help="numbers of spare machines, with commas between (default: %(default)s)")
-    parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="how messages travel (default: %(default)s: shared memory "
-                        "within a machine, ZeroMQ between them)")
-    parser.add_argument("--congestion", help="TCP's congestion control, of both ways (default: the host's; if that is bbr, reno)")
+    parser.add_argument(
+        "--rate", default="500mbit", help="of each link, in tc's notation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--spare",
+        default="0,1,2,3,4",
+        help="numbers of spare machines, with commas between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=sorted(TRANSPORTS),
+        default="shm",
+        help=(
+            "how messages travel (default: %(default)s: shared memory "
+            "within a machine, ZeroMQ between them)"
+        ),
+    )
+    parser.add_argument(
+        "--congestion",
+        help="TCP's congestion control, of both ways (default: the host's; if that is bbr, reno)",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw it, as .svg or .png")
 
 
@@ -59,10 +84,14 @@ def run(options: argparse.Namespace) -> list[Case]:
     spares = [_spare(text) for text in options.spare.split(",")]
     per_second = bytes_per_second(options.rate)
     if options.congestion and options.congestion not in network.congestions():
-        raise BenchError(f"--congestion {options.congestion!r}: allowed are {', '.join(network.congestions())}")
+        raise BenchError(
+            f"--congestion {options.congestion!r}: allowed are {', '.join(network.congestions())}"
+        )
     if reason := network.why_not():
         raise BenchError(f"links cannot be made slow here: {reason}")
-    plan = Plan(options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5)
+    plan = Plan(
+        options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5
+    )
     found = {spare: _measure(spare, per_second, plan) for spare in spares}
     if options.plot:
         from bench.scaling.plot import draw
@@ -72,7 +101,11 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def optimum(machines: int, spare: int, nbytes: int, per_second: float) -> float:
-    """Seconds that ``nbytes`` on each machine take at least, by the most loaded card (BytePS, OSDI'20, 4.1). ``spare``: at most ``machines``."""
+    """Seconds that ``nbytes`` on each machine take at least, by the most loaded card (BytePS,
+    OSDI'20, 4.1).
+
+    ``spare``: at most ``machines``.
+    """
     n, k = machines, spare
     return 2 * n * (n - 1) * nbytes / ((n * n + k * n - 2 * k) * per_second)
 
@@ -81,7 +114,9 @@ def bytes_per_second(rate: str) -> float:
     """Of tc's notation. Raises :class:`BenchError` for another one."""
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
     if match is None or not float(match[1]):
-        raise BenchError(f"--rate {rate!r}: allowed is a number with kbit, mbit or gbit behind it, as in 500mbit")
+        raise BenchError(
+            f"--rate {rate!r}: allowed is a number with kbit, mbit or gbit behind it, as in 500mbit"
+        )
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
@@ -97,13 +132,20 @@ def _steady() -> str:
 
 
 def _measure(spare: int, per_second: float, plan: Plan) -> Division:
-    """Ours and gloo's in turn, on the same links; each after a call that does not count, since TCP begins anew after a pause."""
+    """Ours and gloo's in turn, on the same links; each after a call that does not count, since TCP
+    begins anew after a pause.
+    """
     workers = [f"worker {i}" for i in range(MACHINES)]
     beside = {f"server {i}": worker for i, worker in enumerate(workers)}
     division = Division(optimum=optimum(MACHINES, spare, _BYTES, per_second))
     names = ["scheduler", *workers, *(f"server {MACHINES + i}" for i in range(spare))]
-    with network.Links(names, plan.rate, both=True, beside=beside, congestion=plan.congestion) as links, \
-            Job(MACHINES, MACHINES + spare, plan.transport, _OPTIONS, links=links) as job, peers.gloo(MACHINES, links=links) as gloo:
+    with (
+        network.Links(
+            names, plan.rate, both=True, beside=beside, congestion=plan.congestion
+        ) as links,
+        Job(MACHINES, MACHINES + spare, plan.transport, _OPTIONS, links=links) as job,
+        peers.gloo(MACHINES, links=links) as gloo,
+    ):
         progress(f"{spare} spare machines: first calls")
         _calls(job.workers, "one", 1)
         _calls(gloo, "all_reduce", 1)
@@ -120,8 +162,26 @@ def _calls(children: list[Child], op: str, calls: int) -> list[float]:
 
 def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
     ours, gloo = statistics.median(division.ours), statistics.median(division.gloo)
-    return [Case(f"optimum-k{spare}", ours, "s", peer=division.optimum, target=_TARGET, samples=division.ours,
-                 note=f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare ({plan.congestion}); "
-                 "what the links let through"),
-            Case(f"gloo-k{spare}", gloo, "s", peer=ours, target=_TARGET_OF_GLOO if spare == MACHINES else None, samples=division.gloo,
-                 note="gloo's all_reduce on the same links; ours")]
+    return [
+        Case(
+            f"optimum-k{spare}",
+            ours,
+            "s",
+            peer=division.optimum,
+            target=_TARGET,
+            samples=division.ours,
+            note=(
+                f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare"
+                f" ({plan.congestion}); what the links let through"
+            ),
+        ),
+        Case(
+            f"gloo-k{spare}",
+            gloo,
+            "s",
+            peer=ours,
+            target=_TARGET_OF_GLOO if spare == MACHINES else None,
+            samples=division.gloo,
+            note="gloo's all_reduce on the same links; ours",
+        ),
+    ]

@@ -1,10 +1,13 @@
-"""CrossBarrier: ``step()`` waits for nothing, and each layer is updated in the next forward pass, when its own average is there.
+"""CrossBarrier: ``step()`` waits for nothing, and each layer is updated in the next forward pass,
+when its own average is there.
 
     bpsx-run --local --workers 2 --servers 1 python examples/pytorch/cross_barrier.py
 
-Trains the same network twice, with DistributedOptimizer and with CrossBarrier, and shows that the weights are the same bit for bit. What is gained
-is time on a slow network, where the gradients of the first layers, which backward makes last, then travel behind the forward pass. On one machine
-there is nothing to gain, and each layer's own update costs a little; ``python -m bench torch --only crossbarrier`` measures on links of 1 Gbit/s.
+Trains the same network twice, with DistributedOptimizer and with CrossBarrier, and shows that the
+weights are the same bit for bit. What is gained is time on a slow network, where the gradients of
+the first layers, which backward makes last, then travel behind the forward pass. On one machine
+there is nothing to gain, and each layer's own update costs a little; ``python -m bench torch --only
+crossbarrier`` measures on links of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,11 +28,19 @@ INPUTS, CLASSES = 256, 10
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=512, help="of the hidden layers (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=512, help="of the hidden layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -42,7 +53,9 @@ def batch(step: int, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(args: argparse.Namespace, crossing: bool) -> tuple[nn.Module, float, float]:
-    """The trained network, the mean loss of all workers over the last steps, the median time of a step in milliseconds."""
+    """The trained network, the mean loss of all workers over the last steps, the median time of a
+    step in milliseconds.
+    """
     torch.manual_seed(0)
     model = perceptron(INPUTS, args.width, args.width, args.width, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -55,7 +68,8 @@ def train(args: argparse.Namespace, crossing: bool) -> tuple[nn.Module, float, f
     else:
         optimizer = bps.DistributedOptimizer(optimizer, named_parameters=named)
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.steps // 2), 0.2)    # steps right after step(), as ever
+    # steps right after step(), as ever
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.steps // 2), 0.2)
     losses, seconds = [], []
     for step in range(args.steps):
         x, y = batch(step, args.batch_size, bps.rank())
@@ -79,15 +93,26 @@ def main() -> int:
     bps.init()
     first, size = bps.rank() == 0, bps.size()
     if first:
-        print(f"{size} {'worker' if size == 1 else 'workers'}, a network with hidden layers of {args.width}", flush=True)
+        print(
+            f"{size} {'worker' if size == 1 else 'workers'}, a network with hidden layers of"
+            f" {args.width}",
+            flush=True,
+        )
     plain, plain_loss, plain_ms = train(args, crossing=False)
     model, loss, ms = train(args, crossing=True)
     prints = bps.all_gather_object([fingerprint(plain), fingerprint(model)])
     same = len({text for pair in prints for text in pair}) == 1
     if first:
-        print(f"DistributedOptimizer: loss {plain_loss:.4f} at the end, {plain_ms:.2f} ms a step (median)")
+        print(
+            f"DistributedOptimizer: loss {plain_loss:.4f} at the end, {plain_ms:.2f} ms a step"
+            " (median)"
+        )
         print(f"CrossBarrier:         loss {loss:.4f} at the end, {ms:.2f} ms a step (median)")
-        print(f"weights {'are the same, bit for bit,' if same else 'DIFFER'} with both and on all workers", flush=True)
+        print(
+            f"weights {'are the same, bit for bit,' if same else 'DIFFER'} with both and on all"
+            " workers",
+            flush=True,
+        )
     bps.shutdown()
     return 0 if same else 1
 

@@ -1,10 +1,12 @@
-"""PyTorch's own DistributedDataParallel with its gradients averaged by bpsx: one hook on a model that is trained as ever.
+"""PyTorch's own DistributedDataParallel with its gradients averaged by bpsx: one hook on a model
+that is trained as ever.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/ddp_hook.py
-    torchrun --standalone --nproc-per-node 2 examples/pytorch/ddp_hook.py
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/ddp_hook.py torchrun
+    --standalone --nproc-per-node 2 examples/pytorch/ddp_hook.py
 
-Learns to tell three spirals apart. PyTorch's process group sets the model up; each bucket of gradients then goes through bpsx while backward is
-still at work. ``--plain`` leaves the hook out: then the same script averages over gloo.
+Learns to tell three spirals apart. PyTorch's process group sets the model up; each bucket of
+gradients then goes through bpsx while backward is still at work. ``--plain`` leaves the hook out:
+then the same script averages over gloo.
 """
 
 from __future__ import annotations
@@ -23,32 +25,49 @@ import bpsx.torch as bps
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
-    parser.add_argument("--points", type=int, default=3000, help="to learn from; a third as many are kept for the test (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=3000,
+        help="to learn from; a third as many are kept for the test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
-    parser.add_argument("--plain", action="store_true", help="without the hook: gradients travel through gloo")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--plain", action="store_true", help="without the hook: gradients travel through gloo"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
 def spirals(points: int, seed: int) -> TensorDataset:
-    """Points of the plane on three arms, with some noise, and the number of the arm: float32 (points, 2), int64 (points,)."""
+    """Points of the plane on three arms, with some noise, and the number of the arm: float32
+    (points, 2), int64 (points,).
+    """
     source = torch.Generator().manual_seed(seed)
     arm, along = torch.randint(3, (points,), generator=source), torch.rand(points, generator=source)
     angle = arm * (2 * math.pi / 3) + along * 5 + 0.15 * torch.randn(points, generator=source)
     return TensorDataset(torch.stack([along * angle.cos(), along * angle.sin()], 1), arm)
 
 
-def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[tuple[torch.Tensor, ...]]
+) -> torch.Tensor:
     """The mean loss over this worker's batches."""
     losses = []
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()         # when it returns, all gradients are averages over the workers
+        loss.backward()  # when it returns, all gradients are averages over the workers
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
@@ -57,7 +76,8 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Data
 def main() -> int:
     args = options()
     torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo")     # under bpsx-run it finds the others through bpsx, under torchrun as always
+    # under bpsx-run it finds the others through bpsx, under torchrun as always
+    dist.init_process_group("gloo")
     bps.init()
     first, size = bps.rank() == 0, bps.size()
     torch.manual_seed(0)
@@ -66,8 +86,11 @@ def main() -> int:
         compression = bps.Compression.fp16 if args.fp16_pushpull else bps.Compression.none
         model.register_comm_hook(bps.DDPHookState(compression=compression), bps.ddp_comm_hook)
     if first:
-        print(f"{size} {'worker' if size == 1 else 'workers'}, DistributedDataParallel, gradients through {'gloo' if args.plain else 'bpsx'}",
-              flush=True)
+        print(
+            f"{size} {'worker' if size == 1 else 'workers'}, DistributedDataParallel, gradients"
+            f" through {'gloo' if args.plain else 'bpsx'}",
+            flush=True,
+        )
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     known, unknown = spirals(args.points, seed=1), spirals(args.points // 3, seed=2)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(known)
@@ -82,8 +105,11 @@ def main() -> int:
         accuracy = (model.module(x).argmax(1) == y).float().mean().item()
     same = len(set(bps.all_gather_object(fingerprint(model)))) == 1
     if first:
-        print(f"{accuracy:.1%} of {len(y)} new points are on the right spiral; weights "
-              f"{'are the same' if same else 'DIFFER'} on all workers", flush=True)
+        print(
+            f"{accuracy:.1%} of {len(y)} new points are on the right spiral; weights "
+            f"{'are the same' if same else 'DIFFER'} on all workers",
+            flush=True,
+        )
     dist.destroy_process_group()
     bps.shutdown()
     return 0 if same else 1

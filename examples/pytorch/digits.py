@@ -1,9 +1,11 @@
-"""Trains a small network on scikit-learn's handwritten digits with several workers, and shows what the communication does.
+"""Trains a small network on scikit-learn's handwritten digits with several workers, and shows what
+the communication does.
 
     bpsx-run --local --workers 2 --servers 1 python examples/pytorch/digits.py
 
-Each worker takes its share of every batch. The four calls that make the training distributed are in ``Bpsx``; ``Gloo`` does the same with
-torch's DistributedDataParallel, for comparison (``--backend gloo``, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment).
+Each worker takes its share of every batch. The four calls that make the training distributed are in
+``Bpsx``; ``Gloo`` does the same with torch's DistributedDataParallel, for comparison (``--backend
+gloo``, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-WARM_UP_STEPS = 5       # not counted: first sight of every tensor, compiled kernels
+WARM_UP_STEPS = 5  # not counted: first sight of every tensor, compiled kernels
 
 
 class Bpsx:
@@ -33,10 +35,14 @@ class Bpsx:
         bps.init()
         self.rank, self.size = bps.rank(), bps.size()
 
-    def distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Start everywhere from worker 0's weights, and average gradients before each step."""
         self.bps.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = self.bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        optimizer = self.bps.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
         self.bps.broadcast_optimizer_state(optimizer, root_rank=0)
         return model, optimizer
 
@@ -70,7 +76,9 @@ class Gloo:
         dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def distribute(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         return nn.parallel.DistributedDataParallel(model), optimizer
 
     def mean(self, value: torch.Tensor, name: str) -> torch.Tensor:
@@ -108,16 +116,28 @@ class Digits:
         """Indices of this worker's part of each batch; as many batches on every worker."""
         order = torch.randperm(len(self.y), generator=torch.Generator().manual_seed(1 + epoch))
         whole = size * of
-        return [order[i + rank * size:i + (rank + 1) * size] for i in range(0, len(order) - whole + 1, whole)]
+        return [
+            order[i + rank * size : i + (rank + 1) * size]
+            for i in range(0, len(order) - whole + 1, whole)
+        ]
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=1024, help="width of the two hidden layers (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=1024,
+        help="width of the two hidden layers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"
+    )
     parser.add_argument("--backend", choices=("bpsx", "gloo"), default="bpsx")
     parser.add_argument("--json", type=Path, help="write the figures to this file (worker 0)")
     return parser.parse_args()
@@ -125,11 +145,17 @@ def options() -> argparse.Namespace:
 
 def network(hidden: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    return nn.Sequential(
+        nn.Linear(64, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 10),
+    )
 
 
 def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Digits, parts: list[torch.Tensor],
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Digits, parts: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[float]]:
     """Mean loss over this worker's parts, and the seconds of each step."""
     total, seconds = torch.zeros(()), []
@@ -150,8 +176,13 @@ def accuracy(model: nn.Module, data: Digits) -> float:
 
 
 def identical(job: Bpsx | Gloo, model: nn.Module) -> bool:
-    """Whether all workers hold the same bits: compares SHA-256 digests with worker 0's. All workers get the same answer."""
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).digest()
+    """Whether all workers hold the same bits: compares SHA-256 digests with worker 0's.
+
+    All workers get the same answer.
+    """
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8)
     differs = not torch.equal(mine, job.from_first(mine))
     return float(job.mean(torch.tensor(float(differs)), "differs")) == 0.0
@@ -164,19 +195,29 @@ def main() -> int:
     first = job.rank == 0
     data, plain = Digits(), network(args.hidden)
     parameters = sum(p.numel() for p in plain.parameters())
-    model, optimizer = job.distribute(plain, torch.optim.SGD(plain.parameters(), lr=args.lr, momentum=0.9))
+    model, optimizer = job.distribute(
+        plain, torch.optim.SGD(plain.parameters(), lr=args.lr, momentum=0.9)
+    )
     if first:
-        print(f"{job.size} workers ({args.backend}), batches of {args.batch_size} each, {parameters:,} parameters "
-              f"({parameters * 4 / 1e6:.1f} MB of gradients a step)", flush=True)
+        print(
+            f"{job.size} workers ({args.backend}), batches of {args.batch_size} each,"
+            f" {parameters:,} parameters ({parameters * 4 / 1e6:.1f} MB of gradients a step)",
+            flush=True,
+        )
     seconds: list[float] = []
     loss = score = 0.0
     for epoch in range(args.epochs):
-        mean, spent = train_epoch(model, optimizer, data, data.batches(epoch, args.batch_size, job.rank, job.size))
+        mean, spent = train_epoch(
+            model, optimizer, data, data.batches(epoch, args.batch_size, job.rank, job.size)
+        )
         seconds += spent
         loss, score = float(job.mean(mean, "loss")), accuracy(plain, data)
         if first:
-            print(f"epoch {epoch + 1:2}/{args.epochs}: loss {loss:.4f}, test accuracy {score:.1%}, "
-                  f"{statistics.median(spent) * 1e3:.1f} ms a step", flush=True)
+            print(
+                f"epoch {epoch + 1:2}/{args.epochs}: loss {loss:.4f}, test accuracy {score:.1%}, "
+                f"{statistics.median(spent) * 1e3:.1f} ms a step",
+                flush=True,
+            )
     rate_seen = job.speed()
     same = identical(job, plain)
     if first:
@@ -187,20 +228,46 @@ def main() -> int:
 
 
 def report(
-    args: argparse.Namespace, size: int, parameters: int, seconds: list[float], loss: float, score: float, speed: float, same: bool,
+    args: argparse.Namespace,
+    size: int,
+    parameters: int,
+    seconds: list[float],
+    loss: float,
+    score: float,
+    speed: float,
+    same: bool,
 ) -> None:
     """Print the figures and, if asked to, write them."""
     counted = seconds[WARM_UP_STEPS:] or seconds
     images = size * args.batch_size * len(counted) / sum(counted)
-    print(f"{images:,.0f} images per second (all workers), {statistics.median(counted) * 1e3:.2f} ms a step (median)")
+    print(
+        f"{images:,.0f} images per second (all workers), {statistics.median(counted) * 1e3:.2f} ms"
+        " a step (median)"
+    )
     if args.backend == "bpsx":
         print(f"push_pull speed {speed:,.0f} MB/s per worker")
-    print(f"weights are bit-identical on all {size} workers" if same else "weights DIFFER between workers", flush=True)
+    print(
+        (
+            f"weights are bit-identical on all {size} workers"
+            if same
+            else "weights DIFFER between workers"
+        ),
+        flush=True,
+    )
     if args.json:
         figures = {
-            "backend": args.backend, "workers": size, "parameters": parameters, "batch_size": args.batch_size, "steps": len(counted),
-            "step_ms_median": statistics.median(counted) * 1e3, "step_ms": [s * 1e3 for s in counted], "images_per_second": images,
-            "push_pull_mb_per_second": speed, "loss": loss, "accuracy": score, "identical": same,
+            "backend": args.backend,
+            "workers": size,
+            "parameters": parameters,
+            "batch_size": args.batch_size,
+            "steps": len(counted),
+            "step_ms_median": statistics.median(counted) * 1e3,
+            "step_ms": [s * 1e3 for s in counted],
+            "images_per_second": images,
+            "push_pull_mb_per_second": speed,
+            "loss": loss,
+            "accuracy": score,
+            "identical": same,
         }
         args.json.write_text(json.dumps(figures) + "\n")
 

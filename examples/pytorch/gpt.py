@@ -1,12 +1,13 @@
 """Trains a small GPT, byte by byte, on a text that comes with Python: the help on its language.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/gpt.py
-    torchrun --standalone --nproc-per-node 2 examples/pytorch/gpt.py
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/gpt.py torchrun --standalone
+    --nproc-per-node 2 examples/pytorch/gpt.py
 
-The batch is shared out: with 1, 2 or 4 workers the same training is done, only faster. With ``--checkpoint FILE``, worker 0 writes the state there
-now and then and at the end; if the file exists, training goes on from it (only worker 0 needs to have it). A training that was interrupted ends
-with the same weights as one that was not; with three workers or more to the last bit only if ``BPSX_FIXED_ORDER=1`` is set, since a sum of
-three depends on the order.
+The batch is shared out: with 1, 2 or 4 workers the same training is done, only faster. With
+``--checkpoint FILE``, worker 0 writes the state there now and then and at the end; if the file
+exists, training goes on from it (only worker 0 needs to have it). A training that was interrupted
+ends with the same weights as one that was not; with three workers or more to the last bit only if
+``BPSX_FIXED_ORDER=1`` is set, since a sum of three depends on the order.
 """
 
 from __future__ import annotations
@@ -25,25 +26,64 @@ from torch import nn
 
 import bpsx.torch as bps
 
-BYTES = 256     # the vocabulary
-WARM_UP = 20    # steps in which the learning rate grows
+BYTES = 256  # the vocabulary
+WARM_UP = 20  # steps in which the learning rate grows
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="altogether, those of earlier runs included (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="texts in a step, of all workers together (default: %(default)s)")
-    parser.add_argument("--sequence", type=int, default=64, help="bytes of a text (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=600,
+        help="altogether, those of earlier runs included (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=16,
+        help="texts in a step, of all workers together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sequence", type=int, default=64, help="bytes of a text (default: %(default)s)"
+    )
     parser.add_argument("--width", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the sample (default: %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="where to go on from, and to keep the state")
-    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="between checkpoints (default: %(default)s)")
-    parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="to write at the end (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few steps of a smaller model: seconds; an option given wins")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of weights, batches and the sample (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FILE", help="where to go on from, and to keep the state"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=100,
+        metavar="STEPS",
+        help="between checkpoints (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=300,
+        metavar="BYTES",
+        help="to write at the end (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few steps of a smaller model: seconds; an option given wins",
+    )
     if parser.parse_args().quick:
         parser.set_defaults(steps=60, width=32, layers=1, sequence=32, sample=60)
     return parser.parse_args()
@@ -56,18 +96,23 @@ def text() -> torch.Tensor:
 
 
 def share(data: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
-    """This worker's texts of a step's batch, each one byte longer than the sequence: int64 (texts, sequence + 1).
+    """This worker's texts of a step's batch, each one byte longer than the sequence: int64 (texts,
+    sequence + 1).
 
-    All workers draw the whole batch, which depends on seed and step alone, and take their part of it.
+    All workers draw the whole batch, which depends on seed and step alone, and take their part of
+    it.
     """
     source = torch.Generator().manual_seed(1_000_003 * args.seed + step)
     begins = torch.randint(len(data) - args.sequence - 1, (args.batch_size,), generator=source)
-    mine = begins[bps.rank()::bps.size()]
+    mine = begins[bps.rank() :: bps.size()]
     return data[mine[:, None] + torch.arange(args.sequence + 1)]
 
 
 def load(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take over the state in ``file``, if there is one; the number of steps that have been made. For worker 0."""
+    """Take over the state in ``file``, if there is one; the number of steps that have been made.
+
+    For worker 0.
+    """
     if not file.exists():
         return 0
     state: dict[str, Any] = torch.load(file, weights_only=True)
@@ -77,9 +122,14 @@ def load(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the state; whoever is interrupted meanwhile keeps the old one. For worker 0: the others' is the same."""
+    """Write the state; whoever is interrupted meanwhile keeps the old one.
+
+    For worker 0: the others' is the same.
+    """
     beside = file.with_name(file.name + ".new")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, beside)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, beside
+    )
     os.replace(beside, file)
 
 
@@ -91,12 +141,14 @@ def refuse(reason: str) -> NoReturn:
 
 
 def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Worker 0's state on all workers, from its checkpoint if there is one; the number of steps that have been made."""
+    """Worker 0's state on all workers, from its checkpoint if there is one; the number of steps
+    that have been made.
+    """
     done, problem = 0, None
     if args.checkpoint and bps.rank() == 0:
         try:
             done = load(args.checkpoint, model, optimizer)
-        except Exception as e:      # the others are told, and do not wait
+        except Exception as e:  # the others are told, and do not wait
             problem = f"{args.checkpoint} cannot be used: {e}"
     done, problem = bps.broadcast_object((done, problem), root_rank=0, name="progress")
     if problem is not None:
@@ -106,7 +158,9 @@ def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
     return int(done)
 
 
-def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
+def train(
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, done: int
+) -> None:
     """From step ``done`` to the last one."""
     data, first, began = text(), bps.rank() == 0, time.perf_counter()
     for step in range(done, args.steps):
@@ -114,14 +168,24 @@ def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
             group["lr"] = args.lr * min(1.0, (step + 1) / WARM_UP)
         texts = share(data, step, args)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten()
+        )
         loss.backward()
         optimizer.step()
         if step == done or (step + 1) % max(1, args.steps // 10) == 0:
             mean = bps.push_pull(loss.detach(), name="loss").item()
             if first:
-                print(f"step {step + 1:4}/{args.steps}: loss {mean:.4f}, {time.perf_counter() - began:.1f} s", flush=True)
-        if args.checkpoint and first and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+                print(
+                    f"step {step + 1:4}/{args.steps}: loss {mean:.4f},"
+                    f" {time.perf_counter() - began:.1f} s",
+                    flush=True,
+                )
+        if (
+            args.checkpoint
+            and first
+            and ((step + 1) % args.save_every == 0 or step + 1 == args.steps)
+        ):
             save(args.checkpoint, model, optimizer, step + 1)
 
 
@@ -130,7 +194,7 @@ def sample(model: nn.Module, args: argparse.Namespace, start: str = "The ") -> s
     source, written = torch.Generator().manual_seed(args.seed), torch.tensor([list(start.encode())])
     with torch.no_grad():
         for _ in range(args.sample):
-            likely = (model(written[:, -args.sequence:])[0, -1] / 0.8).softmax(0)
+            likely = (model(written[:, -args.sequence :])[0, -1] / 0.8).softmax(0)
             written = torch.cat([written, torch.multinomial(likely, 1, generator=source)[None]], 1)
     return bytes(written[0].tolist()).decode(errors="replace")
 
@@ -144,19 +208,38 @@ def main() -> int:
         refuse(f"--batch-size {args.batch_size} cannot be shared out evenly to {size} workers")
     torch.manual_seed(args.seed)
     model = GPT(BYTES, args.sequence, args.width, args.layers, args.heads)
-    optimizer = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters())
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters()
+    )
     done = begin(args, model, optimizer)
     if first:
-        print(f"{size} {'worker' if size == 1 else 'workers'}, {parameters_of(model):,} parameters, "
-              f"{args.batch_size // size} texts of {args.sequence} bytes for each worker in a step", flush=True)
+        print(
+            f"{size} {'worker' if size == 1 else 'workers'}, {parameters_of(model):,} parameters, "
+            f"{args.batch_size // size} texts of {args.sequence} bytes for each worker in a step",
+            flush=True,
+        )
         if args.checkpoint:
-            print(f"goes on from step {done} of {args.checkpoint}" if done else f"begins anew; the state goes to {args.checkpoint}", flush=True)
+            print(
+                (
+                    f"goes on from step {done} of {args.checkpoint}"
+                    if done
+                    else f"begins anew; the state goes to {args.checkpoint}"
+                ),
+                flush=True,
+            )
     train(args, model, optimizer, done)
     prints = bps.all_gather_object(fingerprint(model))
     same = len(set(prints)) == 1
     if first:
         print(f"a sample:\n{sample(model, args)}\n--")
-        print(f"weights {prints[0]} are the same on all workers" if same else f"weights DIFFER: {prints}", flush=True)
+        print(
+            (
+                f"weights {prints[0]} are the same on all workers"
+                if same
+                else f"weights DIFFER: {prints}"
+            ),
+            flush=True,
+        )
     bps.shutdown()
     return 0 if same else 1
 

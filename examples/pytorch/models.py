@@ -1,4 +1,6 @@
-"""Models of the examples and benchmarks: a multi-layer perceptron, a small GPT, ResNet and VGG. Nothing is downloaded; all begin with random weights.
+"""Models of the examples and benchmarks: a multi-layer perceptron, a small GPT, ResNet and VGG.
+
+Nothing is downloaded; all begin with random weights.
 
 ``build("resnet50")`` makes one by name.
 """
@@ -24,6 +26,7 @@ def perceptron(*widths: int) -> nn.Sequential:
 
 # ---- GPT
 
+
 class Block(nn.Module):
     """A transformer block, normalised first."""
 
@@ -37,20 +40,35 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, width) to the same."""
         batch, length, width = x.shape
-        parts = self.attend(self.before(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        parts = (
+            self.attend(self.before(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            parts[0], parts[1], parts[2], is_causal=True
+        )
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
         out: torch.Tensor = x + self.narrow(functional.gelu(self.widen(self.between(x))))
         return out
 
 
 class GPT(nn.Module):
-    """A small decoder: ``layers`` blocks over token and position embeddings, whose output layer is the token embedding.
+    """A small decoder: ``layers`` blocks over token and position embeddings, whose output layer is
+    the token embedding.
 
-    ``sequence`` is the greatest length of a text. Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019.
+    ``sequence`` is the greatest length of a text. Radford et al., *Language Models are Unsupervised
+    Multitask Learners*, 2019.
     """
 
-    def __init__(self, vocabulary: int = 512, sequence: int = 64, width: int = 256, layers: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 512,
+        sequence: int = 64,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -72,44 +90,63 @@ class GPT(nn.Module):
 
 # ---- ResNet
 
+
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
     """A convolution that keeps the size (divided by ``stride``), and batch normalisation."""
-    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs))
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
+    )
 
 
 class Residual(nn.Module):
-    """``x + f(x)``, with ReLU: f is two 3x3 convolutions or, as a *bottleneck*, 1x1, 3x3 and 1x1 with four times as many outputs."""
+    """``x + f(x)``, with ReLU: f is two 3x3 convolutions or, as a *bottleneck*, 1x1, 3x3 and 1x1
+    with four times as many outputs.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
         outputs = 4 * width if bottleneck else width
         if bottleneck:
-            self.inside = nn.Sequential(_convolution(inputs, width, 1), nn.ReLU(), _convolution(width, width, 3, stride), nn.ReLU(),
-                                        _convolution(width, outputs, 1))
+            self.inside = nn.Sequential(
+                _convolution(inputs, width, 1),
+                nn.ReLU(),
+                _convolution(width, width, 3, stride),
+                nn.ReLU(),
+                _convolution(width, outputs, 1),
+            )
         else:
-            self.inside = nn.Sequential(_convolution(inputs, width, 3, stride), nn.ReLU(), _convolution(width, outputs, 3))
+            self.inside = nn.Sequential(
+                _convolution(inputs, width, 3, stride), nn.ReLU(), _convolution(width, outputs, 3)
+            )
         alike = stride == 1 and inputs == outputs
-        self.shortcut: nn.Module = nn.Identity() if alike else _convolution(inputs, outputs, 1, stride)
+        self.shortcut: nn.Module = (
+            nn.Identity() if alike else _convolution(inputs, outputs, 1, stride)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
         return functional.relu(self.shortcut(x) + self.inside(x))
 
 
-def resnet(blocks: tuple[int, int, int, int], bottleneck: bool, classes: int = 1000) -> nn.Sequential:
-    """He et al., *Deep Residual Learning for Image Recognition*, 2015 (arXiv:1512.03385), table 1, with shortcuts of kind B.
+def resnet(
+    blocks: tuple[int, int, int, int], bottleneck: bool, classes: int = 1000
+) -> nn.Sequential:
+    """He et al., *Deep Residual Learning for Image Recognition*, 2015 (arXiv:1512.03385), table 1,
+    with shortcuts of kind B.
 
-    A bottleneck's stride is in its 3x3 convolution, as most implementations have it today; the paper's is in the first 1x1. That changes the
-    work, not the number of parameters.
+    A bottleneck's stride is in its 3x3 convolution, as most implementations have it today; the
+    paper's is in the first 1x1. That changes the work, not the number of parameters.
     """
     layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     channels = 64
     for i, count in enumerate(blocks):
-        width = 64 * 2 ** i
+        width = 64 * 2**i
         for j in range(count):
             layers.append(Residual(channels, width, 2 if i > 0 and j == 0 else 1, bottleneck))
             channels = 4 * width if bottleneck else width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    model = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
+    )
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -118,8 +155,11 @@ def resnet(blocks: tuple[int, int, int, int], bottleneck: bool, classes: int = 1
 
 # ---- VGG
 
+
 def vgg16(classes: int = 1000) -> nn.Sequential:
-    """Simonyan and Zisserman, *Very Deep Convolutional Networks for Large-Scale Image Recognition*, 2014 (arXiv:1409.1556), configuration D."""
+    """Simonyan and Zisserman, *Very Deep Convolutional Networks for Large-Scale Image Recognition*,
+    2014 (arXiv:1409.1556), configuration D.
+    """
     layers: list[nn.Module] = []
     channels = 3
     for count, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
@@ -128,8 +168,18 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
             channels = width
         layers.append(nn.MaxPool2d(2))
     # The pooling changes nothing for pictures of 224 by 224, and lets others pass.
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout(),
-                          nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, classes))
+    model = nn.Sequential(
+        *layers,
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        nn.Linear(512 * 7 * 7, 4096),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(4096, classes),
+    )
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -138,8 +188,11 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
 
 # ---- by name
 
+
 class Kind(NamedTuple):
-    """How to make a model, and what it takes: ``image`` pixels to a side of a picture, or a text of ``sequence`` tokens of ``classes``."""
+    """How to make a model, and what it takes: ``image`` pixels to a side of a picture, or a text of
+    ``sequence`` tokens of ``classes``.
+    """
 
     make: Callable[[int], nn.Module]
     image: int = 0
@@ -163,13 +216,17 @@ MODELS = {
     "resnet101": Kind(lambda classes: resnet((3, 4, 23, 3), True, classes), image=224),
     "vgg16": Kind(vgg16, image=224),
     "mlp": Kind(_mlp, image=32, classes=10),
-    "gpt": Kind(lambda classes: GPT(classes), sequence=64, classes=512),                                        # 3.3 million parameters
-    "gpt2": Kind(lambda classes: GPT(classes, 1024, 768, 12, 12), sequence=1024, classes=50257),     # the paper's smallest, 124 million
+    # 3.3 million parameters
+    "gpt": Kind(lambda classes: GPT(classes), sequence=64, classes=512),
+    # the paper's smallest, 124 million
+    "gpt2": Kind(lambda classes: GPT(classes, 1024, 768, 12, 12), sequence=1024, classes=50257),
 }
 
 
 def build(name: str, classes: int | None = None) -> nn.Module:
-    """The model of that name, for ``classes`` classes (of tokens: the vocabulary) or as many as it was published with."""
+    """The model of that name, for ``classes`` classes (of tokens: the vocabulary) or as many as it
+    was published with.
+    """
     kind = MODELS[name]
     return kind.make(classes or kind.classes)
 
@@ -181,4 +238,6 @@ def parameters_of(model: nn.Module) -> int:
 
 def fingerprint(model: nn.Module) -> str:
     """A text that is the same for the same weights, bit for bit."""
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()[:16]

@@ -1,11 +1,14 @@
-"""How many images or tokens a second a job trains on: synthetic data, real models, gradients through bpsx or, for comparison, PyTorch's gloo.
+"""How many images or tokens a second a job trains on: synthetic data, real models, gradients
+through bpsx or, for comparison, PyTorch's gloo.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/synthetic_benchmark.py --model resnet18 --quick
-    torchrun --standalone --nproc-per-node 2 examples/pytorch/synthetic_benchmark.py --framework ddp-gloo --model gpt --batch-size 8
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/synthetic_benchmark.py --model
+    resnet18 --quick torchrun --standalone --nproc-per-node 2
+    examples/pytorch/synthetic_benchmark.py --framework ddp-gloo --model gpt --batch-size 8
 
-An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are mean and 1.96 standard deviations of the iterations,
-for a worker and for all of them. The worker's is its own, the total adds up what each worker has measured. Compare frameworks on the
-same machines, with the same options.
+An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are
+mean and 1.96 standard deviations of the iterations, for a worker and for all of them. The worker's
+is its own, the total adds up what each worker has measured. Compare frameworks on the same
+machines, with the same options.
 """
 
 from __future__ import annotations
@@ -27,38 +30,92 @@ from bpsx.torch.cross_barrier import CrossBarrier
 FRAMEWORKS = {
     "bpsx": "bpsx's DistributedOptimizer",
     "ddp-hook": "PyTorch's DistributedDataParallel, bpsx's communication hook",
-    "ddp-bpsx": "PyTorch's DistributedDataParallel, backend \"bpsx\"",
-    "ddp-gloo": "PyTorch's DistributedDataParallel, backend \"gloo\"",
+    "ddp-bpsx": 'PyTorch\'s DistributedDataParallel, backend "bpsx"',
+    "ddp-gloo": 'PyTorch\'s DistributedDataParallel, backend "gloo"',
 }
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="resnet50", help="(default: %(default)s)")
-    parser.add_argument("--framework", choices=FRAMEWORKS, default="bpsx",
-                        help="; ".join(f"{name}: {what}" for name, what in FRAMEWORKS.items()) + " (default: %(default)s)")
-    parser.add_argument("--batch-size", type=_positive, default=32, help="images, or texts of a GPT, of one worker (default: %(default)s)")
-    parser.add_argument("--num-warmup-batches", type=int, default=10, help="that are not counted (default: %(default)s)")
-    parser.add_argument("--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, default="resnet50", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--framework",
+        choices=FRAMEWORKS,
+        default="bpsx",
+        help="; ".join(f"{name}: {what}" for name, what in FRAMEWORKS.items())
+        + " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=32,
+        help="images, or texts of a GPT, of one worker (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-warmup-batches",
+        type=int,
+        default=10,
+        help="that are not counted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)"
+    )
     parser.add_argument("--num-iters", type=_positive, default=10, help="(default: %(default)s)")
-    parser.add_argument("--image-size", type=_positive, help="pixels to a side (default: as the model was published)")
-    parser.add_argument("--sequence", type=_positive, help="tokens of a text (default: the most that the model takes)")
-    parser.add_argument("--num-classes", type=_positive, help="or tokens of the vocabulary (default: as the model was published)")
+    parser.add_argument(
+        "--image-size",
+        type=_positive,
+        help="pixels to a side (default: as the model was published)",
+    )
+    parser.add_argument(
+        "--sequence",
+        type=_positive,
+        help="tokens of a text (default: the most that the model takes)",
+    )
+    parser.add_argument(
+        "--num-classes",
+        type=_positive,
+        help="or tokens of the vocabulary (default: as the model was published)",
+    )
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
-    parser.add_argument("--cross-barrier", action="store_true", help="with bpsx: CrossBarrier instead of DistributedOptimizer")
-    parser.add_argument("--threads", type=_positive, help="torch threads of one worker (default: PyTorch's choice; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="small pictures, few of them: seconds instead of minutes; an option given wins")
+    parser.add_argument(
+        "--cross-barrier",
+        action="store_true",
+        help="with bpsx: CrossBarrier instead of DistributedOptimizer",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        help="torch threads of one worker (default: PyTorch's choice; 1 with --quick)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small pictures, few of them: seconds instead of minutes; an option given wins",
+    )
     args = parser.parse_args()
     kind = MODELS[args.model]
     parser.set_defaults(image_size=kind.image, sequence=kind.sequence, num_classes=kind.classes)
     if args.quick:
-        parser.set_defaults(batch_size=4, num_warmup_batches=2, num_batches_per_iter=2, num_iters=3, threads=1,
-                            image_size=min(kind.image, 32), sequence=min(kind.sequence, 64))
+        parser.set_defaults(
+            batch_size=4,
+            num_warmup_batches=2,
+            num_batches_per_iter=2,
+            num_iters=3,
+            threads=1,
+            image_size=min(kind.image, 32),
+            sequence=min(kind.sequence, 64),
+        )
     args = parser.parse_args()
     if args.cross_barrier and args.framework != "bpsx":
         parser.error(f"--cross-barrier is for --framework bpsx, not {args.framework}")
     if kind.sequence and args.sequence > kind.sequence:
-        parser.error(f"--sequence {args.sequence}: {args.model} takes {kind.sequence} tokens at most")
+        parser.error(
+            f"--sequence {args.sequence}: {args.model} takes {kind.sequence} tokens at most"
+        )
     if args.model == "mlp" and args.image_size != kind.image:
         parser.error(f"--image-size {args.image_size}: mlp takes {kind.image} only")
     return args
@@ -72,7 +129,10 @@ def _positive(text: str) -> int:
 
 
 class Training:
-    """A model that trains on one batch, over and over. ``bare`` is the model without what is wrapped around it."""
+    """A model that trains on one batch, over and over.
+
+    ``bare`` is the model without what is wrapped around it.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -82,21 +142,29 @@ class Training:
         (self._with_bpsx if args.framework == "bpsx" else self._with_ddp)()
         source = torch.Generator().manual_seed(bps.rank())
         if MODELS[args.model].sequence:
-            text = torch.randint(args.num_classes, (args.batch_size, args.sequence + 1), generator=source)
+            text = torch.randint(
+                args.num_classes, (args.batch_size, args.sequence + 1), generator=source
+            )
             self._input, self._target = text[:, :-1], text[:, 1:].flatten()
         else:
-            self._input = torch.randn(args.batch_size, 3, args.image_size, args.image_size, generator=source)
+            self._input = torch.randn(
+                args.batch_size, 3, args.image_size, args.image_size, generator=source
+            )
             self._target = torch.randint(args.num_classes, (args.batch_size,), generator=source)
-        self.units = self._target.numel()       # images or tokens of this worker in a step
+        self.units = self._target.numel()  # images or tokens of this worker in a step
 
     def _with_bpsx(self) -> None:
         args = self._args
         compression = bps.Compression.fp16 if args.fp16_pushpull else bps.Compression.none
         named = list(self.bare.named_parameters())
         if args.cross_barrier:
-            self.optimizer = CrossBarrier(self.bare, self.optimizer, named_parameters=named, compression=compression)
+            self.optimizer = CrossBarrier(
+                self.bare, self.optimizer, named_parameters=named, compression=compression
+            )
         else:
-            self.optimizer = bps.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)
+            self.optimizer = bps.DistributedOptimizer(
+                self.optimizer, named_parameters=named, compression=compression
+            )
         bps.broadcast_parameters(self.bare.state_dict(), root_rank=0)
         bps.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
@@ -139,7 +207,9 @@ def rates(training: Training, args: argparse.Namespace, unit: str) -> Iterator[f
             training.step()
         rate = training.units * args.num_batches_per_iter / (time.perf_counter() - begin)
         if first:
-            print(f"iteration {i + 1:2}/{args.num_iters}: {rate:,.1f} {unit}/s per worker", flush=True)
+            print(
+                f"iteration {i + 1:2}/{args.num_iters}: {rate:,.1f} {unit}/s per worker", flush=True
+            )
         yield rate
 
 
@@ -156,9 +226,18 @@ def main() -> int:
     first, size, unit = bps.rank() == 0, bps.size(), MODELS[args.model].unit
     training = Training(args)
     if first:
-        what = f"pictures of {args.image_size} x {args.image_size}" if args.image_size else f"texts of {args.sequence} tokens"
-        print(f"{size} {'worker' if size == 1 else 'workers'}, {FRAMEWORKS[args.framework]}{', CrossBarrier' if args.cross_barrier else ''}\n"
-              f"{args.model}: {parameters_of(training.bare):,} parameters; batches of {args.batch_size} {what} for each worker", flush=True)
+        what = (
+            f"pictures of {args.image_size} x {args.image_size}"
+            if args.image_size
+            else f"texts of {args.sequence} tokens"
+        )
+        how = FRAMEWORKS[args.framework] + (", CrossBarrier" if args.cross_barrier else "")
+        print(
+            f"{size} {'worker' if size == 1 else 'workers'}, {how}\n{args.model}:"
+            f" {parameters_of(training.bare):,} parameters; batches of {args.batch_size} {what} for"
+            " each worker",
+            flush=True,
+        )
     mine = torch.tensor(list(rates(training, args, unit)), dtype=torch.float64)
     training.end()
     total = bps.push_pull(mine, average=False, name="rates")

@@ -1,9 +1,10 @@
-"""Trains a small network on scikit-learn's handwritten digits with several workers, in a loop of its own.
+"""Trains a small network on scikit-learn's handwritten digits with several workers, in a loop of
+its own.
 
     bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/digits.py
 
-Each worker takes its share of every batch. Three lines make the training distributed: ``init``, ``DistributedGradientTape`` and
-``broadcast_variables``.
+Each worker takes its share of every batch. Three lines make the training distributed: ``init``,
+``DistributedGradientTape`` and ``broadcast_variables``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,24 @@ from sklearn.datasets import load_digits
 
 import bpsx.tensorflow as bps
 
-WARM_UP_STEPS = 5       # not counted: tracing, first sight of every tensor
+WARM_UP_STEPS = 5  # not counted: tracing, first sight of every tensor
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the two hidden layers (default: %(default)s)")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=256,
+        help="width of the two hidden layers (default: %(default)s)",
+    )
     parser.add_argument("--eager", action="store_true", help="without tf.function")
     parser.add_argument("--jit", action="store_true", help="have XLA compile the step")
     return parser.parse_args()
@@ -44,11 +54,14 @@ def data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def network(hidden: int) -> tf.Module:
-    return tf.keras.Sequential([
-        tf.keras.Input((64,)), tf.keras.layers.Dense(hidden, activation="relu"), tf.keras.layers.Dense(hidden, activation="relu"),
-        tf.keras.layers.Dense(10),
-    ])
-
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((64,)),
+            tf.keras.layers.Dense(hidden, activation="relu"),
+            tf.keras.layers.Dense(hidden, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
 
 
 def main() -> int:
@@ -63,36 +76,60 @@ def main() -> int:
     def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+            )
         tape = bps.DistributedGradientTape(tape)
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
         return loss
 
     train = step if args.eager else tf.function(step, jit_compile=args.jit or None)
     bps.broadcast_variables(model.variables, root_rank=0)
     if first:
-        print(f"{bps.size()} workers, batches of {args.batch_size} each, {model.count_params():,} parameters", flush=True)
+        print(
+            f"{bps.size()} workers, batches of {args.batch_size} each, {model.count_params():,}"
+            " parameters",
+            flush=True,
+        )
     seconds: list[float] = []
     whole = args.batch_size * bps.size()
     for epoch in range(args.epochs):
         order = np.random.default_rng(1 + epoch).permutation(len(y))
         losses = []
-        for i in range(bps.rank() * args.batch_size, len(order) - whole + 1 + bps.rank() * args.batch_size, whole):
-            part = order[i:i + args.batch_size]
+        for i in range(
+            bps.rank() * args.batch_size,
+            len(order) - whole + 1 + bps.rank() * args.batch_size,
+            whole,
+        ):
+            part = order[i : i + args.batch_size]
             start = time.perf_counter()
             losses.append(train(tf.constant(x[part]), tf.constant(y[part])))
             seconds.append(time.perf_counter() - start)
         loss = float(bps.push_pull(tf.reduce_mean(losses), name="loss"))
         right = float(np.mean(np.argmax(model(test_x), 1) == test_y))
         if first:
-            print(f"epoch {epoch + 1:2}/{args.epochs}: loss {loss:.4f}, test accuracy {right:.1%}", flush=True)
+            print(
+                f"epoch {epoch + 1:2}/{args.epochs}: loss {loss:.4f}, test accuracy {right:.1%}",
+                flush=True,
+            )
     digest = hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in model.variables)).digest()
     mine = tf.constant(list(digest), tf.int32)
     same = bool(tf.reduce_all(bps.push_pull(mine, op=bps.Sum, name="digest") == mine * bps.size()))
     if first:
-        print(f"{statistics.median(seconds[WARM_UP_STEPS:] or seconds) * 1e3:.2f} ms a step (median), push_pull speed "
-              f"{bps.get_pushpull_speed()[1]:,.0f} MB/s per worker")
-        print(f"weights {digest.hex()[:16]} are the same on all workers" if same else "weights DIFFER between workers", flush=True)
+        print(
+            f"{statistics.median(seconds[WARM_UP_STEPS:] or seconds) * 1e3:.2f} ms a step (median),"
+            f" push_pull speed {bps.get_pushpull_speed()[1]:,.0f} MB/s per worker"
+        )
+        print(
+            (
+                f"weights {digest.hex()[:16]} are the same on all workers"
+                if same
+                else "weights DIFFER between workers"
+            ),
+            flush=True,
+        )
     bps.shutdown()
     return 0 if same else 1
 

@@ -1,9 +1,11 @@
-"""How many images a second a job trains on: synthetic data, models of ``tf.keras.applications`` with random weights, gradients through bpsx.
+"""How many images a second a job trains on: synthetic data, models of ``tf.keras.applications``
+with random weights, gradients through bpsx.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/synthetic_benchmark.py --model ResNet50 --quick
+    bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/synthetic_benchmark.py
+    --model ResNet50 --quick
 
-An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are mean and 1.96 standard deviations of the iterations,
-for a worker and for all of them.
+An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are
+mean and 1.96 standard deviations of the iterations, for a worker and for all of them.
 """
 
 from __future__ import annotations
@@ -20,23 +22,54 @@ import bpsx.tensorflow as bps
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ResNet50", help="a name in tf.keras.applications (default: %(default)s)")
-    parser.add_argument("--batch-size", type=_positive, default=32, help="of one worker (default: %(default)s)")
-    parser.add_argument("--image-size", type=_positive, default=224, help="pixels to a side (default: %(default)s)")
-    parser.add_argument("--num-classes", type=_positive, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--num-warmup-batches", type=_positive, default=10, help="that are not counted (default: %(default)s)")
-    parser.add_argument("--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="ResNet50", help="a name in tf.keras.applications (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=_positive, default=32, help="of one worker (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--image-size", type=_positive, default=224, help="pixels to a side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-classes", type=_positive, default=1000, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-warmup-batches",
+        type=_positive,
+        default=10,
+        help="that are not counted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)"
+    )
     parser.add_argument("--num-iters", type=_positive, default=10, help="(default: %(default)s)")
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
     parser.add_argument("--eager", action="store_true", help="without tf.function")
     parser.add_argument("--jit", action="store_true", help="have XLA compile the step")
-    parser.add_argument("--quick", action="store_true", help="small pictures, few of them: seconds instead of minutes; an option given wins")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small pictures, few of them: seconds instead of minutes; an option given wins",
+    )
     if parser.parse_args().quick:
-        parser.set_defaults(batch_size=2, image_size=32, num_classes=10, num_warmup_batches=1, num_batches_per_iter=1, num_iters=2)
+        parser.set_defaults(
+            batch_size=2,
+            image_size=32,
+            num_classes=10,
+            num_warmup_batches=1,
+            num_batches_per_iter=1,
+            num_iters=2,
+        )
     args = parser.parse_args()
     if not hasattr(tf.keras.applications, args.model) or not args.model[0].isupper():
-        parser.error(f"--model {args.model}: there is none in tf.keras.applications; ResNet50, VGG16 and others are")
+        parser.error(
+            f"--model {args.model}: there is none in tf.keras.applications; ResNet50, VGG16 and"
+            " others are"
+        )
     return args
 
 
@@ -53,7 +86,11 @@ def main() -> int:
     first = bps.rank() == 0
     tf.keras.utils.set_random_seed(0)
     model = getattr(tf.keras.applications, args.model)(
-        weights=None, classes=args.num_classes, input_shape=(args.image_size, args.image_size, 3), classifier_activation=None)
+        weights=None,
+        classes=args.num_classes,
+        input_shape=(args.image_size, args.image_size, 3),
+        classifier_activation=None,
+    )
     optimizer = tf.keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
     compression = bps.Compression.fp16 if args.fp16_pushpull else bps.Compression.none
@@ -63,15 +100,22 @@ def main() -> int:
     def step() -> None:
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+            )
         tape = bps.DistributedGradientTape(tape, compression=compression)
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
 
     train = step if args.eager else tf.function(step, jit_compile=args.jit or None)
     bps.broadcast_variables(model.variables, root_rank=0)
     if first:
-        print(f"{bps.size()} workers, {args.model} with {model.count_params():,} parameters, batches of {args.batch_size} images of "
-              f"{args.image_size} x {args.image_size} on each", flush=True)
+        print(
+            f"{bps.size()} workers, {args.model} with {model.count_params():,} parameters, batches"
+            f" of {args.batch_size} images of {args.image_size} x {args.image_size} on each",
+            flush=True,
+        )
     for _ in range(args.num_warmup_batches):
         train()
     rates = []
@@ -81,15 +125,30 @@ def main() -> int:
             train()
         rates.append(args.batch_size * args.num_batches_per_iter / (time.perf_counter() - start))
         if first:
-            print(f"iteration {i + 1:2}/{args.num_iters}: {rates[-1]:,.1f} images/s per worker", flush=True)
+            print(
+                f"iteration {i + 1:2}/{args.num_iters}: {rates[-1]:,.1f} images/s per worker",
+                flush=True,
+            )
     total = bps.push_pull(tf.constant(rates, tf.float64), op=bps.Sum, name="rates").numpy()
-    digest = hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in model.trainable_variables)).digest()
+    digest = hashlib.sha256(
+        b"".join(np.asarray(v).tobytes() for v in model.trainable_variables)
+    ).digest()
     mine = tf.constant(list(digest), tf.int32)
     same = bool(tf.reduce_all(bps.push_pull(mine, op=bps.Sum, name="digest") == mine * bps.size()))
     if first:
-        for what, found in (("images/s per worker", np.array(rates)), (f"total images/s on {bps.size()} workers", total)):
+        for what, found in (
+            ("images/s per worker", np.array(rates)),
+            (f"total images/s on {bps.size()} workers", total),
+        ):
             print(f"{what}: {found.mean():,.1f} +- {1.96 * found.std():,.1f}")
-        print("trained weights are the same on all workers" if same else "trained weights DIFFER between workers", flush=True)
+        print(
+            (
+                "trained weights are the same on all workers"
+                if same
+                else "trained weights DIFFER between workers"
+            ),
+            flush=True,
+        )
     bps.shutdown()
     return 0 if same else 1
 

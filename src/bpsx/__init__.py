@@ -1,4 +1,7 @@
-"""bpsx: gradient communication for distributed training. Importing does no work; :func:`init` starts it."""
+"""bpsx: gradient communication for distributed training.
+
+Importing does no work; :func:`init` starts it.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,37 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BpsxError", "ConfigError", "Handle", "JobOverError", "JoinedError", "MismatchError", "NotInitializedError", "PeerLeftError", "PeerLostError",
-    "RendezvousError", "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "join", "local_rank",
-    "local_size", "poll", "push_pull", "push_pull_async", "rank", "resume", "seed", "shutdown", "size", "suspend", "synchronize", "trace_start",
+    "BpsxError",
+    "ConfigError",
+    "Handle",
+    "JobOverError",
+    "JoinedError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLeftError",
+    "PeerLostError",
+    "RendezvousError",
+    "StallError",
+    "TransportError",
+    "barrier",
+    "broadcast",
+    "declare",
+    "get_pushpull_speed",
+    "init",
+    "join",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "resume",
+    "seed",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
+    "trace_start",
     "trace_stop",
 ]
 
@@ -60,9 +91,15 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the core."""
+    """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the
+    core.
+    """
     if name not in __all__:
-        raise AttributeError(f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in bpsx.torch, bpsx.tensorflow, bpsx.keras, "
-                             "bpsx.mxnet")
-    value = globals()[name] = getattr(import_module("bpsx.core._handle" if name == "Handle" else "bpsx.api.verbs"), name)
+        raise AttributeError(
+            f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in"
+            " bpsx.torch, bpsx.tensorflow, bpsx.keras, bpsx.mxnet"
+        )
+    value = globals()[name] = getattr(
+        import_module("bpsx.core._handle" if name == "Handle" else "bpsx.api.verbs"), name
+    )
     return value

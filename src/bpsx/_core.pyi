@@ -13,18 +13,31 @@ from bpsx.local._cuda import Gpu, Moment
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
 _Memory: TypeAlias = Buffer | tuple[int, int]
 
-
 class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
 
     def __init__(
-        self, endpoint: Any, *, rank: int, job: int, lanes: Sequence[int], credit: int, spin_us: float, machine: Any = None, telemetry: bool = True,
-        watch: Any = None, ahead_ms: float = 0, beside: Collection[int] = (),
+        self,
+        endpoint: Any,
+        *,
+        rank: int,
+        job: int,
+        lanes: Sequence[int],
+        credit: int,
+        spin_us: float,
+        machine: Any = None,
+        telemetry: bool = True,
+        watch: Any = None,
+        ahead_ms: float = 0,
+        beside: Collection[int] = (),
     ) -> None:
-        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
-        on this machine; ``machine``: see :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a
-        :class:`bpsx.telemetry._recorder.Watcher`."""
+        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each;
+        ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: in how many milliseconds
+        the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``:
+        the servers on this machine; ``machine``: see :class:`bpsx.local._machine.Machine`;
+        ``telemetry``: count the bytes that came home; ``watch``: a
+        :class:`bpsx.telemetry._recorder.Watcher`.
+        """
     @property
     def pid(self) -> int:
         """The process that made it."""
@@ -48,44 +61,104 @@ class Core:
     def outstanding(self) -> int:
         """push_pulls under way."""
     def cut_off(self) -> list[str]:
-        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results that are done and have not come. Returns
-        their names."""
+        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results
+        that are done and have not come.
+
+        Returns their names.
+        """
     @property
     def unsettled(self) -> int:
         """The same, and those that are done while the GPU is still at them, or the transport."""
-    def greet(self, deadline_s: float, addresses: Sequence[str] = (), secret: bytes = b"") -> list[int]:
-        """Ask every lane whether it is there and knows ``secret``; returns those that did not answer rightly in time. Before :meth:`start`."""
+    def greet(
+        self, deadline_s: float, addresses: Sequence[str] = (), secret: bytes = b""
+    ) -> list[int]:
+        """Ask every lane whether it is there and knows ``secret``; returns those that did not
+        answer rightly in time.
+
+        Before :meth:`start`.
+        """
     def open_gpu(self, gpu: Gpu, group: int = 1) -> None:
-        """Let the core use a GPU, before the first tensor on it. ``group``: collectives that go together at most."""
+        """Let the core use a GPU, before the first tensor on it.
+
+        ``group``: collectives that go together at most.
+        """
     def open_coders(self) -> None:
-        """Start the thread that queues kernels, before the first tensor that is compressed on the GPU. Idempotent."""
+        """Start the thread that queues kernels, before the first tensor that is compressed on the
+        GPU.
+
+        Idempotent.
+        """
     def open_pool(self, threads: int) -> None:
-        """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
+        """Start the threads that compress, before the first tensor that is compressed.
+
+        Idempotent.
+        """
     def start(self) -> None:
         """Start the background thread."""
     def submit(
-        self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
-        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None,
+        self,
+        tensor: Tensor,
+        input: _Memory | None,
+        output: _Memory,
+        *,
+        divisor: int = 1,
+        broadcast: bool = False,
+        asynchronous: bool = False,
+        priority: int = 0,
+        will_wait: bool = False,
+        rate: float = 0.0,
+        owner: object = None,
+        result: object = None,
         on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
     ) -> Handle:
-        """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
+        """Push ``input`` (None: nothing) and pull into ``output``.
+
+        ``divisor`` is the root's rank for a broadcast.
+        """
     def prepare(
-        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
-        asynchronous: bool = False, priority: int = 0, rate: float = 0.0, keeps: bool = False, owner: object = None, result: object = None,
+        self,
+        name: str,
+        nbytes: int,
+        input: _Memory | None,
+        output: _Memory,
+        *,
+        divisor: int = 1,
+        broadcast: bool = False,
+        asynchronous: bool = False,
+        priority: int = 0,
+        rate: float = 0.0,
+        keeps: bool = False,
+        owner: object = None,
+        result: object = None,
         on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
     ) -> Handle:
-        """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
+        """A handle for a tensor without a place; then :meth:`release` or :meth:`end`.
+
+        Raises :class:`ValueError` for a wrong size.
+        """
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""
-    def submit_known(self, item: Item, declared: dict[str, Declared], codes: dict[str, int], divisor: int) -> bool:
-        """As :meth:`submit` of one item in place, on the host and uncompressed. False, and nothing done, unless it is ``declared`` as what it is, of
-        an element type in ``codes``."""
+    def submit_known(
+        self, item: Item, declared: dict[str, Declared], codes: dict[str, int], divisor: int
+    ) -> bool:
+        """As :meth:`submit` of one item in place, on the host and uncompressed.
+
+        False, and nothing done, unless it is ``declared`` as what it is, of an element type in
+        ``codes``.
+        """
     def submit_all(
-        self, items: list[Item], declared: dict[str, Declared], codes: dict[str, int], divisor: int,
+        self,
+        items: list[Item],
+        declared: dict[str, Declared],
+        codes: dict[str, int],
+        divisor: int,
         on: tuple[Gpu, Callable[[], int], Moment | None],
     ) -> None:
-        """As :meth:`submit` of each of ``items``, in place and at once, but for those that are not ``declared``, uncompressed and of an element type
-        in ``codes``, as what they are. Items have their handles then."""
+        """As :meth:`submit` of each of ``items``, in place and at once, but for those that are not
+        ``declared``, uncompressed and of an element type in ``codes``, as what they are.
+
+        Items have their handles then.
+        """
     def copy_through(self, handle: Handle, nbytes: int) -> None:
         """What a push_pull is with a single worker: input to output, done."""
     def end(self, handle: Handle, status: int, detail: str | None) -> None:
@@ -98,8 +171,9 @@ class Core:
     def asking(self) -> Asking:
         """Which threads wait for what."""
     def waiting(self, age_s: float) -> list[tuple[str, int, int, float, float]]:
-        """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other workers and are older than ``age_s`` seconds,
-        the oldest first."""
+        """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need
+        other workers and are older than ``age_s`` seconds, the oldest first.
+        """
     def gauges(self) -> dict[str, int]:
         """What is under way: push_pulls, partitions that wait to be sent, bytes in flight."""
     def counters(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The worker's side of the native core, as Python sees it.
 
-:class:`Core` runs the state machine of all partitions over one transport endpoint. The work is done in ``core/*.pxd`` without the GIL; this file only
-hands over.
+:class:`Core` runs the state machine of all partitions over one transport endpoint. The work is done
+in ``core/*.pxd`` without the GIL; this file only hands over.
 """
 import contextlib
 import threading
@@ -19,7 +19,9 @@ from bpsx.core.gpu.device cimport Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.hello cimport ask_lanes, silent_lanes
 from bpsx.core.local.group cimport Machine as CMachine
-from bpsx.core.loop cimport background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for
+from bpsx.core.loop cimport (
+    background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
+)
 from bpsx.core.tensor_alloc cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
 from bpsx.core.gpu.pinned_pool cimport free_places
@@ -31,7 +33,10 @@ from bpsx.core.state cimport Core as CCore
 from bpsx.core.stage cimport take_tells, tell
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_known
-from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
+from bpsx.system.sync cimport (
+    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
+    wait_until,
+)
 from bpsx.core.trace.recorder cimport Watch
 from bpsx.core._handle cimport Handle, Item, new_handle
 from bpsx.core._tensor cimport Declared, Tensor
@@ -43,7 +48,10 @@ from bpsx.core.waiters import Asking
 
 @cython.no_gc_clear
 cdef class Core:
-    """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
+    """The state machine of a worker's partitions over one endpoint.
+
+    Owned by the session; all methods are thread-safe.
+    """
     cdef CCore c
     cdef object endpoint, capsule, thread, machine, watch, gpu, coder
     cdef readonly object asking     # which threads wait for what: see waiters.py
@@ -54,12 +62,18 @@ cdef class Core:
     cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
 
-    def __cinit__(self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
-                  watch=None, double ahead_ms=0, beside=()):
-        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
-        on this machine; ``machine``: a :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the
-        machine's number; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`."""
+    def __cinit__(
+        self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
+        machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=()
+    ):
+        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each;
+        ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: in how many
+        milliseconds the slowest server's link can take what is in flight to each, 0 for no
+        bound; ``beside``: the servers on this machine; ``machine``: a
+        :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and
+        ``rank`` is then the machine's number; ``telemetry``: count the bytes that came home;
+        ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`.
+        """
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -98,15 +112,22 @@ cdef class Core:
             self.c.lanes[i].server.beside = servers[i] in beside
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
-        """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it. ``group``: collectives that go together at most."""
+        """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it.
+
+        ``group``: collectives that go together at most.
+        """
         self.gpu = gpu
         for tensor in list(self.tensors):
             self._put_on(tensor, gpu)
         prepare_gpu(&self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group)
 
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
-        """Ask every lane whether it is there and knows ``secret``; returns the lanes that did not answer, or not rightly, in time. Before
-        :meth:`start`; may be called again to go on waiting. ``addresses``: of the lanes, as they know them themselves."""
+        """Ask every lane whether it is there and knows ``secret``; returns the lanes that did not
+        answer, or not rightly, in time.
+
+        Before :meth:`start`; may be called again to go on waiting. ``addresses``: of the lanes, as
+        they know them themselves.
+        """
         if not self.greeted:
             self.greeted = True
             ask_lanes(&self.c, addresses, secret)
@@ -118,17 +139,26 @@ cdef class Core:
         self.thread.start()
 
     def open_pool(self, int threads) -> None:
-        """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
+        """Start the threads that compress, before the first tensor that is compressed.
+
+        Idempotent.
+        """
         if self.c.pool != NULL:
             return
         self.c.pool = pool_new(threads)
-        self.workers = [threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
-                        for i in range(self.c.pool.n_threads)]
+        self.workers = [
+            threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
+            for i in range(self.c.pool.n_threads)
+        ]
         for worker in self.workers:
             worker.start()
 
     def open_coders(self) -> None:
-        """Start the thread that queues kernels, before the first tensor that is compressed on the GPU. Idempotent."""
+        """Start the thread that queues kernels, before the first tensor that is compressed on the
+        GPU.
+
+        Idempotent.
+        """
         if self.c.coders == NULL:
             self.c.coders = pool_new(1)
             self.coder = threading.Thread(target=self._code, name="bpsx-coder", daemon=True)
@@ -144,7 +174,10 @@ cdef class Core:
             try:
                 queue_kernels(&self.c, p)
             except Exception as e:
-                self.fail(E_DEVICE, f"{(<bytes>p.tensor.name).decode()!r} cannot be compressed on the GPU: {e}")
+                self.fail(
+                    E_DEVICE,
+                    f"{(<bytes>p.tensor.name).decode()!r} cannot be compressed on the GPU: {e}"
+                )
             with nogil:
                 give_back_coded(&self.c, self.c.coders, 0, p)
 
@@ -156,22 +189,37 @@ cdef class Core:
         with nogil:
             background(&self.c)
 
-    def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None, on=None) -> Handle:
-        """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
+    def submit(
+        self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False,
+        bint asynchronous=False, int priority=0, bint will_wait=False, double rate=0, owner=None,
+        result=None, on=None
+    ) -> Handle:
+        """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes)
+        kept alive by ``owner``.
 
-        ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
-        ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it. ``rate``: the learning rate, for compression.
+        ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for
+        a broadcast. ``asynchronous``: add to the servers' value and get that, or, for a broadcast,
+        set it. ``rate``: the learning rate, for compression.
         """
-        handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result, on=on)
+        handle = self.prepare(
+            tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
+            asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result,
+            on=on
+        )
         self.release(handle, tensor, will_wait)
         return handle
 
-    def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-                int priority=0, double rate=0, bint keeps=False, owner=None, result=None, on=None) -> Handle:
-        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
-        with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.local.devices.OnGpu`."""
+    def prepare(
+        self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False,
+        bint asynchronous=False, int priority=0, double rate=0, bint keeps=False, owner=None,
+        result=None, on=None
+    ) -> Handle:
+        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off,
+        :meth:`end` ends it.
+
+        ``keeps``: ask for, or with ``input`` set, what servers keep of it, compressed as it is.
+        ``on``: see :class:`bpsx.local.devices.OnGpu`.
+        """
         cdef Handle handle = new_handle(self, &self.c, name, divisor, priority, owner, result)
         self.reap()
         handle.task.broadcast, handle.task.asynchronous = broadcast, asynchronous
@@ -183,7 +231,9 @@ cdef class Core:
             handle.has_out = True
             handle.task.output = <char *>handle.view_out.buf
             if <uint64_t>handle.view_out.len != nbytes:
-                raise ValueError(f"{name!r}: output has {handle.view_out.len} bytes, {nbytes} expected")
+                raise ValueError(
+                    f"{name!r}: output has {handle.view_out.len} bytes, {nbytes} expected"
+                )
         if type(input) is tuple:
             handle.task.input = <char *><uintptr_t>input[0]
         elif input is not None:
@@ -191,7 +241,9 @@ cdef class Core:
             handle.has_in = True
             handle.task.input = <char *>handle.view_in.buf
             if <uint64_t>handle.view_in.len != nbytes:
-                raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
+                raise ValueError(
+                    f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected"
+                )
         if on is not None:
             self._put_handle_on(handle, on)
         return handle
@@ -216,9 +268,12 @@ cdef class Core:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
     def submit_known(self, Item item not None, dict declared, dict codes, uint32_t divisor) -> bool:
-        """As :meth:`submit` of one item in place, on the host and uncompressed. It has its handle before
-        anything can interrupt the caller; that has no result. False, and nothing done, unless the item
-        is ``declared`` as what it is, of an element type in ``codes``."""
+        """As :meth:`submit` of one item in place, on the host and uncompressed.
+
+        It has its handle before anything can interrupt the caller; that has no result. False, and
+        nothing done, unless the item is ``declared`` as what it is, of an element type in
+        ``codes``.
+        """
         cdef Handle handle
         cdef Tensor tensor
         self.reap()
@@ -235,10 +290,14 @@ cdef class Core:
         return True
 
     def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.core._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
-        those that are not ``declared``, uncompressed and of an element type in ``codes``, as what they are. Their memory is freed in the order of
-        streams, and is let go when the stream that made it has met the end. Items have their handles before anything can interrupt the caller; those
-        have no result."""
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.core._handle.Item`), in place and at
+        once, with one moment ``on`` the GPU for all but those that are not ``declared``,
+        uncompressed and of an element type in ``codes``, as what they are.
+
+        Their memory is freed in the order of streams, and is let go when the stream that made it
+        has met the end. Items have their handles before anything can interrupt the caller; those
+        have no result.
+        """
         cdef Handle handle
         cdef Tensor tensor
         cdef Item item
@@ -254,10 +313,14 @@ cdef class Core:
             handle = None
             if tensors[i] is not None:
                 item = items[i]
-                handle = new_handle(self, &self.c, item.name, divisor, item.priority, item.owner, None)
+                handle = new_handle(
+                    self, &self.c, item.name, divisor, item.priority, item.owner, None
+                )
                 handle.by_stream = True
                 handle.task.input = handle.task.output = <char *><uintptr_t>item.address
-                handle.task.stream, handle.task.recorded, handle.task.ready = stream, number, <void *>ready
+                handle.task.stream, handle.task.recorded, handle.task.ready = (
+                    stream, number, <void *>ready
+                )
                 self._put_handle_with(handle, gpu, streams, moment, events.pop())
             made.append(handle)
         for i in range(<uint32_t>len(items)):
@@ -308,7 +371,9 @@ cdef class Core:
     cdef _copy_on_gpu(self, Handle handle, uint64_t nbytes):
         stream = handle.streams()
         if handle.task.input != NULL and handle.task.input != handle.task.output and nbytes:
-            handle.gpu.copy(<uintptr_t>handle.task.output, <uintptr_t>handle.task.input, nbytes, stream)
+            handle.gpu.copy(
+                <uintptr_t>handle.task.output, <uintptr_t>handle.task.input, nbytes, stream
+            )
         handle.gpu.record(<uintptr_t>handle.task.over, stream)
 
     def end(self, Handle handle not None, int status, str detail) -> None:
@@ -371,8 +436,11 @@ cdef class Core:
         return atomic_load(&self.c.outstanding)
 
     def cut_off(self) -> list:
-        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results that are done and have not come: they never
-        will. Returns their names."""
+        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results
+        that are done and have not come: they never will.
+
+        Returns their names.
+        """
         cdef Task *task
         if self.gpu is None:
             return []
@@ -406,7 +474,10 @@ cdef class Core:
         return counters_of(&self.c)
 
     def close(self) -> None:
-        """End what is under way with :class:`ShutdownError`, stop the thread. Close the endpoint *after* this. Idempotent."""
+        """End what is under way with :class:`ShutdownError`, stop the thread.
+
+        Close the endpoint *after* this. Idempotent.
+        """
         if self.closed:
             return
         self.closed = True
@@ -436,7 +507,8 @@ cdef class Core:
             for worker in self.workers:
                 worker.join()
         if self.gpu is not None and self.gpu.usable:
-            with contextlib.suppress(errors.DeviceError), self.gpu:     # its context may outlive this session
+            # its context may outlive this session
+            with contextlib.suppress(errors.DeviceError), self.gpu:
                 free_places(&self.c.gpu.places, self.c.device)
                 for tensor in self.tensors:
                     (<Tensor>tensor).take_off()
@@ -469,7 +541,9 @@ cdef class Core:
         unlock(&self.c.monitor)
 
     def reap(self) -> None:
-        """Drop the references to handles that are finished and whose memory neither the transport nor the GPU uses any more."""
+        """Drop the references to handles that are finished and whose memory neither the
+        transport nor the GPU uses any more.
+        """
         cdef Task *task
         if self.c.reap_first == NULL and self.c.reap_on_gpu == NULL:
             return
@@ -489,12 +563,19 @@ cdef class Core:
         if self.c.failed and self.c.failed == status:
             self.told = True
         self.asking.unheard.discard(handle.name)
-        detail = handle.failure if handle.failure is not None or handle.tensor is None else handle.tensor.failure
+        detail = (
+            handle.failure
+            if handle.failure is not None or handle.tensor is None
+            else handle.tensor.failure
+        )
         if detail is None and self.c.failed == status:
             detail = self.failure
         if detail is None and status == E_DEVICE and self.gpu is not None:
             detail = self.gpu.failure or None
         if detail is None:
             codec = "" if handle.tensor is None else handle.tensor.codec.decode()
-            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b, codec, handle.task.broadcast, handle.task.divisor)
+            detail = errors.explain(
+                status, handle.name, handle.task.detail_a, handle.task.detail_b, codec,
+                handle.task.broadcast, handle.task.divisor
+            )
         return errors.from_status(status, detail)

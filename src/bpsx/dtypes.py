@@ -8,7 +8,9 @@ from bpsx.errors import ConfigError
 
 
 class DType(NamedTuple):
-    """One element type: ``code`` on the wire, ``name``, bytes of an element, and bytes of the accumulator's."""
+    """One element type: ``code`` on the wire, ``name``, bytes of an element, and bytes of the
+    accumulator's.
+    """
 
     code: int
     name: str
@@ -42,7 +44,9 @@ def dtype_named(name: str, what: str) -> DType:
     try:
         return BY_NAME[name]
     except KeyError:
-        raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}") from None
+        raise UnsupportedDType(
+            f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}"
+        ) from None
 
 
 class UnsupportedDType(ConfigError, TypeError):

@@ -1,7 +1,8 @@
 """What can go wrong, as exceptions. Every one derives from :class:`BpsxError`.
 
-Two kinds: *the world's* (a peer died, a deadline passed: the job is over, start it again) and *yours* (a wrong option, tensors that
-differ between workers: the message says what to change). Status codes of the core become exceptions here and nowhere else.
+Two kinds: *the world's* (a peer died, a deadline passed: the job is over, start it again) and
+*yours* (a wrong option, tensors that differ between workers: the message says what to change).
+Status codes of the core become exceptions here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import ast
 import re
 
-#: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at 10.0.0.3:5000", "the scheduler at …".
-_PEER = re.compile(r"\b(worker|server|scheduler)(?: (\d+))?(?: \((?P<host>[^,()]+)(?:, pid \d+)?\)| at (?P<at>[^\s,;()]*[^\s,;():.]))?")
+#: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at
+#: 10.0.0.3:5000", "the scheduler at …".
+_PEER = re.compile(
+    r"\b(worker|server|scheduler)(?: (\d+))?(?: \((?P<host>[^,()]+)(?:, pid \d+)?\)| at"
+    r" (?P<at>[^\s,;()]*[^\s,;():.]))?"
+)
 #: A name, as :func:`repr` writes it.
 _NAME = r"""('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+")"""
 _TENSOR = re.compile(rf"(?:\btensor |\bpush_pull of |\bbroadcast of |^){_NAME}")
 
 
 class BpsxError(RuntimeError):
-    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's are, which scripts catch.
+    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's
+    are, which scripts catch.
 
-    The attributes are read from the text, which may have come from another process, so copies and pickles have them, too. Each is None,
-    or empty, where the text does not say it.
+    The attributes are read from the text, which may have come from another process, so copies and
+    pickles have them, too. Each is None, or empty, where the text does not say it.
     """
 
     def _peer(self) -> re.Match[str] | None:
@@ -66,7 +72,10 @@ def _names_in(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
 
 
 class ConfigError(BpsxError, ValueError):
-    """An option has a value that is not allowed, or a required one is missing. Names the variable and what is allowed."""
+    """An option has a value that is not allowed, or a required one is missing.
+
+    Names the variable and what is allowed.
+    """
 
 
 class NotInitializedError(BpsxError, RuntimeError):
@@ -78,7 +87,9 @@ class RendezvousError(BpsxError, TimeoutError):
 
 
 class JobOverError(RendezvousError):
-    """The scheduler at this address has a job that is complete, running or over; a new job needs a new scheduler."""
+    """The scheduler at this address has a job that is complete, running or over; a new job needs a
+    new scheduler.
+    """
 
 
 class TransportError(BpsxError, ConnectionError):
@@ -86,7 +97,10 @@ class TransportError(BpsxError, ConnectionError):
 
 
 class PeerLostError(BpsxError, ConnectionError):
-    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address."""
+    """A worker, a server or the scheduler died or cannot be reached.
+
+    Names role, rank and address.
+    """
 
 
 class PeerLeftError(PeerLostError):
@@ -104,7 +118,8 @@ class MismatchError(BpsxError, ValueError):
 
 #: A name anywhere in a text.
 _FIRST = re.compile(_NAME)
-#: What the scheduler says of a stall: "worker 0 waits for 'x' (float32 of shape (4,)), which worker 1 has not pushed, 'y' …".
+#: What the scheduler says of a stall: "worker 0 waits for 'x' (float32 of shape (4,)), which worker
+#: 1 has not pushed, 'y' …".
 _AWAITED = re.compile(rf"(?:\bwaits for |, ){_NAME}(?= \(|, | and |;|$)")
 _LACKING = re.compile(r"\bwhich worker (\d+) has not pushed")
 
@@ -112,7 +127,8 @@ _LACKING = re.compile(r"\bwhich worker (\d+) has not pushed")
 class StallError(BpsxError, TimeoutError):
     """Every worker waits for a tensor that another worker has not pushed. Names the tensors.
 
-    ``role`` and ``rank``: of a worker that has not pushed :attr:`tensor`. ``tensors``: what workers wait for.
+    ``role`` and ``rank``: of a worker that has not pushed :attr:`tensor`. ``tensors``: what workers
+    wait for.
     """
 
     @property
@@ -145,7 +161,9 @@ class ShutdownError(BpsxError, RuntimeError):
 
 
 class JoinedError(BpsxError, RuntimeError):
-    """A worker that has called ``join()`` is needed, or calls a verb itself, before all workers have joined."""
+    """A worker that has called ``join()`` is needed, or calls a verb itself, before all workers
+    have joined.
+    """
 
 
 class OutOfMemoryError(BpsxError, MemoryError):
@@ -153,14 +171,18 @@ class OutOfMemoryError(BpsxError, MemoryError):
 
 
 class KernelError(BpsxError, RuntimeError):
-    """The code that sums an element type could not be compiled or loaded. The process that sums says why in its log."""
+    """The code that sums an element type could not be compiled or loaded.
+
+    The process that sums says why in its log.
+    """
 
 
 class DeviceError(BpsxError, RuntimeError):
     """A GPU or NCCL failed. Says which call, and what the library says."""
 
 
-#: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is known.
+#: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is
+#: known.
 STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -1: (PeerLostError, "a peer was lost"),
     -2: (MismatchError, "the workers disagree about this tensor"),
@@ -170,7 +192,13 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -6: (ShutdownError, "bpsx was shut down while this was under way"),
     -7: (OutOfMemoryError, "the core could not allocate memory"),
     -9: (JoinedError, "a worker that is needed has called join()"),
-    -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
+    -10: (
+        KernelError,
+        (
+            "the code that sums this element type could not be loaded; the log of this machine's"
+            " largest local rank says why"
+        ),
+    ),
     -11: (ProtocolError, "what was compressed does not decode"),
     -12: (ConfigError, "a server does not know how this tensor is compressed"),
     -13: (DeviceError, "the GPU failed"),
@@ -184,10 +212,19 @@ def from_status(status: int, detail: str = "") -> BpsxError:
 
 
 def in_short(error: BaseException) -> str:
-    """``TypeName: text``, for reports elsewhere. Of a text with a line of one of these errors in it, as TensorFlow's have around ours, that line."""
+    """``TypeName: text``, for reports elsewhere.
+
+    Of a text with a line of one of these errors in it, as TensorFlow's have around ours, that line.
+    """
     text = str(error)
     # What TensorFlow puts behind it is left out.
-    own = None if isinstance(error, BpsxError) else re.search(rf"\b(?:{'|'.join(_names(BpsxError))}): .*?(?=\s*\[Op:|$)", text, re.MULTILINE)
+    own = (
+        None
+        if isinstance(error, BpsxError)
+        else re.search(
+            rf"\b(?:{'|'.join(_names(BpsxError))}): .*?(?=\s*\[Op:|$)", text, re.MULTILINE
+        )
+    )
     return ": ".join(filter(None, [type(error).__name__, own[0] if own else text]))
 
 
@@ -195,25 +232,54 @@ def _names(kind: type[BpsxError]) -> list[str]:
     return [kind.__name__, *(name for derived in kind.__subclasses__() for name in _names(derived))]
 
 
-def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", broadcast: bool = False, divisor: int = 1) -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``broadcast``: whether
-    the round was one, here, from worker ``divisor``; else that is what sums are divided by."""
+def explain(
+    status: int,
+    name: str,
+    rank_a: int,
+    rank_b: int,
+    codec: str = "",
+    broadcast: bool = False,
+    divisor: int = 1,
+) -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal.
+
+    ``codec``: how it is compressed; ``broadcast``: whether the round was one, here, from worker
+    ``divisor``; else that is what sums are divided by.
+    """
     kind, text = STATUS[status]
     if kind is MismatchError:
-        here = f"a broadcast from worker {divisor}" if broadcast else f"push_pull with op={'Sum' if divisor == 1 else 'Average'}"
-        return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round, this worker for {here}; "
-                "all must call the same one: a broadcast from the same root, or push_pull with the same op and learning rate")
+        here = (
+            f"a broadcast from worker {divisor}"
+            if broadcast
+            else f"push_pull with op={'Sum' if divisor == 1 else 'Average'}"
+        )
+        return (
+            f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the"
+            f" same round, this worker for {here}; all must call the same one: a broadcast from the"
+            " same root, or push_pull with the same op and learning rate"
+        )
     if status == -11:
         return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
     if kind is ConfigError:
-        return (f"tensor {name!r}: a server does not know its compression {codec}: BPSX_COMPRESSORS must name the module of a compressor from "
-                "outside bpsx on servers as on workers, and both must have the same version of it; the server's log says more")
+        return (
+            f"tensor {name!r}: a server does not know its compression {codec}: BPSX_COMPRESSORS"
+            " must name the module of a compressor from outside bpsx on servers as on workers, and"
+            " both must have the same version of it; the server's log says more"
+        )
     if kind is PeerLeftError:
-        return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
-                "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
+        return (
+            f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never"
+            " be complete (whose batches run out earlier calls join(): docs/uneven-and-elastic.md)"
+        )
     if kind is JoinedError and not broadcast:
-        return (f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that in no place of its PCIe switches "
-                "(BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in each, and sums begin there; leave the GPUs in one group, or end together")
+        return (
+            f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that"
+            " in no place of its PCIe switches (BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in"
+            " each, and sums begin there; leave the GPUs in one group, or end together"
+        )
     if kind is JoinedError:
-        return f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing until all workers have"
+        return (
+            f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing"
+            " until all workers have"
+        )
     return f"tensor {name!r}: {text}" if name else text

@@ -1,4 +1,6 @@
-"""Runs bpsx-run in processes, with small stand-ins for scheduler and server that fail at will, and sees that nothing is left."""
+"""Runs bpsx-run in processes, with small stand-ins for scheduler and server that fail at will, and
+sees that nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 PY = sys.executable
-#: Ordinary signals, whatever the caller of pytest has made of them (background jobs ignore SIGINT), then exec.
-ORDINARY = ("import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 10, 12, 15, 17)];"
-            "signal.pthread_sigmask(signal.SIG_SETMASK, []); os.execv(sys.argv[1], sys.argv[1:])")
+#: Ordinary signals, whatever the caller of pytest has made of them (background jobs ignore SIGINT),
+#: then exec.
+ORDINARY = (
+    "import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 10, 12, 15, 17)];"
+    "signal.pthread_sigmask(signal.SIG_SETMASK, []); os.execv(sys.argv[1], sys.argv[1:])"
+)
 RUN_JOB = """
 import json, sys
 from bpsx.launch.local import Job
@@ -46,7 +51,10 @@ me = int(e.get("DMLC_WORKER_ID", -1))
 SERVER = JOIN + "link.recv(1)\n"
 FOR_EVER = "print('ready', flush=True)\nwhile True: signal.pause()\n"
 DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"
-TELL = "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 10, 12, 15): signal.signal(s, tell)\n"
+TELL = (
+    "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 10, 12, 15):"
+    " signal.signal(s, tell)\n"
+)
 
 
 def python(text: str) -> list[str]:
@@ -66,23 +74,52 @@ class Launcher:
         # The runtime folder stays, as such folders do; only what is in it has to be gone.
         self.runtime = folder.with_name("runtime")
         self.runtime.mkdir()
-        self.environment |= {key: value, "TMPDIR": str(folder), "TERM": "xterm", "XDG_RUNTIME_DIR": str(self.runtime)}
+        self.environment |= {
+            key: value,
+            "TMPDIR": str(folder),
+            "TERM": "xterm",
+            "XDG_RUNTIME_DIR": str(self.runtime),
+        }
 
-    def start(self, command: Sequence[str], environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        process = subprocess.Popen([PY, "-c", ORDINARY, *command], env=self.environment | (environment or {}), **options)
+    def start(
+        self, command: Sequence[str], environment: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
+        process = subprocess.Popen(
+            [PY, "-c", ORDINARY, *command], env=self.environment | (environment or {}), **options
+        )
         self.started.append(process)
         return process
 
-    def job(self, worker: str | list[str], scheduler: str = HUB, server: str = SERVER, environment: dict[str, str] | None = None,
-            options: dict[str, Any] | None = None, **plan: Any) -> subprocess.Popen[bytes]:
+    def job(
+        self,
+        worker: str | list[str],
+        scheduler: str = HUB,
+        server: str = SERVER,
+        environment: dict[str, str] | None = None,
+        options: dict[str, Any] | None = None,
+        **plan: Any,
+    ) -> subprocess.Popen[bytes]:
         """A whole job of stand-ins."""
-        plan = {"command": python(JOIN + worker) if isinstance(worker, str) else worker, "kill_after": 0.2, **plan}
+        plan = {
+            "command": python(JOIN + worker) if isinstance(worker, str) else worker,
+            "kill_after": 0.2,
+            **plan,
+        }
         commands = {"scheduler": python(scheduler), "server": python(server)}
-        return self.start([PY, "-c", RUN_JOB, json.dumps([plan, commands])], environment, **(options or {}))
+        return self.start(
+            [PY, "-c", RUN_JOB, json.dumps([plan, commands])], environment, **(options or {})
+        )
 
     def left(self) -> list[str]:
-        """Command lines of processes that our launchers started, directly or not, and that still run."""
+        """Command lines of processes that our launchers started, directly or not, and that still
+        run.
+        """
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

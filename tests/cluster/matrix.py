@@ -1,8 +1,10 @@
-"""What the failure matrix needs: workers that reach a named stage and say so, ways to strike a process, and what must be true afterwards.
+"""What the failure matrix needs: workers that reach a named stage and say so, ways to strike a
+process, and what must be true afterwards.
 
-Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been started (init), has not pushed
-(pull, shutdown), or does as the others do (connect, push, idle). In the stages connect and push the server is held by SIGSTOP. The one
-that is struck is worker 1, server 0 or the scheduler.
+Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been
+started (init), has not pushed (pull, shutdown), or does as the others do (connect, push, idle). In
+the stages connect and push the server is held by SIGSTOP. The one that is struck is worker 1,
+server 0 or the scheduler.
 """
 
 from __future__ import annotations
@@ -20,10 +22,18 @@ from jobs import Job, Process
 STAGES = ("init", "connect", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")
 #: How to strike: name -> signal. The handlers of the last three are the worker script's own.
-WAYS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP,
-        "raise": signal.SIGALRM, "exit": signal.SIGUSR2, "_exit": signal.SIGUSR1}
+WAYS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "stop": signal.SIGSTOP,
+    "raise": signal.SIGALRM,
+    "exit": signal.SIGUSR2,
+    "_exit": signal.SIGUSR1,
+}
 FOR_ALL = ("kill", "term", "int", "stop")
-#: Seconds in which everybody must be gone. The product's own bounds are shorter; `python -m bench trust` measures them.
+#: Seconds in which everybody must be gone. The product's own bounds are shorter; `python -m bench
+#: trust` measures them.
 DEADLINE = 40.0
 #: Longer than any test: where silence is no sign of death.
 PATIENT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}
@@ -36,9 +46,12 @@ _WORKER = """
     import bpsx
 
     def throw(_, frame):
-        # `logging` writing a line, pyzmq making a socket and callbacks of imports take any Exception for their own trouble: come again later.
+        # `logging` writing a line, pyzmq making a socket and callbacks of imports take any
+        # Exception for their own trouble: come again later.
         while frame is not None:
-            if frame.f_globals.get("__name__") in ("logging", "zmq.sugar.socket", "importlib._bootstrap", "_frozen_importlib"):
+            if frame.f_globals.get("__name__") in (
+                "logging", "zmq.sugar.socket", "importlib._bootstrap", "_frozen_importlib"
+            ):
                 signal.setitimer(signal.ITIMER_REAL, 0.01)
                 return
             frame = frame.f_back
@@ -48,7 +61,8 @@ _WORKER = """
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
     stage, rounds, behind = {stage!r}, {rounds!r}, os.environ["DMLC_WORKER_ID"] == "2"
-    array = np.full(8_000_000 if stage == "push" else 1000, 1 + int(os.environ["DMLC_WORKER_ID"]), np.float32)
+    length = 8_000_000 if stage == "push" else 1000
+    array = np.full(length, 1 + int(os.environ["DMLC_WORKER_ID"]), np.float32)
 
     def begin(name):
         from bpsx.api.verbs import session
@@ -63,7 +77,8 @@ _WORKER = """
         return handle
 
     def tell_of_shutdown():
-        # From inside of it: who is struck before would leave at the interpreter's end, and wait there for what is under way.
+        # From inside of it: who is struck before would leave at the interpreter's end, and wait
+        # there for what is under way.
         inside = False
         while not inside:
             frame = sys._current_frames()[threading.main_thread().ident]
@@ -111,7 +126,10 @@ _WORKER = """
 
 
 class Matrix:
-    """One job that is brought to ``stage``. A context manager; at the end nothing of the job may be left, in processes or files."""
+    """One job that is brought to ``stage``.
+
+    A context manager; at the end nothing of the job may be left, in processes or files.
+    """
 
     def __init__(self, stage: str, env: dict[str, str], rounds: int = 0) -> None:
         self.stage = stage
@@ -120,8 +138,14 @@ class Matrix:
         for place in self.places:
             place.mkdir(mode=0o700)
         self.mark = f"BPSX_MATRIX_{uuid.uuid4().hex}"
-        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1",
-               "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), "MATRIX_MARK": self.mark, **env}
+        env = {
+            "BYTEPS_LOG_LEVEL": "info",
+            "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1",
+            "TMPDIR": str(self.places[0]),
+            "XDG_RUNTIME_DIR": str(self.places[1]),
+            "MATRIX_MARK": self.mark,
+            **env,
+        }
         self.job = Job(_WORKER.format(stage=stage, rounds=rounds), workers=3, servers=1, env=env)
 
     def __enter__(self) -> Matrix:
@@ -150,7 +174,9 @@ class Matrix:
         return self.job.scheduler
 
     def victim(self, role: str) -> Process:
-        return {"worker": self.job.workers[1], "server": self.server, "scheduler": self.scheduler}[role]
+        return {"worker": self.job.workers[1], "server": self.server, "scheduler": self.scheduler}[
+            role
+        ]
 
     def _reach(self) -> None:
         if self.stage in ("init", "connect"):
@@ -158,7 +184,7 @@ class Matrix:
                 p.wait_for_line("known to the scheduler")
             if self.stage == "connect":
                 self.job.workers[2].wait_for_line("ready")
-                self.server.signal(signal.SIGSTOP)      # it will not answer the workers' greetings
+                self.server.signal(signal.SIGSTOP)  # it will not answer the workers' greetings
                 self.job.workers[2].say("go")
                 for worker in self.job.workers:
                     worker.wait_for_line("the job is complete")
@@ -166,7 +192,7 @@ class Matrix:
         for worker in self.job.workers:
             worker.wait_for_line("running")
         if self.stage == "push":
-            self.server.signal(signal.SIGSTOP)      # what is pushed now stays in flight
+            self.server.signal(signal.SIGSTOP)  # what is pushed now stays in flight
         self.go()
         for worker in self.job.workers:
             worker.wait_for_line("staged")
@@ -182,17 +208,22 @@ class Matrix:
         """Do it to ``role``; once it has taken effect, the others go on as far as they can."""
         victim = self.victim(role)
         victim.signal(WAYS[way])
-        if self.stage in ("connect", "push") and (victim is not self.server or way not in ("kill", "stop")):
+        if self.stage in ("connect", "push") and (
+            victim is not self.server or way not in ("kill", "stop")
+        ):
             self.server.signal(signal.SIGCONT)
         if way == "stop" or role == "scheduler":
             # It ends later or not at all; what the others do before they know could still end well.
             self.job.workers[0].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         else:
             victim.wait(DEADLINE)
-        if self.stage == "shutdown":    # who is behind has only a push of its own left, and nobody to wait for
+        # who is behind has only a push of its own left, and nobody to wait for
+        if self.stage == "shutdown":
             self.job.workers[2].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         self.go(victim)
-        if self.stage == "connect":     # who is struck may have come as far as to let the others through: they shall ask for it again
+        # who is struck may have come as far as to let the others through: they shall ask for it
+        # again
+        if self.stage == "connect":
             self.go(victim)
         return victim
 
@@ -206,7 +237,9 @@ class Matrix:
     def left(self) -> list[str]:
         """Processes and files of the job that are still there."""
         found = [str(p) for place in self.places for p in place.rglob("*") if not p.is_dir()]
-        found += [f"somebody who has the output of {p.name}" for p in self.job.processes if not p.silent]
+        found += [
+            f"somebody who has the output of {p.name}" for p in self.job.processes if not p.silent
+        ]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
@@ -226,7 +259,9 @@ class Matrix:
                 try:
                     statuses[p.name] = p.wait(max(0.1, end - time.monotonic()))
                 except AssertionError:
-                    raise AssertionError(f"{p.name} has not ended {DEADLINE:g} s after the strike\n{self.text()}") from None
+                    raise AssertionError(
+                        f"{p.name} has not ended {DEADLINE:g} s after the strike\n{self.text()}"
+                    ) from None
         return statuses
 
 

@@ -1,4 +1,5 @@
-"""A network of the test's own: one namespace per process on a bridge, whose links can be cut without a word, and made slow.
+"""A network of the test's own: one namespace per process on a bridge, whose links can be cut
+without a word, and made slow.
 
 Needs root and iproute2, and nftables to cut; :func:`why_not` says what is missing.
 """
@@ -30,7 +31,10 @@ STEPPING = """
         report([type(e).__name__, str(e), time.time()])
         sys.exit(7)
 """
-_RULE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule inet cut {0} {1}"
+_RULE = (
+    "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule"
+    " inet cut {0} {1}"
+)
 
 
 def why_not() -> str:
@@ -60,12 +64,17 @@ class Network(Links):
         return self._names[0]
 
     def cut(self, name: str) -> None:
-        """Drop every packet from and to ``name``, silently. What others send each other across the hub's bridge still passes."""
+        """Drop every packet from and to ``name``, silently.
+
+        What others send each other across the hub's bridge still passes.
+        """
         for hook, side in (("input", "iifname"), ("output", "oifname")):
             run(*self.prefix(name), "nft", _RULE.format(hook, f"{side} net0 drop"))
 
     def filter(self, name: str, hook: str, rule: str) -> None:
-        """Have ``name`` treat what reaches it ("input") or leaves it ("output") as ``rule`` says in nftables' language."""
+        """Have ``name`` treat what reaches it ("input") or leaves it ("output") as ``rule`` says in
+        nftables' language.
+        """
         run(*self.prefix(name), "nft", _RULE.format(hook, rule))
 
     def mend(self, name: str) -> None:
@@ -87,7 +96,9 @@ class NetJob(Job):
 
 @contextlib.contextmanager
 def net_job(source: str, env: dict[str, str], before: Any = None) -> Any:
-    """(network, job) of two workers and a server; ``before(network)`` runs before the processes start."""
+    """(network, job) of two workers and a server; ``before(network)`` runs before the processes
+    start.
+    """
     with Network(["scheduler", "server 0", "worker 0", "worker 1"]) as network:
         if before is not None:
             before(network)

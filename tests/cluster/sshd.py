@@ -1,5 +1,8 @@
-"""A private sshd on loopback: own port, own host key, own configuration, all below a test's folder. Nothing of the system's is used, and
-nothing of the user's: their shell's files (~/.bashrc, which bash reads under sshd) could print what a test takes for bpsx-run's."""
+"""A private sshd on loopback: own port, own host key, own configuration, all below a test's folder.
+
+Nothing of the system's is used, and nothing of the user's: their shell's files (~/.bashrc, which
+bash reads under sshd) could print what a test takes for bpsx-run's.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +72,18 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
         port = _free_port()
         (folder / "sshd_config").write_text(_SERVER.format(port=port, folder=folder))
         log = (folder / "sshd.log").open("wb")
-        process = subprocess.Popen([program, "-D", "-e", "-f", str(folder / "sshd_config")], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [program, "-D", "-e", "-f", str(folder / "sshd_config")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
         log.close()
         for _ in range(200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as s:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=5) as s,
+            ):
                 if s.recv(4) == b"SSH-":
                     return process, port
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,7 +91,9 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
                 break
         process.kill()
         process.wait()
-    pytest.skip("sshd does not start here: " + (folder / "sshd.log").read_text(errors="replace")[-300:])
+    pytest.skip(
+        "sshd does not start here: " + (folder / "sshd.log").read_text(errors="replace")[-300:]
+    )
 
 
 @contextlib.contextmanager
@@ -89,17 +102,23 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
     if reason := _why_not():
         pytest.skip(reason)
     if os.getuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)     # compiled into sshd; made by the system when its own is started
+        # compiled into sshd; made by the system when its own is started
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     folder = tmp_path / "ssh"
     folder.mkdir(mode=0o700)
     for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
+        )
     process, port = _start(folder)
     try:
         known = folder / "known_hosts"
         known.write_text(f"[127.0.0.1]:{port} " + (folder / "host_key.pub").read_text())
         config = folder / "config"
-        config.write_text(f"IdentityFile {folder}/user_key\nIdentitiesOnly yes\nUserKnownHostsFile {known}\nGlobalKnownHostsFile none\n")
+        config.write_text(
+            f"IdentityFile {folder}/user_key\nIdentitiesOnly yes\nUserKnownHostsFile"
+            f" {known}\nGlobalKnownHostsFile none\n"
+        )
         yield Sshd(port, known, ["ssh", "-F", str(config)])
     finally:
         process.terminate()

@@ -1,4 +1,6 @@
-"""What people without the job secret send to a port: nothing, anything, and the beginnings of ZeroMQ's handshake."""
+"""What people without the job secret send to a port: nothing, anything, and the beginnings of
+ZeroMQ's handshake.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ _SIGNATURE = b"\xff\0\0\0\0\0\0\0\x01\x7f"
 
 def greeting(version: int, mechanism: bytes, as_server: bool = False) -> bytes:
     """ZMTP 3's first 64 bytes."""
-    return _SIGNATURE + bytes([version, 0]) + mechanism.ljust(20, b"\0") + bytes([as_server]) + bytes(31)
+    return (
+        _SIGNATURE
+        + bytes([version, 0])
+        + mechanism.ljust(20, b"\0")
+        + bytes([as_server])
+        + bytes(31)
+    )
 
 
 def command(name: bytes, body: bytes = b"", claimed: int | None = None) -> bytes:
@@ -26,20 +34,43 @@ def command(name: bytes, body: bytes = b"", claimed: int | None = None) -> bytes
 
 
 SCAN = [
-    b"", b"\0", b"\xff" * 10_000, bytes(range(256)) * 40, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n",
-    bytes.fromhex("1603010200010001fc0303") + bytes(508),                     # a TLS hello
-    b"\x01\0", b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x05", _SIGNATURE + b"\0",                      # ZMTP 1 and 2
-    *(greeting(v, m) for v in (3, 4, 255) for m in (b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"\xff" * 20)),
-    greeting(3, b"PLAIN") + command(b"HELLO", b"\x010\x040000"), greeting(3, b"PLAIN") + command(b"HELLO", b"\xff" + b"0" * 300),
-    greeting(3, b"PLAIN") + command(b"INITIATE"), greeting(3, b"CURVE") + command(b"HELLO", b"\x01\0" + bytes(192)),
-    greeting(3, b"CURVE") + command(b"HELLO", bytes(10)), greeting(3, b"CURVE") + command(b"INITIATE", bytes(500)),
-    *(greeting(3, m) + command(b"HELLO", bytes(64), n) for m in (b"PLAIN", b"CURVE") for n in (2**20, 2**31, 2**40, 2**63 - 1, 2**64 - 1)),
-    greeting(3, b"NULL") + command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER") + b"\0\x05hello" * 1000,
+    b"",
+    b"\0",
+    b"\xff" * 10_000,
+    bytes(range(256)) * 40,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    bytes.fromhex("1603010200010001fc0303") + bytes(508),  # a TLS hello
+    # ZMTP 1 and 2
+    b"\x01\0",
+    b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x05",
+    _SIGNATURE + b"\0",
+    *(
+        greeting(v, m)
+        for v in (3, 4, 255)
+        for m in (b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"\xff" * 20)
+    ),
+    greeting(3, b"PLAIN") + command(b"HELLO", b"\x010\x040000"),
+    greeting(3, b"PLAIN") + command(b"HELLO", b"\xff" + b"0" * 300),
+    greeting(3, b"PLAIN") + command(b"INITIATE"),
+    greeting(3, b"CURVE") + command(b"HELLO", b"\x01\0" + bytes(192)),
+    greeting(3, b"CURVE") + command(b"HELLO", bytes(10)),
+    greeting(3, b"CURVE") + command(b"INITIATE", bytes(500)),
+    *(
+        greeting(3, m) + command(b"HELLO", bytes(64), n)
+        for m in (b"PLAIN", b"CURVE")
+        for n in (2**20, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
+    ),
+    greeting(3, b"NULL")
+    + command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER")
+    + b"\0\x05hello" * 1000,
 ]
 
 
 def scan(port: int, host: str = "127.0.0.1") -> None:
-    """Send everything in :data:`SCAN` to a port, each on a connection of its own, reading what comes back."""
+    """Send everything in :data:`SCAN` to a port, each on a connection of its own, reading what
+    comes back.
+    """
     for data in SCAN:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 10) as s:
             s.sendall(data)
@@ -69,7 +100,12 @@ sys.stdin.read()
 @contextlib.contextmanager
 def half_open(ports: list[int], n: int) -> Iterator[None]:
     """Hold ``n`` connections open, spread over ``ports``, that never end their handshake."""
-    holder = subprocess.Popen([sys.executable, "-c", _HOLD, json.dumps([ports, n, 1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, json.dumps([ports, n, 1])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         yield

@@ -1,4 +1,6 @@
-"""The own address, in network namespaces: the one from which the scheduler is reached, whatever else there is."""
+"""The own address, in network namespaces: the one from which the scheduler is reached, whatever
+else there is.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,31 @@ import pytest
 from launching import PY, Launcher, finish, launching, local_words, words
 
 PORT = "9000"
-COMMON = {"DMLC_PS_ROOT_PORT": PORT, "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_LOG_LEVEL": "info",
-          "BPSX_SECRET": "a-secret-for-the-tests-that-is-long-enough", "BPSX_RENDEZVOUS_TIMEOUT": "60"}
-SUM = ("import numpy, bpsx; bpsx.init(); a = numpy.full(3000, 7, 'float32');"
-       "print(bpsx.push_pull(a, name='a', average=False)[-1]); bpsx.shutdown()")
+COMMON = {
+    "DMLC_PS_ROOT_PORT": PORT,
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_NUM_SERVER": "1",
+    "BYTEPS_FORCE_DISTRIBUTED": "1",
+    "BYTEPS_LOG_LEVEL": "info",
+    "BPSX_SECRET": "a-secret-for-the-tests-that-is-long-enough",
+    "BPSX_RENDEZVOUS_TIMEOUT": "60",
+}
+SUM = (
+    "import numpy, bpsx; bpsx.init(); a = numpy.full(3000, 7, 'float32');"
+    "print(bpsx.push_pull(a, name='a', average=False)[-1]); bpsx.shutdown()"
+)
 
 
 class Namespace:
     """A network namespace that lasts as long as its holder."""
 
     def __init__(self) -> None:
-        self._holder = subprocess.Popen(["unshare", "-n", "sh", "-c", "ip link set lo up && echo ready && exec cat"], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._holder = subprocess.Popen(
+            ["unshare", "-n", "sh", "-c", "ip link set lo up && echo ready && exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self._holder.stdout
         self.ready = self._holder.stdout.readline() == b"ready\n"
         self.pid = str(self._holder.pid)
@@ -62,7 +77,10 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with launching(tmp_path) as made:
-        made.environment |= {"BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"], "BYTEPS_SOCKET_PATH": str(tmp_path)}
+        made.environment |= {
+            "BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"],
+            "BYTEPS_SOCKET_PATH": str(tmp_path),
+        }
         yield made
 
 
@@ -80,12 +98,19 @@ def dead(space: Namespace) -> None:
     space.ip("link set aaa up")
 
 
-def job(launcher: Launcher, here: Namespace, there: Namespace, uri: str, **more: str) -> tuple[str, tuple[int, list[str], list[str]]]:
-    """Scheduler and worker here, the server there. What the server said of its address, and how the worker fared."""
+def job(
+    launcher: Launcher, here: Namespace, there: Namespace, uri: str, **more: str
+) -> tuple[str, tuple[int, list[str], list[str]]]:
+    """Scheduler and worker here, the server there.
+
+    What the server said of its address, and how the worker fared.
+    """
     common = {**COMMON, "DMLC_PS_ROOT_URI": uri, **more}
     scheduler = launcher.start(here.within(*words()), {**common, "DMLC_ROLE": "scheduler"})
     server = launcher.start(there.within(*words()), {**common, "DMLC_ROLE": "server"})
-    worker = launcher.start(here.within(*words(PY, "-c", SUM)), {**common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
+    worker = launcher.start(
+        here.within(*words(PY, "-c", SUM)), {**common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"}
+    )
     found = finish(worker)
     status, _, said = finish(server)
     assert (status, finish(scheduler)[0]) == (0, 0)
@@ -95,7 +120,7 @@ def job(launcher: Launcher, here: Namespace, there: Namespace, uri: str, **more:
 def test_a_dead_interface_comes_first(launcher: Launcher) -> None:
     with namespaces(2) as (here, there):
         for space in (here, there):
-            dead(space)     # what a first-come choice would take, as it does docker0
+            dead(space)  # what a first-come choice would take, as it does docker0
         join(here, there)
         here.ip("addr add 10.78.0.1/24 dev cable")
         there.ip("addr add 10.78.0.2/24 dev cable")
@@ -104,7 +129,9 @@ def test_a_dead_interface_comes_first(launcher: Launcher) -> None:
         assert "server 0: 10.78.0.2:" in said
 
 
-@pytest.mark.parametrize("more", [{}, {"DMLC_INTERFACE": "cable"}], ids=["by route", "by interface"])
+@pytest.mark.parametrize(
+    "more", [{}, {"DMLC_INTERFACE": "cable"}], ids=["by route", "by interface"]
+)
 def test_ipv6_only(launcher: Launcher, more: dict[str, str]) -> None:
     with namespaces(2) as (here, there):
         join(here, there)
@@ -127,6 +154,16 @@ def test_loopback_only(launcher: Launcher) -> None:
 def test_a_loopback_address_among_others_gets_a_warning(launcher: Launcher) -> None:
     with namespaces(1) as (space,):
         dead(space)
-        environment = {**COMMON, "DMLC_PS_ROOT_URI": "10.77.0.1", "DMLC_NODE_HOST": "127.0.0.1", "BPSX_RENDEZVOUS_TIMEOUT": "1"}
-        _, _, err = finish(launcher.start(space.within(*words()), {**environment, "DMLC_ROLE": "server"}))
-        assert any("DMLC_NODE_HOST=127.0.0.1 is loopback, but the scheduler 10.77.0.1 is not" in line for line in err)
+        environment = {
+            **COMMON,
+            "DMLC_PS_ROOT_URI": "10.77.0.1",
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "BPSX_RENDEZVOUS_TIMEOUT": "1",
+        }
+        _, _, err = finish(
+            launcher.start(space.within(*words()), {**environment, "DMLC_ROLE": "server"})
+        )
+        assert any(
+            "DMLC_NODE_HOST=127.0.0.1 is loopback, but the scheduler 10.77.0.1 is not" in line
+            for line in err
+        )

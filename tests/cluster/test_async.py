@@ -1,4 +1,6 @@
-"""Asynchronous training with real processes: nothing is lost, nobody waits, it converges, and it survives a worker."""
+"""Asynchronous training with real processes: nothing is lost, nobody waits, it converges, and it
+survives a worker.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import pytest
 from jobs import DEADLINE, Job, Process, run
 
 ASYNC = {"BYTEPS_ENABLE_ASYNC": "1"}
-#: Least squares on this worker's rows, by gradient steps whose changes are pushed. The rows have a common solution, so that the
-#: result does not depend on who steps how often; `oracle` is NumPy's.
+#: Least squares on this worker's rows, by gradient steps whose changes are pushed. The rows have a
+#: common solution, so that the result does not depend on who steps how often; `oracle` is NumPy's.
 LEAST_SQUARES = """
     import bpsx, numpy as np
     bpsx.init()
@@ -37,12 +39,24 @@ LEAST_SQUARES = """
 """
 
 
-@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1", "BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}, {"BYTEPS_ENABLE_IPC": "1"}],
-                         ids=["plain", "ordered", "shared memory"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"BPSX_FIXED_ORDER": "1", "BYTEPS_SERVER_ENABLE_SCHEDULE": "1"},
+        {"BYTEPS_ENABLE_IPC": "1"},
+    ],
+    ids=["plain", "ordered", "shared memory"],
+)
 def test_the_value_is_the_sum_of_all_that_was_pushed(env):
-    """Integers in float64, so that the order of additions does not show. Every answer holds at least all of its worker's own pushes."""
-    found = run("""
+    """Integers in float64, so that the order of additions does not show.
+
+    Every answer holds at least all of its worker's own pushes.
+    """
+    found = run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         rng = np.random.default_rng(bpsx.rank())
         shapes = {"small": (3,), "odd": (1001,), "large": (70_000,), "scalar": ()}
@@ -62,19 +76,31 @@ def test_the_value_is_the_sum_of_all_that_was_pushed(env):
         for n, s in shapes.items():
             bpsx.push_pull(total[n], "total " + n, average=False)
         bpsx.barrier()
-        exact = all((bpsx.push_pull(np.zeros(s), "total " + n, average=False) == final[n]).all() for n, s in shapes.items())
+        exact = all(
+            (bpsx.push_pull(np.zeros(s), "total " + n, average=False) == final[n]).all()
+            for n, s in shapes.items()
+        )
         report([grew, exact, float(final["large"].sum()), float(total["large"].sum())])
-    """, workers=4, servers=2, env={**ASYNC, **env, "BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"})
+    """,
+        workers=4,
+        servers=2,
+        env={**ASYNC, **env, "BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"},
+    )
     finals = {w[0][2] for w in found}
     assert all(w[0][:2] == [True, True] for w in found) and finals == {sum(w[0][3] for w in found)}
 
 
 def test_it_converges_with_one_worker_ten_times_slower():
-    """Worker 1 takes one step in the time in which worker 0 takes ten: its gradients are of weights that are ten steps old and more.
+    """Worker 1 takes one step in the time in which worker 0 takes ten: its gradients are of weights
+    that are ten steps old and more.
 
-    The test holds both to that pace: a worker 1 that the machine itself keeps from running would push, at the very end, gradients of weights
-    that are hundreds of steps old, and no bound would hold."""
-    with Job(LEAST_SQUARES + """
+    The test holds both to that pace: a worker 1 that the machine itself keeps from running would
+    push, at the very end, gradients of weights that are hundreds of steps old, and no bound would
+    hold.
+    """
+    with Job(
+        LEAST_SQUARES
+        + """
     steps, each = 0, 10 if bpsx.rank() == 0 else 1
     for line in sys.stdin:
         if line == "end\\n":
@@ -85,8 +111,16 @@ def test_it_converges_with_one_worker_ten_times_slower():
         report(f"{steps} taken")
     before = distance(w)
     bpsx.barrier()
-    report({"steps": steps, "distance": distance(bpsx.push_pull(np.zeros(6), "w", average=False)), "before": before})
-    """, env=ASYNC) as job:
+    report(
+        {
+            "steps": steps,
+            "distance": distance(bpsx.push_pull(np.zeros(6), "w", average=False)),
+            "before": before,
+        }
+    )
+    """,
+        env=ASYNC,
+    ) as job:
         fast, slow = job.workers
         for n in range(1, 61):
             fast.say("go")
@@ -101,14 +135,18 @@ def test_it_converges_with_one_worker_ten_times_slower():
 
 
 def test_nobody_waits_for_a_worker_that_does_nothing():
-    with Job(LEAST_SQUARES + """
+    with Job(
+        LEAST_SQUARES
+        + """
     if bpsx.rank() == 1:
         sys.stdin.readline()
     else:
         for _ in range(1500):
             w = step(w)
         report(distance(w))
-    """, env=ASYNC) as job:
+    """,
+        env=ASYNC,
+    ) as job:
         # Worker 0 leaves, in good order, before worker 1 has pushed anything.
         assert job.workers[0].wait() == 0 and job.workers[0].reports()[0] < 1e-6
         job.workers[1].say("go")
@@ -117,19 +155,26 @@ def test_nobody_waits_for_a_worker_that_does_nothing():
 
 @pytest.mark.parametrize("end", ["kill", "exception"])
 def test_the_servers_state_survives_a_worker(end):
-    with Job(LEAST_SQUARES + """
+    with Job(
+        LEAST_SQUARES
+        + """
     for _ in range(20):
         w = step(w)
     bpsx.barrier()
     state = bpsx.push_pull(np.zeros(6), "w", average=False)
     bpsx.barrier()
-    def far(w):                 # which each step of a worker alone makes less, if it begins with what the servers have
+
+
+    # which each step of a worker alone makes less, if it begins with what the servers have
+    def far(w):
         return float(np.linalg.norm(w - oracle))
+
+
     report(far(state))
     if bpsx.rank() == 1:
         line, w = sys.stdin.readline(), state
         while line == "kill\\n":
-            w = step(w)         # until it is killed, in the middle of one
+            w = step(w)  # until it is killed, in the middle of one
         raise ValueError("out of luck")
     sys.stdin.readline()
     try:
@@ -142,7 +187,9 @@ def test_the_servers_state_survives_a_worker(end):
     for _ in range(3000):
         w = step(w)
     report(distance(w))
-    """, env=ASYNC) as job:
+    """,
+        env=ASYNC,
+    ) as job:
         one, two = job.workers
         two.wait_for_line(".")
         two.say(end)
@@ -153,18 +200,25 @@ def test_the_servers_state_survives_a_worker(end):
         assert (one.wait(), two.wait()) == (0, -9 if end == "kill" else 1), one.text()
         start, error, kept, final = one.reports()
         assert "worker 1" in error and final < 1e-9, one.text()
-        assert kept[0] <= start and (kept[1] or end == "kill"), one.text()      # the killed one went on for a while
-        assert "go on without it" in one.text() and ("out of luck" in one.text()) == (end == "exception")
+        # the killed one went on for a while
+        assert kept[0] <= start and (kept[1] or end == "kill"), one.text()
+        assert "go on without it" in one.text() and ("out of luck" in one.text()) == (
+            end == "exception"
+        )
         assert [s.wait() for s in job.servers] == [0]
         assert job.scheduler.wait() == 1 and "worker 1" in job.scheduler.text()
 
 
 def test_the_death_of_a_server_ends_it():
-    with Job(LEAST_SQUARES + """
+    with Job(
+        LEAST_SQUARES
+        + """
     report("begun")
     while True:
         w = step(w)
-    """, env=ASYNC) as job:
+    """,
+        env=ASYNC,
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("begun")
         job.servers[0].signal(signal.SIGKILL)
@@ -172,17 +226,23 @@ def test_the_death_of_a_server_ends_it():
 
 
 def test_a_single_worker_has_a_server_too():
-    found = run(LEAST_SQUARES + """
+    found = run(
+        LEAST_SQUARES
+        + """
     for _ in range(1500):
         w = step(w)
     report(distance(w))
-    """, workers=1, env=ASYNC)
+    """,
+        workers=1,
+        env=ASYNC,
+    )
     assert found[0][0] < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_add_in_float32_and_round_once_per_push(dtype):
-    found = run(f"""
+    found = run(
+        f"""
         import bpsx, ml_dtypes, numpy as np
         bpsx.init()
         kind = np.dtype("{dtype}") if "{dtype}" == "float16" else np.dtype(ml_dtypes.bfloat16)
@@ -192,12 +252,16 @@ def test_half_types_add_in_float32_and_round_once_per_push(dtype):
                 w = bpsx.push_pull(np.full(n, 0.25, kind), f"w{{n}}", average=False)
             bpsx.barrier()
             report(float(bpsx.push_pull(np.zeros(n, kind), f"w{{n}}")[n // 2]))
-    """, workers=3, env=ASYNC)
+    """,
+        workers=3,
+        env=ASYNC,
+    )
     assert found == [[13.5, 13.5]] * 3
 
 
 def test_average_divides_what_is_pushed():
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         for n in (2, 40_000):
@@ -205,12 +269,17 @@ def test_average_divides_what_is_pushed():
                 bpsx.push_pull(np.full(n, 8.0), f"w{n}")
             bpsx.barrier()
             report(float(bpsx.push_pull(np.zeros(n), f"w{n}")[0]))
-    """, env=ASYNC)
+    """,
+        env=ASYNC,
+    )
     assert found == [[40.0, 40.0]] * 2
 
 
 def refused(job: Job, processes: list[Process]) -> Process:
-    """Whoever of ``processes`` came second, has been refused and has ended. The other one waits for somebody better."""
+    """Whoever of ``processes`` came second, has been refused and has ended.
+
+    The other one waits for somebody better.
+    """
     end = time.monotonic() + DEADLINE
     while all(p.popen.poll() is None for p in processes):
         assert time.monotonic() < end, "\n".join(p.text() for p in job.processes)
@@ -222,18 +291,29 @@ def refused(job: Job, processes: list[Process]) -> Process:
 
 @pytest.mark.parametrize(("everybody", "worker_1"), [("0", "1"), ("1", "0")])
 def test_workers_that_differ_are_refused(everybody, worker_1):
-    with Job("import bpsx; bpsx.init()", servers=0, env={"BYTEPS_ENABLE_ASYNC": everybody, "DMLC_NUM_SERVER": "1"},
-             worker_env={1: {"BYTEPS_ENABLE_ASYNC": worker_1}}) as job:
+    with Job(
+        "import bpsx; bpsx.init()",
+        servers=0,
+        env={"BYTEPS_ENABLE_ASYNC": everybody, "DMLC_NUM_SERVER": "1"},
+        worker_env={1: {"BYTEPS_ENABLE_ASYNC": worker_1}},
+    ) as job:
         text = refused(job, job.workers).text()
-        assert "BYTEPS_ENABLE_ASYNC" in text and "must be the same on all workers and servers" in text
+        assert (
+            "BYTEPS_ENABLE_ASYNC" in text and "must be the same on all workers and servers" in text
+        )
 
 
 def test_a_server_that_differs_is_refused():
-    with Job("import bpsx; bpsx.init()", servers=0, workers=1, env={**ASYNC, "DMLC_NUM_SERVER": "1"}) as job:
+    with Job(
+        "import bpsx; bpsx.init()", servers=0, workers=1, env={**ASYNC, "DMLC_NUM_SERVER": "1"}
+    ) as job:
         job._env["BYTEPS_ENABLE_ASYNC"] = "0"
         job.start_server(0)
         text = refused(job, job.workers + job.servers).text()
-        assert "BYTEPS_ENABLE_ASYNC" in text and ("0 on a server" in text or "0 on this server" in text)     # whoever comes last
+        # whoever comes last
+        assert "BYTEPS_ENABLE_ASYNC" in text and (
+            "0 on a server" in text or "0 on this server" in text
+        )
 
 
 def test_what_makes_no_sense_is_refused_by_name():
@@ -246,14 +326,27 @@ def test_what_makes_no_sense_is_refused_by_name():
             report(str(e))
     """)
     assert all("BYTEPS_ENABLE_ASYNC=1" in w[0] for w in found)
-    done = subprocess.run([sys.executable, "-c", "import bpsx; bpsx.init()"], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, **ASYNC, "DMLC_NUM_SERVER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
-                               "DMLC_PS_ROOT_PORT": "1", "DMLC_WORKER_ID": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", "import bpsx; bpsx.init()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **os.environ,
+            **ASYNC,
+            "DMLC_NUM_SERVER": "0",
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": "1",
+            "DMLC_WORKER_ID": "0",
+        },
+    )
     assert done.returncode == 1 and "at least one server is needed" in done.stderr
 
 
 def test_a_local_asynchronous_job_goes_on_without_a_worker(tmp_path):
-    """The launcher's grace time is over long before worker 0 ends; its status is the dead worker's all the same."""
+    """The launcher's grace time is over long before worker 0 ends; its status is the dead worker's
+    all the same.
+    """
     script = tmp_path / "train.py"
     script.write_text("""
 import os, time
@@ -267,9 +360,29 @@ while time.monotonic() < end:
 print("trained to the end", bool(w[0] > 10), flush=True)
 """)
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--grace", "1", sys.executable, str(script)],
-                          capture_output=True, text=True, timeout=120, env={**os.environ, **ASYNC})
-    assert done.returncode == 3 and "trained to the end True" in done.stdout, done.stdout + done.stderr
-    assert "the job has failed" not in done.stderr and "the job is over: worker 1 (" in done.stderr, done.stderr
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bpsx.launch",
+            "--local",
+            "--workers",
+            "2",
+            "--grace",
+            "1",
+            sys.executable,
+            str(script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **ASYNC},
+    )
+    assert done.returncode == 3 and "trained to the end True" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert (
+        "the job has failed" not in done.stderr and "the job is over: worker 1 (" in done.stderr
+    ), done.stderr
     assert "; the others have gone on and left in good order" in done.stderr
     assert time.monotonic() - begun > 4

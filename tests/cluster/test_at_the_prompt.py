@@ -24,7 +24,13 @@ def test_dir_shows_what_is_public(module: str) -> None:
 
 
 def test_python_m_bpsx_is_the_launcher() -> None:
-    done = subprocess.run([sys.executable, "-m", "bpsx", "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "bpsx", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and "--workers" in done.stdout
 
 
@@ -45,14 +51,17 @@ def test_errors_say_in_attributes_whom_they_are_about() -> None:
 
 
 def test_a_mismatch_says_which_tensor() -> None:
-    assert run("""
+    assert (
+        run("""
         import bpsx, numpy as np
         bpsx.init()
         try:
             bpsx.push_pull(np.ones(3 + bpsx.rank()), "layer 1's weight")
         except bpsx.MismatchError as e:
             report(e.tensor)
-    """) == [["layer 1's weight"]] * 2
+    """)
+        == [["layer 1's weight"]] * 2
+    )
 
 
 def test_texts_that_name_others_or_nobody() -> None:
@@ -63,13 +72,23 @@ def test_texts_that_name_others_or_nobody() -> None:
     left = PeerLeftError("tensor 'x': worker 2 has left the job")
     assert (left.role, left.rank, left.address) == ("worker", 2, None)
     nobody = PeerLostError("a peer was lost")
-    assert (nobody.role, nobody.rank, nobody.address, nobody.reason) == (None, None, None, "a peer was lost")
+    assert (nobody.role, nobody.rank, nobody.address, nobody.reason) == (
+        None,
+        None,
+        None,
+        "a peer was lost",
+    )
     assert MismatchError("they disagree").tensor is None and bpsx.MismatchError is MismatchError
 
 
 def test_speed_asked_twice_is_the_same() -> None:
     meter = Speedometer()
-    counters = {"tensor_bytes": 4_000_000, "bytes_sent": 2_000_000, "bytes_received": 1_000_000, "busy_ns": 1_000_000_000}
+    counters = {
+        "tensor_bytes": 4_000_000,
+        "bytes_sent": 2_000_000,
+        "bytes_received": 1_000_000,
+        "busy_ns": 1_000_000_000,
+    }
     first, second = meter.read(counters), meter.read(counters)
     assert first[1] == second[1] == 4.0 and (second.sent, second.received) == (2.0, 1.0)
     later = meter.read({**counters, "tensor_bytes": 10_000_000, "busy_ns": 2_000_000_000})
@@ -78,10 +97,26 @@ def test_speed_asked_twice_is_the_same() -> None:
 
 def test_type_checkers_know_what_a_distributed_optimizer_has(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import torch\nimport bpsx.torch as bps\n"
-                      "o = bps.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], 0.1))\n"
-                      "o.synchronize()\nwith o.skip_synchronize():\n    o.step()\no.no_such_method()\n")
+    script.write_text(
+        "import torch\nimport bpsx.torch as bps\n"
+        "o = bps.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], 0.1))\n"
+        "o.synchronize()\nwith o.skip_synchronize():\n    o.step()\no.no_such_method()\n"
+    )
     source = Path(__file__).parents[2] / "src"
-    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", str(script)],
-                          cwd=source, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--follow-imports=silent",
+            str(script),
+        ],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stdout.count("error:") == 1 and "no_such_method" in done.stdout, done.stdout

@@ -1,4 +1,6 @@
-"""What a batch system does to a job: it sends signals to every process, and the script has time to save."""
+"""What a batch system does to a job: it sends signals to every process, and the script has time to
+save.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ TRAIN = """
 import os, queue, signal
 import numpy as np
 import bpsx
+
 bpsx.init()
 told = queue.SimpleQueue()
 signal.signal(int(os.environ["STRUCK"]), lambda *_: told.put(1))
 bpsx.push_pull(np.ones(4, "f4"), "x")
 print("ready", os.getpid(), flush=True)
 told.get()
-signal.signal(int(os.environ["STRUCK"]), signal.SIG_IGN)    # it comes twice, and Python's end forgets handlers
+# it comes twice, and Python's end forgets handlers
+signal.signal(int(os.environ["STRUCK"]), signal.SIG_IGN)
 print("saved", bpsx.push_pull(np.full(4, bpsx.rank() + 1, "f4"), "y", average=False)[0], flush=True)
 """
 
@@ -52,7 +56,9 @@ def job_processes(launcher: Launcher, *roles: str) -> list[int]:
         if entry.name.isdigit():
             try:
                 environment = (entry / "environ").read_bytes()
-                if launcher.mark.encode() in environment and (not roles or any(f"DMLC_ROLE={r}\0".encode() in environment for r in roles)):
+                if launcher.mark.encode() in environment and (
+                    not roles or any(f"DMLC_ROLE={r}\0".encode() in environment for r in roles)
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -60,12 +66,18 @@ def job_processes(launcher: Launcher, *roles: str) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
-def test_push_pull_works_after_every_process_got_the_signal(launcher: Launcher, number: signal.Signals) -> None:
-    job = launcher.start(local_words("--workers", "2", "--servers", "1", sys.executable, "-c", TRAIN), {"STRUCK": str(int(number))})
+def test_push_pull_works_after_every_process_got_the_signal(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    job = launcher.start(
+        local_words("--workers", "2", "--servers", "1", sys.executable, "-c", TRAIN),
+        {"STRUCK": str(int(number))},
+    )
     assert job.stdout and job.stderr
     ready = [job.stdout.readline().split()[1:3] for _ in range(2)]
     assert [words[1] for words in ready] == [b"ready", b"ready"]
-    # Scheduler and servers first, and workers once those have heard of it: later the job may be over before they do.
+    # Scheduler and servers first, and workers once those have heard of it: later the job may be
+    # over before they do.
     helpers = job_processes(launcher, "scheduler", "server")
     strike(helpers, number)
     told: list[bytes] = []
@@ -76,13 +88,18 @@ def test_push_pull_works_after_every_process_got_the_signal(launcher: Launcher, 
     strike([pid for pid in job_processes(launcher) if pid not in helpers], number)
     status, out, err = finish(job)
     assert (status, out) == (0, ["[worker 0] saved 3.0", "[worker 1] saved 3.0"]), err
-    assert not any(_SERVES.decode() in line for line in err) and len(told) == (2 if number == signal.SIGTERM else 0)
+    assert not any(_SERVES.decode() in line for line in err) and len(told) == (
+        2 if number == signal.SIGTERM else 0
+    )
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_helper_ends_after_its_time(role: str) -> None:
-    with Job("import bpsx\nbpsx.init()\nprint('up', flush=True)\nhear()\nbpsx.push_pull(__import__('numpy').ones(2), 'x')",
-             env={"BPSX_TERM_GRACE": "0.3"}) as job:
+    with Job(
+        "import bpsx\nbpsx.init()\nprint('up',"
+        " flush=True)\nhear()\nbpsx.push_pull(__import__('numpy').ones(2), 'x')",
+        env={"BPSX_TERM_GRACE": "0.3"},
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("up")
         struck = job.scheduler if role == "scheduler" else job.servers[0]
@@ -98,7 +115,9 @@ def test_a_helper_ends_after_its_time(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_the_second_sigterm_ends_a_helper_at_once(role: str) -> None:
-    with Job("import bpsx\nbpsx.init()\nprint('up', flush=True)\nhear()", env={"BPSX_TERM_GRACE": "1000"}) as job:
+    with Job(
+        "import bpsx\nbpsx.init()\nprint('up', flush=True)\nhear()", env={"BPSX_TERM_GRACE": "1000"}
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("up")
         struck = job.scheduler if role == "scheduler" else job.servers[0]
@@ -110,7 +129,12 @@ def test_the_second_sigterm_ends_a_helper_at_once(role: str) -> None:
 
 
 def test_a_scheduler_that_is_ended_while_the_job_gathers_has_refused_nobody() -> None:
-    with Job("import bpsx\nbpsx.init()", workers=1, servers=1, env={"BYTEPS_LOG_LEVEL": "info", "DMLC_NUM_WORKER": "2"}) as job:
+    with Job(
+        "import bpsx\nbpsx.init()",
+        workers=1,
+        servers=1,
+        env={"BYTEPS_LOG_LEVEL": "info", "DMLC_NUM_WORKER": "2"},
+    ) as job:
         assert job.scheduler is not None
         job.workers[0].wait_for_line("known to the scheduler")
         job.scheduler.signal(signal.SIGTERM)

@@ -39,7 +39,10 @@ if __name__ == "__main__":
 
 def job(tmp_path: Path, method: str, how: str) -> Job:
     (tmp_path / "script.py").write_text(SCRIPT)
-    return Job(f"os.execv(sys.executable, [sys.executable, {str(tmp_path / 'script.py')!r}, {method!r}, {how!r}])")
+    return Job(
+        f"os.execv(sys.executable, [sys.executable, {str(tmp_path / 'script.py')!r}, {method!r},"
+        f" {how!r}])"
+    )
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -47,7 +50,9 @@ def test_a_child_that_returns_has_left_in_good_order(tmp_path: Path, method: str
     with job(tmp_path, method, "return") as run:
         for process in run.processes:
             assert process.wait() == 0, process.text()
-        assert all("sum 2.0" in worker.lines and "child 0" in worker.lines for worker in run.workers)
+        assert all(
+            "sum 2.0" in worker.lines and "child 0" in worker.lines for worker in run.workers
+        )
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])

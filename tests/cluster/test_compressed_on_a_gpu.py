@@ -1,4 +1,6 @@
-"""A worker whose gradients CUDA kernels compress, another with those for CPUs, and a server without a GPU: nobody sees a difference."""
+"""A worker whose gradients CUDA kernels compress, another with those for CPUs, and a server without
+a GPU: nobody sees a difference.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from jobs import run
 from unit.cuda_tools import DEVICES, why_no_gpu
 
 STEPS = 3
-#: name and compressor -> (elements, compression, the compressor's own keys). onebit without scaling: a mean's last bits are those of an order.
+#: name and compressor -> (elements, compression, the compressor's own keys). onebit without
+#: scaling: a mean's last bits are those of an order.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "onebit": (301, {"ef": "vanilla"}, {}),
     "topk": (300, {"ef": "vanilla", "momentum": "nesterov"}, {"k": 0.1}),
@@ -24,25 +27,32 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 WORKER = """
 import bpsx, ctypes, json, numpy as np, os
+
 cases = json.loads(os.environ["CASES"])
 rank = int(os.environ["DMLC_WORKER_ID"])
 kind = os.environ["DEVICE"]
 if rank == 1 and kind:
-    # In place of the addresses of compiled C functions, those of functions that have the device do it.
+    # In place of the addresses of compiled C functions, those of functions that have the device do
+    # it.
     import bpsx.compression.spec
     from bpsx.kernels.codecs import Compiled
     from unit.cuda_tools import Worker
+
     device, coders, calls = Worker(kind), {}, []
     P, I = ctypes.c_void_p, ctypes.c_int64
 
     def array(address, n, dtype):
-        return np.frombuffer((ctypes.c_char * (n * np.dtype(dtype).itemsize)).from_address(address), dtype)
+        return np.frombuffer(
+            (ctypes.c_char * (n * np.dtype(dtype).itemsize)).from_address(address), dtype
+        )
 
     def load_codec(name, wide, residual, momentum):
         def coder(options, n):
             key = tuple(array(options, 8, np.int64))
             if key not in coders:
-                coders[key] = device.call(None, "", name, cases[name][2], n, wide, residual, momentum, int(key[7]))
+                coders[key] = device.call(
+                    None, "", name, cases[name][2], n, wide, residual, momentum, int(key[7])
+                )
             return coders[key]
 
         def encode(g, e, m, wire, scratch, state, options, n, counter, factor, mu):
@@ -60,8 +70,12 @@ if rank == 1 and kind:
             calls.append(("decode", name, 0))
             return 0
 
-        functions = (ctypes.CFUNCTYPE(I, P, P, P, P, P, P, P, I, ctypes.c_uint64, ctypes.c_double, ctypes.c_double)(encode),
-                     ctypes.CFUNCTYPE(I, P, I, P, P, P, I, I)(decode))
+        functions = (
+            ctypes.CFUNCTYPE(
+                I, P, P, P, P, P, P, P, I, ctypes.c_uint64, ctypes.c_double, ctypes.c_double
+            )(encode),
+            ctypes.CFUNCTYPE(I, P, I, P, P, P, I, I)(decode),
+        )
         return Compiled(*(ctypes.cast(f, P).value for f in functions), functions)
 
     bpsx.compression.spec.load_codec = load_codec
@@ -80,8 +94,15 @@ if rank == 1 and kind:
 
 def environment(folder: Path, device: str) -> dict[str, str]:
     tests = str(Path(__file__).parents[1])
-    return {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "FOLDER": str(folder), "DEVICE": device, "BYTEPS_MIN_COMPRESS_BYTES": "0",
-            "BYTEPS_THREADPOOL_SIZE": "1", "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), tests])}
+    return {
+        "CASES": json.dumps(CASES),
+        "STEPS": str(STEPS),
+        "FOLDER": str(folder),
+        "DEVICE": device,
+        "BYTEPS_MIN_COMPRESS_BYTES": "0",
+        "BYTEPS_THREADPOOL_SIZE": "1",
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), tests]),
+    }
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,10 +110,15 @@ def test_one_worker_on_a_gpu_and_nobody_else(tmp_path: Path, device: str) -> Non
     if device == "gpu" and why_no_gpu():
         pytest.skip(f"no GPU: {why_no_gpu()}")
     run(WORKER, 2, 1, env=environment(tmp_path, ""))
-    (_, (calls,)) = run(WORKER, 2, 1, env=environment(tmp_path, device))
-    assert sorted(map(tuple, calls)) == sorted([("encode", name, step + 1) for name in CASES for step in range(STEPS)]
-                                               + [("decode", name, 0) for name in CASES for _ in range(STEPS)]), "all of it was done there"
+    _, (calls,) = run(WORKER, 2, 1, env=environment(tmp_path, device))
+    assert sorted(map(tuple, calls)) == sorted(
+        [("encode", name, step + 1) for name in CASES for step in range(STEPS)]
+        + [("decode", name, 0) for name in CASES for _ in range(STEPS)]
+    ), "all of it was done there"
     for name in CASES:
         for step in range(STEPS):
-            want, *found = (np.load(tmp_path / f"{name}.{rank}.{step}.{kind}.npy") for rank, kind in ((0, ""), (0, device), (1, device)))
+            want, *found = (
+                np.load(tmp_path / f"{name}.{rank}.{step}.{kind}.npy")
+                for rank, kind in ((0, ""), (0, device), (1, device))
+            )
             assert all((f == want).all() for f in found), (name, step)

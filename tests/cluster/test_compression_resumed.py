@@ -1,4 +1,6 @@
-"""What compression keeps from round to round: saved and put back, a job goes on as if it had not been interrupted, bit for bit."""
+"""What compression keeps from round to round: saved and put back, a job goes on as if it had not
+been interrupted, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,26 @@ from jobs import Job, run
 STEPS, HALF = 6, 3
 #: name -> (dtype, elements, compression)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "onebit": ("float32", 40_001, {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"}),
-    "topk": ("float16", 40_001, {"compressor": "topk", "k": 0.01, "ef": "vanilla", "momentum": "nesterov"}),
-    "randomk": ("float32", 40_001, {"compressor": "randomk", "k": 0.02, "ef": "corrected", "seed": 5}),
-    "dithering": ("float64", 40_001, {"compressor": "dithering", "k": 3, "ef": "vanilla", "seed": 5}),
+    "onebit": (
+        "float32",
+        40_001,
+        {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"},
+    ),
+    "topk": (
+        "float16",
+        40_001,
+        {"compressor": "topk", "k": 0.01, "ef": "vanilla", "momentum": "nesterov"},
+    ),
+    "randomk": (
+        "float32",
+        40_001,
+        {"compressor": "randomk", "k": 0.02, "ef": "corrected", "seed": 5},
+    ),
+    "dithering": (
+        "float64",
+        40_001,
+        {"compressor": "dithering", "k": 3, "ef": "vanilla", "seed": 5},
+    ),
     "without residual": ("float32", 40_001, {"compressor": "dithering", "k": 3}),
     "small": ("float32", 100, {"compressor": "onebit", "momentum": "nesterov", "ef": "vanilla"}),
 }
@@ -62,24 +80,44 @@ bpsx.shutdown()
 
 
 def environment(folder: Path, begin: int, end: int, **more: str) -> dict[str, str]:
-    return {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "BEGIN": str(begin), "END": str(end), "FOLDER": str(folder),
-            "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_COMPRESS_BYTES": "1000", "BPSX_FIXED_ORDER": "1", **more}
+    return {
+        "CASES": json.dumps(CASES),
+        "STEPS": str(STEPS),
+        "BEGIN": str(begin),
+        "END": str(end),
+        "FOLDER": str(folder),
+        "BYTEPS_PARTITION_BYTES": "65536",
+        "BYTEPS_MIN_COMPRESS_BYTES": "1000",
+        "BPSX_FIXED_ORDER": "1",
+        **more,
+    }
 
 
-def part(folder: Path, begin: int, end: int, workers: int = 2, processes: int = 1, **more: str) -> list[list[Any]]:
+def part(
+    folder: Path, begin: int, end: int, workers: int = 2, processes: int = 1, **more: str
+) -> list[list[Any]]:
     return run(WORKER, workers, 2, processes=processes, env=environment(folder, begin, end, **more))
 
 
 def differing(folder: Path, name: str, begin: int, workers: int) -> list[tuple[int, int]]:
     """(rank, step) of results that are not those of the job that was not interrupted."""
+
     def read(rank: int, step: int, begin: int) -> bytes:
         return (folder / f"{name}.{rank}.{step}.{begin}.npy").read_bytes()
-    return [(rank, step) for rank in range(workers) for step in range(begin, STEPS) if read(rank, step, begin) != read(rank, step, 0)]
+
+    return [
+        (rank, step)
+        for rank in range(workers)
+        for step in range(begin, STEPS)
+        if read(rank, step, begin) != read(rank, step, 0)
+    ]
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
-    """A job that was not interrupted, and the first half of one that was; what the former has saved at its end."""
+    """A job that was not interrupted, and the first half of one that was; what the former has saved
+    at its end.
+    """
     folder = tmp_path_factory.mktemp("whole")
     whole = part(folder, 0, STEPS, EARLY="1")
     part(folder, 0, HALF, EARLY="1")
@@ -92,7 +130,9 @@ def folder(first: tuple[Path, list[list[Any]]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(first[0], tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("early", ["", "1"], ids=["while tensors are in use", "before the first push"])
+@pytest.mark.parametrize(
+    "early", ["", "1"], ids=["while tensors are in use", "before the first push"]
+)
 def test_a_job_goes_on_where_another_has_ended(folder: Path, early: str) -> None:
     part(folder, HALF, STEPS, EARLY=early)
     for name in CASES:
@@ -116,15 +156,25 @@ def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) ->
     path.write_bytes(pickle.dumps({} if lost == "all of worker 1" else state))
     part(folder, HALF, STEPS, EARLY="1")
     for name in CASES:
-        # Of small tensors servers keep nothing, and of randomk nothing of use: they answer at the places that were pushed.
-        assert (differing(folder, name, HALF, 2) != []) == (name not in ("small", "randomk") or lost == "all of worker 1"), name
+        # Of small tensors servers keep nothing, and of randomk nothing of use: they answer at the
+        # places that were pushed.
+        assert (differing(folder, name, HALF, 2) != []) == (
+            name not in ("small", "randomk") or lost == "all of worker 1"
+        ), name
 
 
 def test_the_state_of_another_worker_gives_counters_only_and_all_agree(folder: Path) -> None:
-    """Everybody loads what worker 0 has saved, as scripts do whose first worker writes the checkpoints."""
+    """Everybody loads what worker 0 has saved, as scripts do whose first worker writes the
+    checkpoints.
+    """
     part(folder, HALF, STEPS, EARLY="1", WHOSE="0")
     for name in CASES:
-        assert len({(folder / f"{name}.{rank}.{STEPS - 1}.{HALF}.npy").read_bytes() for rank in (0, 1)}) == 1
+        assert (
+            len(
+                {(folder / f"{name}.{rank}.{STEPS - 1}.{HALF}.npy").read_bytes() for rank in (0, 1)}
+            )
+            == 1
+        )
     assert differing(folder, "without residual", HALF, 2) == [], "nothing of it belongs to a worker"
 
 
@@ -142,11 +192,15 @@ def test_suspended_jobs_go_on_in_the_next_one(folder: Path) -> None:
     for name in CASES:
         for rank in (0, 1):
             for step in range(HALF, STEPS):
-                assert (folder / f"{name}.{rank}.{step}.0.npy").read_bytes() == before[f"{name}.{rank}.{step}.0.npy"]
+                assert (folder / f"{name}.{rank}.{step}.0.npy").read_bytes() == before[
+                    f"{name}.{rank}.{step}.0.npy"
+                ]
 
 
 def test_machines_of_two_processes(tmp_path: Path) -> None:
-    """The root keeps the residual of its machine's sum, each process the momentum of its own gradients."""
+    """The root keeps the residual of its machine's sum, each process the momentum of its own
+    gradients.
+    """
     part(tmp_path, 0, STEPS, 4, 2, EARLY="1")
     part(tmp_path, 0, HALF, 4, 2, EARLY="1")
     part(tmp_path, HALF, STEPS, 4, 2, EARLY="1")
@@ -188,7 +242,11 @@ def test_what_is_no_state_or_that_of_something_else() -> None:
         names, in_use, texts, *sums = job.results()[0]
         log = job.workers[0].text()
     assert names == ["x"] and "topk" in in_use, "not what was declared last"
-    for text, said in zip(texts, ("a mapping is needed, not int", "'worker' is a str; allowed are", "'colour' is a int"), strict=True):
+    for text, said in zip(
+        texts,
+        ("a mapping is needed, not int", "'worker' is a str; allowed are", "'colour' is a int"),
+        strict=True,
+    ):
         assert "'x'" in text and said in text
     assert all(total > 0 for total in sums), "it goes on with what it had"
     assert log.count("is that of something else, and is not used") == 3

@@ -1,4 +1,6 @@
-"""A compressor that is no part of the package, the one that CONTRIBUTING.md shows: whole jobs against its oracle; and what is refused."""
+"""A compressor that is no part of the package, the one that CONTRIBUTING.md shows: whole jobs
+against its oracle; and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,33 @@ RATES = [0.5, 0.25, 0.375, 1.0]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("float32", {"compressor": "means"}),
     "feedback": ("float32", {"compressor": "means", "size": 5, "ef": "vanilla"}),
-    "corrected": ("float64", {"compressor": "means", "size": np.int64(3), "ef": "corrected", "scaling": None}),
-    "nesterov": ("float16", {"compressor": "means", "size": 7, "ef": "vanilla", "momentum": "nesterov", "mu": 0.75, "fp16": True}),
+    "corrected": (
+        "float64",
+        {"compressor": "means", "size": np.int64(3), "ef": "corrected", "scaling": None},
+    ),
+    "nesterov": (
+        "float16",
+        {
+            "compressor": "means",
+            "size": 7,
+            "ef": "vanilla",
+            "momentum": "nesterov",
+            "mu": 0.75,
+            "fp16": True,
+        },
+    ),
 }
 PUSHES = """
 import bpsx, json, numpy as np, os
+
 bpsx.init()
 for name, (dtype, params) in json.loads(os.environ["CASES"]).items():
     bpsx.declare(name, compression=params)
     rng = np.random.default_rng([len(name), bpsx.rank()])
     for step, rate in enumerate(json.loads(os.environ["RATES"])):
-        out = bpsx.push_pull((rng.integers(-64, 64, 40_001) / 8).astype(dtype), name, learning_rate=rate)
+        out = bpsx.push_pull(
+            (rng.integers(-64, 64, 40_001) / 8).astype(dtype), name, learning_rate=rate
+        )
         np.save(os.path.join(os.environ["OUT"], f"{name}.{bpsx.rank()}.{step}.npy"), out)
 bpsx.shutdown()
 """
@@ -60,8 +78,8 @@ bpsx.shutdown()
 def blocks() -> list[str]:
     """The Python in the page's section: the compressor, and its oracle."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text[text.index("## Add a compressor\n"):]
-    return re.findall(r"^```python\n(.*?)^```$", section[:section.index("\n## ")], re.M | re.S)
+    section = text[text.index("## Add a compressor\n") :]
+    return re.findall(r"^```python\n(.*?)^```$", section[: section.index("\n## ")], re.M | re.S)
 
 
 @pytest.fixture
@@ -70,13 +88,20 @@ def outside(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "means.py").write_text(blocks()[0])
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
 
 
 def oracle(n: int, size: int, wide: str) -> Reference:
     said: dict[str, Any] = {"np": np}
     exec(blocks()[1], said)
-    return Reference(lambda p, _: said["encode"](p, size), lambda wire, n: said["decode"](wire, n, size, wide), n, wide)
+    return Reference(
+        lambda p, _: said["encode"](p, size),
+        lambda wire, n: said["decode"](wire, n, size, wide),
+        n,
+        wide,
+    )
 
 
 def expected(name: str) -> list[np.ndarray]:
@@ -85,7 +110,11 @@ def expected(name: str) -> list[np.ndarray]:
     wide = "float64" if dtype == "float64" else "float32"
     step = PARTITION // np.dtype(dtype).itemsize
     spans = [slice(begin, min(begin + step, N)) for begin in range(0, N, step)]
-    coders = [[oracle(s.stop - s.start, int(params.get("size", 8)), wide) for s in spans] for _ in range(3)]      # two workers and the server
+    # two workers and the server
+    coders = [
+        [oracle(s.stop - s.start, int(params.get("size", 8)), wide) for s in spans]
+        for _ in range(3)
+    ]
     rngs = [np.random.default_rng([len(name), rank]) for rank in range(2)]
     ef, momentum, mu = "ef" in params, "momentum" in params, params.get("mu", 0.9)
     found = []
@@ -94,32 +123,71 @@ def expected(name: str) -> list[np.ndarray]:
         given = [(rng.integers(-64, 64, N) / 8).astype(dtype).astype(wide) for rng in rngs]
         out = np.empty(N, dtype)
         for part, span in enumerate(spans):
-            first, second = (coders[r][part].decode(coders[r][part].encode(given[r][span], residual=ef, momentum=momentum, mu=mu, factor=factor),
-                                                    span.stop - span.start) for r in range(2))
+            first, second = (
+                coders[r][part].decode(
+                    coders[r][part].encode(
+                        given[r][span], residual=ef, momentum=momentum, mu=mu, factor=factor
+                    ),
+                    span.stop - span.start,
+                )
+                for r in range(2)
+            )
             server = coders[2][part]
-            out[span] = server.decode(server.encode((first + second) / first.dtype.type(2), residual=ef, factor=factor), span.stop - span.start)
+            out[span] = server.decode(
+                server.encode((first + second) / first.dtype.type(2), residual=ef, factor=factor),
+                span.stop - span.start,
+            )
         found.append(out)
     return found
 
 
 def test_a_job_with_it_gives_what_its_oracle_says(outside: dict[str, str], tmp_path: Path) -> None:
     cases = json.dumps(CASES, default=int)
-    run(PUSHES, 2, 1, env={**outside, "BPSX_COMPRESSORS": "means", "CASES": cases, "RATES": json.dumps(RATES), "OUT": str(tmp_path),
-                           "BYTEPS_PARTITION_BYTES": str(PARTITION // 2), "BYTEPS_MIN_COMPRESS_BYTES": "1000"})
+    run(
+        PUSHES,
+        2,
+        1,
+        env={
+            **outside,
+            "BPSX_COMPRESSORS": "means",
+            "CASES": cases,
+            "RATES": json.dumps(RATES),
+            "OUT": str(tmp_path),
+            "BYTEPS_PARTITION_BYTES": str(PARTITION // 2),
+            "BYTEPS_MIN_COMPRESS_BYTES": "1000",
+        },
+    )
     for name in CASES:
         for step, want in enumerate(expected(name)):
             for rank in range(2):
                 got = np.load(tmp_path / f"{name}.{rank}.{step}.npy")
-                assert got.dtype == want.dtype and (got.view(f"u{want.itemsize}") == want.view(f"u{want.itemsize}")).all(), (name, step, rank)
+                assert (
+                    got.dtype == want.dtype
+                    and (got.view(f"u{want.itemsize}") == want.view(f"u{want.itemsize}")).all()
+                ), (name, step, rank)
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["two machines", "four processes of two machines"])
-def test_a_server_without_it_says_so_to_all_workers_and_lives(outside: dict[str, str], processes: int) -> None:
+@pytest.mark.parametrize(
+    "processes", [1, 2], ids=["two machines", "four processes of two machines"]
+)
+def test_a_server_without_it_says_so_to_all_workers_and_lives(
+    outside: dict[str, str], processes: int
+) -> None:
     workers = 2 * processes
-    with Job(TRY, workers, 1, env=outside, worker_env={rank: {"BPSX_COMPRESSORS": "means"} for rank in range(workers)}, processes=processes) as job:
+    with Job(
+        TRY,
+        workers,
+        1,
+        env=outside,
+        worker_env={rank: {"BPSX_COMPRESSORS": "means"} for rank in range(workers)},
+        processes=processes,
+    ) as job:
         for first, second, plain, signs in job.results(timeout=60):
             assert first == second and first[0] == "ConfigError"
-            assert all(text in first[1] for text in ("'w'", '"compressor": "means"', "BPSX_COMPRESSORS", "server")), first[1]
+            assert all(
+                text in first[1]
+                for text in ("'w'", '"compressor": "means"', "BPSX_COMPRESSORS", "server")
+            ), first[1]
             assert (plain, signs) == (workers, 1)
         logged = [line for line in job.servers[0].errors if "compressor='means'" in line]
         assert logged and all("BPSX_COMPRESSORS" in line for line in logged)
@@ -128,7 +196,8 @@ def test_a_server_without_it_says_so_to_all_workers_and_lives(outside: dict[str,
 
 def test_a_worker_without_it_is_told_what_there_is(outside: dict[str, str]) -> None:
     """By declare(), before anything is sent; the other worker sees it leave."""
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         try:
@@ -137,9 +206,17 @@ def test_a_worker_without_it_is_told_what_there_is(outside: dict[str, str]) -> N
         except bpsx.ConfigError as error:
             report(str(error))
         bpsx.shutdown()
-    """, 2, 1, env=outside, worker_env={0: {"BPSX_COMPRESSORS": "means"}})
+    """,
+        2,
+        1,
+        env=outside,
+        worker_env={0: {"BPSX_COMPRESSORS": "means"}},
+    )
     assert found[0] == ["declared"]
-    assert "compressor='means': allowed are onebit, topk, randomk, dithering" in found[1][0] and "BPSX_COMPRESSORS" in found[1][0]
+    assert (
+        "compressor='means': allowed are onebit, topk, randomk, dithering" in found[1][0]
+        and "BPSX_COMPRESSORS" in found[1][0]
+    )
 
 
 CODEC = """
@@ -154,38 +231,105 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "broken": ("import means\nif:", ["wrong", "SyntaxError"]),
     "raising": ("raise RuntimeError('no such device')", ["wrong", "RuntimeError: no such device"]),
     "ending": ("raise SystemExit(3)", ["wrong", "SystemExit: 3"]),
-    "of ours": (CODEC.format(name="topk", keys=()), ["wrong", "compressor 'topk'", "one of bpsx's own"]),
-    "of ours, hidden": (CODEC.format(name="half", keys=()), ["wrong", "compressor 'half'", "one of bpsx's own"]),
-    "of another's": (CODEC.format(name="means", keys=()), ["wrong", "compressor 'means' of wrong", "means has it"]),
-    "a key": (CODEC.format(name="mine", keys=("size", "seed")), ["wrong", "compressor 'mine'", "'seed'"]),
+    "of ours": (
+        CODEC.format(name="topk", keys=()),
+        ["wrong", "compressor 'topk'", "one of bpsx's own"],
+    ),
+    "of ours, hidden": (
+        CODEC.format(name="half", keys=()),
+        ["wrong", "compressor 'half'", "one of bpsx's own"],
+    ),
+    "of another's": (
+        CODEC.format(name="means", keys=()),
+        ["wrong", "compressor 'means' of wrong", "means has it"],
+    ),
+    "a key": (
+        CODEC.format(name="mine", keys=("size", "seed")),
+        ["wrong", "compressor 'mine'", "'seed'"],
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_imported_is_said_at_the_start(outside: dict[str, str], tmp_path: Path, fault: str) -> None:
+def test_what_cannot_be_imported_is_said_at_the_start(
+    outside: dict[str, str], tmp_path: Path, fault: str
+) -> None:
     source, named = FAULTS[fault]
     if source:
         (tmp_path / "modules" / "wrong.py").write_text(source)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_")) or k == "BPSX_CACHE_DIR"}
-    env = {**clean, **outside, "BPSX_COMPRESSORS": f"means,{named[0]}", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
-    worker = "import bpsx\nfor _ in range(2):\n    try:\n        bpsx.init()\n    except bpsx.ConfigError as e:\n        print(e)"
-    done = subprocess.run([sys.executable, "-c", worker], env={**env, "DMLC_ROLE": "worker"}, capture_output=True, text=True, timeout=60)
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_")) or k == "BPSX_CACHE_DIR"
+    }
+    env = {
+        **clean,
+        **outside,
+        "BPSX_COMPRESSORS": f"means,{named[0]}",
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "1",
+    }
+    worker = (
+        "import bpsx\nfor _ in range(2):\n    try:\n        bpsx.init()\n    except"
+        " bpsx.ConfigError as e:\n        print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", worker],
+        env={**env, "DMLC_ROLE": "worker"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     told = done.stdout.splitlines()
     assert len(told) == 2 and done.returncode == 0, done
-    server = subprocess.run([sys.executable, "-m", "bpsx.server"], capture_output=True, text=True, timeout=60,
-                            env={**env, "DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1"})
+    server = subprocess.run(
+        [sys.executable, "-m", "bpsx.server"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **env,
+            "DMLC_ROLE": "server",
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": "1",
+        },
+    )
     assert server.returncode == 2, server
     for text in (*told, server.stderr):
-        assert all(word in text for word in ("BPSX_COMPRESSORS", *named)) and "Traceback" not in text, text
+        assert (
+            all(word in text for word in ("BPSX_COMPRESSORS", *named)) and "Traceback" not in text
+        ), text
 
 
 def test_the_launcher_passes_it_on(outside: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import bpsx, numpy as np\nbpsx.init()\nbpsx.declare('w', compression={'compressor': 'means', 'size': 4})\n"
-                      "print(bpsx.push_pull(np.full(40_001, 3.0), 'w')[-1])\n")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_")) or k == "BPSX_CACHE_DIR"}
-    done = subprocess.run([sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "1", sys.executable, str(script)],
-                          env={**env, **outside, "BPSX_COMPRESSORS": "means"}, capture_output=True, text=True, timeout=90)
+    script.write_text(
+        "import bpsx, numpy as np\nbpsx.init()\nbpsx.declare('w', compression={'compressor':"
+        " 'means', 'size': 4})\nprint(bpsx.push_pull(np.full(40_001, 3.0), 'w')[-1])\n"
+    )
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_")) or k == "BPSX_CACHE_DIR"
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bpsx.launch",
+            "--local",
+            "--workers",
+            "2",
+            "--servers",
+            "1",
+            sys.executable,
+            str(script),
+        ],
+        env={**env, **outside, "BPSX_COMPRESSORS": "means"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
     assert done.returncode == 0 and done.stdout.count("3.0") == 2, done
 
 
@@ -194,7 +338,9 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     yield from workers(request.param)
 
 
-def test_its_kernels_for_gpus_do_what_those_for_cpus_do(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_for_gpus_do_what_those_for_cpus_do(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in (("means", blocks()[0]), ("means_cuda", blocks()[2])):
         (tmp_path / f"{name}.py").write_text(text)
         worker.call(None, "import", str(tmp_path), name)
@@ -202,7 +348,11 @@ def test_its_kernels_for_gpus_do_what_those_for_cpus_do(worker: Worker, tmp_path
     monkeypatch.setattr(codecs, "_codecs", dict(codecs._codecs))
     monkeypatch.delitem(sys.modules, "means", raising=False)
     importlib.import_module("means")
-    for n, wide, residual, momentum in ((1, "float32", False, False), (300, "float32", True, False), (301, "float64", True, True)):
+    for n, wide, residual, momentum in (
+        (1, "float32", False, False),
+        (300, "float32", True, False),
+        (301, "float64", True, True),
+    ):
         pair = Pair(worker, "means", {"size": 4}, n, wide, residual, momentum)
         for turn, kind in enumerate(["normal", "wild", "infinity", "normal"]):
             g = gradient(kind, n, wide, turn)

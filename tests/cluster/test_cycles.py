@@ -1,4 +1,7 @@
-"""Starting and stopping again and again: in one process, and whole jobs. ``python -m bench soak`` does 1,000 of each; here runs a share."""
+"""Starting and stopping again and again: in one process, and whole jobs.
+
+``python -m bench soak`` does 1,000 of each; here runs a share.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_many_cycles_in_one_process_without_a_job_leave_nothing():
-    job = Job("""
+    job = Job(
+        """
         import bpsx, gc, numpy as np
         def resources():
             gc.collect()
@@ -30,7 +34,10 @@ def test_many_cycles_in_one_process_without_a_job_leave_nothing():
         for _ in range(300):
             cycle()
         report([before, resources()])
-    """, workers=1, servers=0)
+    """,
+        workers=1,
+        servers=0,
+    )
     try:
         job.start_worker(0)
         assert job.workers[0].wait() == 0, job.workers[0].text()
@@ -48,7 +55,11 @@ def test_a_share_of_the_soak(way):
     cases = {c["case"]: c["value"] for c in json.loads(done.stdout)["cases"]}
     assert cases[way] == 4
     for name, value in cases.items():
-        assert value <= 0 or not name.startswith(("left-", "growth-")) or name in ("growth-objects", "growth-rss"), (name, done.stderr)
+        assert (
+            value <= 0
+            or not name.startswith(("left-", "growth-"))
+            or name in ("growth-objects", "growth-rss")
+        ), (name, done.stderr)
     assert cases.get("growth-objects", 0) <= 100, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Data paths that die in silence while all else goes on: the control link, other ports, the other direction, small packets."""
+"""Data paths that die in silence while all else goes on: the control link, other ports, the other
+direction, small packets.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,16 @@ _CUTS = {
 
 
 @needed
-@pytest.mark.parametrize(("cut", "transport"), [*((cut, "zmq") for cut in _CUTS), ("large packets", "tcp")])
+@pytest.mark.parametrize(
+    ("cut", "transport"), [*((cut, "zmq") for cut in _CUTS), ("large packets", "tcp")]
+)
 def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
-    env = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2", "BYTEPS_LOG_LEVEL": "info", **TRANSPORTS[transport]}
+    env = {
+        "PS_HEARTBEAT_INTERVAL": "0.5",
+        "PS_HEARTBEAT_TIMEOUT": "2",
+        "BYTEPS_LOG_LEVEL": "info",
+        **TRANSPORTS[transport],
+    }
     with net_job(STEPPING, env) as (network, job):
         port = job.servers[0].wait_for_line("server 0: ").rpartition(":")[2]
         for worker in job.workers:
@@ -34,12 +43,13 @@ def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
             kind, text, when = worker.reports()[-1]
             assert kind == "PeerLostError"
             assert "server 0" in text and network.address["server 0"] in text, text
-            assert when - began < 2.5 + 5 + 10       # silence, the promise, and a busy machine
+            assert when - began < 2.5 + 5 + 10  # silence, the promise, and a busy machine
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp"])
 def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transport):
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np, os, socket
         import bpsx.session.session as sessions
         from bpsx.api.verbs import session
@@ -62,9 +72,14 @@ def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transp
         except bpsx.BpsxError as e:
             report(str(e))
             sys.exit(7)
-    """, env={"PS_HEARTBEAT_TIMEOUT": "2", **TRANSPORTS[transport]}) as job:
+    """,
+        env={"PS_HEARTBEAT_TIMEOUT": "2", **TRANSPORTS[transport]},
+    ) as job:
         assert [w.wait(30) for w in job.workers] == [7, 7]
         assert job.servers[0].wait(30) == 1
         said = job.servers[0].text()
-        assert "worker 1 (127.0.0.1" in said and "broke, and the scheduler has said nothing of it for 2 s" in said, said
+        assert (
+            "worker 1 (127.0.0.1" in said
+            and "broke, and the scheduler has said nothing of it for 2 s" in said
+        ), said
         assert "server 0" in job.workers[0].reports()[-1]

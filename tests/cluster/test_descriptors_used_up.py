@@ -1,4 +1,6 @@
-"""A server that has no file descriptor left: element types and compressors that it has not met are summed all the same."""
+"""A server that has no file descriptor left: element types and compressors that it has not met are
+summed all the same.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ from jobs import Job
 
 WORKER = """
     import bpsx, ml_dtypes, numpy as np
+
     bpsx.init()
     report(float(bpsx.push_pull(np.ones(3, "float32"), "first", average=False)[0]))
     input()
     for dtype in ("float16", "float64", "uint8", "int8", "int32", "int64", ml_dtypes.bfloat16):
         report(float(bpsx.push_pull(np.ones(3, dtype), np.dtype(dtype).name, average=False)[2]))
-    for name, own in (("onebit", {"scaling": True}), ("randomk", {"k": 3}), ("topk", {"k": 3}), ("dithering", {"k": 2})):
+    for name, own in (
+        ("onebit", {"scaling": True}),
+        ("randomk", {"k": 3}),
+        ("topk", {"k": 3}),
+        ("dithering", {"k": 2}),
+    ):
         bpsx.declare(name, compression={"compressor": name, "ef": "vanilla", **own})
         report(float(bpsx.push_pull(np.ones(3, "float64"), name, average=False)[2]))
     bpsx.shutdown()
@@ -23,14 +31,24 @@ WORKER = """
 
 
 def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path) -> None:
-    with Job(WORKER, 2, 1, env={"BPSX_CACHE_DIR": str(tmp_path / "new"), "BYTEPS_MIN_COMPRESS_BYTES": "0"}) as job:
+    with Job(
+        WORKER,
+        2,
+        1,
+        env={"BPSX_CACHE_DIR": str(tmp_path / "new"), "BYTEPS_MIN_COMPRESS_BYTES": "0"},
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("2.0")
         server = job.servers[0].popen.pid
-        # The server can open nothing more, and keeps what it has: the lowest free number is beyond the limit.
+        # The server can open nothing more, and keeps what it has: the lowest free number is beyond
+        # the limit.
         used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
         free = next(number for number in range(len(used) + 1) if number not in used)
-        resource.prlimit(server, resource.RLIMIT_NOFILE, (free, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]))
+        resource.prlimit(
+            server,
+            resource.RLIMIT_NOFILE,
+            (free, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]),
+        )
         for worker in job.workers:
             worker.say("")
         assert job.results() == [[2.0] * 12] * 2

@@ -24,7 +24,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-def doctor(launcher: Launcher, environment: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
+def doctor(
+    launcher: Launcher, environment: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any], str]:
     process = launcher.start(words("doctor", "--json"), environment)
     out, err = process.communicate()
     assert out, err
@@ -42,11 +44,20 @@ def test_all_well(launcher: Launcher, tmp_path: Path) -> None:
     found = report["found"]
     assert found["software"]["bpsx"].startswith(__version__)
     assert found["software"]["numpy"] == numpy.__version__
-    assert found["software"]["libzmq"].startswith(zmq.zmq_version()) and "CURVE yes" in found["software"]["libzmq"]
+    assert (
+        found["software"]["libzmq"].startswith(zmq.zmq_version())
+        and "CURVE yes" in found["software"]["libzmq"]
+    )
     assert set(found["frameworks"]) == {"torch", "tensorflow", "mxnet", "cupy"}
     assert found["network"]["lo"].startswith("127.0.0.1")
-    assert found["network"]["TCP congestion control"] == Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    assert (found["limits"]["cores that may be used"], found["limits"]["cores"]) == (len(os.sched_getaffinity(0)), os.cpu_count())
+    assert (
+        found["network"]["TCP congestion control"]
+        == Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    )
+    assert (found["limits"]["cores that may be used"], found["limits"]["cores"]) == (
+        len(os.sched_getaffinity(0)),
+        os.cpu_count(),
+    )
     assert found["folders"]["sockets"] == str(runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)}))
     trial = found["push_pull to itself"]
     assert (trial["result"], trial["right"]) == ("the sums are right", True)
@@ -55,21 +66,35 @@ def test_all_well(launcher: Launcher, tmp_path: Path) -> None:
 
 def test_the_report_for_people(launcher: Launcher) -> None:
     secret = "nobody-may-read-this-anywhere-at-all"
-    status, out, err = finish(launcher.start(words("doctor"), {"BPSX_SECRET": secret, "BYTEPS_PARTITION_BYTS": "1"}))
+    status, out, err = finish(
+        launcher.start(words("doctor"), {"BPSX_SECRET": secret, "BYTEPS_PARTITION_BYTS": "1"})
+    )
     assert (status, err) == (0, [])
-    assert any(line.startswith("nothing is wrong; ") and line.endswith("worth a look (above)") for line in out)
+    assert any(
+        line.startswith("nothing is wrong; ") and line.endswith("worth a look (above)")
+        for line in out
+    )
     assert "  BPSX_SECRET: (set)" in out and "  right: yes" in out
     assert not any(secret in line for line in out)
-    assert "worth a look: BYTEPS_PARTITION_BYTS is not a known option; did you mean BYTEPS_PARTITION_BYTES?" in out
+    assert (
+        "worth a look: BYTEPS_PARTITION_BYTS is not a known option; did you mean"
+        " BYTEPS_PARTITION_BYTES?" in out
+    )
 
 
 def test_something_wrong(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    status, out, _ = finish(launcher.start(words("doctor"), {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port)}))
+    status, out, _ = finish(
+        launcher.start(
+            words("doctor"), {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port)}
+        )
+    )
     assert status == 1
     assert "1 thing is wrong" in out
-    assert any(line.startswith(f"WRONG: the scheduler at 127.0.0.1:{port} does not answer") for line in out)
+    assert any(
+        line.startswith(f"WRONG: the scheduler at 127.0.0.1:{port} does not answer") for line in out
+    )
 
 
 def test_a_push_pull_that_fails_is_told(launcher: Launcher, tmp_path: Path) -> None:
@@ -78,7 +103,10 @@ def test_a_push_pull_that_fails_is_told(launcher: Launcher, tmp_path: Path) -> N
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     status, report, _ = doctor(launcher, {"PYTHONPATH": path})
     assert status == 1
-    assert any("a push_pull on this machine failed" in p and "broken numba of the test" in p for p in report["problems"])
+    assert any(
+        "a push_pull on this machine failed" in p and "broken numba of the test" in p
+        for p in report["problems"]
+    )
 
 
 def test_an_option_it_does_not_have(launcher: Launcher) -> None:

@@ -1,4 +1,6 @@
-"""Whole jobs at their edges: leaving with work under way, names used anew, the interpreter's lock and exit, peers that come and go early."""
+"""Whole jobs at their edges: leaving with work under way, names used anew, the interpreter's lock
+and exit, peers that come and go early.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from jobs import Job, run
 
 def test_after_a_stall_error_nobody_sums_what_was_given_up():
     """Each worker abandons a push of its own; the next round of either name holds nothing of it."""
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         mine = "left" if bpsx.rank() == 0 else "right"
         try:
@@ -28,46 +32,67 @@ def test_after_a_stall_error_nobody_sums_what_was_given_up():
         for name in ("left", "right"):
             for attempt in range(2):
                 try:
-                    values[name] = float(bpsx.push_pull(np.float32([bpsx.rank() + 1]), name=name, average=False)[0])
+                    values[name] = float(
+                        bpsx.push_pull(np.float32([bpsx.rank() + 1]), name=name, average=False)[0]
+                    )
                     break
-                except bpsx.StallError:         # a name given up before this worker had declared it
+                except bpsx.StallError:  # a name given up before this worker had declared it
                     pass
         report(values)
-    """, env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"})
+    """,
+        env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"},
+    )
     assert found == [["stalled", {"left": 3.0, "right": 3.0}]] * 2
 
 
 def test_three_workers_go_on_together_after_a_mismatch():
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         got = []
         for step in range(6):
             try:
-                got.append(float(bpsx.push_pull(np.float32([1]), name="x", average=step % 3 == 0 and bpsx.rank() == 1)[0]))
+                got.append(
+                    float(
+                        bpsx.push_pull(
+                            np.float32([1]), name="x", average=step % 3 == 0 and bpsx.rank() == 1
+                        )[0]
+                    )
+                )
             except bpsx.MismatchError:
                 got.append("mismatch")
         report(got)
-    """, workers=3)
+    """,
+        workers=3,
+    )
     assert found == [[["mismatch", 3.0, 3.0, "mismatch", 3.0, 3.0]]] * 3
 
 
 def test_a_worker_that_ends_with_work_under_way_fails_the_job():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         if bpsx.rank() == 0:
             bpsx.push_pull_async(np.ones(5), name="nobody else pushes this")
         else:
             bpsx.push_pull(np.ones(5), name="nor this")
-    """, env={"BPSX_SHUTDOWN_TIMEOUT": "1"}) as job:
+    """,
+        env={"BPSX_SHUTDOWN_TIMEOUT": "1"},
+    ) as job:
         assert job.workers[0].wait() == 1
-        assert "1 push_pulls under way" in job.workers[0].text() and "exit status 1" in job.workers[0].text()
+        assert (
+            "1 push_pulls under way" in job.workers[0].text()
+            and "exit status 1" in job.workers[0].text()
+        )
         assert job.workers[1].wait() == 1 and "PeerLostError" in job.workers[1].text()
 
 
 def test_a_death_while_leaving_is_not_status_0():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         bpsx.barrier()
@@ -76,7 +101,9 @@ def test_a_death_while_leaving_is_not_status_0():
             sys.stdin.read()
         bpsx.push_pull_async(np.ones(5), name="x")
         report("leaving")
-    """, env={"BPSX_SHUTDOWN_TIMEOUT": "30"}) as job:
+    """,
+        env={"BPSX_SHUTDOWN_TIMEOUT": "30"},
+    ) as job:
         job.workers[0].wait_for_line("leaving")
         job.workers[1].wait_for_line("running")
         job.workers[1].signal(signal.SIGKILL)
@@ -84,7 +111,8 @@ def test_a_death_while_leaving_is_not_status_0():
 
 
 def test_a_death_during_an_explicit_shutdown_is_not_status_0():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         bpsx.barrier()
@@ -95,11 +123,16 @@ def test_a_death_during_an_explicit_shutdown_is_not_status_0():
         report("leaving")
         bpsx.shutdown()
         report("after")
-    """, env={"BPSX_SHUTDOWN_TIMEOUT": "30"}) as job:
+    """,
+        env={"BPSX_SHUTDOWN_TIMEOUT": "30"},
+    ) as job:
         job.workers[0].wait_for_line("leaving")
         job.workers[1].wait_for_line("running")
         job.workers[1].signal(signal.SIGKILL)
-        assert job.workers[0].wait() == 1 and "exit status 1, because the job has failed: worker 1" in job.workers[0].text()
+        assert (
+            job.workers[0].wait() == 1
+            and "exit status 1, because the job has failed: worker 1" in job.workers[0].text()
+        )
         assert job.workers[0].reports()[-1] == "after"
 
 
@@ -129,8 +162,11 @@ def test_exit_functions_run_once_and_the_status_tells():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
-    """What holds the session may go last of all, when modules have lost their names: a cycle that hangs on a module which C code holds."""
-    with Job("""
+    """What holds the session may go last of all, when modules have lost their names: a cycle that
+    hangs on a module which C code holds.
+    """
+    with Job(
+        """
         import bpsx, numpy as np
         from bpsx import _core
         from bpsx.api.verbs import session
@@ -138,9 +174,15 @@ def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
         bpsx.push_pull(np.ones(5), name="x")
         _core.last = last = [session()]
         last.append(last)
-    """, workers=2, servers=2 - processes, processes=processes) as job:
+    """,
+        workers=2,
+        servers=2 - processes,
+        processes=processes,
+    ) as job:
         job.results()
-        assert all(w.text().endswith("stderr") for w in job.workers), [w.text() for w in job.workers]
+        assert all(w.text().endswith("stderr") for w in job.workers), [
+            w.text() for w in job.workers
+        ]
 
 
 def test_a_caught_error_of_one_tensor_does_not_hide_a_later_death():
@@ -157,7 +199,8 @@ def test_a_caught_error_of_one_tensor_does_not_hide_a_later_death():
 
 
 def test_ctrl_c_during_shutdown_still_leaves():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         bpsx.barrier()
@@ -180,7 +223,9 @@ def test_ctrl_c_during_shutdown_still_leaves():
                 report([t.name for t in threading.enumerate()])
             os._exit(0)
         sys.stdin.read()
-    """, env={"BPSX_SHUTDOWN_TIMEOUT": "60"}) as job:
+    """,
+        env={"BPSX_SHUTDOWN_TIMEOUT": "60"},
+    ) as job:
         job.workers[0].wait_for_line("running")
         job.workers[0].signal(signal.SIGINT)
         assert job.workers[0].wait() == 0
@@ -188,27 +233,34 @@ def test_ctrl_c_during_shutdown_still_leaves():
 
 
 def test_a_waiting_thread_without_the_gil_does_not_stop_the_exchange():
-    """Worker 0's waiting thread drives; then its main thread takes the GIL for good. Worker 1 must get its sums."""
+    """Worker 0's waiting thread drives; then its main thread takes the GIL for good.
+
+    Worker 1 must get its sums.
+    """
     with Job("""
         import bpsx, ctypes, numpy as np, pathlib, threading, time
+
         bpsx.init()
         a = np.ones(10, np.float32)
-        bpsx.push_pull(a, name="x"); bpsx.push_pull(a, name="y")
+        bpsx.push_pull(a, name="x")
+        bpsx.push_pull(a, name="y")
         bpsx.barrier()
         if bpsx.rank() == 0:
             waiter = threading.Thread(target=lambda: bpsx.push_pull(a, name="x"))
             waiter.start()
             where = pathlib.Path(f"/proc/self/task/{waiter.native_id}/wchan")
-            while "poll" not in where.read_text():      # it drives: the endpoint has no news
+            while "poll" not in where.read_text():  # it drives: the endpoint has no news
                 time.sleep(0.001)
             y = bpsx.push_pull_async(a, name="y")
             report("holding")
-            ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)       # PyDLL keeps the GIL
+            # PyDLL keeps the GIL
+            ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)
             waiter.join()
             bpsx.synchronize(y)
         else:
             sys.stdin.readline()
-            bpsx.push_pull(a, name="x"); bpsx.push_pull(a, name="y")
+            bpsx.push_pull(a, name="x")
+            bpsx.push_pull(a, name="y")
         report("home")
     """) as job:
         job.workers[0].wait_for_line("holding")
@@ -234,16 +286,21 @@ def test_going_back_to_an_earlier_shape_declares_nothing_anew():
     assert run("""
         import bpsx, numpy as np
         from bpsx.api.verbs import session
+
         bpsx.init()
         for step in range(200):
             for n in (4, 7):
-                assert (bpsx.push_pull(np.full(n, step, np.float32), name="x", average=False) == 2 * step).all()
+                assert (
+                    bpsx.push_pull(np.full(n, step, np.float32), name="x", average=False)
+                    == 2 * step
+                ).all()
         report(len(session()._declared))
     """) == [[2], [2]]
 
 
 def test_a_handle_of_the_parent_cannot_be_waited_for_in_a_forked_child():
-    assert run("""
+    assert (
+        run("""
         import bpsx, numpy as np
         bpsx.init()
         h = bpsx.push_pull_async(np.ones(3), name="x", average=False)
@@ -257,7 +314,9 @@ def test_a_handle_of_the_parent_cannot_be_waited_for_in_a_forked_child():
             os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         report([status, float(bpsx.synchronize(h)[0])])
-    """) == [[[9, 2.0]]] * 2
+    """)
+        == [[[9, 2.0]]] * 2
+    )
 
 
 def _hello(port: int, **changes: object) -> None:
@@ -267,22 +326,52 @@ def _hello(port: int, **changes: object) -> None:
     context = zmq.Context()
     s = open_socket(context, zmq.DEALER, Config({}))
     s.connect(f"tcp://127.0.0.1:{port}")
-    config = {"DMLC_NUM_WORKER": 2, "DMLC_NUM_SERVER": 1, "BYTEPS_LOCAL_SIZE": 1, "BYTEPS_PARTITION_BYTES": 4096000,
-              "BYTEPS_KEY_HASH_FN": "balanced", "BYTEPS_BUILT_IN_HASH_COEF": 1, "BYTEPS_ENABLE_MIXED_MODE": 0, "BPSX_SERVER_WEIGHT": 1,
-              "BPSX_ENCRYPT": 0, "DMLC_ENABLE_RDMA": "zeromq", **changes.pop("config", {})}
-    s.send_json({"type": "HELLO", "protocol": PROTOCOL, "role": "worker", "rank": 0, "host": "127.0.0.1", "pid": 1, "lanes": [], "config": config,
-                 **changes})
+    config = {
+        "DMLC_NUM_WORKER": 2,
+        "DMLC_NUM_SERVER": 1,
+        "BYTEPS_LOCAL_SIZE": 1,
+        "BYTEPS_PARTITION_BYTES": 4096000,
+        "BYTEPS_KEY_HASH_FN": "balanced",
+        "BYTEPS_BUILT_IN_HASH_COEF": 1,
+        "BYTEPS_ENABLE_MIXED_MODE": 0,
+        "BPSX_SERVER_WEIGHT": 1,
+        "BPSX_ENCRYPT": 0,
+        "DMLC_ENABLE_RDMA": "zeromq",
+        **changes.pop("config", {}),
+    }
+    s.send_json(
+        {
+            "type": "HELLO",
+            "protocol": PROTOCOL,
+            "role": "worker",
+            "rank": 0,
+            "host": "127.0.0.1",
+            "pid": 1,
+            "lanes": [],
+            "config": config,
+            **changes,
+        }
+    )
     s.close(2000)
     context.term()
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"role": "server", "lanes": ["127.0.0.1:1"]}, {"role": "server"}, {"config": {"BYTEPS_LOCAL_SIZE": "x"}},
-    {"config": {"BYTEPS_PARTITION_BYTES": None}},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"role": "server", "lanes": ["127.0.0.1:1"]},
+        {"role": "server"},
+        {"config": {"BYTEPS_LOCAL_SIZE": "x"}},
+        {"config": {"BYTEPS_PARTITION_BYTES": None}},
+    ],
+)
 def test_a_node_that_dies_at_once_is_not_counted(changes):
-    job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))",
-              env={"BPSX_GATHER_GRACE": "60"})
+    job = Job(
+        "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1),"
+        " average=False)[0]))",
+        env={"BPSX_GATHER_GRACE": "60"},
+    )
     try:
         job.start_scheduler()
         for _ in range(5):
@@ -299,8 +388,11 @@ def test_a_connection_that_breaks_before_the_scheduler_is_there():
     """Something accepts and closes at the scheduler's address first: a proxy, a former job."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))",
-              env={"DMLC_PS_ROOT_PORT": str(port)})
+    job = Job(
+        "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1),"
+        " average=False)[0]))",
+        env={"DMLC_PS_ROOT_PORT": str(port)},
+    )
     try:
         job.start_worker(0)
         job.start_worker(1)

@@ -29,7 +29,10 @@ class OddJob(Job):
     def command(self, name: str, words: list[str]) -> list[str]:
         if name != "server 0":
             return words
-        text = REFUSING.format(name=self.refused) + "runpy.run_module('bpsx.server', run_name='__main__', alter_sys=True)"
+        text = (
+            REFUSING.format(name=self.refused)
+            + "runpy.run_module('bpsx.server', run_name='__main__', alter_sys=True)"
+        )
         return [sys.executable, "-c", text]
 
 
@@ -38,24 +41,35 @@ def test_a_server_without_a_thread_ends_and_says_why(thread: str) -> None:
     class This(OddJob):
         refused = thread
 
-    with This("import bpsx\nbpsx.init()\nhear()\nbpsx.push_pull(__import__('numpy').ones(2), 'x')", workers=2, servers=2,
-              env={"BYTEPS_SERVER_ENGINE_THREAD": "2"}) as job:
+    with This(
+        "import bpsx\nbpsx.init()\nhear()\nbpsx.push_pull(__import__('numpy').ones(2), 'x')",
+        workers=2,
+        servers=2,
+        env={"BYTEPS_SERVER_ENGINE_THREAD": "2"},
+    ) as job:
         assert job.servers[0].wait() == 1
-        assert "bpsx server: cannot start: RuntimeError: can't start new thread" in job.servers[0].text()
+        assert (
+            "bpsx server: cannot start: RuntimeError: can't start new thread"
+            in job.servers[0].text()
+        )
         for other in (job.servers[1], job.scheduler):
             assert other is not None
             assert other.wait() == 1
             assert "this server cannot start: RuntimeError: can't start new thread" in other.text()
         for worker in job.workers:
-            with contextlib.suppress(BrokenPipeError):      # init() may have raised it already
+            with contextlib.suppress(BrokenPipeError):  # init() may have raised it already
                 worker.say("")
             assert worker.wait() == 1
             assert "can't start new thread" in worker.text()
 
 
-#: What keeps a worker from starting before the scheduler has heard of it, by what it says. It is run in worker 1 alone.
+#: What keeps a worker from starting before the scheduler has heard of it, by what it says. It is
+#: run in worker 1 alone.
 EARLY = {
-    "MemoryError: no room": "from bpsx import session\ndef refuse(_): raise MemoryError('no room')\nsession.keep_memory = refuse",
+    "MemoryError: no room": (
+        "from bpsx import session\ndef refuse(_): raise MemoryError('no room')\nsession.keep_memory"
+        " = refuse"
+    ),
     "BPSX_SPIN_US='fast'": "import os\nos.environ['BPSX_SPIN_US'] = 'fast'",
     "cannot be imported": "import os\nos.environ['BPSX_COMPRESSORS'] = 'no_such_module'",
 }
@@ -76,34 +90,58 @@ except BaseException as e:
 @pytest.mark.parametrize("reason", EARLY)
 def test_a_worker_that_fails_before_the_scheduler_knows_of_it_is_heard_of(reason: str) -> None:
     """Long before BPSX_RENDEZVOUS_TIMEOUT, here a minute."""
-    with Job(_INIT.format(early=EARLY[reason]), workers=3, env={"BPSX_GATHER_GRACE": "0.5", "BPSX_SECRET": "5bd6a3f0" * 8}) as job:
+    with Job(
+        _INIT.format(early=EARLY[reason]),
+        workers=3,
+        env={"BPSX_GATHER_GRACE": "0.5", "BPSX_SECRET": "5bd6a3f0" * 8},
+    ) as job:
         assert job.scheduler is not None
         job.scheduler.wait_for_line("has come: ", count=3)
         job.workers[1].say("fail")
         assert [worker.wait() for worker in job.workers] == [3, 3, 3]
         for worker in (job.workers[0], job.workers[2]):
             (text,) = worker.reports()
-            assert "worker 1 (127.0.0.1, pid " in text and "could not start: " in text and reason in text, text
+            assert (
+                "worker 1 (127.0.0.1, pid " in text
+                and "could not start: " in text
+                and reason in text
+            ), text
         assert job.scheduler.wait() == 1
         assert "does not know the job secret" not in job.scheduler.text()
 
 
 def test_a_server_that_fails_before_the_scheduler_knows_of_it_is_heard_of() -> None:
-    with Job("import bpsx\nbpsx.init()", workers=2, servers=0, env={"DMLC_NUM_SERVER": "1", "BPSX_GATHER_GRACE": "0.5",
-                                                                    "BPSX_COMPRESSORS": "no_such_module"},
-             worker_env={0: {"BPSX_COMPRESSORS": ""}, 1: {"BPSX_COMPRESSORS": ""}}) as job:
+    with Job(
+        "import bpsx\nbpsx.init()",
+        workers=2,
+        servers=0,
+        env={
+            "DMLC_NUM_SERVER": "1",
+            "BPSX_GATHER_GRACE": "0.5",
+            "BPSX_COMPRESSORS": "no_such_module",
+        },
+        worker_env={0: {"BPSX_COMPRESSORS": ""}, 1: {"BPSX_COMPRESSORS": ""}},
+    ) as job:
         assert job.scheduler is not None
         job.scheduler.wait_for_line("has come: ", count=2)
         job.start_server(0)
         assert job.servers[0].wait() == 2
         for worker in job.workers:
             assert worker.wait() == 1
-            assert "could not start: ConfigError" in worker.text() and "no_such_module" in worker.text()
+            assert (
+                "could not start: ConfigError" in worker.text()
+                and "no_such_module" in worker.text()
+            )
 
 
 def test_a_worker_that_is_started_again_after_that_is_welcome() -> None:
-    source = "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), 'x', average=False)[0]))"
-    with Job(source, workers=2, env={"BPSX_GATHER_GRACE": "50"}, worker_env={1: {"BPSX_SPIN_US": "fast"}}) as job:
+    source = (
+        "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), 'x',"
+        " average=False)[0]))"
+    )
+    with Job(
+        source, workers=2, env={"BPSX_GATHER_GRACE": "50"}, worker_env={1: {"BPSX_SPIN_US": "fast"}}
+    ) as job:
         assert job.scheduler is not None
         job.scheduler.wait_for_line("could not start: ConfigError")
         assert job.workers[1].wait() == 1
@@ -115,10 +153,16 @@ def test_a_worker_that_is_started_again_after_that_is_welcome() -> None:
 
 def test_a_worker_without_a_thread_is_heard_of() -> None:
     """The scheduler knows of it, and the others have begun."""
-    refuse = "import threading\ndef refuse(_): raise RuntimeError(\"can't start new thread\")\nthreading.Thread.start = refuse"
-    with Job(_INIT.format(early=refuse) + "\nimport numpy as np\nbpsx.push_pull(np.ones(1), 'x')", workers=3) as job:
+    refuse = (
+        "import threading\ndef refuse(_): raise RuntimeError(\"can't start new"
+        ' thread")\nthreading.Thread.start = refuse'
+    )
+    with Job(
+        _INIT.format(early=refuse) + "\nimport numpy as np\nbpsx.push_pull(np.ones(1), 'x')",
+        workers=3,
+    ) as job:
         job.workers[1].say("go on")
         assert job.workers[1].wait() == 3
         for worker in (job.workers[0], job.workers[2]):
-            assert worker.wait() in (1, 3)      # init() may have raised it already
+            assert worker.wait() in (1, 3)  # init() may have raised it already
             assert "can't start new thread" in worker.text()

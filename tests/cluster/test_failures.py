@@ -1,4 +1,6 @@
-"""Whole jobs that go wrong: everybody concerned gets an exception that says who and what, and every process ends, with the right status."""
+"""Whole jobs that go wrong: everybody concerned gets an exception that says who and what, and every
+process ends, with the right status.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def caught(process) -> tuple[str, str]:
 def test_a_death_is_named_everywhere(transport, who, number):
     with Job(_STEPPING, workers=3, servers=2, env={**TRANSPORTS[transport]}) as job:
         started(job)
-        victim = {"worker": job.workers[1], "server": job.servers[0], "scheduler": job.scheduler}[who]
+        victim = {"worker": job.workers[1], "server": job.servers[0], "scheduler": job.scheduler}[
+            who
+        ]
         pid = victim.popen.pid
         victim.signal(number)
         for worker in job.workers:
@@ -60,9 +64,12 @@ def test_a_death_is_named_everywhere(transport, who, number):
             assert p.wait() != 0, p.text()
 
 
-_COMPRESSING = _STEPPING.replace("    bpsx.init()\n", """    bpsx.init()
+_COMPRESSING = _STEPPING.replace(
+    "    bpsx.init()\n",
+    """    bpsx.init()
     bpsx.declare("x", compression={"compressor": "topk", "k": 0.2, "ef": "vanilla"})
-""").replace("200_000", "20_000_000")
+""",
+).replace("200_000", "20_000_000")
 
 
 @pytest.mark.parametrize("who", ["worker", "server"])
@@ -85,7 +92,14 @@ def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
 
 @each_transport
 def test_a_server_that_stops_answering_is_noticed_by_its_silence(transport):
-    with Job(_STEPPING, env={**TRANSPORTS[transport], "PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "1.5"}) as job:
+    with Job(
+        _STEPPING,
+        env={
+            **TRANSPORTS[transport],
+            "PS_HEARTBEAT_INTERVAL": "0.3",
+            "PS_HEARTBEAT_TIMEOUT": "1.5",
+        },
+    ) as job:
         started(job)
         job.servers[0].signal(signal.SIGSTOP)
         for worker in job.workers:
@@ -121,7 +135,10 @@ def test_an_exception_in_one_worker_reaches_the_others():
         bpsx.push_pull(np.ones(5), name="y")
     """) as job:
         assert job.workers[0].wait() == 1
-        assert "PeerLostError" in job.workers[0].text() and "RuntimeError: the data is gone" in job.workers[0].text()
+        assert (
+            "PeerLostError" in job.workers[0].text()
+            and "RuntimeError: the data is gone" in job.workers[0].text()
+        )
         assert job.workers[1].wait() == 1
         assert job.servers[0].wait() == 1 and job.scheduler.wait() == 1
 
@@ -161,11 +178,18 @@ def test_a_failed_job_is_never_status_0():
         assert "exit status 1" in job.workers[0].text()
 
 
-@pytest.mark.parametrize(("first", "second", "text"), [
-    ("np.ones(4, np.float32)", "np.ones(5, np.float32)", ["float32 of shape (4,)", "float32 of shape (5,)"]),
-    ("np.ones((2, 3), np.float32)", "np.ones((3, 2), np.float32)", ["(2, 3)", "(3, 2)"]),
-    ("np.ones(4, np.float32)", "np.ones(4, np.int32)", ["float32", "int32"]),
-])
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (
+            "np.ones(4, np.float32)",
+            "np.ones(5, np.float32)",
+            ["float32 of shape (4,)", "float32 of shape (5,)"],
+        ),
+        ("np.ones((2, 3), np.float32)", "np.ones((3, 2), np.float32)", ["(2, 3)", "(3, 2)"]),
+        ("np.ones(4, np.float32)", "np.ones(4, np.int32)", ["float32", "int32"]),
+    ],
+)
 def test_a_mismatch_names_both_and_the_job_goes_on(first, second, text):
     with Job(f"""
         import bpsx, numpy as np
@@ -176,7 +200,8 @@ def test_a_mismatch_names_both_and_the_job_goes_on(first, second, text):
         except bpsx.MismatchError as e:
             report(str(e))
         assert (bpsx.push_pull(np.ones(3), name="even", average=False) == 2).all()
-        assert (bpsx.push_pull(np.ones(3), name="odd", average=False) == 2).all()       # and so does the name
+        # and so does the name
+        assert (bpsx.push_pull(np.ones(3), name="odd", average=False) == 2).all()
     """) as job:
         for (message,) in job.results():
             assert all(t in message for t in ["'odd'", "worker 0", "worker 1", *text]), message
@@ -198,7 +223,8 @@ def test_different_operations_name_both(size):
 
 
 def test_different_names_end_as_an_error_that_tells_both():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         bpsx.push_pull(np.ones(5), name="same")
@@ -207,13 +233,18 @@ def test_different_names_end_as_an_error_that_tells_both():
         except bpsx.StallError as e:
             report(str(e))
         bpsx.push_pull(np.ones(5), name="same")
-    """, env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"}) as job:
+    """,
+        env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"},
+    ) as job:
         for (message,) in job.results():
-            assert "worker 0 waits for 'left'" in message and "worker 1 waits for 'right'" in message
+            assert (
+                "worker 0 waits for 'left'" in message and "worker 1 waits for 'right'" in message
+            )
 
 
 def test_a_slow_worker_is_reported_not_ended():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         bpsx.push_pull(np.ones(5), name="x")
@@ -221,22 +252,31 @@ def test_a_slow_worker_is_reported_not_ended():
             sys.stdin.readline()
         bpsx.push_pull(np.ones(5), name="x")
         report("done")
-    """, env={"BPSX_STALL_WARN_SECONDS": "1", "BPSX_DEADLOCK_SECONDS": "1"}) as job:
+    """,
+        env={"BPSX_STALL_WARN_SECONDS": "1", "BPSX_DEADLOCK_SECONDS": "1"},
+    ) as job:
         line = job.workers[0].wait_for_line("not pushed by")
-        assert re.search(r"tensor 'x' round 1: pushed \d+ s ago by worker 0, not pushed by worker 1", line)
+        assert re.search(
+            r"tensor 'x' round 1: pushed \d+ s ago by worker 0, not pushed by worker 1", line
+        )
         job.workers[1].say("go")
         job.results()
 
 
 def test_who_is_missing_is_named_at_the_deadline():
-    with Job("""
+    with Job(
+        """
         import bpsx
         try:
             bpsx.init()
         except bpsx.RendezvousError as e:
             report(str(e))
             sys.exit(5)
-    """, workers=1, servers=1, env={"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2", "BPSX_RENDEZVOUS_TIMEOUT": "2"}) as job:
+    """,
+        workers=1,
+        servers=1,
+        env={"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2", "BPSX_RENDEZVOUS_TIMEOUT": "2"},
+    ) as job:
         assert job.workers[0].wait() == 5
         (text,) = job.workers[0].reports()
         # Worker 0 and its server may be late, too: then the refusal says how the job has failed.
@@ -247,13 +287,21 @@ def test_who_is_missing_is_named_at_the_deadline():
 def test_no_scheduler_at_all_is_named():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        job = Job("""
+        job = Job(
+            """
             import bpsx
             try:
                 bpsx.init()
             except bpsx.RendezvousError as e:
                 report(str(e))
-        """, workers=1, env={"BPSX_RENDEZVOUS_TIMEOUT": "1", "DMLC_PS_ROOT_PORT": str(s.getsockname()[1]), "BYTEPS_FORCE_DISTRIBUTED": "1"})
+        """,
+            workers=1,
+            env={
+                "BPSX_RENDEZVOUS_TIMEOUT": "1",
+                "DMLC_PS_ROOT_PORT": str(s.getsockname()[1]),
+                "BYTEPS_FORCE_DISTRIBUTED": "1",
+            },
+        )
         job.start_worker(0)
         job.workers[0].wait()
         (text,) = job.workers[0].reports()
@@ -262,42 +310,79 @@ def test_no_scheduler_at_all_is_named():
 
 
 def test_two_with_the_same_id_are_told():
-    with Job(_STEPPING, workers=2, worker_env={1: {"DMLC_WORKER_ID": "0"}}, env={"BPSX_RENDEZVOUS_TIMEOUT": "8"}) as job:
+    with Job(
+        _STEPPING,
+        workers=2,
+        worker_env={1: {"DMLC_WORKER_ID": "0"}},
+        env={"BPSX_RENDEZVOUS_TIMEOUT": "8"},
+    ) as job:
         statuses = [w.wait() for w in job.workers]
         assert all(statuses)
-        assert any("there is a worker 0" in w.text() and "same DMLC_WORKER_ID" in w.text() for w in job.workers)
+        assert any(
+            "there is a worker 0" in w.text() and "same DMLC_WORKER_ID" in w.text()
+            for w in job.workers
+        )
 
 
-@pytest.mark.parametrize(("env", "text"), [
-    ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES"), ({"BYTEPS_KEY_HASH_FN": "djb2"}, "BYTEPS_KEY_HASH_FN"),
-    ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER"),
-])
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES"),
+        ({"BYTEPS_KEY_HASH_FN": "djb2"}, "BYTEPS_KEY_HASH_FN"),
+        ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER"),
+    ],
+)
 def test_workers_configured_differently_are_told(env, text):
-    with Job(_STEPPING, workers=2, worker_env={1: env}, env={"BPSX_RENDEZVOUS_TIMEOUT": "8"}) as job:
+    with Job(
+        _STEPPING, workers=2, worker_env={1: env}, env={"BPSX_RENDEZVOUS_TIMEOUT": "8"}
+    ) as job:
         assert all(w.wait() for w in job.workers)
         assert any("refused" in w.text() and text in w.text() for w in job.workers)
 
 
 @pytest.mark.parametrize(("workers", "servers", "processes"), [(2, 1, 1), (2, 0, 2)])
-def test_who_cannot_compile_says_why_and_the_others_who_it_was(workers, servers, processes, tmp_path):
+def test_who_cannot_compile_says_why_and_the_others_who_it_was(
+    workers, servers, processes, tmp_path
+):
     """The folder for compiled kernels is no folder."""
     (tmp_path / "file").touch()
-    with Job("import bpsx\nbpsx.init()", workers, servers, processes=processes, env={"BPSX_CACHE_DIR": str(tmp_path / "file")}) as job:
-        sums, others = (job.servers[0], job.workers) if servers else (job.workers[1], job.workers[:1])
+    with Job(
+        "import bpsx\nbpsx.init()",
+        workers,
+        servers,
+        processes=processes,
+        env={"BPSX_CACHE_DIR": str(tmp_path / "file")},
+    ) as job:
+        sums, others = (
+            (job.servers[0], job.workers) if servers else (job.workers[1], job.workers[:1])
+        )
         assert sums.wait() != 0
         assert "BPSX_CACHE_DIR" in sums.text() and str(tmp_path / "file") in sums.text()
         for other in others:
             assert other.wait() == 1
-            assert f"{'server 0' if servers else 'worker 1'} (127.0.0.1, pid {sums.popen.pid})" in other.text()
+            assert (
+                f"{'server 0' if servers else 'worker 1'} (127.0.0.1, pid {sums.popen.pid})"
+                in other.text()
+            )
 
 
-@pytest.mark.parametrize("order", [("worker", "server", "scheduler"), ("scheduler", "worker", "server"), ("server", "scheduler", "worker")])
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("worker", "server", "scheduler"),
+        ("scheduler", "worker", "server"),
+        ("server", "scheduler", "worker"),
+    ],
+)
 def test_roles_may_start_in_any_order(order):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))",
-              env={"DMLC_PS_ROOT_PORT": str(port)})
+    job = Job(
+        "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1),"
+        " average=False)[0]))",
+        env={"DMLC_PS_ROOT_PORT": str(port)},
+    )
     try:
         for role in order:
             if role == "scheduler":
@@ -316,7 +401,12 @@ def test_garbage_on_every_port_does_not_disturb_a_job(transport):
         lane = job.servers[0].wait_for_line("server 0: ").rsplit(" ", 1)[1]
         ports = [int(lane.rsplit(":", 1)[1]), int(job.port)]
         for port in ports:
-            for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 10_000, bytes(range(256)) * 50):
+            for garbage in (
+                b"",
+                b"GET / HTTP/1.0\r\n\r\n",
+                b"\xff" * 10_000,
+                bytes(range(256)) * 50,
+            ):
                 with socket.create_connection(("127.0.0.1", port)) as s:
                     s.sendall(garbage)
         _speak_zeromq_nonsense(ports)
@@ -330,11 +420,20 @@ def _speak_zeromq_nonsense(ports: list[int]) -> None:
 
     context = zmq.Context()
     for port in ports:
-        # The control link's way of speaking: at the scheduler this gets in, and its nonsense with it; at a lane it is refused.
+        # The control link's way of speaking: at the scheduler this gets in, and its nonsense with
+        # it; at a lane it is refused.
         socket_ = open_socket(context, zmq.DEALER, Config({}))
         socket_.connect(f"tcp://127.0.0.1:{port}")
-        for data in (b"", b"{}", b'{"type":"HELLO"}', b'{"type":"BYE","failure":""}', b"[" * 5000, b'{"type":"DECLARE","name":"x"}', b"\xff\xfe",
-                     b'{"type":"HELLO","protocol":2,"role":"worker","rank":0,"host":"x","pid":1,"lanes":[],"config":{}}'):
+        for data in (
+            b"",
+            b"{}",
+            b'{"type":"HELLO"}',
+            b'{"type":"BYE","failure":""}',
+            b"[" * 5000,
+            b'{"type":"DECLARE","name":"x"}',
+            b"\xff\xfe",
+            b'{"type":"HELLO","protocol":2,"role":"worker","rank":0,"host":"x","pid":1,"lanes":[],"config":{}}',
+        ):
             socket_.send(data)
             socket_.send_multipart([data, data])
         socket_.close(2000)

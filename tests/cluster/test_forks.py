@@ -1,4 +1,7 @@
-"""Processes that a worker starts after init(): forked, spawned or run. None may disturb the job, hang, or hide its parent's death."""
+"""Processes that a worker starts after init(): forked, spawned or run.
+
+None may disturb the job, hang, or hide its parent's death.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from jobs import Job, run
 
 
 def test_a_death_is_noticed_although_a_forked_child_lives_on():
-    """As a data loader's workers do after a kill -9 of the training script. The heartbeats here would need a minute."""
-    with Job("""
+    """As a data loader's workers do after a kill -9 of the training script.
+
+    The heartbeats here would need a minute.
+    """
+    with Job(
+        """
         import bpsx, numpy as np, time
         bpsx.init()
         bpsx.push_pull(np.ones(1), name="x")
@@ -29,7 +36,9 @@ def test_a_death_is_noticed_although_a_forked_child_lives_on():
                 bpsx.push_pull(np.ones(1), name="x")
         except bpsx.PeerLostError as e:
             report(str(e))
-    """, env={"PS_HEARTBEAT_INTERVAL": "0", "BPSX_DEADLOCK_SECONDS": "600"}) as job:
+    """,
+        env={"PS_HEARTBEAT_INTERVAL": "0", "BPSX_DEADLOCK_SECONDS": "600"},
+    ) as job:
         job.workers[0].wait_for_line("running")
         job.workers[1].wait_for_line("child")
         job.workers[1].wait_for_line("running")
@@ -42,10 +51,16 @@ def test_a_death_is_noticed_although_a_forked_child_lives_on():
             os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ending", [
-    "os._exit(4)", "sys.exit(4)", "os.kill(os.getpid(), signal.SIGKILL)", "bpsx.shutdown(); sys.exit(4)",
-    "bpsx.shutdown(); bpsx.shutdown(); assert not bpsx_is_up(); sys.exit(4)",
-])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "os._exit(4)",
+        "sys.exit(4)",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "bpsx.shutdown(); sys.exit(4)",
+        "bpsx.shutdown(); bpsx.shutdown(); assert not bpsx_is_up(); sys.exit(4)",
+    ],
+)
 def test_however_a_forked_child_ends_the_job_goes_on(ending):
     found = run(f"""
         import bpsx, numpy as np, signal
@@ -55,7 +70,8 @@ def test_however_a_forked_child_ends_the_job_goes_on(ending):
             return True
         bpsx.init()
         for round in range(3):
-            under_way = bpsx.push_pull_async(np.full(1_000_000, round + 1, np.float32), name="large", average=False)
+            ours = np.full(1_000_000, round + 1, np.float32)
+            under_way = bpsx.push_pull_async(ours, name="large", average=False)
             pid = os.fork()
             if pid == 0:
                 {ending}
@@ -170,19 +186,25 @@ if __name__ == "__main__":
 
 
 def test_a_program_that_inherits_everything_does_not_hide_a_death():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np, subprocess
+
         bpsx.init()
         bpsx.push_pull(np.ones(1), name="x")
         if bpsx.rank() == 1:
-            report(subprocess.Popen(["sleep", "600"], close_fds=False, stdin=subprocess.DEVNULL).pid)
+            report(
+                subprocess.Popen(["sleep", "600"], close_fds=False, stdin=subprocess.DEVNULL).pid
+            )
         report("running")
         try:
             while True:
                 bpsx.push_pull(np.ones(1), name="x")
         except bpsx.PeerLostError as e:
             report(str(e))
-    """, env={"PS_HEARTBEAT_INTERVAL": "0", "BPSX_DEADLOCK_SECONDS": "600"}) as job:
+    """,
+        env={"PS_HEARTBEAT_INTERVAL": "0", "BPSX_DEADLOCK_SECONDS": "600"},
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("running")
         program = next(r for r in job.workers[1].reports() if isinstance(r, int))

@@ -1,4 +1,6 @@
-"""Signals that our caller ignores: a script's background jobs ignore SIGINT, nohup's ignore SIGHUP."""
+"""Signals that our caller ignores: a script's background jobs ignore SIGINT, nohup's ignore
+SIGHUP.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,15 @@ import pytest
 from jobs import Job
 
 IGNORABLE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-TOLD = f"import signal; print([signal.getsignal(s) is signal.SIG_IGN for s in {[*map(int, IGNORABLE)]}])"
+TOLD = (
+    "import signal; print([signal.getsignal(s) is signal.SIG_IGN for s in"
+    f" {[*map(int, IGNORABLE)]}])"
+)
 #: Starts the module that it is given as a script's background job.
-IGNORES = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);" \
-          "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+IGNORES = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 
 
 def ignore() -> None:
@@ -31,9 +38,14 @@ def test_processes_of_the_tests_ignore_nothing() -> None:
 def test_neither_do_they_where_pytest_is_to_ignore_signals() -> None:
     """The test above in a pytest that ignores them."""
     test = f"{__file__}::test_processes_of_the_tests_ignore_nothing"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
-                          cwd=Path(__file__).parents[2], preexec_fn=ignore, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        cwd=Path(__file__).parents[2],
+        preexec_fn=ignore,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
 

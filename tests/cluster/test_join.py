@@ -11,13 +11,26 @@ from jobs import Job, run
 LANES = {"BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"}
 
 
-@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1"}, {"BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}, {"BYTEPS_ENABLE_IPC": "1"}],
-                         ids=["plain", "fixed", "scheduled", "shared memory"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"BPSX_FIXED_ORDER": "1"},
+        {"BYTEPS_SERVER_ENABLE_SCHEDULE": "1"},
+        {"BYTEPS_ENABLE_IPC": "1"},
+    ],
+    ids=["plain", "fixed", "scheduled", "shared memory"],
+)
 def test_uneven_steps_again_and_again(env):
-    """Each worker knows how many steps the others take, and so each sum. Gatherings follow each other at once, so a mark that outlived
-    its gathering would give a sum that lacks somebody. Names appear that joined workers have never declared."""
-    found = run("""
+    """Each worker knows how many steps the others take, and so each sum.
+
+    Gatherings follow each other at once, so a mark that outlived its gathering would give a sum
+    that lacks somebody. Names appear that joined workers have never declared.
+    """
+    found = run(
+        """
         import bpsx, ml_dtypes, numpy as np
+
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
         kinds = ["float32", "float16", "int64", np.dtype(ml_dtypes.bfloat16)]
@@ -31,30 +44,59 @@ def test_uneven_steps_again_and_again(env):
                 for i, size in enumerate(sizes):
                     kind = kinds[(step + i) % 4]
                     name = f"{gathering % 3}.{size}.{kind}"
-                    handles.append((name, bpsx.push_pull_async(np.full(size, r + 1, kind), name, average=False), sum(w + 1 for w in here)))
-                    handles.append((name, bpsx.push_pull_async(np.full(size, 4 * n, kind), name, average=True), 4 * len(here)))
+                    handles.append(
+                        (
+                            name,
+                            bpsx.push_pull_async(np.full(size, r + 1, kind), name, average=False),
+                            sum(w + 1 for w in here),
+                        )
+                    )
+                    handles.append(
+                        (
+                            name,
+                            bpsx.push_pull_async(np.full(size, 4 * n, kind), name, average=True),
+                            4 * len(here),
+                        )
+                    )
                 for name, handle, want in handles:
                     got = bpsx.synchronize(handle)
                     if not (got.astype(float) == want).all():
                         wrong.append([name, gathering, step, float(got[0]), want])
             lasts.append(bpsx.join())
         report([wrong[:5], lasts])
-    """, workers=4, servers=2, env={**LANES, **env})
+    """,
+        workers=4,
+        servers=2,
+        env={**LANES, **env},
+    )
     assert [w[0][0] for w in found] == [[]] * 4
     assert len({str(w[0][1]) for w in found}) == 1 and {0, 1, 2, 3} >= set(found[0][0][1])
 
 
 def test_the_last_to_join_is_told_to_all_and_work_under_way_ends_first():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         if bpsx.rank() == 1:
             sys.stdin.readline()
-        handles = [bpsx.push_pull_async(np.full(50_000, 1.0), f"x{i}", average=False) for i in range(20)]
+        handles = [
+            bpsx.push_pull_async(np.full(50_000, 1.0), f"x{i}", average=False) for i in range(20)
+        ]
         report("pushed")
         last = bpsx.join()
-        report([last, all(bpsx.poll(h) for h in handles), {float(bpsx.synchronize(h)[-1]) for h in handles} == {3.0}])
-    """, workers=3, env=LANES) as job:
+        report(
+            [
+                last,
+                all(bpsx.poll(h) for h in handles),
+                {float(bpsx.synchronize(h)[-1]) for h in handles} == {3.0},
+            ]
+        )
+    """,
+        workers=3,
+        env=LANES,
+    ) as job:
         for rank in (0, 2):
             job.workers[rank].wait_for_line("pushed")
         job.workers[1].say("go")
@@ -62,14 +104,17 @@ def test_the_last_to_join_is_told_to_all_and_work_under_way_ends_first():
 
 
 def test_the_rest_meet_at_barriers_and_broadcast_and_hear_of_a_joined_root():
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         if bpsx.rank() != 2:
             for _ in range(3):
                 bpsx.barrier()
             report(bpsx.broadcast(np.full(3, bpsx.rank() + 5), root_rank=1, name="b").tolist())
-            # Until worker 2's join has reached the server, this would wait for it; a sum without it says that it has.
+            # Until worker 2's join has reached the server, this would wait for it; a sum without it
+            # says that it has.
             assert bpsx.push_pull(np.ones(1), "ping", average=False)[0] == 2
             try:
                 bpsx.broadcast(np.zeros(3), root_rank=2, name="c")
@@ -77,10 +122,16 @@ def test_the_rest_meet_at_barriers_and_broadcast_and_hear_of_a_joined_root():
                 report(str(e))
         bpsx.join()
         report(bpsx.broadcast(np.full(3, bpsx.rank()), root_rank=2, name="c2").tolist())
-    """, workers=3)
+    """,
+        workers=3,
+    )
     assert found[2] == [[2, 2, 2]]
     for worker in found[:2]:
-        assert worker[0] == [6, 6, 6] and "worker 2, has called join()" in worker[1] and worker[2] == [2, 2, 2]
+        assert (
+            worker[0] == [6, 6, 6]
+            and "worker 2, has called join()" in worker[1]
+            and worker[2] == [2, 2, 2]
+        )
 
 
 def test_who_has_joined_cannot_push_until_all_have():
@@ -112,8 +163,10 @@ def test_who_has_joined_cannot_push_until_all_have():
 
 
 def test_a_joined_worker_is_not_blamed_for_a_stall():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         bpsx.barrier()
         if bpsx.rank() > 0:
@@ -121,18 +174,31 @@ def test_a_joined_worker_is_not_blamed_for_a_stall():
                 bpsx.push_pull(np.ones(1), "left" if bpsx.rank() == 1 else "right")
             except bpsx.StallError as e:
                 report(str(e))
-            bpsx.barrier()      # who joins at once would complete the other's sum, if that has not heard yet
+            # who joins at once would complete the other's sum, if that has not heard yet
+            bpsx.barrier()
         bpsx.join()
-    """, workers=3, env={"BPSX_DEADLOCK_SECONDS": "6", "BPSX_STALL_WARN_SECONDS": "3"}) as job:
+    """,
+        workers=3,
+        env={"BPSX_DEADLOCK_SECONDS": "6", "BPSX_STALL_WARN_SECONDS": "3"},
+    ) as job:
         _, one, two = job.results()
-        assert one == two and "worker 1 waits for 'left'" in one[0] and "worker 2 waits for 'right'" in one[0] and "worker 0" not in one[0]
-        assert "not pushed by worker 2" in job.workers[1].text() and "by worker 0" not in job.workers[1].text() + job.workers[2].text()
+        assert (
+            one == two
+            and "worker 1 waits for 'left'" in one[0]
+            and "worker 2 waits for 'right'" in one[0]
+            and "worker 0" not in one[0]
+        )
+        assert (
+            "not pushed by worker 2" in job.workers[1].text()
+            and "by worker 0" not in job.workers[1].text() + job.workers[2].text()
+        )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_ends_a_join(victim):
     """Worker 0 has joined, worker 1 has not; either dies."""
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         if bpsx.rank() == 1:
@@ -141,16 +207,22 @@ def test_a_death_ends_a_join(victim):
                 bpsx.push_pull(np.ones(5), "x")
         report("joining")
         bpsx.join()
-    """, workers=3) as job:
+    """,
+        workers=3,
+    ) as job:
         job.workers[0].wait_for_line("joining"), job.workers[1].wait_for_line("running")
         job.workers[victim].signal(signal.SIGKILL)
         for rank in {0, 1, 2} - {victim}:
             assert job.workers[rank].wait() == 1
-            assert "PeerLostError" in job.workers[rank].text() and f"worker {victim} (" in job.workers[rank].text()
+            assert (
+                "PeerLostError" in job.workers[rank].text()
+                and f"worker {victim} (" in job.workers[rank].text()
+            )
 
 
 def test_leaving_without_joining_ends_the_others_join():
-    with Job("""
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         if bpsx.rank() == 0:
@@ -161,11 +233,15 @@ def test_leaving_without_joining_ends_the_others_join():
                 bpsx.join()
             except bpsx.PeerLeftError as e:
                 report(str(e))
-    """, workers=3) as job:
+    """,
+        workers=3,
+    ) as job:
         for rank in (1, 2):
             job.workers[rank].wait_for_line("joining")
         job.workers[0].say("go")
-        assert all("worker 0" in w[1] and "without calling join()" in w[1] for w in job.results()[1:])
+        assert all(
+            "worker 0" in w[1] and "without calling join()" in w[1] for w in job.results()[1:]
+        )
 
 
 def test_ctrl_c_ends_a_join_and_the_job_hears_why():
@@ -194,12 +270,17 @@ def test_ctrl_c_ends_a_join_and_the_job_hears_why():
 
 
 def test_a_single_worker_and_an_asynchronous_job():
-    assert run("""
+    assert run(
+        """
         import bpsx
         bpsx.init()
         report(bpsx.join())
-    """, workers=1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) == [[0]]
-    with Job("""
+    """,
+        workers=1,
+        env={"BYTEPS_FORCE_DISTRIBUTED": "1"},
+    ) == [[0]]
+    with Job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         if bpsx.rank() == 2:
@@ -207,16 +288,26 @@ def test_a_single_worker_and_an_asynchronous_job():
             sys.stdin.readline()
         bpsx.push_pull(np.ones(3), "w")
         report(bpsx.join() in (0, 1))
-    """, workers=3, env={"BYTEPS_ENABLE_ASYNC": "1"}) as job:
+    """,
+        workers=3,
+        env={"BYTEPS_ENABLE_ASYNC": "1"},
+    ) as job:
         job.workers[2].wait_for_line("here")
-        job.workers[2].signal(signal.SIGKILL)       # the survivors' gathering is complete without it
-        assert [w.wait() for w in job.workers[:2]] == [0, 0] and [w.reports() for w in job.workers[:2]] == [[True], [True]]
+        # the survivors' gathering is complete without it
+        job.workers[2].signal(signal.SIGKILL)
+        assert [w.wait() for w in job.workers[:2]] == [0, 0] and [
+            w.reports() for w in job.workers[:2]
+        ] == [[True], [True]]
 
 
 @pytest.mark.parametrize("processes, servers", [(1, 1), (3, 0)])
 def test_what_the_others_have_given_up_is_given_up_by_who_has_joined_too(processes, servers):
-    """Or it would push the old declaration some day, and the others the new one. With ``processes`` the one that has joined adds for the others."""
-    found = run("""
+    """Or it would push the old declaration some day, and the others the new one.
+
+    With ``processes`` the one that has joined adds for the others.
+    """
+    found = run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         one, rank = np.ones(100, np.float32), bpsx.rank()
@@ -230,6 +321,11 @@ def test_what_the_others_have_given_up_is_given_up_by_who_has_joined_too(process
         bpsx.join()
         handles = [bpsx.push_pull_async(one, name, average=False) for name in "ab"]
         report([float(bpsx.synchronize(h)[-1]) for h in handles])
-    """, 3, servers, processes=processes, env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"})
+    """,
+        3,
+        servers,
+        processes=processes,
+        env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"},
+    )
     assert [w[-1] for w in found] == [[3.0, 3.0]] * 3
     assert sum(len(w) for w in found) > 3, "nobody was stuck"

@@ -10,7 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import DEAF, FOR_EVER, HUB, JOIN, PY, SERVER, TELL, Launcher, finish, launching, local_words, python, read_terminal, wait_for
+from launching import (
+    DEAF,
+    FOR_EVER,
+    HUB,
+    JOIN,
+    PY,
+    SERVER,
+    TELL,
+    Launcher,
+    finish,
+    launching,
+    local_words,
+    python,
+    read_terminal,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -24,7 +39,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 def test_every_process_speaks_under_its_name(launcher: Launcher) -> None:
     talk = "print('out'); print('err', file=sys.stderr)\n"
-    job = launcher.job(talk, scheduler="import sys\n" + talk + HUB, server=JOIN + talk + "link.recv(1)", servers=2)
+    job = launcher.job(
+        talk, scheduler="import sys\n" + talk + HUB, server=JOIN + talk + "link.recv(1)", servers=2
+    )
     names = ["scheduler", "server 0", "server 1", "worker 0", "worker 1"]
     assert finish(job) == (0, [f"[{n}] out" for n in names], [f"[{n}] err" for n in names])
 
@@ -38,16 +55,27 @@ def test_the_environment_of_each_role(launcher: Launcher) -> None:
     for name, environment in seen.items():
         assert environment["DMLC_ROLE"] == name.split()[0]
         assert (environment["DMLC_NUM_WORKER"], environment["DMLC_NUM_SERVER"]) == ("2", "1")
-        assert (environment["DMLC_PS_ROOT_URI"], environment["DMLC_NODE_HOST"]) == ("127.0.0.1", "127.0.0.1")
+        assert (environment["DMLC_PS_ROOT_URI"], environment["DMLC_NODE_HOST"]) == (
+            "127.0.0.1",
+            "127.0.0.1",
+        )
     assert seen["scheduler"]["DMLC_PS_ROOT_PORT"] == "0"
     assert seen["worker 0"]["DMLC_PS_ROOT_PORT"] == seen["server 0"]["DMLC_PS_ROOT_PORT"] != "0"
     assert [seen[f"worker {i}"]["DMLC_WORKER_ID"] for i in (0, 1)] == ["0", "1"]
-    assert (seen["worker 1"]["BYTEPS_LOCAL_RANK"], seen["worker 1"]["BYTEPS_LOCAL_SIZE"]) == ("0", "1")
+    assert (seen["worker 1"]["BYTEPS_LOCAL_RANK"], seen["worker 1"]["BYTEPS_LOCAL_SIZE"]) == (
+        "0",
+        "1",
+    )
 
 
 def test_a_single_worker_needs_nobody(launcher: Launcher) -> None:
-    job = launcher.job(python("import os; print(os.environ['BYTEPS_FORCE_DISTRIBUTED'])"), workers=1, servers=0,
-                       scheduler="raise SystemExit(1)", server="raise SystemExit(1)")
+    job = launcher.job(
+        python("import os; print(os.environ['BYTEPS_FORCE_DISTRIBUTED'])"),
+        workers=1,
+        servers=0,
+        scheduler="raise SystemExit(1)",
+        server="raise SystemExit(1)",
+    )
     assert finish(job) == (0, ["[worker 0] 0"], [])
 
 
@@ -57,7 +85,10 @@ def test_a_single_worker_with_a_server_uses_it(launcher: Launcher) -> None:
 
 
 def test_the_port_folder_is_private_and_gone_when_the_workers_start(launcher: Launcher) -> None:
-    look = "import os; f = os.path.dirname(os.environ['BPSX_PORT_FILE']); print(oct(os.stat(f).st_mode & 0o777), flush=True)\n"
+    look = (
+        "import os; f = os.path.dirname(os.environ['BPSX_PORT_FILE']); print(oct(os.stat(f).st_mode"
+        " & 0o777), flush=True)\n"
+    )
     job = launcher.job("print(os.listdir(e['TMPDIR']))", scheduler=look + HUB, workers=1)
     assert finish(job) == (0, ["[scheduler] 0o700", "[worker 0] []"], [])
 
@@ -65,7 +96,11 @@ def test_the_port_folder_is_private_and_gone_when_the_workers_start(launcher: La
 def test_a_given_port(launcher: Launcher) -> None:
     show = "import os; print(os.environ['DMLC_PS_ROOT_PORT'], 'BPSX_PORT_FILE' in os.environ)\n"
     job = launcher.job(python(show), scheduler=show, server=show, workers=1, port=1234)
-    assert finish(job) == (0, ["[scheduler] 1234 False", "[server 0] 1234 False", "[worker 0] 1234 False"], [])
+    assert finish(job) == (
+        0,
+        ["[scheduler] 1234 False", "[server 0] 1234 False", "[worker 0] 1234 False"],
+        [],
+    )
 
 
 # Output
@@ -73,18 +108,33 @@ def test_a_given_port(launcher: Launcher) -> None:
 
 def test_much_output_of_all_at_once_arrives_whole(launcher: Launcher) -> None:
     worker = """
-lines = [b"%d " % i + bytes([33 + (i * 7 + k) % 90 for k in range(i % 700)]) + b"\\n" for i in range(6000)]
+lines = [
+    b"%d " % i + bytes([33 + (i * 7 + k) % 90 for k in range(i % 700)]) + b"\\n"
+    for i in range(6000)
+]
+
+
 def speak(stream):
-    for i in range(0, 6000, 97): stream.write(b"".join(lines[i:i + 97]))
+    for i in range(0, 6000, 97):
+        stream.write(b"".join(lines[i : i + 97]))
     stream.flush()
-other = threading.Thread(target=speak, args=(sys.stderr.buffer,)); other.start(); speak(sys.stdout.buffer); other.join()
+
+
+other = threading.Thread(target=speak, args=(sys.stderr.buffer,))
+other.start()
+speak(sys.stdout.buffer)
+other.join()
 """
     out, err = (job := launcher.job(worker, workers=2)).communicate()
     assert job.returncode == 0
-    expected = [b"%d " % i + bytes([33 + (i * 7 + k) % 90 for k in range(i % 700)]) for i in range(6000)]
+    expected = [
+        b"%d " % i + bytes([33 + (i * 7 + k) % 90 for k in range(i % 700)]) for i in range(6000)
+    ]
     for text in (out, err):
         for name in (b"[worker 0] ", b"[worker 1] "):
-            assert [line.removeprefix(name) for line in text.split(b"\n") if line.startswith(name)] == expected
+            assert [
+                line.removeprefix(name) for line in text.split(b"\n") if line.startswith(name)
+            ] == expected
 
 
 def test_any_bytes_and_an_unfinished_last_line(launcher: Launcher) -> None:
@@ -95,16 +145,29 @@ def test_any_bytes_and_an_unfinished_last_line(launcher: Launcher) -> None:
 
 
 def test_lines_do_not_mix_when_both_outputs_are_one(launcher: Launcher) -> None:
-    worker = "for i in range(200): os.write(1, b'o' * 5000 + b'\\n'); os.write(2, b'e' * 5000 + b'\\n')"
+    worker = (
+        "for i in range(200): os.write(1, b'o' * 5000 + b'\\n'); os.write(2, b'e' * 5000 + b'\\n')"
+    )
     out, _ = launcher.job(worker, options={"stderr": subprocess.STDOUT}).communicate()
-    assert sorted(out.splitlines()) == sorted(f"[worker {i}] {c * 5000}".encode() for i in (0, 1) for c in "oe" for _ in range(200))
+    assert sorted(out.splitlines()) == sorted(
+        f"[worker {i}] {c * 5000}".encode() for i in (0, 1) for c in "oe" for _ in range(200)
+    )
 
 
-@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colour_on_a_terminal_only(launcher: Launcher, environment: dict[str, str], coloured: bool) -> None:
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colour_on_a_terminal_only(
+    launcher: Launcher, environment: dict[str, str], coloured: bool
+) -> None:
     ours, theirs = os.openpty()
     try:
-        job = launcher.job("print('out'); print('err', file=sys.stderr)", environment=environment, workers=1, options={"stdout": theirs})
+        job = launcher.job(
+            "print('out'); print('err', file=sys.stderr)",
+            environment=environment,
+            workers=1,
+            options={"stdout": theirs},
+        )
         os.close(theirs)
         text = read_terminal(ours)
         _, err = job.communicate()
@@ -116,7 +179,10 @@ def test_colour_on_a_terminal_only(launcher: Launcher, environment: dict[str, st
 
 
 def test_whoever_writes_to_a_reader_that_has_gone_gets_a_broken_pipe(launcher: Launcher) -> None:
-    worker = "print('first', flush=True)\ntry:\n while True: print('x' * 999)\nexcept BrokenPipeError: os._exit(9)"
+    worker = (
+        "print('first', flush=True)\ntry:\n while True: print('x' * 999)\nexcept BrokenPipeError:"
+        " os._exit(9)"
+    )
     job = launcher.job(worker, workers=1)
     wait_for(job, "[worker 0] first")
     assert job.stdout
@@ -127,10 +193,13 @@ def test_whoever_writes_to_a_reader_that_has_gone_gets_a_broken_pipe(launcher: L
     assert err == b"bpsx-run: worker 0 exited with status 9\n"
 
 
-def test_a_reader_that_stalls_does_not_keep_sigterm_away(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_reader_that_stalls_does_not_keep_sigterm_away(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     fifo = tmp_path / "full"
     os.mkfifo(fifo)
-    # Says over the FIFO when its pipe, our backlog and the launcher's pipe are full, so that nothing moves any more.
+    # Says over the FIFO when its pipe, our backlog and the launcher's pipe are full, so that
+    # nothing moves any more.
     worker = f"""
 import select
 os.set_blocking(1, False); poll = select.poll(); poll.register(1, select.POLLOUT)
@@ -158,7 +227,9 @@ def test_the_worst_status_wins_and_the_first_is_named_first(launcher: Launcher) 
 
 
 def test_a_signal_counts_as_128_and_more(launcher: Launcher) -> None:
-    job = launcher.job("os.kill(os.getpid(), signal.SIGSEGV) if me == 0 else sys.exit(4)", workers=2)
+    job = launcher.job(
+        "os.kill(os.getpid(), signal.SIGSEGV) if me == 0 else sys.exit(4)", workers=2
+    )
     status, _, err = finish(job)
     assert status == 128 + signal.SIGSEGV
     assert len(err) == 1
@@ -181,23 +252,34 @@ def test_a_server_that_fails(launcher: Launcher) -> None:
 def test_after_a_failure_the_others_get_sigterm(launcher: Launcher) -> None:
     job = launcher.job(TELL + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.3)
     status, out, err = finish(job)
-    assert status == 1      # not that of those whom the launcher ended
+    assert status == 1  # not that of those whom the launcher ended
     assert "[worker 0] got 15" in out
     assert err[0].startswith("bpsx-run: worker 1 exited with status 1; ")
-    assert "worker 0 was still running after the grace time (0.3 s), got SIGTERM and exited with status 5" in err[0]
+    assert (
+        "worker 0 was still running after the grace time (0.3 s), got SIGTERM and exited with"
+        " status 5" in err[0]
+    )
 
 
 def test_and_sigkill_if_they_are_deaf(launcher: Launcher) -> None:
     job = launcher.job(DEAF + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.1)
     status, _, err = finish(job)
     assert status == 1
-    assert "worker 0 was still running after the grace time (0.1 s), got SIGTERM and was killed by SIGKILL" in err[0]
+    assert (
+        "worker 0 was still running after the grace time (0.1 s), got SIGTERM and was killed by"
+        " SIGKILL" in err[0]
+    )
 
 
 def test_who_ends_within_the_grace_is_left_alone(launcher: Launcher) -> None:
     # Worker 0 sees through the hub's end, which worker 1's failure brings about, that it is over.
-    hub = HUB.replace("for link in workers: link.recv(1)", "import select; select.select(workers, [], []); raise SystemExit(1)")
-    job = launcher.job("if me: sys.exit(2)\nlink.recv(1); print('saved'); sys.exit(1)", scheduler=hub)
+    hub = HUB.replace(
+        "for link in workers: link.recv(1)",
+        "import select; select.select(workers, [], []); raise SystemExit(1)",
+    )
+    job = launcher.job(
+        "if me: sys.exit(2)\nlink.recv(1); print('saved'); sys.exit(1)", scheduler=hub
+    )
     status, out, err = finish(job)
     assert (status, out) == (2, ["[worker 0] saved"])
     assert "worker 1 exited with status 2" in err[0]
@@ -209,19 +291,37 @@ def test_a_server_that_stays_after_the_workers_is_a_failure(launcher: Launcher) 
     job = launcher.job("", server=JOIN + leave + FOR_EVER, grace=0.2, workers=1)
     status, _, err = finish(job)
     assert status == 1
-    assert err == ["bpsx-run: server 0 was still running after the grace time (0.2 s), got SIGTERM and exited with status 0; "
-                   "all workers had ended well: does the command call bpsx.init()?"]
+    assert err == [
+        "bpsx-run: server 0 was still running after the grace time (0.2 s), got SIGTERM and exited"
+        " with status 0; all workers had ended well: does the command call bpsx.init()?"
+    ]
 
 
-@pytest.mark.parametrize(("ends", "status"), [("raise SystemExit(0)", 1), ("raise SystemExit(7)", 7)])
-def test_a_scheduler_that_ends_before_it_listens(launcher: Launcher, ends: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("ends", "status"), [("raise SystemExit(0)", 1), ("raise SystemExit(7)", 7)]
+)
+def test_a_scheduler_that_ends_before_it_listens(
+    launcher: Launcher, ends: str, status: int
+) -> None:
     job = launcher.job("print('never')", scheduler=ends)
-    assert finish(job) == (status, [], [f"bpsx-run: scheduler exited with status {ends[-2]} before it listened"])
+    assert finish(job) == (
+        status,
+        [],
+        [f"bpsx-run: scheduler exited with status {ends[-2]} before it listened"],
+    )
 
 
 def test_a_scheduler_that_never_listens(launcher: Launcher) -> None:
-    job = launcher.job("print('never')", scheduler="import signal; signal.pause()", environment={"BPSX_RENDEZVOUS_TIMEOUT": "0.2"})
-    assert finish(job) == (1, [], ["bpsx-run: the scheduler did not listen within 0.2 s (BPSX_RENDEZVOUS_TIMEOUT)"])
+    job = launcher.job(
+        "print('never')",
+        scheduler="import signal; signal.pause()",
+        environment={"BPSX_RENDEZVOUS_TIMEOUT": "0.2"},
+    )
+    assert finish(job) == (
+        1,
+        [],
+        ["bpsx-run: the scheduler did not listen within 0.2 s (BPSX_RENDEZVOUS_TIMEOUT)"],
+    )
 
 
 def test_a_command_that_cannot_be_run(launcher: Launcher, tmp_path: Path) -> None:
@@ -232,27 +332,42 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, tmp_path: Path) -> Non
     results = [finish(job) for job in jobs]
     assert [status for status, _, _ in results] == [127, 126, 127]
     assert [out for _, out, _ in results] == [[], [], []]
-    assert results[0][2] == ["bpsx-run: cannot run 'no-such-command-of-anybody': No such file or directory"]
+    assert results[0][2] == [
+        "bpsx-run: cannot run 'no-such-command-of-anybody': No such file or directory"
+    ]
 
 
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_reaches_the_workers_whom_the_others_outlive(launcher: Launcher, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
+def test_a_signal_reaches_the_workers_whom_the_others_outlive(
+    launcher: Launcher, number: signal.Signals
+) -> None:
     last = "print('ready', flush=True); link.recv(1); print('outlived them', flush=True)\n"
-    job = launcher.job(TELL + FOR_EVER, scheduler="import os, signal\n" + TELL + HUB, server=JOIN + TELL + last)
+    job = launcher.job(
+        TELL + FOR_EVER, scheduler="import os, signal\n" + TELL + HUB, server=JOIN + TELL + last
+    )
     wait_for(job, "[worker 0] ready", "[worker 1] ready", "[server 0] ready")
     job.send_signal(number)
     status, out, err = finish(job)
     assert status == 5
-    assert out == ["[server 0] outlived them", f"[worker 0] got {number}", f"[worker 1] got {number}"]
+    assert out == [
+        "[server 0] outlived them",
+        f"[worker 0] got {number}",
+        f"[worker 1] got {number}",
+    ]
     stopped = number in (signal.SIGINT, signal.SIGTERM)
-    assert err[0].startswith(f"bpsx-run: told to stop by {number.name}; " if stopped else "bpsx-run: worker ")
+    assert err[0].startswith(
+        f"bpsx-run: told to stop by {number.name}; " if stopped else "bpsx-run: worker "
+    )
 
 
 def test_workers_have_their_time_after_sigterm(launcher: Launcher, tmp_path: Path) -> None:
-    # Worker 1 ends at once, with a status. Worker 0 sees that and goes on saving, beyond the grace of failures.
+    # Worker 1 ends at once, with a status. Worker 0 sees that and goes on saving, beyond the grace
+    # of failures.
     os.mkfifo(fifo := tmp_path / "alive")
     save = f"""
 import queue
@@ -270,7 +385,8 @@ held.read(); signal.sigtimedwait([], 0.5); print("saved")
     _, out, err = finish(job)
     assert out == ["[worker 0] saved"]
     assert "worker 1 exited with status 3" in err[-1]
-    assert "worker 0" not in err[-1]        # it has ended well; what it needed no more was ended without grace
+    # it has ended well; what it needed no more was ended without grace
+    assert "worker 0" not in err[-1]
 
 
 def test_that_time_is_an_option(launcher: Launcher) -> None:
@@ -279,12 +395,16 @@ def test_that_time_is_an_option(launcher: Launcher) -> None:
     job.terminate()
     status, _, err = finish(job)
     assert status == 128 + signal.SIGTERM
-    assert "worker 0 was still running after the grace time (0.2 s), got SIGTERM and was killed by SIGKILL" in err[-1]
+    assert (
+        "worker 0 was still running after the grace time (0.2 s), got SIGTERM and was killed by"
+        " SIGKILL" in err[-1]
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_batch_systems_warning_ends_no_helper(launcher: Launcher, number: signal.Signals) -> None:
-    # As a batch system does it: to every process of the job, also to those that have just been started.
+    # As a batch system does it: to every process of the job, also to those that have just been
+    # started.
     told = f"signal.signal({number}, lambda *_: (print('warned', flush=True), os._exit(0)))\n"
     strike = f"import os, signal\nos.kill(os.getpid(), {number})\nprint('struck', flush=True)\n"
     job = launcher.job(told + FOR_EVER, workers=1, scheduler=strike + HUB, server=strike + SERVER)
@@ -294,7 +414,10 @@ def test_a_batch_systems_warning_ends_no_helper(launcher: Launcher, number: sign
 
 
 def test_a_signal_reaches_what_the_children_started(launcher: Launcher) -> None:
-    worker = "import subprocess\nsubprocess.call([sys.executable, '-c', 'import os, signal\\n' + %r])" % (TELL + FOR_EVER)  # noqa: UP031
+    worker = (
+        "import subprocess\nsubprocess.call([sys.executable, '-c', 'import os, signal\\n' + %r])"
+        % (TELL + FOR_EVER)
+    )  # noqa: UP031
     job = launcher.job(worker, workers=1)
     wait_for(job, "[worker 0] ready")
     job.terminate()
@@ -324,7 +447,10 @@ def test_who_does_not_heed_the_signal_is_ended(launcher: Launcher) -> None:
 
 
 def test_stopped_before_it_began(launcher: Launcher) -> None:
-    leave = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('ready', flush=True)\nsignal.pause()"
+    leave = (
+        "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('ready',"
+        " flush=True)\nsignal.pause()"
+    )
     job = launcher.job("print('never')", scheduler=leave)
     wait_for(job, "[scheduler] ready")
     job.terminate()
@@ -332,19 +458,38 @@ def test_stopped_before_it_began(launcher: Launcher) -> None:
 
 
 def test_nohup_is_respected(launcher: Launcher) -> None:
-    job = launcher.start(["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh", *local_words("--workers", "1", "--servers", "0"),
-                          PY, "-c", "import signal; signal.signal(15, lambda *_: exit(3)); print('ready', flush=True); signal.pause()"])
+    job = launcher.start(
+        [
+            "/bin/sh",
+            "-c",
+            'trap "" HUP; exec "$@"',
+            "sh",
+            *local_words("--workers", "1", "--servers", "0"),
+            PY,
+            "-c",
+            (
+                "import signal; signal.signal(15, lambda *_: exit(3)); print('ready', flush=True);"
+                " signal.pause()"
+            ),
+        ]
+    )
     wait_for(job, "[worker 0] ready")
     job.send_signal(signal.SIGHUP)
     job.terminate()
-    assert finish(job) == (3, [], ["bpsx-run: told to stop by SIGTERM; worker 0 exited with status 3"])
+    assert finish(job) == (
+        3,
+        [],
+        ["bpsx-run: told to stop by SIGTERM; worker 0 exited with status 3"],
+    )
 
 
 def test_children_die_with_a_killed_launcher(launcher: Launcher, tmp_path: Path) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     hold = f"import os; held = os.open({str(fifo)!r}, os.O_WRONLY)\n"
-    job = launcher.job(hold + DEAF + FOR_EVER, scheduler=hold + HUB, server=hold + JOIN + DEAF + FOR_EVER)
+    job = launcher.job(
+        hold + DEAF + FOR_EVER, scheduler=hold + HUB, server=hold + JOIN + DEAF + FOR_EVER
+    )
     with open(fifo, "rb") as alive:  # ends when the last of them is dead
         wait_for(job, "[worker 0] ready", "[worker 1] ready", "[server 0] ready")
         job.kill()
@@ -352,7 +497,13 @@ def test_children_die_with_a_killed_launcher(launcher: Launcher, tmp_path: Path)
 
 
 def test_what_children_leave_behind_is_ended(launcher: Launcher) -> None:
-    stray = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('stray', flush=True); signal.pause()"
-    worker = ("import subprocess\nchild = subprocess.Popen([sys.executable, '-c', %r], stdout=subprocess.PIPE)\n"  # noqa: UP031
-              "child.stdout.readline(); child.returncode = 0; print('bye')") % stray
+    stray = (
+        "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('stray',"
+        " flush=True); signal.pause()"
+    )
+    worker = (
+        "import subprocess\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {stray!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); child.returncode = 0; print('bye')"
+    )
     assert finish(launcher.job(worker, workers=1)) == (0, ["[worker 0] bye"], [])

@@ -22,18 +22,24 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 def without_capabilities() -> None:
     """Between fork and exec: root loses its right to search any folder."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    for capability in (1, 2):       # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        prctl(24, capability, 0, 0, 0)      # PR_CAPBSET_DROP; fails where there is nothing to lose
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails where there is nothing to lose
 
 
 @pytest.mark.parametrize("kind", [words, local_words], ids=["worker", "local"])
 def test_a_folder_of_path_that_may_not_be_searched(
-        launcher: Launcher, tmp_path: Path, kind: Callable[..., list[str]]) -> None:
-    """Not found, as a shell says: the folder's own status, 126, would send the user looking there."""
+    launcher: Launcher, tmp_path: Path, kind: Callable[..., list[str]]
+) -> None:
+    """Not found, as a shell says: the folder's own status, 126, would send the user looking
+    there.
+    """
     (closed := tmp_path / "closed").mkdir(mode=0)
     environment = {**WORKER, "PATH": f"{closed}{os.pathsep}{os.environ['PATH']}"}
-    job = launcher.start(kind("no-such-command-of-anybody"), environment if kind is words else
-                         {"PATH": environment["PATH"]}, preexec_fn=without_capabilities)
+    job = launcher.start(
+        kind("no-such-command-of-anybody"),
+        environment if kind is words else {"PATH": environment["PATH"]},
+        preexec_fn=without_capabilities,
+    )
     status, _, err = finish(job)
     closed.rmdir()
     assert status == 127, err

@@ -13,8 +13,11 @@ import pytest
 from launching import FOR_EVER, PY, TELL, Launcher, finish, launching, python, wait_for, words
 from sshd import Sshd, sshd
 
-SUM = ("import sys, numpy, bpsx; bpsx.init(); a = numpy.full(3000, bpsx.rank() + 1, 'float32');"
-       "print(bpsx.rank(), bpsx.size(), bpsx.push_pull(a, name='a', average=False)[-1]); bpsx.shutdown()")
+SUM = (
+    "import sys, numpy, bpsx; bpsx.init(); a = numpy.full(3000, bpsx.rank() + 1,"
+    " 'float32');print(bpsx.rank(), bpsx.size(), bpsx.push_pull(a, name='a', average=False)[-1]);"
+    " bpsx.shutdown()"
+)
 INIT = "import bpsx, os, signal, sys; bpsx.init()\n"
 
 
@@ -25,22 +28,32 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, server: Sshd) -> Iterator[Launcher]:      # ends before the sshd does
+def launcher(tmp_path: Path, server: Sshd) -> Iterator[Launcher]:  # ends before the sshd does
     with launching(tmp_path) as made:
         yield made
 
 
-def start(launcher: Launcher, server: Sshd, hosts: str, *rest: str, environment: dict[str, str] | None = None, **options: Any,
-          ) -> subprocess.Popen[bytes]:
+def start(
+    launcher: Launcher,
+    server: Sshd,
+    hosts: str,
+    *rest: str,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
     file = launcher.folder.parent / "hosts"
     file.write_text(hosts.replace("HOST", f"127.0.0.1:{server.port}"))
     # The mark lets the far processes be found; their temporary files go where the test looks.
     mine = ["--env", launcher.mark, "--env", f"TMPDIR:{launcher.folder}"]
-    return launcher.start(words("--hostfile", str(file), "--ssh", server.ssh, *mine, *rest), environment, **options)
+    return launcher.start(
+        words("--hostfile", str(file), "--ssh", server.ssh, *mine, *rest), environment, **options
+    )
 
 
 def test_a_whole_job(launcher: Launcher, server: Sshd) -> None:
-    job = start(launcher, server, "HOST scheduler server   # both\nHOST\nHOST worker\n", PY, "-c", SUM)
+    job = start(
+        launcher, server, "HOST scheduler server   # both\nHOST\nHOST worker\n", PY, "-c", SUM
+    )
     assert finish(job) == (0, [f"[worker {i} 127.0.0.1] {i} 2 3.0" for i in (0, 1)], [])
 
 
@@ -48,58 +61,154 @@ def test_hosts_by_role_and_a_given_port(launcher: Launcher, server: Sshd, tmp_pa
     for name in ("workers", "servers"):
         (tmp_path / name).write_text(f"127.0.0.1:{server.port}\n")
     show = SUM.replace("print(", "import os; print(os.environ['DMLC_PS_ROOT_URI'], ")
-    job = launcher.start(words("-WH", str(tmp_path / "workers"), "-SH", str(tmp_path / "servers"), "--scheduler-ip", "127.0.0.1", "--ssh-port",
-                               str(server.port), "--ssh", server.ssh, "--env", launcher.mark, PY, "-c", show))
+    job = launcher.start(
+        words(
+            "-WH",
+            str(tmp_path / "workers"),
+            "-SH",
+            str(tmp_path / "servers"),
+            "--scheduler-ip",
+            "127.0.0.1",
+            "--ssh-port",
+            str(server.port),
+            "--ssh",
+            server.ssh,
+            "--env",
+            launcher.mark,
+            PY,
+            "-c",
+            show,
+        )
+    )
     assert finish(job) == (0, ["[worker 0 127.0.0.1] 127.0.0.1 0 1 1.0"], [])
 
 
-def test_variables_are_handed_on_and_the_secret_on_no_command_line(launcher: Launcher, server: Sshd) -> None:
-    look = INIT + """
+def test_variables_are_handed_on_and_the_secret_on_no_command_line(
+    launcher: Launcher, server: Sshd
+) -> None:
+    look = (
+        INIT
+        + """
 from pathlib import Path
+
 lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
 e = os.environ
 print(len(e["BPSX_SECRET"]) >= 40, any(e["BPSX_SECRET"].encode() in line for line in lines))
-print(e["ONE"], e["TWO"], e["NCCL_DEBUG"], e["OMP_NUM_THREADS"], e.get("PRIVATE"), e["BPSX_STALL_WARN_SECONDS"], os.getcwd())
+print(
+    e["ONE"],
+    e["TWO"],
+    e["NCCL_DEBUG"],
+    e["OMP_NUM_THREADS"],
+    e.get("PRIVATE"),
+    e["BPSX_STALL_WARN_SECONDS"],
+    os.getcwd(),
+)
 bpsx.shutdown()
 """
-    job = start(launcher, server, "HOST server worker", "--env", "ONE:a b", "--env", "TWO='$HOME", PY, "-c", look,
-                environment={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "PRIVATE": "x", "BPSX_STALL_WARN_SECONDS": "7"})
+    )
+    job = start(
+        launcher,
+        server,
+        "HOST server worker",
+        "--env",
+        "ONE:a b",
+        "--env",
+        "TWO='$HOME",
+        PY,
+        "-c",
+        look,
+        environment={
+            "NCCL_DEBUG": "INFO",
+            "OMP_NUM_THREADS": "3",
+            "PRIVATE": "x",
+            "BPSX_STALL_WARN_SECONDS": "7",
+        },
+    )
     status, out, err = finish(job)
     assert (status, err) == (0, [])
-    assert out == sorted(["[worker 0 127.0.0.1] True False", f"[worker 0 127.0.0.1] a b '$HOME INFO 3 None 7 {os.getcwd()}"])
+    assert out == sorted(
+        [
+            "[worker 0 127.0.0.1] True False",
+            f"[worker 0 127.0.0.1] a b '$HOME INFO 3 None 7 {os.getcwd()}",
+        ]
+    )
 
 
 def test_a_secret_of_the_users_is_kept(launcher: Launcher, server: Sshd) -> None:
-    job = start(launcher, server, "HOST server worker", PY, "-c", INIT + "print(os.environ['BPSX_SECRET']); bpsx.shutdown()",
-                environment={"BPSX_SECRET": "chosen-by-the-user-and-long-enough"})
+    job = start(
+        launcher,
+        server,
+        "HOST server worker",
+        PY,
+        "-c",
+        INIT + "print(os.environ['BPSX_SECRET']); bpsx.shutdown()",
+        environment={"BPSX_SECRET": "chosen-by-the-user-and-long-enough"},
+    )
     assert finish(job) == (0, ["[worker 0 127.0.0.1] chosen-by-the-user-and-long-enough"], [])
 
 
 def test_the_far_exit_status_is_kept(launcher: Launcher, server: Sshd) -> None:
-    job = start(launcher, server, "HOST server\nHOST\nHOST", PY, "-c", INIT + "os._exit(9 if bpsx.rank() else 0)")
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST\nHOST",
+        PY,
+        "-c",
+        INIT + "os._exit(9 if bpsx.rank() else 0)",
+    )
     status, _, err = finish(job)
     assert status == 9
-    assert "worker 1 127.0.0.1 exited with status 9" in err[-1] or any("worker 1 127.0.0.1 exited with status 9" in line for line in err)
+    assert "worker 1 127.0.0.1 exited with status 9" in err[-1] or any(
+        "worker 1 127.0.0.1 exited with status 9" in line for line in err
+    )
 
 
 def test_a_far_command_that_is_not_there(launcher: Launcher, server: Sshd) -> None:
-    job = start(launcher, server, "HOST server worker", "--grace", "0.5", "no-such-command-of-anybody")
+    job = start(
+        launcher, server, "HOST server worker", "--grace", "0.5", "no-such-command-of-anybody"
+    )
     status, _, err = finish(job)
     assert status == 127
     assert any("cannot run 'no-such-command-of-anybody'" in line for line in err)
 
 
 def test_a_far_folder_that_is_not_there(launcher: Launcher, server: Sshd) -> None:
-    job = start(launcher, server, "HOST server worker", "--grace", "0.5", "--directory", "/no/such/folder", PY, "-c", SUM)
+    job = start(
+        launcher,
+        server,
+        "HOST server worker",
+        "--grace",
+        "0.5",
+        "--directory",
+        "/no/such/folder",
+        PY,
+        "-c",
+        SUM,
+    )
     status, _, err = finish(job)
     assert status == 2
     assert any("has no folder /no/such/folder; name one with --directory" in line for line in err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_far_end(launcher: Launcher, server: Sshd, number: signal.Signals) -> None:
-    once = TELL.replace("os._exit(5)", "end()") + "def end(): import time; time.sleep(0.3); os._exit(5)\n"     # a second one would be told, too
-    job = start(launcher, server, "HOST server\nHOST\nHOST", "--grace", "80", PY, "-c", INIT + once + FOR_EVER)
+def test_a_signal_reaches_the_far_end(
+    launcher: Launcher, server: Sshd, number: signal.Signals
+) -> None:
+    # a second one would be told, too
+    once = (
+        TELL.replace("os._exit(5)", "end()")
+        + "def end(): import time; time.sleep(0.3); os._exit(5)\n"
+    )
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST\nHOST",
+        "--grace",
+        "80",
+        PY,
+        "-c",
+        INIT + once + FOR_EVER,
+    )
     wait_for(job, "[worker 0 127.0.0.1] ready", "[worker 1 127.0.0.1] ready")
     job.send_signal(number)
     status, out, err = finish(job)
@@ -108,16 +217,23 @@ def test_a_signal_reaches_the_far_end(launcher: Launcher, server: Sshd, number: 
     assert any(f"told to stop by {number.name}; " in line for line in err)
 
 
-def test_a_killed_launcher_takes_the_far_processes_along(launcher: Launcher, server: Sshd, tmp_path: Path) -> None:
+def test_a_killed_launcher_takes_the_far_processes_along(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
-    worker = INIT + f"held = os.open({str(fifo)!r}, os.O_WRONLY)\nsignal.signal(15, signal.SIG_IGN)\n" + FOR_EVER
+    worker = (
+        INIT
+        + f"held = os.open({str(fifo)!r}, os.O_WRONLY)\nsignal.signal(15, signal.SIG_IGN)\n"
+        + FOR_EVER
+    )
     job = start(launcher, server, "HOST server\nHOST\nHOST", PY, "-c", worker)
-    with open(fifo, "rb") as alive:     # ends when the last of them is dead
+    with open(fifo, "rb") as alive:  # ends when the last of them is dead
         wait_for(job, "[worker 0 127.0.0.1] ready", "[worker 1 127.0.0.1] ready")
         job.kill()
         assert alive.read() == b""
-    # The folder of the scheduler's port goes with the scheduler's runner, which is the last to know.
+    # The folder of the scheduler's port goes with the scheduler's runner, which is the last to
+    # know.
     for _ in range(600):
         if not launcher.left() and not list(launcher.folder.iterdir()):
             break
@@ -129,10 +245,18 @@ def test_a_host_that_does_not_answer_ends_the_job(launcher: Launcher, server: Ss
 
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
-    job = start(launcher, server, f"HOST scheduler server worker\n127.0.0.1:{nobody} worker", PY, "-c", SUM)
+    job = start(
+        launcher, server, f"HOST scheduler server worker\n127.0.0.1:{nobody} worker", PY, "-c", SUM
+    )
     status, _, err = finish(job)
     assert status == 255
-    assert any(line.startswith("bpsx-run: worker 1 127.0.0.1 could not be started on 127.0.0.1: ssh ended with status 255") for line in err)
+    assert any(
+        line.startswith(
+            "bpsx-run: worker 1 127.0.0.1 could not be started on 127.0.0.1: ssh ended with"
+            " status 255"
+        )
+        for line in err
+    )
 
 
 def test_an_unknown_host_key_is_refused(launcher: Launcher, server: Sshd) -> None:
@@ -140,45 +264,85 @@ def test_an_unknown_host_key_is_refused(launcher: Launcher, server: Sshd) -> Non
     status, _, err = finish(start(launcher, server, "HOST server worker", PY, "-c", SUM))
     assert status == 255
     assert any("Host key verification failed" in line for line in err)
-    assert any("could not be started on 127.0.0.1" in line and "connect once by hand (ssh 127.0.0.1)" in line for line in err)
+    assert any(
+        "could not be started on 127.0.0.1" in line
+        and "connect once by hand (ssh 127.0.0.1)" in line
+        for line in err
+    )
 
 
-def test_the_interpreters_folder_comes_first_on_the_far_path(launcher: Launcher, server: Sshd) -> None:
+def test_the_interpreters_folder_comes_first_on_the_far_path(
+    launcher: Launcher, server: Sshd
+) -> None:
     show = INIT + "print(sys.executable, os.environ['PATH'].split(os.pathsep)[0]); bpsx.shutdown()"
     job = start(launcher, server, "HOST server worker", "python", "-c", show)
     assert finish(job) == (0, [f"[worker 0 127.0.0.1] {PY} {os.path.dirname(PY)}"], [])
 
 
-def test_hosts_without_a_server_have_one_beside_each_worker(launcher: Launcher, server: Sshd) -> None:
+def test_hosts_without_a_server_have_one_beside_each_worker(
+    launcher: Launcher, server: Sshd
+) -> None:
     show = INIT + "print(os.environ['DMLC_NUM_SERVER'], bpsx.size()); bpsx.shutdown()"
-    job = start(launcher, server, "HOST\nHOST\n", "--scheduler-ip", "127.0.0.1", "--ssh-port", str(server.port), PY, "-c", show)
+    job = start(
+        launcher,
+        server,
+        "HOST\nHOST\n",
+        "--scheduler-ip",
+        "127.0.0.1",
+        "--ssh-port",
+        str(server.port),
+        PY,
+        "-c",
+        show,
+    )
     assert finish(job) == (0, [f"[worker {i} 127.0.0.1] 2 2" for i in (0, 1)], [])
 
 
 def test_a_connection_that_breaks(launcher: Launcher, server: Sshd) -> None:
-    # The worker ends the sshd that serves it: its parent's parent's ... up to the process whose parent is the listening sshd.
-    cut = INIT + """
+    # The worker ends the sshd that serves it: its parent's parent's ... up to the process whose
+    # parent is the listening sshd.
+    cut = (
+        INIT
+        + """
 def parent(pid): return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
 pid = os.getpid()
 while open(f"/proc/{pid}/comm").read() != "sshd\\n": pid = parent(pid)
 os.kill(pid, 9)
 signal.pause()
 """
+    )
     job = start(launcher, server, "HOST server\nHOST", "--grace", "1", PY, "-c", cut)
     status, _, err = finish(job)
     assert status == 255
-    assert any("worker 0 127.0.0.1 was lost: the connection to 127.0.0.1 has ended (ssh: status 255)" in line for line in err)
+    assert any(
+        "worker 0 127.0.0.1 was lost: the connection to 127.0.0.1 has ended (ssh: status 255)"
+        in line
+        for line in err
+    )
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:
-    show = INIT + "print(bpsx.rank(), bpsx.local_rank(), bpsx.size(), bpsx.local_size()); bpsx.shutdown()"
-    job = start(launcher, server, "HOST server\nHOST slots=2", PY, "-c", show, environment={"BYTEPS_NUMA_ON": "0"})
+    show = (
+        INIT
+        + "print(bpsx.rank(), bpsx.local_rank(), bpsx.size(), bpsx.local_size()); bpsx.shutdown()"
+    )
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST slots=2",
+        PY,
+        "-c",
+        show,
+        environment={"BYTEPS_NUMA_ON": "0"},
+    )
     status, out, err = finish(job)
     assert (status, err) == (0, [])
     assert out == [f"[worker 0 127.0.0.1] [worker 0.{i}] {i} {i} 2 2" for i in (0, 1)]
 
 
 def test_the_far_end_starts_with_one_thread(launcher: Launcher) -> None:
-    look = ("import bpsx.launch.ssh.agent, bpsx.launch.ssh.hostfile, os, sys;"
-            "print(*{'numpy', 'zmq', 'torch', 'numba', 'asyncio'} & set(sys.modules), len(os.listdir('/proc/self/task')))")
+    look = (
+        "import bpsx.launch.ssh.agent, bpsx.launch.ssh.hostfile, os, sys;print(*{'numpy', 'zmq',"
+        " 'torch', 'numba', 'asyncio'} & set(sys.modules), len(os.listdir('/proc/self/task')))"
+    )
     assert finish(launcher.start(python(look))) == (0, ["1"], [])

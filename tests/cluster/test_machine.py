@@ -1,4 +1,6 @@
-"""Several worker processes on one machine: they sum in shared memory first, and one of them speaks to the servers."""
+"""Several worker processes on one machine: they sum in shared memory first, and one of them speaks
+to the servers.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,35 @@ from jobs import Job, run
 @given(
     shape=st.sampled_from([(1, 2, 0), (1, 3, 0), (1, 2, 1), (2, 2, 1), (2, 3, 2), (3, 2, 1)]),
     partition_bytes=st.sampled_from([4096, 20_000, 4_096_000]),
-    lanes=st.integers(1, 2), fixed_order=st.booleans(), credit=st.sampled_from([0, 1, 4]),
-    cases=st.lists(st.tuples(st.sampled_from(DTYPES), sizes, st.booleans()), min_size=20, max_size=40),
+    lanes=st.integers(1, 2),
+    fixed_order=st.booleans(),
+    credit=st.sampled_from([0, 1, 4]),
+    cases=st.lists(
+        st.tuples(st.sampled_from(DTYPES), sizes, st.booleans()), min_size=20, max_size=40
+    ),
 )
-def test_sums_match_float64_and_are_the_same_bits_everywhere(shape, partition_bytes, lanes, fixed_order, credit, cases):
+def test_sums_match_float64_and_are_the_same_bits_everywhere(
+    shape, partition_bytes, lanes, fixed_order, credit, cases
+):
     machines, processes, servers = shape
     if servers:
-        cases = [(dtype, n, average and dtype not in ("uint8", "int8")) for dtype, n, average in cases]
-    found = run(SUMS, machines * processes, servers, processes=processes, env={
-        "CASES": json.dumps(cases), "BYTEPS_PARTITION_BYTES": str(partition_bytes), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
-        "BPSX_FIXED_ORDER": str(int(fixed_order)), "BYTEPS_SCHEDULING_CREDIT": str(credit), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
-    })
+        cases = [
+            (dtype, n, average and dtype not in ("uint8", "int8")) for dtype, n, average in cases
+        ]
+    found = run(
+        SUMS,
+        machines * processes,
+        servers,
+        processes=processes,
+        env={
+            "CASES": json.dumps(cases),
+            "BYTEPS_PARTITION_BYTES": str(partition_bytes),
+            "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
+            "BPSX_FIXED_ORDER": str(int(fixed_order)),
+            "BYTEPS_SCHEDULING_CREDIT": str(credit),
+            "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
+        },
+    )
     assert all(f == found[0] and len(f) == len(cases) for f in found)
 
 
@@ -41,7 +61,8 @@ SHAPES = pytest.mark.parametrize("workers, servers", [(2, 0), (4, 1)])
 
 @SHAPES
 def test_only_the_root_speaks_to_the_servers(workers, servers):
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
         from bpsx.api.verbs import session
         bpsx.init()
@@ -49,14 +70,22 @@ def test_only_the_root_speaks_to_the_servers(workers, servers):
         assert (x == sum(range(bpsx.size()))).all()
         counters = session().counters()
         report([counters["bytes_sent"], counters["bytes_received"]])
-    """, workers, servers, processes=2)
+    """,
+        workers,
+        servers,
+        processes=2,
+    )
     sent = [f[0][0] for f in found]
-    assert all((s >= 20_000_000) == bool(servers and i % 2) and (s == 0 or i % 2) for i, s in enumerate(sent)), sent
+    assert all(
+        (s >= 20_000_000) == bool(servers and i % 2) and (s == 0 or i % 2)
+        for i, s in enumerate(sent)
+    ), sent
 
 
 @SHAPES
 def test_broadcasts_barriers_and_empty_tensors(workers, servers):
-    run("""
+    run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         for n in (0, 1, 1000, 300_000):
@@ -69,36 +98,60 @@ def test_broadcasts_barriers_and_empty_tensors(workers, servers):
                 assert (here == root).all()
             bpsx.barrier()
             assert bpsx.push_pull(np.zeros(0, np.float32), "empty").shape == (0,)
-    """, workers, servers, processes=2)
+    """,
+        workers,
+        servers,
+        processes=2,
+    )
 
 
 @SHAPES
 def test_thousands_under_way_in_another_order_on_each(workers, servers):
     """More than a ring between two processes holds."""
-    run("""
+    run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
         n, size = 6000, bpsx.size()
         order = np.random.default_rng(bpsx.rank()).permutation(n)
         for round in range(2):
-            handles = {int(i): bpsx.push_pull_async(np.full(3, i + bpsx.rank() + round, np.float32), f"t{i}", average=False, priority=int(i % 7))
-                       for i in order}
+            handles = {
+                int(i): bpsx.push_pull_async(
+                    np.full(3, i + bpsx.rank() + round, np.float32),
+                    f"t{i}",
+                    average=False,
+                    priority=int(i % 7),
+                )
+                for i in order
+            }
             for i, handle in handles.items():
                 assert (bpsx.synchronize(handle) == size * (i + round) + sum(range(size))).all()
-    """, workers, servers, processes=2, env={"BPSX_DEADLOCK_SECONDS": "60"})
+    """,
+        workers,
+        servers,
+        processes=2,
+        env={"BPSX_DEADLOCK_SECONDS": "60"},
+    )
 
 
 def test_an_average_of_halves_does_not_overflow_on_its_way():
-    run("""
+    run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         assert (bpsx.push_pull(np.full(1000, 60000, np.float16), "x") == 60000).all()
         assert (bpsx.push_pull(np.full(100_000, 60000, np.float16), "y") == 60000).all()
-    """, 4, 1, processes=2)
+    """,
+        4,
+        1,
+        processes=2,
+    )
 
 
 def test_an_average_of_bytes_is_refused_where_it_would_be_wrong():
-    run("""
+    run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         try:
@@ -107,18 +160,29 @@ def test_an_average_of_bytes_is_refused_where_it_would_be_wrong():
         except bpsx.ConfigError as e:
             assert "uint8" in str(e) and "BPSX_LOCAL_REDUCE=0" in str(e), e
         assert (bpsx.push_pull(np.full(1000, 50, np.uint8), "y", average=False) == 200).all()
-    """, 4, 1, processes=2)
-    run("""
+    """,
+        4,
+        1,
+        processes=2,
+    )
+    run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         assert (bpsx.push_pull(np.full(1000, 200, np.uint8), "x") == 200).all()
-    """, 4, 1, processes=2, env={"BPSX_LOCAL_REDUCE": "0"})
+    """,
+        4,
+        1,
+        processes=2,
+        env={"BPSX_LOCAL_REDUCE": "0"},
+    )
 
 
 @SHAPES
 @pytest.mark.parametrize("odd", [0, 1])
 def test_another_operation_on_one_process_is_an_error_on_all(workers, servers, odd):
-    found = run(f"""
+    found = run(
+        f"""
         import bpsx, numpy as np
         bpsx.init()
         try:
@@ -126,14 +190,21 @@ def test_another_operation_on_one_process_is_an_error_on_all(workers, servers, o
             report("no error")
         except bpsx.MismatchError as e:
             report(str(e))
-        assert (bpsx.push_pull(np.ones(300_000, np.float32), "y", average=False) == bpsx.size()).all()
-        assert (bpsx.push_pull(np.ones(300_000, np.float32), "x", average=False) == bpsx.size()).all()
-    """, workers, servers, processes=2)
+        found = bpsx.push_pull(np.ones(300_000, np.float32), "y", average=False)
+        assert (found == bpsx.size()).all()
+        found = bpsx.push_pull(np.ones(300_000, np.float32), "x", average=False)
+        assert (found == bpsx.size()).all()
+    """,
+        workers,
+        servers,
+        processes=2,
+    )
     assert all("'x'" in f[0] and "workers 1 and 0" in f[0] for f in found), found
 
 
 def test_another_operation_on_one_machine_is_an_error_on_all():
-    found = run("""
+    found = run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         try:
@@ -142,8 +213,14 @@ def test_another_operation_on_one_machine_is_an_error_on_all():
         except bpsx.MismatchError as e:
             report(str(e))
         assert (bpsx.push_pull(np.ones(10, np.float32), "y", average=False) == 4).all()
-    """, 4, 1, processes=2)
-    assert all("'x'" in f[0] and ("workers 1 and 3" in f[0] or "workers 3 and 1" in f[0]) for f in found), found
+    """,
+        4,
+        1,
+        processes=2,
+    )
+    assert all(
+        "'x'" in f[0] and ("workers 1 and 3" in f[0] or "workers 3 and 1" in f[0]) for f in found
+    ), found
 
 
 @SHAPES
@@ -172,7 +249,11 @@ def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, l
         for worker in others:
             worker.say("")
         found = job.results()
-    assert all(len(f) == 3 and all(f"worker {leaver} has left the job" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
+    assert all(
+        len(f) == 3 and all(f"worker {leaver} has left the job" in text for text in f[:2])
+        for i, f in enumerate(found)
+        if i != leaver
+    ), found
 
 
 @pytest.mark.parametrize("workers, servers", [(3, 0), (6, 1)])
@@ -202,8 +283,11 @@ def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root
 
 
 def test_rounds_do_not_overtake_each_other():
-    """Results lie in one process's share; it may have begun the next round while others still copy."""
-    run("""
+    """Results lie in one process's share; it may have begun the next round while others still
+    copy.
+    """
+    run(
+        """
         import bpsx, numpy as np
         bpsx.init()
         x, out = np.empty(1_000_000, np.float32), np.empty(1_000_000, np.float32)
@@ -211,7 +295,11 @@ def test_rounds_do_not_overtake_each_other():
             x.fill(round)
             bpsx.push_pull(x, "x", average=False, output=out)
             assert (out == 4 * round).all(), round
-    """, 4, 0, processes=4)
+    """,
+        4,
+        0,
+        processes=4,
+    )
 
 
 @SHAPES
@@ -232,7 +320,9 @@ def test_a_death_on_the_machine_is_an_error_on_all(workers, servers, victim, way
             report(str(e))
             sys.exit(5)
     """.replace("VICTIM", str(victim))
-    with Job(source, workers, servers, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path)}) as job:
+    with Job(
+        source, workers, servers, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path)}
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("ready")
         job.workers[victim].signal(way)
@@ -249,9 +339,18 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
     elsewhere, occupied = tmp_path / "elsewhere", tmp_path / "file"
     elsewhere.mkdir()
     occupied.touch()
-    for path, said in ((elsewhere, r"local rank 1 is not at|local rank 0 did not come"), (occupied / "below", "BYTEPS_SOCKET_PATH: cannot make")):
-        with Job("import bpsx; bpsx.init()", 2, 0, processes=2, env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
-                 worker_env={0: {"BYTEPS_SOCKET_PATH": str(path)}}) as job:
+    for path, said in (
+        (elsewhere, r"local rank 1 is not at|local rank 0 did not come"),
+        (occupied / "below", "BYTEPS_SOCKET_PATH: cannot make"),
+    ):
+        with Job(
+            "import bpsx; bpsx.init()",
+            2,
+            0,
+            processes=2,
+            env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
+            worker_env={0: {"BYTEPS_SOCKET_PATH": str(path)}},
+        ) as job:
             assert [w.wait() for w in job.workers] == [1, 1]
             text = job.workers[0].text() + job.workers[1].text()
             assert re.search(said, text), text
@@ -268,7 +367,9 @@ def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
         bpsx.local.group.meet = meet_later
         bpsx.init()
     """
-    with Job(source, 0, 0, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path), "DMLC_NUM_WORKER": "1"}) as job:
+    with Job(
+        source, 0, 0, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path), "DMLC_NUM_WORKER": "1"}
+    ) as job:
         job.start_worker(0)
         job.start_worker(1, "import bpsx; bpsx.init()")
         member, root = job.workers
@@ -290,7 +391,8 @@ def test_limits_that_leave_no_room_for_shares_are_named():
             import bpsx, bpsx.session.session, resource
             meet = bpsx.local.group.meet
             def meet_with_less(*given):
-                resource.setrlimit(resource.{limit}, (1 << 32, 1 << 32) if "{limit}" == "RLIMIT_AS" else (1 << 20, 1 << 20))
+                most = 1 << 32 if "{limit}" == "RLIMIT_AS" else 1 << 20
+                resource.setrlimit(resource.{limit}, (most, most))
                 return meet(*given)
             bpsx.local.group.meet = meet_with_less
             bpsx.init()
@@ -302,35 +404,62 @@ def test_limits_that_leave_no_room_for_shares_are_named():
 
 
 class _Cramped(Job):
-    """Few descriptors may be open in a process, and so few on their way between processes; not even root may exceed that."""
+    """Few descriptors may be open in a process, and so few on their way between processes; not even
+    root may exceed that.
+    """
 
     def command(self, name: str, words: list[str]) -> list[str]:
-        powerless = ["setpriv", "--bounding-set", "-sys_resource,-sys_admin", "--inh-caps", "-sys_resource,-sys_admin"]
+        powerless = [
+            "setpriv",
+            "--bounding-set",
+            "-sys_resource,-sys_admin",
+            "--inh-caps",
+            "-sys_resource,-sys_admin",
+        ]
         return [*(powerless if os.geteuid() == 0 else []), "prlimit", "--nofile=90:90", *words]
 
 
 def test_many_processes_meet_with_few_descriptors():
-    """16 processes hand 480 descriptors about: Linux lets a user have as many on their way as a process may have open."""
-    if os.geteuid() == 0 and subprocess.run(["setpriv", "--bounding-set", "-sys_resource", "true"], capture_output=True).returncode:
+    """16 processes hand 480 descriptors about: Linux lets a user have as many on their way as a
+    process may have open.
+    """
+    if (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["setpriv", "--bounding-set", "-sys_resource", "true"], capture_output=True
+        ).returncode
+    ):
         pytest.skip("root without the right to give up rights (setpriv)")
-    with _Cramped("""
+    with _Cramped(
+        """
         import bpsx, numpy as np
         bpsx.init()
         report(float(bpsx.push_pull(np.ones(3), average=False, name="x")[0]))
         bpsx.shutdown()
-    """, 16, 0, processes=16) as job:
+    """,
+        16,
+        0,
+        processes=16,
+    ) as job:
         assert job.results() == [[16.0]] * 16
 
 
 def test_the_number_of_processes_must_agree():
-    with Job("import bpsx; bpsx.init()", 2, 0, processes=2, env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
-             worker_env={0: {"BYTEPS_LOCAL_SIZE": "3"}}) as job:
+    with Job(
+        "import bpsx; bpsx.init()",
+        2,
+        0,
+        processes=2,
+        env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
+        worker_env={0: {"BYTEPS_LOCAL_SIZE": "3"}},
+    ) as job:
         assert [w.wait() for w in job.workers] == [1, 1]
         assert "BYTEPS_LOCAL_SIZE" in job.workers[0].text() + job.workers[1].text()
 
 
 _UNEVEN = """
     import bpsx, json, numpy as np, os
+
     bpsx.init()
     rank, size = bpsx.rank(), bpsx.size()
     for counts in json.loads(os.environ["COUNTS"]):
@@ -341,10 +470,20 @@ _UNEVEN = """
                     # A name of its own per step: who has joined has never seen the later ones.
                     for name in (f"{dtype}.{n}", f"{dtype}.{n}.{step}"):
                         got = bpsx.push_pull(np.full(n, 4 * rank + 4, dtype), name, average=False)
-                        assert (got == sum(4 * r + 4 for r in here)).all(), (counts, step, name, got[:3], here)
+                        assert (got == sum(4 * r + 4 for r in here)).all(), (
+                            counts,
+                            step,
+                            name,
+                            got[:3],
+                            here,
+                        )
                         got = bpsx.push_pull(np.full(n, 4 * rank + 4, dtype), name + ".average")
                         want = sum(4 * r + 4 for r in here) / size
-                        np.testing.assert_allclose(got.astype(float), np.floor(want) if dtype == "int64" else want, rtol=1e-3)
+                        np.testing.assert_allclose(
+                            got.astype(float),
+                            np.floor(want) if dtype == "int64" else want,
+                            rtol=1e-3,
+                        )
             bpsx.barrier()
             root = here[step % len(here)]
             assert (bpsx.broadcast(np.full(50_000, rank), root, "b") == root).all()
@@ -355,18 +494,28 @@ _UNEVEN = """
 """
 
 
-@pytest.mark.parametrize("workers, processes, servers", [(2, 2, 0), (3, 3, 0), (4, 2, 1), (6, 3, 2)])
+@pytest.mark.parametrize(
+    "workers, processes, servers", [(2, 2, 0), (3, 3, 0), (4, 2, 1), (6, 3, 2)]
+)
 def test_uneven_numbers_of_steps_with_join(workers, processes, servers):
     rng = random.Random(workers)
     rounds = [rng.sample(range(workers + 2), workers) for _ in range(2)]
-    rounds += [[5] * (workers - 1) + [0], [0] * (workers - 1) + [3]]     # a root that joins first, and one that goes on alone
-    found = run(_UNEVEN, workers, servers, processes=processes, env={"COUNTS": json.dumps(rounds), "BPSX_DEADLOCK_SECONDS": "20"})
+    # a root that joins first, and one that goes on alone
+    rounds += [[5] * (workers - 1) + [0], [0] * (workers - 1) + [3]]
+    found = run(
+        _UNEVEN,
+        workers,
+        servers,
+        processes=processes,
+        env={"COUNTS": json.dumps(rounds), "BPSX_DEADLOCK_SECONDS": "20"},
+    )
     assert all(f == found[0] for f in found)
 
 
 @pytest.mark.parametrize("absent", [0, 1, 3])
 def test_a_broadcast_from_who_has_joined_is_an_error_on_all(absent):
-    found = run(f"""
+    found = run(
+        f"""
         import bpsx, numpy as np
         bpsx.init()
         bpsx.barrier()
@@ -378,5 +527,11 @@ def test_a_broadcast_from_who_has_joined_is_an_error_on_all(absent):
                 report(str(e))
         bpsx.join()
         assert (bpsx.push_pull(np.ones(1000, np.float32), "after", average=False) == 4).all()
-    """, 4, 1, processes=2)
-    assert all(f"worker {absent}, has called join()" in f[0] for i, f in enumerate(found) if i != absent), found
+    """,
+        4,
+        1,
+        processes=2,
+    )
+    assert all(
+        f"worker {absent}, has called join()" in f[0] for i, f in enumerate(found) if i != absent
+    ), found

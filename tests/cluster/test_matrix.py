@@ -1,4 +1,7 @@
-"""The failure matrix: every role, at every stage, struck in every way. Everybody else is told who, ends, and leaves nothing behind."""
+"""The failure matrix: every role, at every stage, struck in every way.
+
+Everybody else is told who, ends, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ import time
 import pytest
 from matrix import FOR_ALL, PATIENT, ROLES, SHORT, STAGES, WAYS, Matrix, name_of
 
-CASES = [(role, stage, way) for role in ROLES for stage in STAGES for way in (WAYS if role == "worker" else FOR_ALL)]
+CASES = [
+    (role, stage, way)
+    for role in ROLES
+    for stage in STAGES
+    for way in (WAYS if role == "worker" else FOR_ALL)
+]
 
 
 @pytest.mark.parametrize(("role", "stage", "way"), CASES, ids=lambda part: str(part))
@@ -22,13 +30,14 @@ def test_a_failure_is_named_and_ends_everything(role, stage, way):
                 continue
             assert statuses[worker.name] != 0, worker.text()
             if stage == "shutdown" and worker.name == "worker 0":
-                assert name in worker.text()        # shutdown() does not raise: the log and the status tell
+                # shutdown() does not raise: the log and the status tell
+                assert name in worker.text()
             elif way == "exit":
-                assert "worker 1" in matrix.told(worker)        # an orderly goodbye
+                assert "worker 1" in matrix.told(worker)  # an orderly goodbye
             else:
                 assert name in matrix.told(worker), worker.text()
         if way == "stop":
-            victim.signal(signal.SIGCONT)       # it wakes up alone, and ends
+            victim.signal(signal.SIGCONT)  # it wakes up alone, and ends
             matrix.go()
             statuses |= matrix.ended()
         assert statuses[victim.name] != 0, victim.text()
@@ -43,7 +52,7 @@ def test_a_short_stop_of_anybody_is_survived_with_right_sums(stage):
         for role in ROLES:
             victim = matrix.victim(role)
             victim.signal(signal.SIGSTOP)
-            time.sleep(1)       # what is tried here: several heartbeats go unanswered
+            time.sleep(1)  # what is tried here: several heartbeats go unanswered
             victim.signal(signal.SIGCONT)
         if stage == "init":
             matrix.job.start_worker(2)

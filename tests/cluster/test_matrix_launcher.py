@@ -1,4 +1,6 @@
-"""A share of the failure matrix through ``bpsx-run --local``: the worst status is its own, and nothing is left of the job."""
+"""A share of the failure matrix through ``bpsx-run --local``: the worst status is its own, and
+nothing is left of the job.
+"""
 
 from __future__ import annotations
 
@@ -42,26 +44,46 @@ def role_pids(launcher: Launcher) -> dict[str, int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                pairs = dict(p.partition(b"=")[::2] for p in (entry / "environ").read_bytes().split(b"\0"))
-                if launcher.mark.split("=")[1].encode() == pairs.get(b"LAUNCHER_TEST") and b"DMLC_ROLE" in pairs:
-                    found[(pairs[b"DMLC_ROLE"] + b" " + pairs.get(b"DMLC_WORKER_ID", b"")).decode().strip()] = int(entry.name)
+                pairs = dict(
+                    p.partition(b"=")[::2] for p in (entry / "environ").read_bytes().split(b"\0")
+                )
+                if (
+                    launcher.mark.split("=")[1].encode() == pairs.get(b"LAUNCHER_TEST")
+                    and b"DMLC_ROLE" in pairs
+                ):
+                    found[
+                        (pairs[b"DMLC_ROLE"] + b" " + pairs.get(b"DMLC_WORKER_ID", b""))
+                        .decode()
+                        .strip()
+                    ] = int(entry.name)
     return found
 
 
 def begin(launcher: Launcher, folder: Path, stage: str, *words: str):
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    process = launcher.start(local_words("--workers", "3", "--servers", "1", *words, PY, str(script), stage), _FAST)
+    process = launcher.start(
+        local_words("--workers", "3", "--servers", "1", *words, PY, str(script), stage), _FAST
+    )
     ready = {"init": ["[worker 0] joining", "[worker 1] joining", "[worker 2] behind"]}
     wait_for(process, *ready.get(stage, [f"[worker {i}] running" for i in range(3)]))
     return process
 
 
-@pytest.mark.parametrize(("stage", "role", "way", "status"), [
-    ("init", "worker 1", signal.SIGKILL, 137), ("init", "server", signal.SIGKILL, 137), ("init", "scheduler", signal.SIGKILL, 137),
-    ("pull", "worker 1", signal.SIGKILL, 137), ("pull", "server", signal.SIGTERM, 7), ("pull", "scheduler", signal.SIGKILL, 137),
-    ("idle", "worker 1", signal.SIGTERM, 143), ("idle", "server", signal.SIGKILL, 137), ("idle", "scheduler", signal.SIGINT, 1),
-])
+@pytest.mark.parametrize(
+    ("stage", "role", "way", "status"),
+    [
+        ("init", "worker 1", signal.SIGKILL, 137),
+        ("init", "server", signal.SIGKILL, 137),
+        ("init", "scheduler", signal.SIGKILL, 137),
+        ("pull", "worker 1", signal.SIGKILL, 137),
+        ("pull", "server", signal.SIGTERM, 7),
+        ("pull", "scheduler", signal.SIGKILL, 137),
+        ("idle", "worker 1", signal.SIGTERM, 143),
+        ("idle", "server", signal.SIGKILL, 137),
+        ("idle", "scheduler", signal.SIGINT, 1),
+    ],
+)
 def test_the_worst_status_is_reported_and_nothing_is_left(tmp_path, stage, role, way, status):
     with launching(tmp_path) as launcher:
         process = begin(launcher, tmp_path, stage, "--grace", "2")

@@ -1,4 +1,7 @@
-"""Servers on workers' machines, and elsewhere: who sums how much, in a real job. Machines are addresses of loopback."""
+"""Servers on workers' machines, and elsewhere: who sums how much, in a real job.
+
+Machines are addresses of loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,21 @@ from jobs import Job
 
 _SUMS = """
     import bpsx, numpy as np
+
     bpsx.init()
     wanted = sum(range(1, bpsx.size() + 1))
-    for name, n in (("a", 3_000_000), ("b", 700_001), ("c", 5), ("d", 1_000_000), ("e", 0), ("f", 90_000)):
+    for name, n in (
+        ("a", 3_000_000),
+        ("b", 700_001),
+        ("c", 5),
+        ("d", 1_000_000),
+        ("e", 0),
+        ("f", 90_000),
+    ):
         x = np.arange(n, dtype=np.float32) % 1000 * (bpsx.rank() + 1)
-        assert (bpsx.push_pull(x, name, average=False) == np.arange(n, dtype=np.float32) % 1000 * wanted).all()
+        assert (
+            bpsx.push_pull(x, name, average=False) == np.arange(n, dtype=np.float32) % 1000 * wanted
+        ).all()
     report("done")
 """
 
@@ -22,10 +35,19 @@ _SUMS = """
 class Machines(Job):
     """A job whose processes say that they are on these machines; ``weights`` are the servers'."""
 
-    def __init__(self, workers: str, servers: str, weights: tuple[int, ...] = (), **env: str) -> None:
-        self._machine = {f"worker {i}": m for i, m in enumerate(workers)} | {f"server {i}": m for i, m in enumerate(servers)}
+    def __init__(
+        self, workers: str, servers: str, weights: tuple[int, ...] = (), **env: str
+    ) -> None:
+        self._machine = {f"worker {i}": m for i, m in enumerate(workers)} | {
+            f"server {i}": m for i, m in enumerate(servers)
+        }
         self._weight = {f"server {i}": w for i, w in enumerate(weights)}
-        super().__init__(_SUMS, len(workers), len(servers), env={"PS_KEY_LOG": "1", "BYTEPS_LOG_LEVEL": "info", **env})
+        super().__init__(
+            _SUMS,
+            len(workers),
+            len(servers),
+            env={"PS_KEY_LOG": "1", "BYTEPS_LOG_LEVEL": "info", **env},
+        )
 
     def command(self, name: str, words: list[str]) -> list[str]:
         if name not in self._machine:
@@ -37,14 +59,23 @@ class Machines(Job):
 
     def shares(self) -> list[float]:
         """What part of the bytes each server has had, in the order in which they were started."""
-        had = [sum(int(n) for n in re.findall(r"key \d+ is .* (\d+) bytes", server.text())) for server in self.servers]
+        had = [
+            sum(int(n) for n in re.findall(r"key \d+ is .* (\d+) bytes", server.text()))
+            for server in self.servers
+        ]
         return [n / sum(had) for n in had]
 
 
-@pytest.mark.parametrize(("workers", "servers", "shares"), [
-    ("ab", "abc", [1 / 4, 1 / 4, 1 / 2]), ("abc", "abc", [1 / 3] * 3), ("abc", "abcde", [1 / 11, 1 / 11, 1 / 11, 4 / 11, 4 / 11]),
-    ("ab", "abcde", [0, 0, 1 / 3, 1 / 3, 1 / 3]),
-], ids=["n=2, k=1", "n=3, k=0", "n=3, k=2", "n=2, k=3"])
+@pytest.mark.parametrize(
+    ("workers", "servers", "shares"),
+    [
+        ("ab", "abc", [1 / 4, 1 / 4, 1 / 2]),
+        ("abc", "abc", [1 / 3] * 3),
+        ("abc", "abcde", [1 / 11, 1 / 11, 1 / 11, 4 / 11, 4 / 11]),
+        ("ab", "abcde", [0, 0, 1 / 3, 1 / 3, 1 / 3]),
+    ],
+    ids=["n=2, k=1", "n=3, k=0", "n=3, k=2", "n=2, k=3"],
+)
 def test_bytes_are_divided_as_the_paper_has_it(workers, servers, shares):
     with Machines(workers, servers, BYTEPS_ENABLE_MIXED_MODE="1") as job:
         assert [reports[-1] for reports in job.results()] == ["done"] * len(workers)

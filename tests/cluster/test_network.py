@@ -1,4 +1,7 @@
-"""Networks that are cut without a word, or slow. Nothing says that a cut peer is gone but its silence."""
+"""Networks that are cut without a word, or slow.
+
+Nothing says that a cut peer is gone but its silence.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,19 @@ def test_a_cut_is_noticed_by_silence_named_and_ends_everything(who):
             worker.wait_for_line("running")
         began = time.time()
         network.cut(who)
-        statuses = {p.name: p.wait(40) for p in job.processes}      # those who are cut off, too
+        statuses = {p.name: p.wait(40) for p in job.processes}  # those who are cut off, too
         assert all(statuses.values()), "\n".join(p.text() for p in job.processes)
         for worker in job.workers:
             kind, text, when = worker.reports()[-1]
             assert kind == "PeerLostError"
-            if worker.name != who:      # who is cut off itself loses everybody
+            if worker.name != who:  # who is cut off itself loses everybody
                 assert who in text and network.address[who] in text, text
-            assert when - began < 2.5 + 5 + 10       # silence, the promise, and a busy machine
+            assert when - began < 2.5 + 5 + 10  # silence, the promise, and a busy machine
 
 
 def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
-    with net_job("""
+    with net_job(
+        """
         import bpsx, numpy as np
         bpsx.init()
         a = np.ones(200_000, np.float32)
@@ -44,16 +48,19 @@ def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
                 report("some")
                 sys.stdin.readline()
         report("done")
-    """, {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}) as (network, job):
+    """,
+        {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"},
+    ) as (network, job):
         for name in ("worker 1", "server 0"):
             network.cut(name)
-            time.sleep(1)       # what is tried here: several heartbeats and retransmissions are lost
+            # what is tried here: several heartbeats and retransmissions are lost
+            time.sleep(1)
             network.mend(name)
         for worker in job.workers:
             worker.wait_for_line("some")
         network.cut("worker 1")
         for worker in job.workers:
-            worker.say("go")        # pushes go into the cut
+            worker.say("go")  # pushes go into the cut
         time.sleep(1)
         network.mend("worker 1")
         assert [r[-1] for r in job.results()] == ["done", "done"]
@@ -64,7 +71,8 @@ def test_over_a_slow_link_the_urgent_overtakes():
         for name in ("worker 0", "worker 1"):
             network.slow(name, "50mbit")
 
-    with net_job("""
+    with net_job(
+        """
         import bpsx, numpy as np, time
         from bpsx.api.verbs import session
         bpsx.init()
@@ -81,27 +89,63 @@ def test_over_a_slow_link_the_urgent_overtakes():
         early = not bpsx.poll(first)
         assert (bpsx.synchronize(first) == 2).all()
         report(early)
-    """, {"BYTEPS_PARTITION_BYTES": "65536", "BPSX_SEND_BUFFER_KB": "128"}, before=slow) as (_, job):
+    """,
+        {"BYTEPS_PARTITION_BYTES": "65536", "BPSX_SEND_BUFFER_KB": "128"},
+        before=slow,
+    ) as (_, job):
         assert job.results() == [[True], [True]]
 
 
 def test_what_stays_in_the_machine_goes_in_its_turn(tmp_path):
-    env = {"BYTEPS_PARTITION_BYTES": "131072", "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "2",
-           "BYTEPS_TRACE_END_STEP": "4", "BYTEPS_TRACE_DIR": str(tmp_path)}
-    with Network(["scheduler", "worker 0", "server 1"], "50mbit", beside={"server 0": "worker 0"}) as network, NetJob("""
+    env = {
+        "BYTEPS_PARTITION_BYTES": "131072",
+        "BYTEPS_FORCE_DISTRIBUTED": "1",
+        "BYTEPS_TRACE_ON": "1",
+        "BYTEPS_TRACE_START_STEP": "2",
+        "BYTEPS_TRACE_END_STEP": "4",
+        "BYTEPS_TRACE_DIR": str(tmp_path),
+    }
+    with (
+        Network(
+            ["scheduler", "worker 0", "server 1"], "50mbit", beside={"server 0": "worker 0"}
+        ) as network,
+        NetJob(
+            """
         import numpy as np, bpsx
         bpsx.init()
         a = np.ones(32 << 15, np.float32)           # 32 partitions
         for i in range(3):
             report(int(bpsx.push_pull(a, average=False, name="a").sum()))
         bpsx.shutdown()
-    """, network, env=env, workers=1, servers=2) as job:
+    """,
+            network,
+            env=env,
+            workers=1,
+            servers=2,
+        ) as job,
+    ):
         assert job.results() == [[32 << 15] * 3]
         here = network.address["worker 0"]
-    servers = {about(tmp_path / f"server-{i}/comm.json")["host"]: load(tmp_path / f"server-{i}/comm.json") for i in range(2)}
+    servers = {
+        about(tmp_path / f"server-{i}/comm.json")["host"]: load(tmp_path / f"server-{i}/comm.json")
+        for i in range(2)
+    }
     beside = {e["tid"] for e in servers[here] if e["name"].endswith(".ROUND")}
-    pushed = [{e["tid"]: e["ts"] + e["dur"] for e in load(tmp_path / "0/comm.json") if e["name"].endswith(".PUSH") and e["args"]["step"] == step}
-              for step in (2, 3)]
+    pushed = [
+        {
+            e["tid"]: e["ts"] + e["dur"]
+            for e in load(tmp_path / "0/comm.json")
+            if e["name"].endswith(".PUSH") and e["args"]["step"] == step
+        }
+        for step in (2, 3)
+    ]
     assert len(beside) == 16 and all(len(of) == 32 for of in pushed)
-    for of in pushed:       # in the order of the tensor, which is that of urgency: nothing beside comes before what has to leave the machine
-        assert all(of[far] <= of[near] for near in beside for far in of.keys() - beside if int(far) < int(near))
+    # in the order of the tensor, which is that of urgency: nothing beside comes before what has to
+    # leave the machine
+    for of in pushed:
+        assert all(
+            of[far] <= of[near]
+            for near in beside
+            for far in of.keys() - beside
+            if int(far) < int(near)
+        )

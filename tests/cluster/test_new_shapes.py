@@ -1,4 +1,6 @@
-"""Memory of servers and workers where each push has a shape that was never there before, as with batches whose lengths differ."""
+"""Memory of servers and workers where each push has a shape that was never there before, as with
+batches whose lengths differ.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from jobs import TRANSPORTS, Job, Process
 
 #: Shapes that are pushed before memory is looked at for the first time, and for the second.
 FIRST, LAST = 20, 120
-#: Four tensors. They grow by 4 MiB at most; a server that could not use freed places again grew by 34 to 180.
+#: Four tensors. They grow by 4 MiB at most; a server that could not use freed places again grew by
+#: 34 to 180.
 MOST_BYTES = 16 << 20
 
 WORK = f"""
@@ -49,4 +52,6 @@ def test_new_shapes_need_no_new_memory(transport: str) -> None:
                 worker.say("go on")
         job.results()
     for process, before, after in zip(watched, *found):
-        assert after - before < MOST_BYTES, f"{process.name} has grown from {before >> 20} to {after >> 20} MiB"
+        assert after - before < MOST_BYTES, (
+            f"{process.name} has grown from {before >> 20} to {after >> 20} MiB"
+        )

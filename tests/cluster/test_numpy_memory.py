@@ -1,4 +1,6 @@
-"""NumPy arrays of any byte order, layout and alignment: sums are right, or an error says what cannot be."""
+"""NumPy arrays of any byte order, layout and alignment: sums are right, or an error says what
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,40 @@ from hypothesis import strategies as st
 from jobs import run
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"]
-LAYOUTS = ["plain", "fortran", "strided", "reversed", "unaligned", "read-only", "one element", "memmap", "matrix", "masked, nothing hidden",
-           "byte view"]
-OUTPUTS = ["none", "itself", "new", "unaligned", "memmap", "matrix", "overlapping", "masked, nothing hidden"]
+LAYOUTS = [
+    "plain",
+    "fortran",
+    "strided",
+    "reversed",
+    "unaligned",
+    "read-only",
+    "one element",
+    "memmap",
+    "matrix",
+    "masked, nothing hidden",
+    "byte view",
+]
+OUTPUTS = [
+    "none",
+    "itself",
+    "new",
+    "unaligned",
+    "memmap",
+    "matrix",
+    "overlapping",
+    "masked, nothing hidden",
+]
 ORDERS = ["<", ">"]
 
 #: Arrays of a shape whose memory lies as asked.
 WORK = """
 import bpsx, json, ml_dtypes, numpy as np, os, tempfile
+
+
 def dtype_of(name, order):
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name).newbyteorder(order)
+
+
 def laid_out(values, layout):
     shape, dtype, size = values.shape, values.dtype, values.size
     if layout == "fortran":
@@ -31,7 +57,7 @@ def laid_out(values, layout):
         room[::step] = values
         return room[::step]
     if layout in ("unaligned", "byte view"):
-        room = np.zeros(values.nbytes + 1, np.uint8)[layout == "unaligned":][:values.nbytes]
+        room = np.zeros(values.nbytes + 1, np.uint8)[layout == "unaligned" :][: values.nbytes]
         found = room.view(dtype).reshape(shape)
         found[...] = values
         return found
@@ -48,30 +74,49 @@ def laid_out(values, layout):
     found = np.array(values)
     found.flags.writeable = layout != "read-only"
     return found
+
+
 def values_of(case, rank):
     if case["layouts"][rank] == "one element":
         return np.full(case["shape"], rank + 3)
     return np.arange(np.prod(case["shape"])).reshape(case["shape"]) % 50 + rank
+
+
 def output_of(case, given, rank):
     kind, order = case["outputs"][rank], case["output orders"][rank]
-    if kind == "none" or kind == "itself" and not (given.flags.c_contiguous and given.flags.writeable):
+    if (
+        kind == "none"
+        or kind == "itself"
+        and not (given.flags.c_contiguous and given.flags.writeable)
+    ):
         return None
     if kind == "itself":
         return given
     dtype = given.dtype.newbyteorder(order)
-    if kind == "overlapping" and type(given) is np.ndarray and given.flags.c_contiguous and given.flags.writeable:
+    if (
+        kind == "overlapping"
+        and type(given) is np.ndarray
+        and given.flags.c_contiguous
+        and given.flags.writeable
+    ):
         room = np.zeros(2 * given.size + 1, np.uint8).repeat(given.itemsize).view(given.dtype)
-        source = room[given.size // 2 + 1:][:given.size].reshape(given.shape)
+        source = room[given.size // 2 + 1 :][: given.size].reshape(given.shape)
         source[...] = given
         case["given"] = source
-        return room[:given.size].reshape(given.shape).view(dtype)
+        return room[: given.size].reshape(given.shape).view(dtype)
     return laid_out(np.zeros(given.shape, dtype), kind)
+
+
 bpsx.init()
 rank = bpsx.rank()
 for i, case in enumerate(json.loads(os.environ["CASES"])):
     if bpsx.local_size() > 1 and "int" in case["dtype"] and case["verb"] == "average":
-        case["verb"] = "sum"        # a machine's sum would wrap before it is divided, and is refused
-    given = laid_out(values_of(case, rank).astype(dtype_of(case["dtype"], case["orders"][rank])), case["layouts"][rank])
+        # a machine's sum would wrap before it is divided, and is refused
+        case["verb"] = "sum"
+    given = laid_out(
+        values_of(case, rank).astype(dtype_of(case["dtype"], case["orders"][rank])),
+        case["layouts"][rank],
+    )
     case["given"] = given
     output = output_of(case, given, rank)
     given = case["given"]
@@ -98,24 +143,52 @@ def two(values: list[str]) -> st.SearchStrategy[tuple[str, str]]:
     return st.tuples(st.sampled_from(values), st.sampled_from(values))
 
 
-CASES = st.fixed_dictionaries({
-    "dtype": st.sampled_from(DTYPES), "orders": two(ORDERS), "layouts": two(LAYOUTS), "outputs": two(OUTPUTS), "output orders": two(ORDERS),
-    "verb": st.sampled_from(["sum", "average", "broadcast"]), "shape": st.sampled_from([(1, 1), (3, 5), (40, 100), (300, 70)]),
-})
+CASES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(DTYPES),
+        "orders": two(ORDERS),
+        "layouts": two(LAYOUTS),
+        "outputs": two(OUTPUTS),
+        "output orders": two(ORDERS),
+        "verb": st.sampled_from(["sum", "average", "broadcast"]),
+        "shape": st.sampled_from([(1, 1), (3, 5), (40, 100), (300, 70)]),
+    }
+)
 
 
 # A failure says which case it was; making the list smaller would cost a job each time.
-@settings(max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(CASES, min_size=100, max_size=200), st.sampled_from([4096, 4_096_000]), st.sampled_from([1, 2]))
-def test_any_memory_gives_what_numpy_gives(cases: list[dict[str, Any]], partition_bytes: int, processes: int) -> None:
-    assert run(WORK, env={"CASES": json.dumps(cases), "BYTEPS_PARTITION_BYTES": str(partition_bytes),
-                          "BYTEPS_FORCE_DISTRIBUTED": "1"}, processes=processes) == [["right"]] * 2
+@settings(
+    max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.lists(CASES, min_size=100, max_size=200),
+    st.sampled_from([4096, 4_096_000]),
+    st.sampled_from([1, 2]),
+)
+def test_any_memory_gives_what_numpy_gives(
+    cases: list[dict[str, Any]], partition_bytes: int, processes: int
+) -> None:
+    assert (
+        run(
+            WORK,
+            env={
+                "CASES": json.dumps(cases),
+                "BYTEPS_PARTITION_BYTES": str(partition_bytes),
+                "BYTEPS_FORCE_DISTRIBUTED": "1",
+            },
+            processes=processes,
+        )
+        == [["right"]] * 2
+    )
 
 
 def test_what_the_report_of_users_had() -> None:
-    """Big-endian arrays, without a name and with one; another order on the other worker; orders within structures."""
+    """Big-endian arrays, without a name and with one; another order on the other worker; orders
+    within structures.
+    """
     found = run("""
         import bpsx, numpy as np
+
         bpsx.init()
         r = bpsx.rank()
         x = (np.arange(6) + r).astype(">f4")
@@ -125,13 +198,30 @@ def test_what_the_report_of_users_had() -> None:
         pair = np.array([(r, 2.5 + r)], [("n", "<>"[r] + "i2"), ("x", "<>"[r] + "f8")])
         got = bpsx.broadcast(pair, 1, "pair")
         report([got.tolist(), got.dtype == pair.dtype])
-        report(bpsx.broadcast(np.array(["ab", "c"]).astype("<>"[r] + "U4") if r else np.zeros(2, "<U4"), 1, "text").tolist())
+        report(
+            bpsx.broadcast(
+                np.array(["ab", "c"]).astype("<>"[r] + "U4") if r else np.zeros(2, "<U4"), 1, "text"
+            ).tolist()
+        )
         when = np.array(["2020-02-02"], "<>"[r] + "M8[D]") - r
         report(str(bpsx.broadcast(when, 1, "when")[0]))
-        report(bpsx.broadcast(np.rec.array([(r + 1, 0.5)], dtype=[("n", ">i4"), ("x", "f4")]), 1, "record").tolist())
+        report(
+            bpsx.broadcast(
+                np.rec.array([(r + 1, 0.5)], dtype=[("n", ">i4"), ("x", "f4")]), 1, "record"
+            ).tolist()
+        )
         report(np.asarray(bpsx.push_pull(np.zeros((0, 3), ">f8"), "empty")).shape)
     """)
-    wanted = [[1, 3, 5, 7, 9, 11], [1, 3, 5, 7, 9, 11], [1, 2, 3, 4, 5, 6], [[[1, 3.5]], True], ["ab", "c"], "2020-02-01", [[2, 0.5]], [0, 3]]
+    wanted = [
+        [1, 3, 5, 7, 9, 11],
+        [1, 3, 5, 7, 9, 11],
+        [1, 2, 3, 4, 5, 6],
+        [[[1, 3.5]], True],
+        ["ab", "c"],
+        "2020-02-01",
+        [[2, 0.5]],
+        [0, 3],
+    ]
     assert found == [wanted, wanted]
 
 
@@ -149,29 +239,46 @@ def test_broadcast_of_another_type_is_a_mismatch() -> None:
 
 
 def test_seeds_of_asynchronous_training() -> None:
-    assert run("""
+    assert (
+        run(
+            """
         import bpsx, numpy as np
+
         bpsx.init()
         order = "<>"[bpsx.rank()]
-        seeded = bpsx.seed(np.arange(5).astype(order + "f4") + np.array(bpsx.rank(), order + "f4"), "w", root_rank=1)
+        seeded = bpsx.seed(
+            np.arange(5).astype(order + "f4") + np.array(bpsx.rank(), order + "f4"),
+            "w",
+            root_rank=1,
+        )
         report(seeded.tolist())
         bpsx.barrier()
         bpsx.push_pull(np.ones(5, order + "f4"), "w", average=False)
         bpsx.barrier()
         report(bpsx.push_pull(np.zeros(5, order + "f4"), "w", average=False).tolist())
-    """, env={"BYTEPS_ENABLE_ASYNC": "1"}) == [[[1, 2, 3, 4, 5], [3, 4, 5, 6, 7]]] * 2
+    """,
+            env={"BYTEPS_ENABLE_ASYNC": "1"},
+        )
+        == [[[1, 2, 3, 4, 5], [3, 4, 5, 6, 7]]] * 2
+    )
 
 
 def test_what_cannot_be_is_an_error_that_names_it() -> None:
-    (told,), = run("""
+    ((told,),) = run(
+        """
         import bpsx, numpy as np
+
         bpsx.init()
+
+
         def text(verb, *arguments, **more):
             try:
                 verb(*arguments, **more)
             except bpsx.ConfigError as e:
                 return f"{type(e).__name__}: {e}"
             return "nothing"
+
+
         ones, grid = np.ones(4, np.float32), np.ones((2, 2), np.float32)
         masked, locked = np.ma.array(ones, mask=[0, 1, 0, 1]), ones.copy()
         locked.flags.writeable = False
@@ -180,28 +287,72 @@ def test_what_cannot_be_is_an_error_that_names_it() -> None:
         moved = {"sum": bpsx.push_pull, "copy": lambda a, **o: bpsx.broadcast(a, 0, **o)}
         found = {}
         for what, verb in moved.items():
-            found[what] = [text(verb, a, name="x", output=o) for a, o in (
-                (masked, None), (ones, masked), (ones, locked), (ones, spread), (grid, grid.T), (ones, [0.0] * 4), (ones, ones.astype(">f8")),
-                (pair, None), (np.array([object()]), None))]
-        summed = [text(bpsx.push_pull, np.zeros(2, d), "x") for d in ("V4", [("a", "f4")], "M8[s]", "c8", "U3", "?")]
-        texts = [text(moved["copy"], a) for a in (np.zeros(3, "V0"), *([np.array(["a"], np.dtypes.StringDType())] if hasattr(np, "dtypes")
-                                                                   and hasattr(np.dtypes, "StringDType") else [np.zeros(3, "V0")]))]
+            found[what] = [
+                text(verb, a, name="x", output=o)
+                for a, o in (
+                    (masked, None),
+                    (ones, masked),
+                    (ones, locked),
+                    (ones, spread),
+                    (grid, grid.T),
+                    (ones, [0.0] * 4),
+                    (ones, ones.astype(">f8")),
+                    (pair, None),
+                    (np.array([object()]), None),
+                )
+            ]
+        summed = [
+            text(bpsx.push_pull, np.zeros(2, d), "x")
+            for d in ("V4", [("a", "f4")], "M8[s]", "c8", "U3", "?")
+        ]
+        texts = [
+            text(moved["copy"], a)
+            for a in (
+                np.zeros(3, "V0"),
+                *(
+                    [np.array(["a"], np.dtypes.StringDType())]
+                    if hasattr(np, "dtypes") and hasattr(np.dtypes, "StringDType")
+                    else [np.zeros(3, "V0")]
+                ),
+            )
+        ]
         report([found, summed, texts, bpsx.push_pull(masked.filled(0), "after").tolist()])
-    """, workers=1, servers=0, alone=True)
+    """,
+        workers=1,
+        servers=0,
+        alone=True,
+    )
     found, summed, texts, after = told
     for one in found.values():
-        for line, expected in zip(one, ("2 elements of a numpy.ma.MaskedArray are masked", "output: 2 elements", "output is read-only",
-                                        "C-contiguous; this one has shape (4,) and strides (0,)", "output must be C-contiguous",
-                                        "output must be a NumPy array, as the input is, not list", "must be alike"), strict=False):
+        for line, expected in zip(
+            one,
+            (
+                "2 elements of a numpy.ma.MaskedArray are masked",
+                "output: 2 elements",
+                "output is read-only",
+                "C-contiguous; this one has shape (4,) and strides (0,)",
+                "output must be C-contiguous",
+                "output must be a NumPy array, as the input is, not list",
+                "must be alike",
+            ),
+            strict=False,
+        ):
             assert line.startswith("ConfigError: x: ") and expected in line, (line, expected)
         assert all(line.startswith("UnsupportedDType: x: dtype ") for line in one[7:]), one
-    assert all(line.startswith("UnsupportedDType: x: dtype ") and "cannot be summed" in line for line in summed), summed
-    assert all(line.startswith("UnsupportedDType: array: dtype ") and "cannot be moved" in line for line in texts), texts
+    assert all(
+        line.startswith("UnsupportedDType: x: dtype ") and "cannot be summed" in line
+        for line in summed
+    ), summed
+    assert all(
+        line.startswith("UnsupportedDType: array: dtype ") and "cannot be moved" in line
+        for line in texts
+    ), texts
     assert after == [1, 0, 1, 0]
 
 
 def test_tensorflow_drops_no_mask() -> None:
-    assert run("""
+    assert run(
+        """
         import bpsx, bpsx.tensorflow as bps, numpy as np
         bps.init()
         report(bps.push_pull(np.arange(3).astype(">f4"), op=bps.Sum).numpy().tolist())
@@ -209,4 +360,8 @@ def test_tensorflow_drops_no_mask() -> None:
             bps.push_pull(np.ma.array([1.0, 2.0], mask=[0, 1]))
         except bpsx.ConfigError as e:
             report("masked" in str(e))
-    """, workers=1, servers=0, alone=True) == [[[0, 1, 2], True]]
+    """,
+        workers=1,
+        servers=0,
+        alone=True,
+    ) == [[[0, 1, 2], True]]

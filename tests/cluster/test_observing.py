@@ -1,4 +1,6 @@
-"""Looking at real jobs: metrics, top, recording from outside, debug prints; and that looking changes nothing."""
+"""Looking at real jobs: metrics, top, recording from outside, debug prints; and that looking
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,13 @@ bpsx.shutdown()
 
 
 def launcher(job: Job, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(words(*arguments, "--scheduler", f"127.0.0.1:{job.port}"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            **options)
+    return subprocess.Popen(
+        words(*arguments, "--scheduler", f"127.0.0.1:{job.port}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def said(process: subprocess.Popen[str], status: int = 0) -> str:
@@ -71,25 +78,46 @@ def test_top_shows_a_running_job_and_its_slowest_worker():
     with looping() as job:
         text = said(launcher(job, "top", "--once"))
         end(job)
-    assert re.search(r"^job at 127\.0\.0\.1:\d+: running, 2 workers, 1 server, 2 tensors, up \d+ s$", text, re.M)
-    for name, rank, p in (("worker", 0, job.workers[0]), ("worker", 1, job.workers[1]), ("server", 0, job.servers[0])):
-        row = re.search(rf"^{name} +{rank} +127\.0\.0\.1 +{p.popen.pid} +running +([0-9.]+) +([0-9.]+) +[0-9.]+ +\d+ +\d+$", text, re.M)
+    assert re.search(
+        r"^job at 127\.0\.0\.1:\d+: running, 2 workers, 1 server, 2 tensors, up \d+ s$", text, re.M
+    )
+    for name, rank, p in (
+        ("worker", 0, job.workers[0]),
+        ("worker", 1, job.workers[1]),
+        ("server", 0, job.servers[0]),
+    ):
+        row = re.search(
+            rf"^{name} +{rank} +127\.0\.0\.1 +{p.popen.pid} +running +([0-9.]+) +([0-9.]+) +[0-9.]+"
+            r" +\d+ +\d+$",
+            text,
+            re.M,
+        )
         assert row and float(row[1]) > 0 and float(row[2]) > 0, text
-    assert re.search(r"^slowest: worker 1, last to push in \d+% of the rounds, on average [0-9.]+ ms", text, re.M), text
+    assert re.search(
+        r"^slowest: worker 1, last to push in \d+% of the rounds, on average [0-9.]+ ms", text, re.M
+    ), text
 
 
 def test_top_as_json():
     with looping() as job:
         view = json.loads(said(launcher(job, "top", "--once", "--json")))
         end(job)
-    assert view["state"] == "running" and [(n["role"], n["rank"]) for n in view["nodes"]] == [("worker", 0), ("worker", 1), ("server", 0)]
+    assert view["state"] == "running" and [(n["role"], n["rank"]) for n in view["nodes"]] == [
+        ("worker", 0),
+        ("worker", 1),
+        ("server", 0),
+    ]
     assert view["slowest"]["rank"] == 1 and all(n["rates"] for n in view["nodes"])
 
 
 def test_a_scheduler_that_only_stands_still_is_not_a_job_that_is_over():
     with looping() as job:
         top = launcher(job, "top", "--json", "--interval", "0.1")
-        assert top.stdout is not None and job.scheduler is not None and json.loads(top.stdout.readline())["state"] == "running"
+        assert (
+            top.stdout is not None
+            and job.scheduler is not None
+            and json.loads(top.stdout.readline())["state"] == "running"
+        )
         job.scheduler.signal(signal.SIGSTOP)
         _, errors = top.communicate(timeout=60)
         job.scheduler.signal(signal.SIGCONT)
@@ -106,13 +134,15 @@ def test_an_observer_that_is_killed_leaves_the_job_alone():
             o.kill()
             o.communicate()
         steps = len(job.workers[0].lines)
-        said(launcher(job, "top", "--once"))        # and another one may come
+        said(launcher(job, "top", "--once"))  # and another one may come
         deadline = time.monotonic() + DEADLINE
         while len(job.workers[0].lines) <= steps and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(job.workers[0].lines) > steps
         end(job)
-    assert not any("ERROR" in line or "makes no sense" in line for p in job.processes for line in p.errors)
+    assert not any(
+        "ERROR" in line or "makes no sense" in line for p in job.processes for line in p.errors
+    )
 
 
 def test_top_while_the_job_gathers():
@@ -126,10 +156,20 @@ def test_top_while_the_job_gathers():
 
 
 def test_top_without_anybody_there():
-    done = subprocess.run(words("top", "--once", "--scheduler", "127.0.0.1:1"), capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        words("top", "--once", "--scheduler", "127.0.0.1:1"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
     assert done.returncode == 1 and "no answer from a scheduler at 127.0.0.1:1" in done.stderr
     for wrong in ("nonsense", "host:", "host:port", ":5"):
-        done = subprocess.run(words("top", "--once", "--scheduler", wrong), capture_output=True, text=True, timeout=DEADLINE)
+        done = subprocess.run(
+            words("top", "--once", "--scheduler", wrong),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
         assert done.returncode == 2 and "allowed is HOST:PORT" in done.stderr
 
 
@@ -151,8 +191,13 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
 
     threading.Thread(target=read, daemon=True).start()
     with looping() as job:
-        process = subprocess.Popen(words("top", "--scheduler", f"127.0.0.1:{job.port}", "--interval", "0.2"), stdin=theirs, stdout=theirs,
-                                   stderr=theirs, start_new_session=True)
+        process = subprocess.Popen(
+            words("top", "--scheduler", f"127.0.0.1:{job.port}", "--interval", "0.2"),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
         try:
             with changed:
                 assert changed.wait_for(lambda: b"slowest: worker 1" in seen, DEADLINE), bytes(seen)
@@ -186,7 +231,10 @@ def test_metrics_of_a_running_job():
             with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 found = parse(answer.read().decode())
-            late = {dict(k)["worker"]: v for k, v in found.get("bpsx_worker_late_seconds_total", ("", {}))[1].items()}
+            late = {
+                dict(k)["worker"]: v
+                for k, v in found.get("bpsx_worker_late_seconds_total", ("", {}))[1].items()
+            }
             if len(found.get("bpsx_push_pulls_total", ("", {}))[1]) == 2 and late.get("1", 0) > 0:
                 break
             time.sleep(0.2)
@@ -203,27 +251,63 @@ def test_a_metrics_port_that_is_taken_is_an_error_that_names_it():
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        env = {**{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_M"))}, "DMLC_ROLE": "scheduler",
-               "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_SERVER": "1", "BPSX_METRICS_PORT": str(port)}
-        done = subprocess.run([sys.executable, "-m", "bpsx.scheduler"], env=env, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 2 and f"BPSX_METRICS_PORT=127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+        env = {
+            **{
+                k: v
+                for k, v in os.environ.items()
+                if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_M"))
+            },
+            "DMLC_ROLE": "scheduler",
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_SERVER": "1",
+            "BPSX_METRICS_PORT": str(port),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "bpsx.scheduler"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+    assert (
+        done.returncode == 2
+        and f"BPSX_METRICS_PORT=127.0.0.1:{port}" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 # ---- recording from outside
 
 
 def test_a_running_job_is_recorded_from_outside(tmp_path):
-    with looping(env={"BYTEPS_TRACE_DIR": str(tmp_path)}, worker_env={1: {"BYTEPS_TRACE_DIR": str(tmp_path / "one")}}) as job:
+    with looping(
+        env={"BYTEPS_TRACE_DIR": str(tmp_path)},
+        worker_env={1: {"BYTEPS_TRACE_DIR": str(tmp_path / "one")}},
+    ) as job:
         text = said(launcher(job, "trace", "--seconds", "1"))
         again = said(launcher(job, "trace", "--seconds", "1"))
         end(job)
     for path in (tmp_path / "0", tmp_path / "one/0", tmp_path / "server-0"):
-        assert f" events in {path / 'comm.json'}" in text and f" events in {path / 'comm.2.json'}" in again
+        assert (
+            f" events in {path / 'comm.json'}" in text
+            and f" events in {path / 'comm.2.json'}" in again
+        )
         assert load(path / "comm.json") and load(path / "comm.2.json")
-    done = subprocess.run(words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 0 and load(tmp_path / "merged.json")
-    done = subprocess.run(words("trace", "--merge", str(tmp_path / "nosuch")), capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 1 and done.stderr == f"bpsx-run: error: {tmp_path / 'nosuch'}: no comm.json in it or below\n"
+    done = subprocess.run(
+        words("trace", "--merge", str(tmp_path / "nosuch")),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr == f"bpsx-run: error: {tmp_path / 'nosuch'}: no comm.json in it or below\n"
+    )
 
 
 # ---- records of local jobs
@@ -231,28 +315,59 @@ def test_a_running_job_is_recorded_from_outside(tmp_path):
 
 def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path):
     worker = tmp_path / "worker.py"
-    worker.write_text("import sys, os, time\ndef report(x): print(x, flush=True)\n" + LOOP.replace(
-        "bool(select.select([sys.stdin], [], [], 0)[0])", f"os.path.exists({str(tmp_path / 'stop')!r})"))
-    env = {**{k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}, "BPSX_SECRET": "s" * 32,
-           "BYTEPS_TRACE_DIR": str(tmp_path / "traces")}
-    with subprocess.Popen(local_words(sys.executable, str(worker)), env=env, stdout=subprocess.PIPE, text=True) as job:
+    worker.write_text(
+        "import sys, os, time\ndef report(x): print(x, flush=True)\n"
+        + LOOP.replace(
+            "bool(select.select([sys.stdin], [], [], 0)[0])",
+            f"os.path.exists({str(tmp_path / 'stop')!r})",
+        )
+    )
+    env = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("DMLC_")},
+        "BPSX_SECRET": "s" * 32,
+        "BYTEPS_TRACE_DIR": str(tmp_path / "traces"),
+    }
+    with subprocess.Popen(
+        local_words(sys.executable, str(worker)), env=env, stdout=subprocess.PIPE, text=True
+    ) as job:
         try:
             assert job.stdout is not None
             while "stepped" not in job.stdout.readline():
                 pass
             threading.Thread(target=job.stdout.read, daemon=True).start()
             (found,) = (r for r in job_registry.running() if r.pid == job.pid)
-            assert (found.pid, found.address, found.secret, found.command) == (job.pid, "127.0.0.1", "s" * 32, [sys.executable, str(worker)])
+            assert (found.pid, found.address, found.secret, found.command) == (
+                job.pid,
+                "127.0.0.1",
+                "s" * 32,
+                [sys.executable, str(worker)],
+            )
             assert not list(tmp_path.rglob("*.json")), "the secret is in no file"
-            top = subprocess.run(words("top", "--once", "--job", str(job.pid)), env=env, capture_output=True, text=True, timeout=DEADLINE)
-            assert top.returncode == 0 and f"127.0.0.1:{found.port}: running" in top.stdout, top.stderr
-            trace = subprocess.run(words("trace", "--seconds", "1", "--job", str(job.pid)), env=env, capture_output=True, text=True, timeout=DEADLINE)
+            top = subprocess.run(
+                words("top", "--once", "--job", str(job.pid)),
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE,
+            )
+            assert top.returncode == 0 and f"127.0.0.1:{found.port}: running" in top.stdout, (
+                top.stderr
+            )
+            trace = subprocess.run(
+                words("trace", "--seconds", "1", "--job", str(job.pid)),
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE,
+            )
             assert trace.returncode == 0, trace.stderr
         finally:
             (tmp_path / "stop").touch()
         assert job.wait(DEADLINE) == 0
     assert job.pid not in [r.pid for r in job_registry.running()]
-    made = sorted(str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*.json"))
+    made = sorted(
+        str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*.json")
+    )
     assert made == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
 
 
@@ -270,7 +385,12 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
     from bpsx.launch.job_view import find
 
     def hold(port: int) -> subprocess.Popen[str]:
-        held = subprocess.Popen([sys.executable, "-c", HOLD, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        held = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert held.stdout is not None and held.stdout.readline() == "held\n"
         return held
 
@@ -279,7 +399,9 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
 
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=f"no bpsx-run --local of this user has the process number {os.getpid()}"):
+    with pytest.raises(
+        ConfigError, match=f"no bpsx-run --local of this user has the process number {os.getpid()}"
+    ):
         find(None, os.getpid())
     with hold(5) as first, hold(6) as second:
         assert ours() == [first.pid, second.pid]
@@ -299,44 +421,84 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
 def test_a_key_is_found_by_name_and_its_values_are_printed():
     source = """
 import numpy as np, bpsx
+
 bpsx.init()
 for _ in range(2):
-    bpsx.push_pull(np.arange(1, 5, dtype=np.float32) * (bpsx.rank() + 1), name="first", average=False)
+    bpsx.push_pull(
+        np.arange(1, 5, dtype=np.float32) * (bpsx.rank() + 1), name="first", average=False
+    )
     bpsx.push_pull(np.full(3, 0.5, np.float16), name="second")
 bpsx.shutdown()
 """
-    with Job(source, env={"PS_KEY_LOG": "1", "BYTEPS_SERVER_DEBUG": "1", "BYTEPS_SERVER_DEBUG_KEY": "0", "BYTEPS_DEBUG_SAMPLE_TENSOR": "0",
-                          "BYTEPS_LOG_HIDE_TIME": "1", "BYTEPS_LOG_LEVEL": "debug"}) as job:
+    with Job(
+        source,
+        env={
+            "PS_KEY_LOG": "1",
+            "BYTEPS_SERVER_DEBUG": "1",
+            "BYTEPS_SERVER_DEBUG_KEY": "0",
+            "BYTEPS_DEBUG_SAMPLE_TENSOR": "0",
+            "BYTEPS_LOG_HIDE_TIME": "1",
+            "BYTEPS_LOG_LEVEL": "debug",
+        },
+    ) as job:
         job.results()
     server = job.servers[0].errors
-    names = {int(m[1]): m[2] for line in server if (m := re.fullmatch(r"bpsx server 0 DEBUG: key (\d+) is (\S+): float\d+, \d+ bytes", line))}
+    names = {
+        int(m[1]): m[2]
+        for line in server
+        if (
+            m := re.fullmatch(r"bpsx server 0 DEBUG: key (\d+) is (\S+): float\d+, \d+ bytes", line)
+        )
+    }
     assert sorted(names.values()) == ["first", "second"] and names[0] == "first"
     values = [line.split("DEBUG: ")[1] for line in server if "elements" in line]
     assert all(line.startswith("key 0 ") for line in values)
     for step in (1, 2):
         assert sorted(v for v in values if f"step {step} received" in v) == [
-            f"key 0 step {step} received: 4 elements, first 1, last 4", f"key 0 step {step} received: 4 elements, first 2, last 8"]
+            f"key 0 step {step} received: 4 elements, first 1, last 4",
+            f"key 0 step {step} received: 4 elements, first 2, last 8",
+        ]
         assert f"key 0 step {step} sum so far: 4 elements, first 3, last 12" in values
         assert f"key 0 step {step} send: 4 elements, first 3, last 12" in values
         for rank, w in enumerate(job.workers):
-            assert f"bpsx worker {rank} DEBUG: key 0 step {step} PUSH: 4 elements, first {rank + 1}, last {4 * rank + 4}" in w.errors
-            assert f"bpsx worker {rank} DEBUG: key 0 step {step} PULL: 4 elements, first 3, last 12" in w.errors
+            assert (
+                f"bpsx worker {rank} DEBUG: key 0 step {step} PUSH: 4 elements, first {rank + 1},"
+                f" last {4 * rank + 4}" in w.errors
+            )
+            assert (
+                f"bpsx worker {rank} DEBUG: key 0 step {step} PULL: 4 elements, first 3, last 12"
+                in w.errors
+            )
     assert any("tensor 'first' has the keys 0" in line for line in job.workers[0].errors)
 
 
-@pytest.mark.parametrize(("dtype", "first", "last"), [
-    ("float16", "-2.5", "6.10352e-05"), ("bfloat16", "1", "0.25"), ("float64", "0.5", "-3"), ("uint8", "0", "255"), ("int8", "-128", "127"),
-    ("int32", "-7", "8"), ("int64", "-9007199254740993", "1")])
+@pytest.mark.parametrize(
+    ("dtype", "first", "last"),
+    [
+        ("float16", "-2.5", "6.10352e-05"),
+        ("bfloat16", "1", "0.25"),
+        ("float64", "0.5", "-3"),
+        ("uint8", "0", "255"),
+        ("int8", "-128", "127"),
+        ("int32", "-7", "8"),
+        ("int64", "-9007199254740993", "1"),
+    ],
+)
 def test_values_of_every_type_are_printed(dtype, first, last):
     source = f"""
 import ml_dtypes, numpy as np, bpsx
 bpsx.init()
-bpsx.push_pull(np.array([{first}, 1, {last}]).astype({dtype!r} if {dtype!r} != "bfloat16" else ml_dtypes.bfloat16), name="x")
+dtype = {dtype!r} if {dtype!r} != "bfloat16" else ml_dtypes.bfloat16
+bpsx.push_pull(np.array([{first}, 1, {last}]).astype(dtype), name="x")
 bpsx.shutdown()
 """
     if dtype == "int64":
-        source = source.replace(f"np.array([{first}, 1, {last}])", f"np.array([{first}, 1, {last}], np.int64)")
-    with Job(source, workers=1, env={"BYTEPS_DEBUG_SAMPLE_TENSOR": "-1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+        source = source.replace(
+            f"np.array([{first}, 1, {last}])", f"np.array([{first}, 1, {last}], np.int64)"
+        )
+    with Job(
+        source, workers=1, env={"BYTEPS_DEBUG_SAMPLE_TENSOR": "-1", "BYTEPS_FORCE_DISTRIBUTED": "1"}
+    ) as job:
         job.results()
     assert f"PUSH: 3 elements, first {first}, last {last}" in job.workers[0].text()
 
@@ -350,34 +512,68 @@ for step in (1, 2):
     bpsx.push_pull(np.full(4, step * (bpsx.rank() + 1), np.float32), name="x", average=False)
 bpsx.shutdown()
 """
-    with Job(source, workers, servers, processes=2, env={"BYTEPS_DEBUG_SAMPLE_TENSOR": "0", "BYTEPS_LOG_HIDE_TIME": "1"}) as job:
+    with Job(
+        source,
+        workers,
+        servers,
+        processes=2,
+        env={"BYTEPS_DEBUG_SAMPLE_TENSOR": "0", "BYTEPS_LOG_HIDE_TIME": "1"},
+    ) as job:
         job.results()
     machine, total = {2: (3, 3), 4: (3, 10)}[workers]
     for step in (1, 2):
-        root = {"COORDINATE_REDUCE": 2, "REDUCE": machine, "BROADCAST": total} | ({"PUSH": machine, "PULL": total} if servers else {})
-        for rank, stages in ((0, {"REDUCE": 1, "COORDINATE_BROADCAST": total, "BROADCAST": total}), (1, root)):
+        root = {"COORDINATE_REDUCE": 2, "REDUCE": machine, "BROADCAST": total} | (
+            {"PUSH": machine, "PULL": total} if servers else {}
+        )
+        for rank, stages in (
+            (0, {"REDUCE": 1, "COORDINATE_BROADCAST": total, "BROADCAST": total}),
+            (1, root),
+        ):
             for stage, value in stages.items():
-                line = f"bpsx worker {rank} DEBUG: key 0 step {step} {stage}: 4 elements, first {value * step}, last {value * step}"
+                line = (
+                    f"bpsx worker {rank} DEBUG: key 0 step {step} {stage}: 4 elements, first"
+                    f" {value * step}, last {value * step}"
+                )
                 assert line in job.workers[rank].errors, job.workers[rank].text()
 
 
 def test_verbose_two_tells_of_every_message_and_one_of_connections():
-    source = "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(3): bpsx.push_pull(np.ones(9, np.float32), name='x')\nbpsx.shutdown()\n"
+    source = (
+        "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(3): bpsx.push_pull(np.ones(9,"
+        " np.float32), name='x')\nbpsx.shutdown()\n"
+    )
     with Job(source, env={"PS_VERBOSE": "2"}) as job:
         job.results()
     for rank, w in enumerate(job.workers):
         for round_ in range(3):
-            assert any(line.endswith(f"bpsx worker {rank} DEBUG: sent PUSH key 0 round {round_} 36 bytes, connection 0") for line in w.errors)
-            assert any(line.endswith(f"bpsx worker {rank} DEBUG: received ANSWER key 0 round {round_} 36 bytes, connection 0") for line in w.errors)
+            assert any(
+                line.endswith(
+                    f"bpsx worker {rank} DEBUG: sent PUSH key 0 round {round_} 36 bytes,"
+                    " connection 0"
+                )
+                for line in w.errors
+            )
+            assert any(
+                line.endswith(
+                    f"bpsx worker {rank} DEBUG: received ANSWER key 0 round {round_} 36 bytes,"
+                    " connection 0"
+                )
+                for line in w.errors
+            )
             for what in ("received PUSH", "sent ANSWER"):
-                assert any(line.endswith(f"DEBUG: {what} key 0 round {round_} 36 bytes, worker {rank}") for line in job.servers[0].errors)
+                assert any(
+                    line.endswith(f"DEBUG: {what} key 0 round {round_} 36 bytes, worker {rank}")
+                    for line in job.servers[0].errors
+                )
         assert any("connected to server 0" in line for line in w.errors)
     with Job(source, env={"PS_VERBOSE": "1"}) as job:
         job.results()
     assert not any("DEBUG" in line for p in job.processes for line in p.errors)
     assert all(any("connected to server 0" in line for line in w.errors) for w in job.workers)
-    assert job.scheduler is not None and any("worker 0 (127.0.0.1, pid" in line and line.endswith("has connected")
-                                             for line in job.scheduler.errors)
+    assert job.scheduler is not None and any(
+        "worker 0 (127.0.0.1, pid" in line and line.endswith("has connected")
+        for line in job.scheduler.errors
+    )
     # A good end breaks no connection.
     assert not any("is gone" in line for p in job.processes for line in p.errors)
 
@@ -391,12 +587,15 @@ report([bpsx.get_pushpull_speed(), bpsx.api.verbs.session().counters()["tensor_b
 bpsx.shutdown()
 """
     assert run(source, env={"BYTEPS_TELEMETRY_ON": "0"}) == [[[[0.0, 0.0], 0]], [[[0.0, 0.0], 0]]]
-    ((now, speed), count), = run(source)[0]
+    (((now, speed), count),) = run(source)[0]
     assert now > 1.7e12 and speed > 0 and count == 20000
 
 
 def test_every_role_heeds_level_and_time_of_the_log():
-    source = "import numpy as np, bpsx\nbpsx.init()\nbpsx.push_pull(np.ones(9, np.float32), name='x')\nbpsx.shutdown()\n"
+    source = (
+        "import numpy as np, bpsx\nbpsx.init()\nbpsx.push_pull(np.ones(9, np.float32),"
+        " name='x')\nbpsx.shutdown()\n"
+    )
     with Job(source, env={"BYTEPS_LOG_HIDE_TIME": "1", "BYTEPS_LOG_LEVEL": "debug"}) as job:
         job.results()
         for p in job.processes:

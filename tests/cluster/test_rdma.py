@@ -1,4 +1,6 @@
-"""Whole jobs over RDMA: where there is an adapter (tests/machine has an emulated machine with one), and where there is none."""
+"""Whole jobs over RDMA: where there is an adapter (tests/machine has an emulated machine with one),
+and where there is none.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,13 @@ RDMA = {"DMLC_ENABLE_RDMA": "1", "BPSX_RDMA_INBOX_MB": "8"}
 # Two layers, plain NumPy: what a framework's plugin would push.
 TRAINING = """
 import bpsx, hashlib, numpy as np
+
 bpsx.init()
 rng = np.random.default_rng(bpsx.rank())
-weights = {"w1": np.random.default_rng(7).normal(size=(300, 200)), "w2": np.random.default_rng(8).normal(size=(200, 10))}
+weights = {
+    "w1": np.random.default_rng(7).normal(size=(300, 200)),
+    "w2": np.random.default_rng(8).normal(size=(200, 10)),
+}
 weights = {name: (w / np.sqrt(w.shape[0])).astype(np.float32) for name, w in weights.items()}
 teacher = np.random.default_rng(9).normal(size=(300, 10)).astype(np.float32) / 17
 losses = []
@@ -48,10 +54,12 @@ for step in range(20):
     x = rng.normal(size=(64, 300)).astype(np.float32)
     hidden = np.maximum(x @ weights["w1"], 0)
     error = hidden @ weights["w2"] - x @ teacher
-    losses.append(float((error ** 2).mean()))
+    losses.append(float((error**2).mean()))
     back = error @ weights["w2"].T * (hidden > 0)
     gradients = {"w2": hidden.T @ error, "w1": x.T @ back}
-    handles = {name: bpsx.push_pull_async(g / 64, name=name, average=True) for name, g in gradients.items()}
+    handles = {
+        name: bpsx.push_pull_async(g / 64, name=name, average=True) for name, g in gradients.items()
+    }
     for name, handle in handles.items():
         weights[name] -= np.float32(0.03) * handle.wait()
 report([losses[0], losses[-1]])
@@ -62,21 +70,36 @@ report(hashlib.sha256(b"".join(w.tobytes() for w in weights.values())).hexdigest
 @with_rdma
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_sums_of_all_sizes(lanes: int) -> None:
-    """The last is larger than what goes in one message, in one partition; with two lanes partitions are of a page."""
+    """The last is larger than what goes in one message, in one partition; with two lanes partitions
+    are of a page.
+    """
     cases = [(dtype, n, n % 2) for dtype in ("float32", "float16") for n in (0, 1, 1023, 20_000)]
     cases += [("float32", 3_000_000, 1)] if lanes == 1 else []
-    found = run(SUMS, 2, 1, env={**RDMA, "CASES": json.dumps(cases), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
-                                 "BYTEPS_PARTITION_BYTES": str(64 << 20 if lanes == 1 else 4096)})
+    found = run(
+        SUMS,
+        2,
+        1,
+        env={
+            **RDMA,
+            "CASES": json.dumps(cases),
+            "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
+            "BYTEPS_PARTITION_BYTES": str(64 << 20 if lanes == 1 else 4096),
+        },
+    )
     assert found[0] == found[1] and len(found[0]) == len(cases)
 
 
 @with_rdma
 def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
-    (one, other), (by_tcp, _) = run(TRAINING, env=RDMA), run(TRAINING, env={"DMLC_ENABLE_RDMA": "tcp"})
+    (one, other), (by_tcp, _) = (
+        run(TRAINING, env=RDMA),
+        run(TRAINING, env={"DMLC_ENABLE_RDMA": "tcp"}),
+    )
     assert one[0][1] < 0.8 * one[0][0] and one[1] == other[1] == by_tcp[1]
 
 
-# What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed with a neighbour's in memory of both.
+# What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed
+# with a neighbour's in memory of both.
 COPIES = """
 import bpsx, hashlib, numpy as np
 from bpsx.api.verbs import session
@@ -96,24 +119,41 @@ def rounds(name, compression=None):
 
 @with_rdma
 def test_sums_in_memory_of_a_machines_processes_are_copied_by_nobody() -> None:
-    """Bit for bit what TCP brings. Two processes of a machine sum in memory of theirs, and the second speaks for both."""
-    found, by_tcp = (run(COPIES + "rounds('g')", 4, 1, processes=2, env=env) for env in (RDMA, {"DMLC_ENABLE_RDMA": "tcp"}))
+    """Bit for bit what TCP brings.
+
+    Two processes of a machine sum in memory of theirs, and the second speaks for both.
+    """
+    found, by_tcp = (
+        run(COPIES + "rounds('g')", 4, 1, processes=2, env=env)
+        for env in (RDMA, {"DMLC_ENABLE_RDMA": "tcp"})
+    )
     assert len({sums for sums, _ in found + by_tcp}) == 1
     assert all(copied == 0 for _, copied in found), found
 
 
 @with_rdma
-def test_what_was_compressed_is_copied_only_where_memory_cannot_be_registered_and_that_is_said() -> None:
-    source = COPIES + """
+def test_compressed_bytes_are_copied_only_where_memory_cannot_be_registered_and_that_is_said() -> (
+    None
+):
+    source = (
+        COPIES
+        + """
 import resource
 rounds("g", {"compressor": "onebit", "ef": "vanilla"})
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 rounds("h", {"compressor": "onebit", "ef": "vanilla"})
 """
-    with _Unprivileged(source, workers=1, servers=1, env={**RDMA, "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
-        (sums, copied, same, then), = job.results()
+    )
+    with _Unprivileged(
+        source, workers=1, servers=1, env={**RDMA, "BYTEPS_FORCE_DISTRIBUTED": "1"}
+    ) as job:
+        ((sums, copied, same, then),) = job.results()
         assert copied == 0 and then > 0 and sums == same
-        said = [line for line in job.workers[0].errors if "that stays cannot be registered, so what lies there is copied" in line]
+        said = [
+            line
+            for line in job.workers[0].errors
+            if "that stays cannot be registered, so what lies there is copied" in line
+        ]
         assert len(said) == 1 and "ulimit -l" in said[0], job.workers[0].text()
 
 
@@ -124,20 +164,26 @@ def test_a_death_is_named(who: str) -> None:
         started(job)
         victim = job.workers[1] if who == "worker" else job.servers[0]
         victim.signal(signal.SIGKILL)
-        for worker in job.workers[:1 if who == "worker" else 2]:
+        for worker in job.workers[: 1 if who == "worker" else 2]:
             assert worker.wait() == 7
             kind, text = caught(worker)
-            assert kind == "PeerLostError" and who in text and f"pid {victim.popen.pid}" in text, text
+            assert kind == "PeerLostError" and who in text and f"pid {victim.popen.pid}" in text, (
+                text
+            )
 
 
 @with_rdma
 def test_forked_children_leave_the_adapter_alone() -> None:
     """One ends as Python does, one is killed; their parent goes on over the same connections."""
-    run("""
+    run(
+        """
         import bpsx, gc, numpy as np, os, signal
+
         bpsx.init()
         for turn in range(4):
-            got = bpsx.push_pull(np.full(100_000, bpsx.rank() + turn, np.float32), "x", average=False)
+            got = bpsx.push_pull(
+                np.full(100_000, bpsx.rank() + turn, np.float32), "x", average=False
+            )
             assert (got == 1 + 2 * turn).all()
             child = os.fork()
             if child == 0:
@@ -148,7 +194,9 @@ def test_forked_children_leave_the_adapter_alone() -> None:
             if turn % 2:
                 os.kill(child, signal.SIGKILL)
             assert os.waitpid(child, 0)[1] == (signal.SIGKILL if turn % 2 else 0)
-    """, env=RDMA)
+    """,
+        env=RDMA,
+    )
 
 
 @with_rdma
@@ -163,21 +211,34 @@ def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
             report(str(e))
             sys.exit(7)
     """
-    with _Unprivileged(source, workers=1, servers=1, env={**RDMA, "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+    with _Unprivileged(
+        source, workers=1, servers=1, env={**RDMA, "BYTEPS_FORCE_DISTRIBUTED": "1"}
+    ) as job:
         assert job.workers[0].wait() == 7
         said = job.workers[0].reports()[-1]
-        assert re.search(r"KiB of memory cannot be registered: .*lock 1024 KiB in all \(ulimit -l\): raise .*BPSX_RDMA_INBOX_MB", said), said
+        assert re.search(
+            r"KiB of memory cannot be registered: .*lock 1024 KiB in all \(ulimit -l\): raise"
+            r" .*BPSX_RDMA_INBOX_MB",
+            said,
+        ), said
 
 
 class _Unprivileged(Job):
     def command(self, name: str, words: list[str]) -> list[str]:
-        return ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock", *words] if name.startswith("worker") else words
+        return (
+            ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock", *words]
+            if name.startswith("worker")
+            else words
+        )
 
 
 @with_rdma
 def test_an_adapter_that_is_not_there_is_named_with_those_that_are() -> None:
     done = _alone(BPSX_RDMA_DEVICE="mlx5_9")
-    assert done.returncode == 1 and "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: " in done.stderr, done.stderr
+    assert (
+        done.returncode == 1
+        and "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: " in done.stderr
+    ), done.stderr
 
 
 def _alone(**more: str) -> subprocess.CompletedProcess[str]:
@@ -185,10 +246,30 @@ def _alone(**more: str) -> subprocess.CompletedProcess[str]:
     job = Job("", workers=1, servers=1)
     try:
         job.start_scheduler()
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
-        env = {**clean, "DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": job.port, "DMLC_NUM_WORKER": "1",
-               "DMLC_NUM_SERVER": "1", "DMLC_ENABLE_RDMA": "1", "BYTEPS_FORCE_DISTRIBUTED": "1", **more}
-        return subprocess.run([sys.executable, "-m", "bpsx.server"], env=env, capture_output=True, text=True, timeout=120, check=False)
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))
+        }
+        env = {
+            **clean,
+            "DMLC_ROLE": "server",
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": job.port,
+            "DMLC_NUM_WORKER": "1",
+            "DMLC_NUM_SERVER": "1",
+            "DMLC_ENABLE_RDMA": "1",
+            "BYTEPS_FORCE_DISTRIBUTED": "1",
+            **more,
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "bpsx.server"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     finally:
         job.__exit__()
 
@@ -196,7 +277,9 @@ def _alone(**more: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(not WHY_NOT, reason="there is RDMA here")
 def test_without_an_adapter_that_is_said() -> None:
     done = _alone()
-    assert done.returncode == 1 and re.search("there is no RDMA adapter on this machine|bpsx was built without RDMA", done.stderr), done.stderr
+    assert done.returncode == 1 and re.search(
+        "there is no RDMA adapter on this machine|bpsx was built without RDMA", done.stderr
+    ), done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -214,11 +297,28 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("error, said", [
-    ('ModuleNotFoundError("no such module", name=name)', r"built without RDMA, since .*: install libibverbs-dev .*, and bpsx again"),
-    ('ImportError("libibverbs.so.1: cannot open")', r"libibverbs\.so\.1: cannot open\. RDMA needs .*: install libibverbs1 and ibverbs-providers"),
-], ids=["without headers", "without the library"])
-def test_where_bpsx_cannot_have_rdma_it_says_what_to_install(error: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            'ModuleNotFoundError("no such module", name=name)',
+            r"built without RDMA, since .*: install libibverbs-dev .*, and bpsx again",
+        ),
+        (
+            'ImportError("libibverbs.so.1: cannot open")',
+            (
+                r"libibverbs\.so\.1: cannot open\. RDMA needs .*: install libibverbs1 and"
+                r" ibverbs-providers"
+            ),
+        ),
+    ],
+    ids=["without headers", "without the library"],
+)
+def test_where_bpsx_cannot_have_rdma_it_says_what_to_install(
+    error: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(_ABSENT.replace("ERROR", error))
     done = _alone(PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr
+    ), done.stderr

@@ -1,4 +1,6 @@
-"""Who is turned away while the job gathers: the others hear of it soon, unless it is a stranger, who can end nothing."""
+"""Who is turned away while the job gathers: the others hear of it soon, unless it is a stranger,
+who can end nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 from jobs import Job
 
 SECRET = "a secret for these tests"
-_SUM = "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))"
+_SUM = (
+    "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1),"
+    " average=False)[0]))"
+)
 
 
 @contextmanager
@@ -35,10 +40,15 @@ def start_worker_1(job: Job, **env: str) -> None:
     job.start_worker(1)
 
 
-@pytest.mark.parametrize(("env", "why"), [
-    ({"BPSX_ENCRYPT": "1"}, "BPSX_ENCRYPT=1 there, 0 at a "), ({"BYTEPS_ENABLE_ASYNC": "1"}, "BYTEPS_ENABLE_ASYNC=1 on this worker"),
-    ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES=8192 on worker 1"), ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER=3 there"),
-])
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"BPSX_ENCRYPT": "1"}, "BPSX_ENCRYPT=1 there, 0 at a "),
+        ({"BYTEPS_ENABLE_ASYNC": "1"}, "BYTEPS_ENABLE_ASYNC=1 on this worker"),
+        ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES=8192 on worker 1"),
+        ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER=3 there"),
+    ],
+)
 @pytest.mark.parametrize("secret", [SECRET, ""])
 def test_who_waits_hears_who_was_refused_and_why(env, why, secret):
     with gathering(BPSX_SECRET=secret) as job:
@@ -48,18 +58,25 @@ def test_who_waits_hears_who_was_refused_and_why(env, why, secret):
         for other in (job.workers[0], job.servers[0], job.scheduler):
             assert other.wait() == 1
             text = other.text()
-            assert f"worker 1 (127.0.0.1, pid {job.workers[1].popen.pid}) was refused ({why}" in text, text
+            assert (
+                f"worker 1 (127.0.0.1, pid {job.workers[1].popen.pid}) was refused ({why}" in text
+            ), text
             assert "and has not come back for 3 s, while the job was gathering" in text, text
         assert time.monotonic() - begun < 30, "the deadline of the rendezvous is 60 s"
 
 
 def test_a_server_that_was_refused_is_named_too():
-    with Job(_SUM, servers=0, workers=1, env={"DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+    with Job(
+        _SUM, servers=0, workers=1, env={"DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}
+    ) as job:
         job.scheduler.wait_for_line("has come: worker 0")
         job._env["BPSX_ENCRYPT"] = "1"
         job.start_server(0)
         assert job.servers[0].wait() == 1 and job.workers[0].wait() == 1
-        assert f"server (127.0.0.1, pid {job.servers[0].popen.pid}) was refused (BPSX_ENCRYPT=1 there, 0 at a worker" in job.workers[0].text()
+        assert (
+            f"server (127.0.0.1, pid {job.servers[0].popen.pid}) was refused (BPSX_ENCRYPT=1 there,"
+            " 0 at a worker" in job.workers[0].text()
+        )
 
 
 def test_who_comes_again_with_the_right_options_is_let_in():
@@ -73,7 +90,9 @@ def test_who_comes_again_with_the_right_options_is_let_in():
 
 
 def test_a_stranger_ends_nothing():
-    """The grace is over long before the right worker comes: who has not proven the secret is not missed."""
+    """The grace is over long before the right worker comes: who has not proven the secret is not
+    missed.
+    """
     with gathering(BPSX_GATHER_GRACE="0") as job:
         start_worker_1(job, BPSX_SECRET="another secret, long enough")
         stranger = job.workers.pop()
@@ -88,4 +107,7 @@ def test_strangers_are_told_of_to_those_who_wait_in_vain():
         start_worker_1(job, BPSX_SECRET="another secret, long enough")
         assert job.workers[1].wait() == 1 and job.workers[0].wait() == 1
         text = job.workers[0].text()
-        assert "still missing: worker 1 (" in text and "refused for not knowing the job secret, the last from 127.0.0.1:" in text, text
+        assert (
+            "still missing: worker 1 (" in text
+            and "refused for not knowing the job secret, the last from 127.0.0.1:" in text
+        ), text

@@ -17,7 +17,10 @@ from cluster.strangers import cpu_seconds, descriptors, half_open, memory, scan
 from jobs import Job, run
 
 SECRET = "a secret for these tests"
-_SUM = "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))"
+_SUM = (
+    "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1),"
+    " average=False)[0]))"
+)
 _UNTIL_TOLD = """
     import bpsx, numpy as np, select
     bpsx.init()
@@ -50,10 +53,16 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
         assert job.workers[1].wait(30) == 1
         assert time.monotonic() - begun < 25, "the deadline of the rendezvous is 60 s"
         said = job.workers[1].text()
-        assert "RendezvousError: worker 1: the scheduler at 127.0.0.1:" in said and "does not share our job secret" in said and "BPSX_SECRET" in said
+        assert (
+            "RendezvousError: worker 1: the scheduler at 127.0.0.1:" in said
+            and "does not share our job secret" in said
+            and "BPSX_SECRET" in said
+        )
         job.scheduler.wait_for_line("refused a connection from ")
-        assert all(SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes)
-        assert "has come: worker 1" not in job.scheduler.text()       # it has not got in
+        assert all(
+            SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes
+        )
+        assert "has come: worker 1" not in job.scheduler.text()  # it has not got in
 
 
 @pytest.mark.parametrize("theirs", [{"BPSX_SECRET": "another secret, long enough"}, {}])
@@ -62,8 +71,16 @@ def test_who_looks_on_without_the_secret_is_told_so(theirs):
         job.workers[0].wait_for_line("running")
         env = {k: v for k, v in job._env.items() if k != "BPSX_SECRET"} | theirs
         for words in (["top", "--once"], ["trace", "--seconds", "1"]):
-            found = subprocess.run([sys.executable, "-m", "bpsx.launch", *words], env=env, capture_output=True, text=True, timeout=60)
-            assert found.returncode == 1 and "does not share our job secret" in found.stderr, found.stderr
+            found = subprocess.run(
+                [sys.executable, "-m", "bpsx.launch", *words],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert found.returncode == 1 and "does not share our job secret" in found.stderr, (
+                found.stderr
+            )
             assert ("we have none" in found.stderr) != bool(theirs)
         job.workers[0].say("stop")
         job.results()
@@ -88,8 +105,14 @@ def _other_address() -> str:
 
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
 def test_beyond_loopback_without_a_secret_nobody_starts(role):
-    where = {"DMLC_PS_ROOT_URI": _other_address()} if role != "server" else {"DMLC_NODE_HOST": _other_address()}
-    job = Job(_SUM, workers=1, env={**where, "BYTEPS_FORCE_DISTRIBUTED": "1", "DMLC_PS_ROOT_PORT": "1"})
+    where = (
+        {"DMLC_PS_ROOT_URI": _other_address()}
+        if role != "server"
+        else {"DMLC_NODE_HOST": _other_address()}
+    )
+    job = Job(
+        _SUM, workers=1, env={**where, "BYTEPS_FORCE_DISTRIBUTED": "1", "DMLC_PS_ROOT_PORT": "1"}
+    )
     try:
         if role == "scheduler":
             with pytest.raises(AssertionError, match="never said"):
@@ -100,7 +123,11 @@ def test_beyond_loopback_without_a_secret_nobody_starts(role):
             process = (job.servers + job.workers)[0]
         assert process.wait() != 0
         said = process.text()
-        assert f"this {role} uses {_other_address()}" in said and "BPSX_SECRET" in said and "BPSX_INSECURE=1" in said
+        assert (
+            f"this {role} uses {_other_address()}" in said
+            and "BPSX_SECRET" in said
+            and "BPSX_INSECURE=1" in said
+        )
     finally:
         job.__exit__()
 
@@ -109,7 +136,9 @@ def test_beyond_loopback_without_a_secret_nobody_starts(role):
 def test_beyond_loopback_on_ones_own_word_or_with_a_secret(env):
     with Job(_SUM, env=env, host=_other_address()) as job:
         assert job.results() == [[2.0], [2.0]]
-        assert ("without a job secret (BPSX_INSECURE=1)" in job.servers[0].text()) is ("BPSX_INSECURE" in env)
+        assert ("without a job secret (BPSX_INSECURE=1)" in job.servers[0].text()) is (
+            "BPSX_INSECURE" in env
+        )
 
 
 def test_a_port_scan_does_not_disturb_a_job():
@@ -127,7 +156,7 @@ def test_a_port_scan_does_not_disturb_a_job():
         rounds = job.results()
         assert rounds[0] == rounds[1] and rounds[0][1] > 0
         assert all(b - a < 32 << 20 for a, b in zip(before, after)), (before, after)
-        assert "malformed 0" in job.servers[0].text()       # nothing of it reached a lane
+        assert "malformed 0" in job.servers[0].text()  # nothing of it reached a lane
 
 
 @pytest.mark.timeout(300)
@@ -145,12 +174,20 @@ def test_ten_thousand_half_open_connections_do_not_disturb_a_job():
             seconds = time.monotonic() - begun
             most = [descriptors(pid) for pid in pids]
             end = time.monotonic() + 60
-            while any(descriptors(pid) > n + 10 for pid, n in zip(pids, at_rest)) and time.monotonic() < end:
-                time.sleep(0.2)     # a wait for what the processes do by themselves
-            print(f"opened in {seconds:.1f} s; descriptors {at_rest} -> {most}; bytes each "
-                  f"{[(h - b) // 5000 for h, b in zip(held, before)]}; gone after {time.monotonic() - begun:.1f} s; cpu s "
-                  f"{[round(cpu_seconds(p) - s, 2) for p, s in zip(pids, spent)]}")
-            assert all(descriptors(pid) <= n + 10 for pid, n in zip(pids, at_rest)), "half-open connections are kept"
+            while (
+                any(descriptors(pid) > n + 10 for pid, n in zip(pids, at_rest))
+                and time.monotonic() < end
+            ):
+                time.sleep(0.2)  # a wait for what the processes do by themselves
+            print(
+                f"opened in {seconds:.1f} s; descriptors {at_rest} -> {most}; bytes each"
+                f" {[(h - b) // 5000 for h, b in zip(held, before)]}; gone after"
+                f" {time.monotonic() - begun:.1f} s; cpu s"
+                f" {[round(cpu_seconds(p) - s, 2) for p, s in zip(pids, spent)]}"
+            )
+            assert all(descriptors(pid) <= n + 10 for pid, n in zip(pids, at_rest)), (
+                "half-open connections are kept"
+            )
         assert max(most) > 1000, "the connections were never there"
         assert all(h - b < 256 << 20 for h, b in zip(held, before)), (before, held)
         job.workers[0].say("stop")
@@ -160,7 +197,9 @@ def test_ten_thousand_half_open_connections_do_not_disturb_a_job():
 
 def test_files_are_private(tmp_path):
     """What the roles write is for this user, whatever the umask allows."""
-    job = Job(_SUM, env={"BPSX_CACHE_DIR": str(tmp_path / "cache"), "BYTEPS_SOCKET_PATH": str(tmp_path)})
+    job = Job(
+        _SUM, env={"BPSX_CACHE_DIR": str(tmp_path / "cache"), "BYTEPS_SOCKET_PATH": str(tmp_path)}
+    )
     with job:
         (port_file,) = Path(job._folder.name).glob("port-*")
         assert stat.S_IMODE(port_file.stat().st_mode) == 0o600
@@ -178,13 +217,18 @@ class _SlowServers(Job):
             import sys, time
             from bpsx import kernels
             from bpsx.transports.zeromq import auth
+
             auth.HANDSHAKE_MS = 2000
-            from bpsx.server import __main__ as server      # whose own way to the kernels is not slowed down
+            # whose own way to the kernels is not slowed down
+            from bpsx.server import __main__ as server
+
             load = kernels.load
             kernels.load = lambda code: (time.sleep(6), load(code))
             sys.exit(server.main())
         """
-        return [sys.executable, "-c", textwrap.dedent(source)] if name.startswith("server") else words
+        return (
+            [sys.executable, "-c", textwrap.dedent(source)] if name.startswith("server") else words
+        )
 
 
 @pytest.mark.parametrize("encrypt", ["0", "1"])

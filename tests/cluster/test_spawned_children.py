@@ -1,4 +1,6 @@
-"""Children that multiprocessing spawns import their parent's script: an init() at its top level is refused, with the cause and the remedy."""
+"""Children that multiprocessing spawns import their parent's script: an init() at its top level is
+refused, with the cause and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,23 @@ def test_at_the_top_of_a_script(method: str, tmp_path: Path) -> None:
     with Job(WORKER.format(path=str(script))) as job:
         job.results()
         for rank, worker in enumerate(job.workers):
-            assert any(f"worker {rank}: status of its child" in line for line in worker.errors), worker.text()
+            assert any(f"worker {rank}: status of its child" in line for line in worker.errors), (
+                worker.text()
+            )
             line = told(worker.errors, rank)
-            assert f"is a child of worker {rank}'s process" in line and 'if __name__ == "__main__":' in line, line
+            assert (
+                f"is a child of worker {rank}'s process" in line
+                and 'if __name__ == "__main__":' in line
+            ), line
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """There a child of worker 0's would call for another job at torchrun's store, and wait for it."""
-    with Torchrun(tmp_path, SCRIPT.format(framework=".torch", method="spawn"), each=(2,), by_hand=True) as job:
+    """There a child of worker 0's would call for another job at torchrun's store, and wait for
+    it.
+    """
+    with Torchrun(
+        tmp_path, SCRIPT.format(framework=".torch", method="spawn"), each=(2,), by_hand=True
+    ) as job:
         statuses, text = job.wait()
     assert statuses == [0, 0], text
     for rank in (0, 1):
@@ -88,4 +99,6 @@ if __name__ == "__main__":
 def test_a_child_alone_is_none_of_our_business(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(framework="", method="spawn"))
-    assert run(WORKER.format(path=str(script)) + "report('well')", workers=1, servers=0, alone=True) == [["well"]]
+    assert run(
+        WORKER.format(path=str(script)) + "report('well')", workers=1, servers=0, alone=True
+    ) == [["well"]]

@@ -1,4 +1,6 @@
-"""Workers that wait for each other: what counts as a stall, how soon and how often it is told, and how the job is left."""
+"""Workers that wait for each other: what counts as a stall, how soon and how often it is told, and
+how the job is left.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ FAST = {"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "0.5"}
 
 
 def test_what_is_under_way_and_not_waited_for_is_no_stall():
-    """Worker 0 has begun a push_pull, and does something else for longer than a stall takes; also from a background thread."""
-    found = run("""
+    """Worker 0 has begun a push_pull, and does something else for longer than a stall takes; also
+    from a background thread.
+    """
+    found = run(
+        """
         import bpsx, numpy as np, threading, time
         bpsx.init()
         one = np.ones(3, np.float32)
@@ -34,14 +39,17 @@ def test_what_is_under_way_and_not_waited_for_is_no_stall():
         else:
             got += [sum_of("y"), sum_of("x"), sum_of("z"), sum_of("aside")]
         report(got)
-    """, env=FAST)
+    """,
+        env=FAST,
+    )
     assert found == [[[2.0] * 4]] * 2
 
 
 @pytest.mark.parametrize("count", [100, 400, 20_000])
 def test_any_number_of_tensors_is_a_stall_in_time_and_a_warning_for_each_worker(count):
     """`if rank() == 0` around a broadcast of all parameters."""
-    with Job(f"""
+    with Job(
+        f"""
         import bpsx, numpy as np, time
         bpsx.init()
         bpsx.barrier()
@@ -56,24 +64,31 @@ def test_any_number_of_tensors_is_a_stall_in_time_and_a_warning_for_each_worker(
                 bpsx.push_pull(np.ones(1), "gradient")
         except bpsx.StallError as e:
             report(["the job has to end" in str(e), time.monotonic() - begun])
-    """, env={**FAST, "BPSX_DEADLOCK_SECONDS": "12", "BPSX_STALL_WARN_SECONDS": "0.8"}) as job:
+    """,
+        env={**FAST, "BPSX_DEADLOCK_SECONDS": "12", "BPSX_STALL_WARN_SECONDS": "0.8"},
+    ) as job:
         for worker in job.workers:
             worker.wait()
         for rank, worker in enumerate(job.workers):
-            (ends, seconds), = worker.reports()
-            warnings = [line for line in worker.errors if "not pushed by" in line and "WARNING" in line]
+            ((ends, seconds),) = worker.reports()
+            warnings = [
+                line for line in worker.errors if "not pushed by" in line and "WARNING" in line
+            ]
             assert ends and seconds < 60 and len(warnings) <= 2, warnings
             if rank:
                 assert "tensor 'gradient' round 0: pushed" in warnings[-1], warnings
                 continue
             more = re.search(r"'parameter 0' round 0 and (\d+) more", warnings[-1])
             assert more, warnings
-            # The first warning may come while some of many are still being submitted. The second comes eight seconds later.
+            # The first warning may come while some of many are still being submitted. The second
+            # comes eight seconds later.
             assert len(warnings) == 2 and int(more[1]) == count - 1, warnings
 
 
 def test_workers_that_leave_wait_for_a_scheduler_that_is_slow():
-    """Its silence is shorter than what counts as death; goodbyes that it has not read are read before the ends of connections."""
+    """Its silence is shorter than what counts as death; goodbyes that it has not read are read
+    before the ends of connections.
+    """
     with Job("""
         import bpsx, numpy as np
         bpsx.init()
@@ -89,7 +104,7 @@ def test_workers_that_leave_wait_for_a_scheduler_that_is_slow():
         try:
             for worker in job.workers:
                 worker.say("leave")
-            with pytest.raises(subprocess.TimeoutExpired):      # longer than BPSX_SHUTDOWN_TIMEOUT
+            with pytest.raises(subprocess.TimeoutExpired):  # longer than BPSX_SHUTDOWN_TIMEOUT
                 job.workers[0].popen.wait(7)
             assert [worker.reports() for worker in job.workers] == [["ready"], ["ready"]]
         finally:

@@ -1,4 +1,6 @@
-"""Strangers on the machine and on the network: names that they hold, descriptors that they use up, greetings that they overhear."""
+"""Strangers on the machine and on the network: names that they hold, descriptors that they use up,
+greetings that they overhear.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
     with socket.socket(socket.AF_UNIX) as squatter, contextlib.ExitStack() as stack:
         squatter.bind(f"\0bpsx-lane {address}")
         squatter.listen(0)
-        for _ in range(4):      # until nobody more fits into its queue
+        for _ in range(4):  # until nobody more fits into its queue
             waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
             waiting.setblocking(False)
             if waiting.connect_ex(f"\0bpsx-lane {address}"):
@@ -50,18 +52,21 @@ def test_a_greeting_that_was_overheard_is_of_no_use():
     taken: list[int] = []
     with opened_gate(taken) as address, contextlib.ExitStack() as stack:
         port = int(address.rpartition(":")[2])
-        worker, thief = (stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(2))
+        worker, thief = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(2)
+        )
         near, far = socket.socketpair()
         with near, far:
-            far.sendall(worker.recv(32, socket.MSG_WAITALL))        # the worker's side, up to what it says
+            # the worker's side, up to what it says
+            far.sendall(worker.recv(32, socket.MSG_WAITALL))
             gate.greet(near, _KEY, 7, address, 3)
             overheard = far.recv(4096)
         thief.recv(32, socket.MSG_WAITALL)
         thief.sendall(overheard)
-        assert thief.recv(1) == b""     # turned away, though it came first
+        assert thief.recv(1) == b""  # turned away, though it came first
         assert taken == []
         worker.sendall(overheard)
-        assert worker.recv(1) == b"" and taken == [3]       # `taken` closes what it gets
+        assert worker.recv(1) == b"" and taken == [3]  # `taken` closes what it gets
 
 
 @contextlib.contextmanager
@@ -95,14 +100,16 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
             s.bind((f"127.0.{1 + i % 2}.7", 0))
             s.connect(("127.0.0.1", port))
             strangers.append(s)
-        # 128 at most, of which each address has 32: those of the others are closed, the oldest first.
-        for s in strangers[:200 - 64]:
+        # 128 at most, of which each address has 32: those of the others are closed, the oldest
+        # first.
+        for s in strangers[: 200 - 64]:
             s.settimeout(20)
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and s.recv(1) == b""
-        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64 + 8     # and what the gate itself needs
-        for s in strangers[200 - 64:]:
+        # and what the gate itself needs
+        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64 + 8
+        for s in strangers[200 - 64 :]:
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and not readable(s)
-        gate.dial(address, _KEY, 7, 5).close()      # a worker gets in all the same
+        gate.dial(address, _KEY, 7, 5).close()  # a worker gets in all the same
         end = time.monotonic() + 20
         while not taken and time.monotonic() < end:
             time.sleep(0.01)
@@ -118,8 +125,11 @@ def test_clients_of_the_metrics_port_are_capped():
     exporter = metrics.Exporter("127.0.0.1", 0, Observers(members, "127.0.0.1"))
     try:
         with contextlib.ExitStack() as stack:
-            idle = [stack.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 20)) for _ in range(100)]
-            for s in idle[:68]:     # the oldest are closed, long before their own time-out of 10 s
+            idle = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 20))
+                for _ in range(100)
+            ]
+            for s in idle[:68]:  # the oldest are closed, long before their own time-out of 10 s
                 assert s.recv(1) == b""
             assert not readable(*idle[-10:])
             with socket.create_connection(("127.0.0.1", exporter.port), 20) as fine:
@@ -129,7 +139,9 @@ def test_clients_of_the_metrics_port_are_capped():
         exporter.close()
 
 
-@pytest.mark.parametrize("text", ["BPSX_SECRET=nobody may read this one", "BPSX_SECRET:nobody may read this one"])
+@pytest.mark.parametrize(
+    "text", ["BPSX_SECRET=nobody may read this one", "BPSX_SECRET:nobody may read this one"]
+)
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text):
     with pytest.raises(ValueError, match="BPSX_SECRET_FILE") as caught:
         assignment(text)
@@ -138,13 +150,16 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text):
 
 
 def test_a_handshake_of_many_mebibytes_is_not_kept_by_the_scheduler():
-    with Job("", workers=0, env={"DMLC_NUM_WORKER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job, contextlib.ExitStack() as stack:
+    with (
+        Job("", workers=0, env={"DMLC_NUM_WORKER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job,
+        contextlib.ExitStack() as stack,
+    ):
         job.servers[0].end()
         before = memory(job.scheduler.popen.pid)
         head, body = greeting(3, b"CURVE") + command(b"HELLO", b"", 40 << 20), bytes(1 << 20)
         for _ in range(5):
             s = stack.enter_context(socket.create_connection(("127.0.0.1", int(job.port)), 20))
-            with contextlib.suppress(OSError):      # cut off as soon as the size is known
+            with contextlib.suppress(OSError):  # cut off as soon as the size is known
                 s.sendall(head)
                 for _ in range(39):
                     s.sendall(body)

@@ -1,4 +1,7 @@
-"""Odd surroundings: no home, no writeable folder, few descriptors, bytes that are no text. Each works, or an error names what to set."""
+"""Odd surroundings: no home, no writeable folder, few descriptors, bytes that are no text.
+
+Each works, or an error names what to set.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,17 @@ from jobs import Job
 US = f"bpsx-{os.getuid()}"
 
 
-def test_a_runtime_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after su: the variable is the login's, the folder is gone."""
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     absent, there = tmp_path / "run" / "1000", tmp_path / "there"
     there.mkdir()
-    assert runtime_dir({"XDG_RUNTIME_DIR": str(absent)}) == tmp_path / "tmp" / US and not absent.exists()
+    assert (
+        runtime_dir({"XDG_RUNTIME_DIR": str(absent)}) == tmp_path / "tmp" / US
+        and not absent.exists()
+    )
     assert runtime_dir({"XDG_RUNTIME_DIR": "relative"}) == tmp_path / "tmp" / US
     assert runtime_dir({"XDG_RUNTIME_DIR": str(there)}) == there / US
 
@@ -33,7 +41,11 @@ def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
     assert cache_dir({}) == tmp_path / "tmp" / US
-    for variable, make in (("BPSX_CACHE_DIR", cache_dir), ("BYTEPS_SOCKET_PATH", runtime_dir), ("BYTEPS_TRACE_DIR", Config)):
+    for variable, make in (
+        ("BPSX_CACHE_DIR", cache_dir),
+        ("BYTEPS_SOCKET_PATH", runtime_dir),
+        ("BYTEPS_TRACE_DIR", Config),
+    ):
         with pytest.raises(ConfigError, match=f"{variable}='~/x': this user has no home folder"):
             make({variable: "~/x"})
     assert os.listdir(tmp_path) == ["tmp"]
@@ -44,7 +56,10 @@ def test_no_writeable_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", none)
-    for variable, make, environment in (("BPSX_CACHE_DIR", cache_dir, {"XDG_CACHE_HOME": "/proc"}), ("BYTEPS_SOCKET_PATH", runtime_dir, {})):
+    for variable, make, environment in (
+        ("BPSX_CACHE_DIR", cache_dir, {"XDG_CACHE_HOME": "/proc"}),
+        ("BYTEPS_SOCKET_PATH", runtime_dir, {}),
+    ):
         with pytest.raises(ConfigError, match=f"set {variable} or TMPDIR to one that is writeable"):
             make(environment)
 
@@ -52,25 +67,51 @@ def test_no_writeable_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
 def test_few_descriptors(role: str, tmp_path: Path) -> None:
     """libzmq would wait for ever, and Numba fail in its depths."""
-    modules = {"scheduler": ["-m", "bpsx.scheduler"], "server": ["-m", "bpsx.server"], "worker": ["-c", "import bpsx; bpsx.init()"]}
-    environment = {**os.environ, "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1" if role != "scheduler" else "0",
-                   "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_WORKER_ID": "0", "BPSX_PORT_FILE": str(tmp_path / "port"),
-                   "BYTEPS_SOCKET_PATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, *modules[role]], env=environment, capture_output=True, text=True, timeout=60, check=False,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)))
-    assert done.returncode in (1, 2) and "20 open files" in done.stderr and "ulimit -n 1024" in done.stderr, done
+    modules = {
+        "scheduler": ["-m", "bpsx.scheduler"],
+        "server": ["-m", "bpsx.server"],
+        "worker": ["-c", "import bpsx; bpsx.init()"],
+    }
+    environment = {
+        **os.environ,
+        "DMLC_ROLE": role,
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "1" if role != "scheduler" else "0",
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_WORKER_ID": "0",
+        "BPSX_PORT_FILE": str(tmp_path / "port"),
+        "BYTEPS_SOCKET_PATH": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, *modules[role]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)),
+    )
+    assert (
+        done.returncode in (1, 2)
+        and "20 open files" in done.stderr
+        and "ulimit -n 1024" in done.stderr
+    ), done
     assert role == "worker" or len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_few_more_descriptors_are_enough() -> None:
     """For the smallest job, by the way that needs most."""
-    with Job("""
+    with Job(
+        """
         import os, resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, 1024))
         import bpsx, numpy as np
         bpsx.init()
         report(bpsx.push_pull(np.ones(3, np.float32), "x", average=False).tolist())
-    """, env={"BYTEPS_ENABLE_IPC": "1"}) as job:
+    """,
+        env={"BYTEPS_ENABLE_IPC": "1"},
+    ) as job:
         assert job.results() == [[[2, 2, 2]]] * 2
 
 

@@ -12,6 +12,7 @@ from jobs import Job, run
 
 SURVIVOR = """
     import bpsx, numpy as np
+
     bpsx.init()
     for name in "abc":
         bpsx.declare(name)
@@ -22,7 +23,9 @@ SURVIVOR = """
         bpsx.rank()
     except bpsx.NotInitializedError:
         report("suspended")
-    assert (bpsx.local_rank(), bpsx.local_size()) == (0, 1), "as they were: a script finds its next rank by them"
+    assert (bpsx.local_rank(), bpsx.local_size()) == (0, 1), (
+        "as they were: a script finds its next rank by them"
+    )
     size, rank = json.loads(sys.stdin.readline())
     bpsx.resume(size, 2, global_rank=rank)
     report([bpsx.rank(), bpsx.size(), [bpsx.declare(n) for n in ("c", "a", "new", "grad")]])
@@ -38,7 +41,9 @@ NEWCOMER = """
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the new scheduler", "after it"])
 def test_a_job_grows_and_its_workers_change_ranks(early):
-    """With `early` the old scheduler may still be there when resume asks, and for a while nobody is."""
+    """With `early` the old scheduler may still be there when resume asks, and for a while nobody
+    is.
+    """
     with Job(SURVIVOR, workers=2) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
@@ -66,39 +71,61 @@ def test_a_job_grows_and_its_workers_change_ranks(early):
 def test_a_job_shrinks_to_one_that_needs_nobody():
     with Job("""
         import bpsx, numpy as np
+
         bpsx.init()
         bpsx.suspend()
-        bpsx.suspend()          # again: nothing
+        bpsx.suspend()  # again: nothing
         if os.environ["DMLC_WORKER_ID"] == "1":
             bpsx.resume(1, 0, 0)
-            report([bpsx.rank(), bpsx.size(), float(bpsx.push_pull(np.ones(3), "x", average=False)[0])])
+            report(
+                [bpsx.rank(), bpsx.size(), float(bpsx.push_pull(np.ones(3), "x", average=False)[0])]
+            )
             bpsx.suspend()
     """) as job:
         assert job.results()[1] == [[0, 1, 1.0]]
 
 
 def test_what_fits_nothing_is_refused_by_name():
-    found = run("""
+    found = run(
+        """
         import bpsx
+
         bpsx.init()
+
+
         def text(*args):
             try:
                 bpsx.resume(*args)
             except bpsx.ConfigError as e:
                 return str(e)
+
+
         report(text(2, 1))
         bpsx.suspend()
         os.environ.update(BYTEPS_LOCAL_SIZE="2", BYTEPS_LOCAL_RANK="1")
-        report([text(0, 1), text(2, -1), text(True, 1), text(2, 1, 4), text(2, 1, "x"), text(2, 1, 2)])
-    """, workers=1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"})
+        report(
+            [text(0, 1), text(2, -1), text(True, 1), text(2, 1, 4), text(2, 1, "x"), text(2, 1, 2)]
+        )
+    """,
+        workers=1,
+        env={"BYTEPS_FORCE_DISTRIBUTED": "1"},
+    )
     first, rest = found[0]
     assert "call suspend() first" in first
-    named = ["num_workers=0", "num_servers=-1", "num_workers=True", "global_rank=4", "global_rank='x'", "BYTEPS_LOCAL_RANK=1"]
+    named = [
+        "num_workers=0",
+        "num_servers=-1",
+        "num_workers=True",
+        "global_rank=4",
+        "global_rank='x'",
+        "BYTEPS_LOCAL_RANK=1",
+    ]
     assert len(rest) == len(named) and all(part in text for part, text in zip(named, rest))
 
 
 def test_resume_says_who_is_missing():
-    with Job("""
+    with Job(
+        """
         import bpsx
         bpsx.init()
         bpsx.suspend()
@@ -107,7 +134,10 @@ def test_resume_says_who_is_missing():
             bpsx.resume(2, 1)
         except bpsx.RendezvousError as e:
             report(str(e))
-    """, workers=1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+    """,
+        workers=1,
+        env={"BYTEPS_FORCE_DISTRIBUTED": "1"},
+    ) as job:
         assert "no answer from the scheduler at" in job.results()[0][0]
 
 
@@ -122,7 +152,10 @@ for cycle in range(20):
     hub = Hub(Config(role="scheduler"))
     os.environ["DMLC_PS_ROOT_PORT"] = str(hub.port)
     server, ends = Server(Config(role="server")), []
-    roles = [threading.Thread(target=lambda: ends.append(hub.run())), threading.Thread(target=lambda: ends.append(server.run()))]
+    roles = [
+        threading.Thread(target=lambda: ends.append(hub.run())),
+        threading.Thread(target=lambda: ends.append(server.run())),
+    ]
     for role in roles:
         role.start()
     bpsx.init() if cycle % 2 else bpsx.resume(1, 1)
@@ -132,19 +165,44 @@ for cycle in range(20):
         role.join()
     assert ends == [0, 0], ends
     os.environ["DMLC_PS_ROOT_PORT"] = "0"
-    print(threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), flush=True)
+    print(
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        flush=True,
+    )
 """
 
 
 def test_many_lives_of_one_process_leave_no_thread_and_no_descriptor():
-    """20 jobs, each with a scheduler and a server of its own, all in one process; half of them are entered by resume()."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
-    job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_WORKER_ID": "0",
-           "BYTEPS_FORCE_DISTRIBUTED": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60"}
-    done = subprocess.run([sys.executable, "-c", LIVES], env={**clean, **job}, capture_output=True, text=True, timeout=150)
+    """20 jobs, each with a scheduler and a server of its own, all in one process; half of them are
+    entered by resume().
+    """
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))
+    }
+    job = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_WORKER_ID": "0",
+        "BYTEPS_FORCE_DISTRIBUTED": "1",
+        "BPSX_RENDEZVOUS_TIMEOUT": "60",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES],
+        env={**clean, **job},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and len(counts) == 20, done.stdout + done.stderr
     assert len({(python, descriptors) for python, _, descriptors in counts[2:]}) == 1, counts
-    # A thread that has been joined may be seen for a moment more; growth by one each time would show.
+    # A thread that has been joined may be seen for a moment more; growth by one each time would
+    # show.
     tasks = [tasks for _, tasks, _ in counts]
     assert min(tasks[10:]) <= min(tasks[2:10]), counts

@@ -1,4 +1,6 @@
-"""Tracebacks of errors that bpsx raises, and of Ctrl-C, show the script and not bpsx's own frames."""
+"""Tracebacks of errors that bpsx raises, and of Ctrl-C, show the script and not bpsx's own
+frames.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,41 @@ from jobs import Job
 
 #: By framework: what a script begins with, how it waits for a push_pull, and one that is refused.
 VERBS = {
-    "numpy": ("import numpy as np, bpsx as bps", "bps.push_pull(np.ones(4), name)", "bps.push_pull(np.array(['text']), 'x')"),
-    "torch": ("import torch, bpsx.torch as bps", "bps.push_pull(torch.ones(4), name=name)", "bps.push_pull(torch.ones(4, dtype=torch.bool))"),
-    "torch, a handle": ("import torch, bpsx.torch as bps", "bps.push_pull_async(torch.ones(4), name=name).wait()",
-                        "bps.push_pull_async(torch.ones(4, dtype=torch.bool))"),
-    "torch, Horovod": ("import torch, bpsx.torch.horovod as bps", "bps.allreduce(torch.ones(4), name=name)",
-                       "bps.allreduce(torch.ones(4, dtype=torch.bool))"),
-    "tensorflow": ("import tensorflow as tf, bpsx.tensorflow as bps", "bps.push_pull(tf.ones(4), name=name)",
-                   "bps.push_pull(tf.constant('text'))"),
-    "tensorflow, a graph": ("import tensorflow as tf, bpsx.tensorflow as bps",
-                            "tf.function(lambda x: bps.push_pull(x, name=name))(tf.ones(4))",
-                            "tf.function(lambda x: bps.push_pull(x))(tf.constant('text'))"),
-    "mxnet": ("import bpsx.mxnet as bps, mxnet as mx", "x = mx.nd.ones(4); bps.byteps_push_pull(x, name=name); x.wait_to_read()",
-              "bps.byteps_push_pull(1)"),
+    "numpy": (
+        "import numpy as np, bpsx as bps",
+        "bps.push_pull(np.ones(4), name)",
+        "bps.push_pull(np.array(['text']), 'x')",
+    ),
+    "torch": (
+        "import torch, bpsx.torch as bps",
+        "bps.push_pull(torch.ones(4), name=name)",
+        "bps.push_pull(torch.ones(4, dtype=torch.bool))",
+    ),
+    "torch, a handle": (
+        "import torch, bpsx.torch as bps",
+        "bps.push_pull_async(torch.ones(4), name=name).wait()",
+        "bps.push_pull_async(torch.ones(4, dtype=torch.bool))",
+    ),
+    "torch, Horovod": (
+        "import torch, bpsx.torch.horovod as bps",
+        "bps.allreduce(torch.ones(4), name=name)",
+        "bps.allreduce(torch.ones(4, dtype=torch.bool))",
+    ),
+    "tensorflow": (
+        "import tensorflow as tf, bpsx.tensorflow as bps",
+        "bps.push_pull(tf.ones(4), name=name)",
+        "bps.push_pull(tf.constant('text'))",
+    ),
+    "tensorflow, a graph": (
+        "import tensorflow as tf, bpsx.tensorflow as bps",
+        "tf.function(lambda x: bps.push_pull(x, name=name))(tf.ones(4))",
+        "tf.function(lambda x: bps.push_pull(x))(tf.constant('text'))",
+    ),
+    "mxnet": (
+        "import bpsx.mxnet as bps, mxnet as mx",
+        "x = mx.nd.ones(4); bps.byteps_push_pull(x, name=name); x.wait_to_read()",
+        "bps.byteps_push_pull(1)",
+    ),
 }
 _PACKAGE = re.compile(r'File ".*[/"]bpsx/')
 QUIET = {"BPSX_STALL_WARN_SECONDS": "0.5", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
@@ -39,10 +63,13 @@ def needs(framework: str) -> None:
 
 
 def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tuple[int, list[str]]:
-    """Status of a job of two that Ctrl-C ends while worker 0 waits for worker 1, and its lines on stderr from then on."""
+    """Status of a job of two that Ctrl-C ends while worker 0 waits for worker 1, and its lines on
+    stderr from then on.
+    """
     head, wait, _ = verbs
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(f"""
+    script.write_text(
+        textwrap.dedent(f"""
         import sys
         {head}
         bps.init()
@@ -53,9 +80,13 @@ def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tu
             waits("alone")
         else:
             import time; time.sleep(1000)
-    """))
+    """)
+    )
     with launching(tmp_path) as launcher:
-        job = launcher.start(local_words("--workers", "2", "--servers", "1", PY, str(script)), {**QUIET, **environment})
+        job = launcher.start(
+            local_words("--workers", "2", "--servers", "1", PY, str(script)),
+            {**QUIET, **environment},
+        )
         assert job.stderr is not None
         for line in job.stderr:
             if b"alone" in line and b"not pushed by worker 1" in line:
@@ -70,9 +101,13 @@ def test_ctrl_c_shows_where_each_script_was(framework, tmp_path):
     needs(framework)
     status, lines = interrupted(VERBS[framework], tmp_path)
     assert status == 130
-    assert [line for line in lines if _PACKAGE.search(line) or "ERROR" in line] == [], "\n".join(lines)
+    assert [line for line in lines if _PACKAGE.search(line) or "ERROR" in line] == [], "\n".join(
+        lines
+    )
     assert sum("Traceback" in line for line in lines) <= 2
-    assert any("in waits" in line for line in lines) and any("time.sleep(1000)" in line for line in lines), lines
+    assert any("in waits" in line for line in lines) and any(
+        "time.sleep(1000)" in line for line in lines
+    ), lines
     assert len(lines) <= 22, "\n".join(lines)
 
 
@@ -83,20 +118,39 @@ def test_all_frames_are_there_for_who_asks(tmp_path):
 
 _STEP = """
     import torch, bpsx.torch as bps
+
     bps.init()
     model = torch.nn.Linear(2, 2)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    )
+
+
     def shown(act):
         try:
             act()
         except (bps.UnsupportedTensor, bps.GradientOrderError, KeyboardInterrupt) as e:
             import traceback
+
             frames = traceback.extract_tb(e.__traceback__)
-            report([type(e).__name__, [f.name for f in frames if "/bpsx/" in "/" + f.filename], frames[-1].name])
+            report(
+                [
+                    type(e).__name__,
+                    [f.name for f in frames if "/bpsx/" in "/" + f.filename],
+                    frames[-1].name,
+                ]
+            )
+
+
     def closure():
         raise KeyboardInterrupt
+
+
     def twice():
-        for _ in range(2): model(torch.ones(1, 2)).sum().backward()
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+
     shown(lambda: optimizer.step(closure))
     shown(twice)
     shown(lambda: bps.broadcast_parameters([("x", 5)], 0))
@@ -107,7 +161,7 @@ def test_frames_of_the_users_below_bpsx_stay():
     """A closure that an optimizer calls, and a hook that autograd calls."""
     with Job(_STEP, 1, 0, env={"BYTEPS_FORCE_DISTRIBUTED": "1", "DMLC_NUM_SERVER": "1"}) as job:
         job.start_server(0)
-        (closure, twice, refused), = job.results()
+        ((closure, twice, refused),) = job.results()
     assert closure == ["KeyboardInterrupt", [], "closure"]
     assert twice[0] == "GradientOrderError" and len(twice[1]) <= 1
     assert refused[:2] == ["UnsupportedTensor", []]

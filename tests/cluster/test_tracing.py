@@ -1,4 +1,6 @@
-"""Timelines of real jobs: written however the job ends, on the scheduler's clock, and only when asked for."""
+"""Timelines of real jobs: written however the job ends, on the scheduler's clock, and only when
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,37 @@ from traces import about, load
 
 STEPS = """
 import numpy as np, bpsx, time
+
 bpsx.init()
+
+
 def step(*sizes):
-    for h in [bpsx.push_pull_async(np.ones(n, np.float32), name=f"t{n}") for n in sizes or (10, 3000)]:
+    for h in [
+        bpsx.push_pull_async(np.ones(n, np.float32), name=f"t{n}") for n in sizes or (10, 3000)
+    ]:
         bpsx.synchronize(h)
 """
 
 
 def tracing(folder: Path, start: int = 1, end: int = 20, workers: int = 2, **more: str) -> dict:
-    """Arguments for a job whose processes trace into ``folder``: worker i below worker-i, as bpsx-run --local has it."""
-    env = {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": str(start), "BYTEPS_TRACE_END_STEP": str(end), "BYTEPS_TRACE_DIR": str(folder),
-           "BYTEPS_LOG_LEVEL": "info", **more}
-    return {"env": env, "workers": workers, "worker_env": {i: {"BYTEPS_TRACE_DIR": str(folder / f"worker-{i}")} for i in range(workers)}}
+    """Arguments for a job whose processes trace into ``folder``: worker i below worker-i, as
+    bpsx-run --local has it.
+    """
+    env = {
+        "BYTEPS_TRACE_ON": "1",
+        "BYTEPS_TRACE_START_STEP": str(start),
+        "BYTEPS_TRACE_END_STEP": str(end),
+        "BYTEPS_TRACE_DIR": str(folder),
+        "BYTEPS_LOG_LEVEL": "info",
+        **more,
+    }
+    return {
+        "env": env,
+        "workers": workers,
+        "worker_env": {
+            i: {"BYTEPS_TRACE_DIR": str(folder / f"worker-{i}")} for i in range(workers)
+        },
+    }
 
 
 def files(folder: Path) -> list[str]:
@@ -48,21 +69,38 @@ def test_a_run_of_three_steps_leaves_a_whole_file_though_the_window_ends_at_twen
     run(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path))
     assert files(tmp_path) == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
     for i in range(2):
-        assert counted(load(tmp_path / f"worker-{i}/0/comm.json")) == {"total": 6, "PUSH": 6, "PULL": 6}
+        assert counted(load(tmp_path / f"worker-{i}/0/comm.json")) == {
+            "total": 6,
+            "PUSH": 6,
+            "PULL": 6,
+        }
         assert about(tmp_path / f"worker-{i}/0/comm.json")["clock"] == "scheduler"
-    assert counted(load(tmp_path / "server-0/comm.json")) == {"RECEIVE": 12, "SUM": 12, "SEND": 6, "ROUND": 6}
+    assert counted(load(tmp_path / "server-0/comm.json")) == {
+        "RECEIVE": 12,
+        "SUM": 12,
+        "SEND": 6,
+        "ROUND": 6,
+    }
 
 
 def test_a_run_that_ends_before_the_window_leaves_a_file_without_events(tmp_path):
-    with Job(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path, 10)) as job:
+    with Job(
+        STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path, 10)
+    ) as job:
         job.results()
     assert [load(tmp_path / f) for f in files(tmp_path)] == [[], [], []]
     for worker in job.workers:
         (line,) = (line for line in worker.errors if "has no events" in line)
         assert "BYTEPS_TRACE_START_STEP=10" in line and "BYTEPS_TRACE_END_STEP=" in line
     assert not any("has no events" in line for line in job.servers[0].errors)
-    done = subprocess.run(words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "0 events in " in done.stdout and "did the job reach BYTEPS_TRACE_START_STEP" in done.stdout
+    done = subprocess.run(
+        words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == 0
+        and "0 events in " in done.stdout
+        and "did the job reach BYTEPS_TRACE_START_STEP" in done.stdout
+    )
 
 
 def test_the_window_holds_its_steps_and_no_others(tmp_path):
@@ -72,14 +110,20 @@ def test_the_window_holds_its_steps_and_no_others(tmp_path):
 
 
 def test_off_by_default(tmp_path):
-    run(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", env={"BYTEPS_TRACE_DIR": str(tmp_path), "BYTEPS_TRACE_START_STEP": "1"})
+    run(
+        STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n",
+        env={"BYTEPS_TRACE_DIR": str(tmp_path), "BYTEPS_TRACE_START_STEP": "1"},
+    )
     assert files(tmp_path) == []
 
 
 def test_the_file_is_there_while_the_job_runs_on(tmp_path):
     """Also for a tensor that never gets to the window's end."""
-    with Job(STEPS + "step(77)\nfor _ in range(4): step()\nreport('traced')\nsys.stdin.readline()\nstep()\nbpsx.shutdown()\n",
-             **tracing(tmp_path, 2, 3)) as job:
+    with Job(
+        STEPS + "step(77)\nfor _ in range(4):"
+        " step()\nreport('traced')\nsys.stdin.readline()\nstep()\nbpsx.shutdown()\n",
+        **tracing(tmp_path, 2, 3),
+    ) as job:
         for p in (*job.workers, *job.servers):
             p.wait_for_line("timeline: ")
         assert len(load(tmp_path / "worker-0/0/comm.json")) == 12
@@ -97,7 +141,9 @@ def test_two_machines_that_share_a_folder_do_not_overwrite_each_other(tmp_path):
             job.results()
         found = files(tmp_path)
         assert len(found) == 3 and {"0/comm.json", "server-0/comm.json"} < set(found), found
-        assert any(name in ("worker-0/0/comm.json", "worker-1/0/comm.json") for name in found), found
+        assert any(name in ("worker-0/0/comm.json", "worker-1/0/comm.json") for name in found), (
+            found
+        )
         assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600 for name in found)
         for name in found:
             (tmp_path / name).unlink() if name.startswith("worker") else None
@@ -114,14 +160,22 @@ def test_an_early_end_leaves_the_file(tmp_path, way):
             w.signal(signal.SIGTERM) if way == "sigterm" else w.say("")
         for p in job.processes:
             status = p.wait()
-            assert status == (-signal.SIGTERM if way == "sigterm" and p in job.workers else 1), p.text()
+            assert status == (-signal.SIGTERM if way == "sigterm" and p in job.workers else 1), (
+                p.text()
+            )
     assert files(tmp_path) == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
     for i in range(2):
-        assert counted(load(tmp_path / f"worker-{i}/0/comm.json")) == {"total": 4, "PUSH": 4, "PULL": 4}
+        assert counted(load(tmp_path / f"worker-{i}/0/comm.json")) == {
+            "total": 4,
+            "PUSH": 4,
+            "PULL": 4,
+        }
 
 
 def test_a_dead_peer_leaves_the_file_and_the_failed_push_pull_in_it(tmp_path):
-    source = STEPS + """
+    source = (
+        STEPS
+        + """
 step()
 report('there')
 if bpsx.rank() == 1:
@@ -131,6 +185,7 @@ try:
 except bpsx.PeerLostError:
     report("lost")
 """
+    )
     with Job(source, **tracing(tmp_path)) as job:
         for w in job.workers:
             w.wait_for_line("there")
@@ -155,56 +210,95 @@ def test_servers_trace_on_sigterm(tmp_path):
 
 
 def test_merged_the_order_of_events_makes_sense_across_processes(tmp_path):
-    """What has been pushed is summed afterwards, what has been sent comes home afterwards; up to the clocks' error, which the files tell."""
+    """What has been pushed is summed afterwards, what has been sent comes home afterwards; up to
+    the clocks' error, which the files tell.
+    """
     large = 200_000
     run(STEPS + f"for _ in range(5): step(10, {large})\nbpsx.shutdown()\n", **tracing(tmp_path))
     slack = 2 * sum(about(tmp_path / f)["clock_error_us"] for f in files(tmp_path)) + 2
     timeline.merge_to(tmp_path, tmp_path / "merged.json")
     events = load(tmp_path / "merged.json")
-    titles = {e["pid"]: e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"}
+    titles = {
+        e["pid"]: e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"
+    }
     assert sorted(titles.values()) == ["server 0", "worker 0", "worker 1"]
     at: dict[tuple, dict] = {}
     for e in events:
         if e["ph"] == "X":
             kind = e["name"].removeprefix(e["args"]["name"])[1:]
-            at[titles[e["pid"]], e["args"]["name"], e["args"]["step"], kind, e["args"].get("worker")] = e
+            at[
+                titles[e["pid"]],
+                e["args"]["name"],
+                e["args"]["step"],
+                kind,
+                e["args"].get("worker"),
+            ] = e
     checked = 0
     for (who, name, step, kind, _), push in at.items():
         if kind != "PUSH":
             continue
         rank = int(who[-1])
         sum_ = at["server 0", name, step, "SUM", rank]
-        send, round_, pull = at["server 0", name, step, "SEND", None], at["server 0", name, step, "ROUND", None], at[who, name, step, "PULL", None]
+        send, round_, pull = (
+            at["server 0", name, step, "SEND", None],
+            at["server 0", name, step, "ROUND", None],
+            at[who, name, step, "PULL", None],
+        )
         assert push["ts"] <= sum_["ts"] + slack
         assert sum_["ts"] + sum_["dur"] <= send["ts"] + slack
         assert send["ts"] <= pull["ts"] + pull["dur"] + slack
         assert push["ts"] + push["dur"] == pull["ts"]
-        assert round_["ts"] <= sum_["ts"] and send["ts"] + send["dur"] <= round_["ts"] + round_["dur"]
+        assert (
+            round_["ts"] <= sum_["ts"] and send["ts"] + send["dur"] <= round_["ts"] + round_["dur"]
+        )
         checked += 1
     assert checked == 2 * 2 * 5
 
 
 def test_names_with_quotes_and_foreign_letters(tmp_path):
     name = 'layer."weight"\\0 \u00e9\u4e2d\n'
-    run(f"import numpy as np, bpsx\nbpsx.init()\nbpsx.push_pull(np.ones(4, np.float32), name={name!r})\nbpsx.shutdown()\n", **tracing(tmp_path))
+    run(
+        "import numpy as np, bpsx\nbpsx.init()\nbpsx.push_pull(np.ones(4, np.float32),"
+        f" name={name!r})\nbpsx.shutdown()\n",
+        **tracing(tmp_path),
+    )
     for file in files(tmp_path):
         assert {e["args"]["name"] for e in load(tmp_path / file)} == {"Comm." + name}
 
 
 def test_a_single_worker_traces_too(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(5): bpsx.push_pull(np.ones(4, np.float32), name='x')\n"],
-        env={**{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}, "DMLC_ROLE": "worker",
-             "DMLC_NUM_WORKER": "1", "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "2", "BYTEPS_TRACE_END_STEP": "4",
-             "BYTEPS_TRACE_DIR": str(tmp_path)}, timeout=90)
+        [
+            sys.executable,
+            "-c",
+            (
+                "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(5):"
+                " bpsx.push_pull(np.ones(4, np.float32), name='x')\n"
+            ),
+        ],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))},
+            "DMLC_ROLE": "worker",
+            "DMLC_NUM_WORKER": "1",
+            "BYTEPS_TRACE_ON": "1",
+            "BYTEPS_TRACE_START_STEP": "2",
+            "BYTEPS_TRACE_END_STEP": "4",
+            "BYTEPS_TRACE_DIR": str(tmp_path),
+        },
+        timeout=90,
+    )
     assert done.returncode == 0
     events = load(tmp_path / "0/comm.json")
-    assert [(e["name"], e["tid"], e["args"]["step"]) for e in events] == [("Comm.x", "total", s) for s in (2, 3, 4)]
+    assert [(e["name"], e["tid"], e["args"]["step"]) for e in events] == [
+        ("Comm.x", "total", s) for s in (2, 3, 4)
+    ]
     assert about(tmp_path / "0/comm.json")["clock"] == "own"
 
 
 def test_on_demand_from_the_script(tmp_path):
-    source = STEPS + """
+    source = (
+        STEPS
+        + """
 report(bpsx.trace_stop())
 step()
 bpsx.trace_start(); bpsx.trace_start()
@@ -216,7 +310,12 @@ step()
 report(bpsx.trace_stop())
 bpsx.shutdown()
 """
-    results = run(source, env={"BYTEPS_TRACE_DIR": str(tmp_path)}, worker_env={1: {"BYTEPS_TRACE_DIR": str(tmp_path / "one")}})
+    )
+    results = run(
+        source,
+        env={"BYTEPS_TRACE_DIR": str(tmp_path)},
+        worker_env={1: {"BYTEPS_TRACE_DIR": str(tmp_path / "one")}},
+    )
     for reports, folder in zip(results, (tmp_path, tmp_path / "one")):
         assert reports == [None, str(folder / "0/comm.json"), str(folder / "0/comm.2.json")]
         assert {e["args"]["step"] for e in load(Path(reports[1]))} == {2, 3}
@@ -225,15 +324,22 @@ bpsx.shutdown()
 
 def test_where_a_timeline_cannot_be_written_the_log_says_so_and_the_job_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
-    with Job(STEPS + "step()\nbpsx.trace_start()\nstep()\nreport(bpsx.trace_stop())\nbpsx.shutdown()\n",
-             env={"BYTEPS_TRACE_DIR": str(tmp_path / "file" / "below")}) as job:
+    with Job(
+        STEPS + "step()\nbpsx.trace_start()\nstep()\nreport(bpsx.trace_stop())\nbpsx.shutdown()\n",
+        env={"BYTEPS_TRACE_DIR": str(tmp_path / "file" / "below")},
+    ) as job:
         assert job.results() == [[None], [None]]
-        assert all("cannot write the timeline" in w.text() and "BYTEPS_TRACE_DIR" in w.text() for w in job.workers)
+        assert all(
+            "cannot write the timeline" in w.text() and "BYTEPS_TRACE_DIR" in w.text()
+            for w in job.workers
+        )
 
 
 def test_a_forked_child_that_is_terminated_writes_nothing(tmp_path):
     """As data loaders do: they inherit the handler, and a lock that may be held."""
-    source = STEPS + """
+    source = (
+        STEPS
+        + """
 step()
 import os, signal
 reading, writing = os.pipe()
@@ -250,6 +356,7 @@ step()
 bpsx.shutdown()
 report(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
+    )
     for reports in run(source, **tracing(tmp_path)):
         assert reports == [signal.SIGTERM, False, True]
     assert {e["args"]["step"] for e in load(tmp_path / "worker-0/0/comm.json")} == {1, 2}

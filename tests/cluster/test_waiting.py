@@ -1,4 +1,6 @@
-"""What processes say while they wait for a scheduler, and what a scheduler says whose address others cannot reach."""
+"""What processes say while they wait for a scheduler, and what a scheduler says whose address
+others cannot reach.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,28 @@ from bpsx.config import Config
 from bpsx.scheduler.waiting import doubtful_name
 from jobs import Process
 
-_JOB = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1",
-        "BPSX_RENDEZVOUS_TIMEOUT": "1"}
+_JOB = {
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_NUM_SERVER": "1",
+    "BYTEPS_FORCE_DISTRIBUTED": "1",
+    "BPSX_RENDEZVOUS_TIMEOUT": "1",
+}
 
 
 def environment(role: str, port: int) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_")) or k == "BPSX_CACHE_DIR"}
-    return {**kept, **_JOB, "DMLC_ROLE": role, "DMLC_WORKER_ID": "0", "DMLC_PS_ROOT_PORT": str(port)}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_")) or k == "BPSX_CACHE_DIR"
+    }
+    return {
+        **kept,
+        **_JOB,
+        "DMLC_ROLE": role,
+        "DMLC_WORKER_ID": "0",
+        "DMLC_PS_ROOT_PORT": str(port),
+    }
 
 
 @contextlib.contextmanager
@@ -37,28 +54,63 @@ def nobody() -> Any:
         yield closed.getsockname()[1]
 
 
-@pytest.mark.parametrize(("what", "said"), [
-    (nobody, "nobody listens there yet, or a firewall refuses; 127.0.0.1 is a loopback address and means this machine"),
-    (listener, "what listens there is no scheduler"),
-])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            nobody,
+            (
+                "nobody listens there yet, or a firewall refuses; 127.0.0.1 is a loopback address"
+                " and means this machine"
+            ),
+        ),
+        (listener, "what listens there is no scheduler"),
+    ],
+)
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_a_scheduler_that_does_not_answer_is_told_apart(role, what, said):
     command = {"worker": ["-c", "import bpsx; bpsx.init()"], "server": ["-m", "bpsx.server"]}[role]
     with what() as port:
-        done = subprocess.run([sys.executable, *command], env=environment(role, port), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode and f"no answer from the scheduler at 127.0.0.1:{port}: {said}" in done.stderr, done.stderr
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment(role, port),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (
+        done.returncode
+        and f"no answer from the scheduler at 127.0.0.1:{port}: {said}" in done.stderr
+    ), done.stderr
 
 
 def test_a_role_started_by_hand_says_what_it_is_and_for_whom_it_waits():
     with nobody() as port:
         pass
-    roles = [Process(role, [sys.executable, "-m", module], environment(role, port) | {"BPSX_RENDEZVOUS_TIMEOUT": "60"})
-             for role, module in (("scheduler", "bpsx.scheduler"), ("server", "bpsx.server"))]
+    roles = [
+        Process(
+            role,
+            [sys.executable, "-m", module],
+            environment(role, port) | {"BPSX_RENDEZVOUS_TIMEOUT": "60"},
+        )
+        for role, module in (("scheduler", "bpsx.scheduler"), ("server", "bpsx.server"))
+    ]
     try:
-        roles[0].wait_for_line(f"bpsx scheduler: listening on 127.0.0.1:{port}, waiting for 1 worker machine and 1 server for at most 60 s")
-        roles[1].wait_for_line(f"bpsx server: joining the job of 1 worker machine and 1 server at the scheduler 127.0.0.1:{port}")
+        roles[0].wait_for_line(
+            f"bpsx scheduler: listening on 127.0.0.1:{port}, waiting for 1 worker machine and 1"
+            " server for at most 60 s"
+        )
+        roles[1].wait_for_line(
+            "bpsx server: joining the job of 1 worker machine and 1 server at the scheduler"
+            f" 127.0.0.1:{port}"
+        )
         # After ten seconds both sides say that others cannot reach a loopback address.
-        roles[0].wait_for_line("(the scheduler listens on loopback, DMLC_PS_ROOT_URI=127.0.0.1, which other machines cannot reach)", 30)
+        roles[0].wait_for_line(
+            "(the scheduler listens on loopback, DMLC_PS_ROOT_URI=127.0.0.1, which other machines"
+            " cannot reach)",
+            30,
+        )
         roles[1].wait_for_line("which other machines cannot reach)", 30)
     finally:
         for process in roles:
@@ -66,7 +118,13 @@ def test_a_role_started_by_hand_says_what_it_is_and_for_whom_it_waits():
 
 
 def test_a_name_of_this_machine_that_is_loopback_is_doubted(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))])
-    assert "DMLC_PS_ROOT_URI=node7 is a loopback address on this machine" in doubtful_name(Config({"DMLC_PS_ROOT_URI": "node7"}))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))],
+    )
+    assert "DMLC_PS_ROOT_URI=node7 is a loopback address on this machine" in doubtful_name(
+        Config({"DMLC_PS_ROOT_URI": "node7"})
+    )
     for fine in ("localhost", "127.0.0.1", "::1"):
         assert not doubtful_name(Config({"DMLC_PS_ROOT_URI": fine}))

@@ -1,4 +1,6 @@
-"""The C function table of an endpoint, called through ctypes: so that one suite tests every transport from Python."""
+"""The C function table of an endpoint, called through ctypes: so that one suite tests every
+transport from Python.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,17 @@ class Landing(C.Structure):
 class Message(C.Structure):
     """``transports/abi.pxd``: Message."""
 
-    _fields_ = [("peer", C.c_uint32), ("has_body", C.c_int), ("head", C.c_void_p), ("head_size", C.c_size_t), ("body", C.c_void_p),
-                ("body_size", C.c_size_t), ("opaque", C.c_uint64 * 24), ("wrapper", C.c_uint64), ("landing", Landing)]
+    _fields_ = [
+        ("peer", C.c_uint32),
+        ("has_body", C.c_int),
+        ("head", C.c_void_p),
+        ("head_size", C.c_size_t),
+        ("body", C.c_void_p),
+        ("body_size", C.c_size_t),
+        ("opaque", C.c_uint64 * 24),
+        ("wrapper", C.c_uint64),
+        ("landing", Landing),
+    ]
 
 
 class Table(C.Structure):
@@ -26,8 +37,23 @@ class Table(C.Structure):
 
     _fields_ = [
         ("self", C.c_void_p),
-        ("send", C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint32, C.c_void_p, C.c_size_t, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t,
-                             C.c_void_p, C.c_void_p, C.POINTER(Landing))),
+        (
+            "send",
+            C.CFUNCTYPE(
+                C.c_int,
+                C.c_void_p,
+                C.c_uint32,
+                C.c_void_p,
+                C.c_size_t,
+                C.c_void_p,
+                C.c_void_p,
+                C.c_void_p,
+                C.c_size_t,
+                C.c_void_p,
+                C.c_void_p,
+                C.POINTER(Landing),
+            ),
+        ),
         ("recv", C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(Message))),
         ("release", C.CFUNCTYPE(None, C.c_void_p, C.POINTER(Message))),
         ("wait", C.CFUNCTYPE(None, C.c_void_p, C.c_int)),
@@ -36,13 +62,16 @@ class Table(C.Structure):
     ]
 
 
-#: An endpoint runs the last done callbacks when it is closed, and reads what it was handed until then: none of this may go before.
+#: An endpoint runs the last done callbacks when it is closed, and reads what it was handed until
+#: then: none of this may go before.
 _alive: list[DataPlane] = []
 _lent: list[Any] = []
 
 
 class DataPlane:
-    """An endpoint's data plane; keeps what it sends alive and records which done callbacks have run."""
+    """An endpoint's data plane; keeps what it sends alive and records which done callbacks have
+    run.
+    """
 
     def __init__(self, endpoint: Any) -> None:
         get = C.pythonapi.PyCapsule_GetPointer
@@ -51,27 +80,52 @@ class DataPlane:
         self.table = Table.from_address(get(self.capsule, b"bpsx.Endpoint"))
         self.done: list[int] = []
         self._kept: list[Any] = []
-        self.other: DataPlane | None = None     # the other end, which nobody else drives
+        self.other: DataPlane | None = None  # the other end, which nobody else drives
         _alive.append(self)
         self._callback = DONE(lambda data, hint: self.done.append(hint or 0))
 
-    def send(self, peer: int, head: bytes, body: bytes | None = None, token: int = 1, own_head: bool = False, landing: Landing | None = None) -> int:
-        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in :attr:`done` as ``token`` (head: 1000 more).
-        ``landing``: where the answer shall lie, or this body."""
+    def send(
+        self,
+        peer: int,
+        head: bytes,
+        body: bytes | None = None,
+        token: int = 1,
+        own_head: bool = False,
+        landing: Landing | None = None,
+    ) -> int:
+        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in
+        :attr:`done` as ``token`` (head: 1000 more).
+
+        ``landing``: where the answer shall lie, or this body.
+        """
         h = C.create_string_buffer(head, len(head))
         b = C.create_string_buffer(body, len(body)) if body is not None else None
         self._kept += [h, b]
         call = C.cast(self._callback, C.c_void_p)
         return self.table.send(
-            self.table.self, peer, C.addressof(h), len(head), call if own_head else None, 1000 + token if own_head else None,
-            C.addressof(b) if b is not None else None, len(body) if body is not None else 0, call if b is not None else None, token, landing)
+            self.table.self,
+            peer,
+            C.addressof(h),
+            len(head),
+            call if own_head else None,
+            1000 + token if own_head else None,
+            C.addressof(b) if b is not None else None,
+            len(body) if body is not None else 0,
+            call if b is not None else None,
+            token,
+            landing,
+        )
 
     def receive(self, timeout: float = 20) -> tuple[int, bytes, bytes | None] | None:
         """The next message, waiting for it: (peer, head, body)."""
         m = self.take(timeout)
         if m is None:
             return None
-        found = (m.peer, C.string_at(m.head, m.head_size), C.string_at(m.body, m.body_size) if m.has_body else None)
+        found = (
+            m.peer,
+            C.string_at(m.head, m.head_size),
+            C.string_at(m.body, m.body_size) if m.has_body else None,
+        )
         self.release(m)
         return found
 
@@ -99,14 +153,33 @@ class DataPlane:
         """Send back a message's body from where it lies, and release it when that is done."""
         released = DONE(lambda data, hint: self.release(m))
         self._kept.append(released)
-        return self._send_from(peer, head, m.body, m.body_size, m.landing, C.cast(released, C.c_void_p))
+        return self._send_from(
+            peer, head, m.body, m.body_size, m.landing, C.cast(released, C.c_void_p)
+        )
 
-    def _send_from(self, peer: int, head: bytes, at: int, n: int, landing: Landing, done: Any = None) -> int:
+    def _send_from(
+        self, peer: int, head: bytes, at: int, n: int, landing: Landing, done: Any = None
+    ) -> int:
         h = C.create_string_buffer(head, len(head))
-        return self.table.send(self.table.self, peer, C.addressof(h), len(head), None, None, at, n, done, None, C.byref(landing))
+        return self.table.send(
+            self.table.self,
+            peer,
+            C.addressof(h),
+            len(head),
+            None,
+            None,
+            at,
+            n,
+            done,
+            None,
+            C.byref(landing),
+        )
 
     def lend(self, memory: C.Array[C.c_char]) -> Landing:
-        """Memory that stays; returns it as where an answer may lie. Transports that do not care take it as any other."""
+        """Memory that stays; returns it as where an answer may lie.
+
+        Transports that do not care take it as any other.
+        """
         _lent.append(memory)
         if self.table.lend:
             self.table.lend(self.table.self, 0, C.addressof(memory), len(memory))

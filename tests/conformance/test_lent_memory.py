@@ -29,15 +29,24 @@ def test_over_rdma_what_has_been_lent_is_copied_by_nobody(rdma):
     worker, lane, w, s = rdma_planes(rdma)
     memory, other = C.create_string_buffer(1 << 20), C.create_string_buffer(1 << 20)
     landing = w.lend(memory)
-    for turn in range(30):          # more than the inbox and the send queue hold at once
+    for turn in range(30):  # more than the inbox and the send queue hold at once
         memory.raw = bytes([turn]) * len(memory)
         assert w.push(0, b"h" * 64, memory, landing) == 0
         m = s.take()
-        assert m is not None and C.string_at(m.body, m.body_size) == memory.raw and m.landing.at == landing.at and m.landing.remote
+        assert (
+            m is not None
+            and C.string_at(m.body, m.body_size) == memory.raw
+            and m.landing.at == landing.at
+            and m.landing.remote
+        )
         C.memset(m.body, 100 + turn, m.body_size)
         assert s.answer(5, b"H" * 64, m) == 0
         answer = w.take()
-        assert answer is not None and answer.body == landing.at and memory.raw == bytes([100 + turn]) * len(memory)
+        assert (
+            answer is not None
+            and answer.body == landing.at
+            and memory.raw == bytes([100 + turn]) * len(memory)
+        )
         assert C.string_at(answer.head, answer.head_size) == b"H" * 64
         w.release(answer)
     assert worker.copied == lane.copied == 0

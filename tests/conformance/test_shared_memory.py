@@ -1,4 +1,6 @@
-"""What only shared memory has: bodies that stay where they are, tokens, neighbours who write nonsense, leave, or are somebody else's."""
+"""What only shared memory has: bodies that stay where they are, tokens, neighbours who write
+nonsense, leave, or are somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from bpsx.transports.tcp.endpoint import TcpEndpoint
 from conformance.dataplane import DataPlane, Message
 
 _ENTRY = struct.Struct("<QQQQII")
-_POSTED, _ENTRIES = 0, 128          # in a Way, of transports/shm/connection.pxd
+_POSTED, _ENTRIES = 0, 128  # in a Way, of transports/shm/connection.pxd
 _TOKENS = 4096
 SECRET = b"sixteen bytes, or more"
 
 
 def endpoint(**more: Any) -> SharedEndpoint:
-    inner = TcpEndpoint(send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30, secret=more.get("secret", b""))
+    inner = TcpEndpoint(
+        send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30, secret=more.get("secret", b"")
+    )
     return SharedEndpoint(inner, **more)
 
 
@@ -56,13 +60,31 @@ class Neighbours:
     def answer(self, rank: int, m: Message, done: Any, token: int) -> None:
         """With the body of ``m``, as a sum that was made there."""
         head = C.create_string_buffer(b"sum", 3)
-        assert self.s.table.send(self.s.table.self, rank, C.addressof(head), 3, None, None, m.body, m.body_size, done, token, None) == 0
+        assert (
+            self.s.table.send(
+                self.s.table.self,
+                rank,
+                C.addressof(head),
+                3,
+                None,
+                None,
+                m.body,
+                m.body_size,
+                done,
+                token,
+                None,
+            )
+            == 0
+        )
 
     def memory(self) -> mmap.mmap:
         """The segment, as somebody else in this process sees it."""
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):      # the folder's own
-                if "memfd:bpsx-lane" in os.readlink(f"/proc/self/fd/{name}") and os.fstat(int(name)).st_ino not in _seen:
+            with contextlib.suppress(OSError):  # the folder's own
+                if (
+                    "memfd:bpsx-lane" in os.readlink(f"/proc/self/fd/{name}")
+                    and os.fstat(int(name)).st_ino not in _seen
+                ):
                     return mmap.mmap(int(name), 1 << 20)
         raise AssertionError("there is no segment")
 
@@ -98,7 +120,9 @@ def test_messages_go_through_memory(make: Any) -> None:
 
 
 def test_an_answer_that_lies_in_what_was_pushed_is_not_copied(make: Any) -> None:
-    """Two workers read the same bytes, also what is written there after it was sent; the lane has its memory back when both have released it."""
+    """Two workers read the same bytes, also what is written there after it was sent; the lane has
+    its memory back when both have released it.
+    """
     there = make(3, 5)
     done: list[int] = []
     call = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)(lambda data, hint: done.append(hint))
@@ -110,7 +134,7 @@ def test_an_answer_that_lies_in_what_was_pushed_is_not_copied(make: Any) -> None
     for rank in (3, 5):
         assert there.w[rank].receive() == (0, b"sum", bytes([7]) * 100_000)
         there.s.wait(0)
-        assert done == [3, 5][:1 + (rank == 5)]
+        assert done == [3, 5][: 1 + (rank == 5)]
     there.s.table.release(there.s.table.self, C.byref(m))
 
 
@@ -141,14 +165,19 @@ def test_a_worker_that_leaves_gives_back_what_it_was_told_of(make: Any) -> None:
 
 
 def test_a_lane_may_hold_more_than_there_are_tokens(make: Any) -> None:
-    """Workers that push in different orders fill its memory with halves of sums, and have to get on nevertheless."""
+    """Workers that push in different orders fill its memory with halves of sums, and have to get on
+    nevertheless.
+    """
     there = make(3)
     held = []
     for i in range(_TOKENS + 500):
         assert there.w[3].send(0, i.to_bytes(4, "little"), i.to_bytes(4, "little") * 20) == 0
         held.append(there.held())
     for i, m in enumerate(held):
-        assert C.string_at(m.head, 4) == i.to_bytes(4, "little") and C.string_at(m.body, 80) == i.to_bytes(4, "little") * 20
+        assert (
+            C.string_at(m.head, 4) == i.to_bytes(4, "little")
+            and C.string_at(m.body, 80) == i.to_bytes(4, "little") * 20
+        )
         there.s.table.release(there.s.table.self, C.byref(m))
     there.w[3].send(0, b"on", b"and on")
     assert there.s.receive() == (3, b"on", b"and on")
@@ -181,8 +210,16 @@ def test_nonsense_in_the_segment_is_counted_and_dropped(make: Any) -> None:
     memory = there.memory()
     (posted,) = struct.unpack_from("<q", memory, _POSTED)
     far = 1 << 62
-    for entry in ((far, 64, 0, 0, 0, 1), (0, far, 0, 0, 0, 1), (0, 64, far, 8, 1, 1), (0, 64, 0, far, 1, 1), (0, 64, 0, 1001, 1, 1),
-                  (0, 64, 0, 5, 0, 1), (0, 64, 0, 0, 2, 1), (2**64 - 1, 2**64 - 1, 2**64 - 1, 2**64 - 1, 1, 1)):
+    for entry in (
+        (far, 64, 0, 0, 0, 1),
+        (0, far, 0, 0, 0, 1),
+        (0, 64, far, 8, 1, 1),
+        (0, 64, 0, far, 1, 1),
+        (0, 64, 0, 1001, 1, 1),
+        (0, 64, 0, 5, 0, 1),
+        (0, 64, 0, 0, 2, 1),
+        (2**64 - 1, 2**64 - 1, 2**64 - 1, 2**64 - 1, 1, 1),
+    ):
         _ENTRY.pack_into(memory, _ENTRIES + posted % _TOKENS * _ENTRY.size, *entry)
         posted += 1
         struct.pack_into("<q", memory, _POSTED, posted)
@@ -212,7 +249,10 @@ def test_strangers_get_no_memory(make: Any) -> None:
     other.join(77, 4)
     other.connect(0, there.address)
     assert other.neighbours == 0
-    assert _tries(name, lambda link: link.sendall(link.recv(32)[:0] + b"GET / HTTP/1.1\r\n\r\n" * 10)) == 0
+    assert (
+        _tries(name, lambda link: link.sendall(link.recv(32)[:0] + b"GET / HTTP/1.1\r\n\r\n" * 10))
+        == 0
+    )
     if os.getuid() == 0:
         pid = os.fork()
         if pid == 0:

@@ -37,7 +37,9 @@ def loopback_pair() -> tuple[object, object]:
 
 
 def zeromq_endpoint(send_buffer: int | None = 0, **more: object) -> ZeroMQEndpoint:
-    return ZeroMQEndpoint(io_threads=1, send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
+    return ZeroMQEndpoint(
+        io_threads=1, send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more
+    )
 
 
 def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
@@ -45,19 +47,27 @@ def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
 
 
 def rdma_endpoint(**more: object) -> Any:
-    """Skips where there is no RDMA: tests/machine runs these tests in an emulated machine that has it."""
+    """Skips where there is no RDMA: tests/machine runs these tests in an emulated machine that has
+    it.
+    """
     try:
         module = importlib.import_module("bpsx.transports.rdma.endpoint")
-        return module.RdmaEndpoint(**{"heartbeat_interval": 5, "heartbeat_timeout": 30, "inbox": 8 << 20, **more})
+        return module.RdmaEndpoint(
+            **{"heartbeat_interval": 5, "heartbeat_timeout": 30, "inbox": 8 << 20, **more}
+        )
     except (ImportError, TransportError) as e:
         pytest.skip(f"no RDMA here: {e}")
 
 
-def shared_endpoint(inner: Callable[..., object] = zeromq_endpoint, **more: object) -> SharedEndpoint:
+def shared_endpoint(
+    inner: Callable[..., object] = zeromq_endpoint, **more: object
+) -> SharedEndpoint:
     return SharedEndpoint(inner(**more), secret=more.get("secret", b""))
 
 
-def network_pair(make: Callable[..., object], host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
+def network_pair(
+    make: Callable[..., object], host: str = "127.0.0.1", **more: object
+) -> tuple[object, object]:
     worker, lane = make(**more), make(**more)
     lane.join(77, 0)
     worker.join(77, 5)
@@ -70,21 +80,27 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "zeromq": lambda: network_pair(zeromq_endpoint),
     "tcp": lambda: network_pair(tcp_endpoint),
     "tcp-ipv6": lambda: network_pair(tcp_endpoint, "::1"),
-    "zeromq-encrypted": lambda: network_pair(zeromq_endpoint, secret=b"sixteen bytes, or more", encrypt=True),
+    "zeromq-encrypted": lambda: network_pair(
+        zeromq_endpoint, secret=b"sixteen bytes, or more", encrypt=True
+    ),
     "zeromq-ipv6": lambda: network_pair(zeromq_endpoint, "::1"),
     "rdma": lambda: network_pair(rdma_endpoint),
     "rdma-narrow": lambda: network_pair(rdma_endpoint, depth=16, sends=16, inbox=1 << 20),
     "shared-zeromq": lambda: network_pair(shared_endpoint),
     "shared-rdma": lambda: network_pair(functools.partial(shared_endpoint, rdma_endpoint)),
     # Without a place in the memory: through the wrapper all the same.
-    "shared-rdma-apart": lambda: network_pair(lambda **more: SharedEndpoint(rdma_endpoint(**more), slots=0)),
+    "shared-rdma-apart": lambda: network_pair(
+        lambda **more: SharedEndpoint(rdma_endpoint(**more), slots=0)
+    ),
     "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
 }
 
 
 @pytest.fixture(params=list(PAIRS))
 def pair(request):
-    """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), joined, and their data planes."""
+    """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), joined, and their
+    data planes.
+    """
     worker, lane = PAIRS[request.param]()
     w, s = DataPlane(worker), DataPlane(lane)
     w.other, s.other = s, w
@@ -120,7 +136,11 @@ def test_order_is_kept_per_pair(pair):
         assert w.send(0, i.to_bytes(4, "little") + bytes(60), bytes(i) if i % 3 else None) == 0
     for i in range(500):
         peer, head, body = s.receive()
-        assert peer == 5 and int.from_bytes(head[:4], "little") == i and body == (bytes(i) if i % 3 else None)
+        assert (
+            peer == 5
+            and int.from_bytes(head[:4], "little") == i
+            and body == (bytes(i) if i % 3 else None)
+        )
 
 
 def test_many_large_in_flight_both_ways(pair):
@@ -215,7 +235,10 @@ def test_a_received_message_may_be_written_to_and_kept(pair):
 
 
 def test_answers_may_be_wanted_somewhere(pair):
-    """Which a transport need not heed. Wherever it lies, the body is whole; and one that is too long for the place comes all the same."""
+    """Which a transport need not heed.
+
+    Wherever it lies, the body is whole; and one that is too long for the place comes all the same.
+    """
     w, s, *_ = pair
     landing = w.lend(C.create_string_buffer(100_000))
     for size in (100_000, 50_000, 1, 0, 100_001, 4_000_000):
@@ -265,8 +288,9 @@ def rdma():
 
 
 def test_a_stranger_is_not_heard(zeromq):
-    """A peer of another job or secret, a second one of a rank, and one without a token are turned away; who has one and speaks nonsense is dropped
-    and counted; the right one is served."""
+    """A peer of another job or secret, a second one of a rank, and one without a token are turned
+    away; who has one and speaks nonsense is dropped and counted; the right one is served.
+    """
     import zmq
 
     lane, friend = zeromq(), zeromq()
@@ -325,9 +349,14 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
     DataPlane(again).send(0, b"somebody has overheard a token")
     while lane.refused < 3:
         assert s.receive(0.1) is None
-    insiders = {3: b"\xff" * 64, 4: b"\x04\0\0\0\0\0\0\0\x09\0\0\0\0\0\0\0", 6: b"\0\0\0\0\x01\0\0\0\xe9\x03\0\0\0\0\0\0"}
+    insiders = {
+        3: b"\xff" * 64,
+        4: b"\x04\0\0\0\0\0\0\0\x09\0\0\0\0\0\0\0",
+        6: b"\0\0\0\0\x01\0\0\0\xe9\x03\0\0\0\0\0\0",
+    }
     host, port = address.split(":")
-    for rank, nonsense in insiders.items():     # a head of 4 GiB; a body that there is not; one larger than all may be
+    # a head of 4 GiB; a body that there is not; one larger than all may be
+    for rank, nonsense in insiders.items():
         made = socket.create_connection((host, int(port)))
         listener.greet(made, b"", 77, address, rank, nonsense)
         while lane.malformed < sorted(insiders).index(rank) + 1:
@@ -361,12 +390,16 @@ def test_messages_in_pieces_of_any_size(tcp):
     bodies = [None, b"", b"x", bytes(range(256)) * 700]
     greeted, stream = made_greeting(address, 2)
     for i, body in enumerate(bodies):
-        stream += struct.pack("<IIQ", 10 + i, body is not None, len(body or b"")) + b"h" * (10 + i) + (body or b"")
+        stream += (
+            struct.pack("<IIQ", 10 + i, body is not None, len(body or b""))
+            + b"h" * (10 + i)
+            + (body or b"")
+        )
     with greeted as made:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         at, got = 0, []
         for size in itertools.cycle((1, 2, 15, 16, 17, 70_000, 3)):
-            made.sendall(stream[at:at + size])
+            made.sendall(stream[at : at + size])
             at += size
             while (found := s.receive(0.002)) is not None:
                 got.append(found)
@@ -422,7 +455,7 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     lanes[1].close()
     lost: list[int] = []
     while not lost:
-        w.receive(0.1)          # where there is no thread for it, who drives finds out
+        w.receive(0.1)  # where there is no thread for it, who drives finds out
         asked = select.poll()
         asked.register(fd, select.POLLIN)
         assert asked.poll(20_000)
@@ -445,15 +478,20 @@ def _sockets() -> dict[str, int]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             one = socket.socket(fileno=int(fd))
-        except OSError:     # no socket, or the folder itself, which is closed by now
+        except OSError:  # no socket, or the folder itself, which is closed by now
             continue
-        if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if one.family == socket.AF_INET and not one.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
             found[fd] = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         one.detach()
     return found
 
 
-@pytest.mark.parametrize(("given", "loopback", "wanted"), [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)])
+@pytest.mark.parametrize(
+    ("given", "loopback", "wanted"),
+    [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)],
+)
 def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
     """At both ends. Whether an address is loopback's is imitated."""
     monkeypatch.setattr("bpsx.system.address.is_loopback", lambda host: loopback)
@@ -463,6 +501,7 @@ def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loo
     assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
     buffers = [size for fd, size in _sockets().items() if fd not in before]
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
-    assert buffers == [2 * min(wanted, most)] * 2           # the kernel doubles what it is asked for
+    # the kernel doubles what it is asked for
+    assert buffers == [2 * min(wanted, most)] * 2
     worker.close()
     lane.close()

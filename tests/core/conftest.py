@@ -9,7 +9,9 @@ import core.test_lane as lane
 
 @pytest.fixture
 def rig(request):
-    """Makes what the module calls ``Rig``: a core for the worker's side; else the scripted lane of test_lane.py, for it and its sisters."""
+    """Makes what the module calls ``Rig``: a core for the worker's side; else the scripted lane of
+    test_lane.py, for it and its sisters.
+    """
     kind = getattr(request.module, "Rig", lane.Rig)
     made = []
 

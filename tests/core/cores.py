@@ -13,23 +13,40 @@ from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
-BIG = 40_000                    # bytes: more than travels inline
-LONG = 300_000                  # ... from which is learnt how fast a link is
+BIG = 40_000  # bytes: more than travels inline
+LONG = 300_000  # ... from which is learnt how fast a link is
 
 
 class Rig:
     """A core whose lanes are endpoints that the test reads and writes."""
 
-    def __init__(self, lanes: int = 1, credit: int = 0, hold_done: bool = False, start: bool = True, ahead_ms: float = 0,
-                 servers: int = 1, beside: Collection[int] = (), wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint) -> None:
+    def __init__(
+        self,
+        lanes: int = 1,
+        credit: int = 0,
+        hold_done: bool = False,
+        start: bool = True,
+        ahead_ms: float = 0,
+        servers: int = 1,
+        beside: Collection[int] = (),
+        wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint,
+    ) -> None:
         self.endpoint = LoopbackEndpoint()
         self.endpoint.hold_done = hold_done
         self.lanes = [LoopbackEndpoint() for _ in range(lanes)]
         for i, lane in enumerate(self.lanes):
             self.endpoint.connect(i, lane, 0)
             lane.connect(0, self.endpoint, i)
-        self.core = Core(wrap(self.endpoint), rank=0, job=7, lanes=[i % servers for i in range(lanes)], credit=credit, spin_us=0, ahead_ms=ahead_ms,
-                         beside=beside)
+        self.core = Core(
+            wrap(self.endpoint),
+            rank=0,
+            job=7,
+            lanes=[i % servers for i in range(lanes)],
+            credit=credit,
+            spin_us=0,
+            ahead_ms=ahead_ms,
+            beside=beside,
+        )
         if start:
             self.core.start()
         self._key = 0
@@ -57,7 +74,22 @@ class Rig:
         return found
 
     def answer(self, push: w.Record, content: bytes, lane: int = 0, **changes: object) -> None:
-        r = w.Record(w.ANSWER, w.INLINE, push.dtype, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, len(content), content)
+        r = w.Record(
+            w.ANSWER,
+            w.INLINE,
+            push.dtype,
+            7,
+            push.key,
+            0,
+            0,
+            0,
+            push.round,
+            0,
+            0,
+            push.cookie,
+            len(content),
+            content,
+        )
         self.endpoint.inject(lane, w.pack(r._replace(**changes)))
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""The worker's core against a scripted peer: what it sends, in which order, and what it makes of right and wrong answers."""
+"""The worker's core against a scripted peer: what it sends, in which order, and what it makes of
+right and wrong answers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,20 @@ def test_first_push_registers_and_carries_everything(rig):
     a, out = array(16, 2.0), array(16, 0.0)
     handle = r.core.submit(t, a, out, divisor=2, priority=-3)
     register, push = r.take()
-    assert (register.kind, register.body, register.cookie, register.key) == (w.REGISTER, b"weight", 16, push.key)
-    assert (push.kind, push.divisor, push.priority, push.round, push.dtype, push.body) == (w.PUSH, 2, -3, 0, 3, a.tobytes())
+    assert (register.kind, register.body, register.cookie, register.key) == (
+        w.REGISTER,
+        b"weight",
+        16,
+        push.key,
+    )
+    assert (push.kind, push.divisor, push.priority, push.round, push.dtype, push.body) == (
+        w.PUSH,
+        2,
+        -3,
+        0,
+        3,
+        a.tobytes(),
+    )
     r.answer(push, array(16, 5.0).tobytes())
     handle.wait(20)
     assert (out == 5).all()
@@ -46,7 +60,11 @@ def test_large_partition_travels_as_second_frame_uncopied(rig):
     _, frame, second = r.lanes[0].sent(20)
     assert second == a.tobytes() and len(frame) < 256
     push = w.unpack(frame, second)[-1]
-    r.endpoint.inject(0, w.pack(w.Record(w.ANSWER, 0, 3, 7, push.key, 0, 0, 0, 0, 0, 0, push.cookie, BIG)), array(BIG, 9.0).tobytes())
+    r.endpoint.inject(
+        0,
+        w.pack(w.Record(w.ANSWER, 0, 3, 7, push.key, 0, 0, 0, 0, 0, 0, push.cookie, BIG)),
+        array(BIG, 9.0).tobytes(),
+    )
     handle.wait(20)
     assert (a == 9).all()
 
@@ -92,9 +110,19 @@ def test_same_tensor_twice_runs_one_round_after_the_other(rig):
     assert (out1 == 10).all() and (out2 == 20).all()
 
 
-@pytest.mark.parametrize("changes", [
-    {"key": 999}, {"round": 5}, {"cookie": 999}, {"job": 8}, {"sender": 3}, {"kind": 99}, {"length": 8, "body": bytes(8)}, {"kind": w.PUSH},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": 999},
+        {"round": 5},
+        {"cookie": 999},
+        {"job": 8},
+        {"sender": 3},
+        {"kind": 99},
+        {"length": 8, "body": bytes(8)},
+        {"kind": w.PUSH},
+    ],
+)
 def test_an_answer_that_fits_nothing_is_dropped_and_counted(rig, changes):
     r = rig()
     out = array(16, 0.0)
@@ -134,7 +162,9 @@ def test_an_error_ends_the_handle_with_its_exception_and_the_next_round_works(ri
     t = r.tensor("x", 16)
     handle = r.core.submit(t, array(16), array(16))
     (push,) = r.pushes(1)
-    r.endpoint.inject(0, w.pack(w.Record(w.ERROR, w.INLINE, 3, 7, push.key, 4, 0, 9, 0, 2, 0, push.cookie)))
+    r.endpoint.inject(
+        0, w.pack(w.Record(w.ERROR, w.INLINE, 3, 7, push.key, 4, 0, 9, 0, 2, 0, push.cookie))
+    )
     with pytest.raises(errors.MismatchError, match="'x': workers 4 and 9"):
         handle.wait(20)
     handle = r.core.submit(t, array(16), array(16))
@@ -149,7 +179,11 @@ def test_failing_the_core_ends_everything_present_and_future(rig):
     t = r.tensor("x", 16)
     under_way = [r.core.submit(t, array(16), array(16)) for _ in range(3)]
     r.core.fail(-1, "server 0 (somewhere, pid 1) is gone")
-    for handle in [*under_way, r.core.submit(t, array(16), array(16)), r.core.submit(r.tensor("y", 8), array(8), array(8))]:
+    for handle in [
+        *under_way,
+        r.core.submit(t, array(16), array(16)),
+        r.core.submit(r.tensor("y", 8), array(8), array(8)),
+    ]:
         with pytest.raises(errors.PeerLostError, match="server 0"):
             handle.wait(20)
     assert r.core.outstanding == 0
@@ -158,7 +192,10 @@ def test_failing_the_core_ends_everything_present_and_future(rig):
 def test_failing_a_tensor_leaves_the_others_alone(rig):
     r = rig()
     bad, good = r.tensor("bad", 16), r.tensor("good", 16)
-    h_bad, h_good = r.core.submit(bad, array(16), array(16)), r.core.submit(good, array(16), array(16))
+    h_bad, h_good = (
+        r.core.submit(bad, array(16), array(16)),
+        r.core.submit(good, array(16), array(16)),
+    )
     pushes = {p.key: p for p in r.pushes(2)}
     r.core.fail_tensor(bad, -2, "worker 0 has this, worker 1 has that")
     with pytest.raises(errors.MismatchError, match="worker 1 has that"):
@@ -166,7 +203,7 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
     with pytest.raises(errors.MismatchError):
         r.core.submit(bad, array(16), array(16)).wait(20)
     for p in pushes.values():
-        r.answer(p, bytes(16))          # too late for one of them, and harmless
+        r.answer(p, bytes(16))  # too late for one of them, and harmless
     h_good.wait(20)
 
 
@@ -282,7 +319,8 @@ def test_waiting_names_what_is_old(rig):
     handle = r.core.submit(r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
     ((name, generation, round_, age, waited),) = r.core.waiting(0.0)
-    assert (name, generation, round_) == ("slow", 0, 0) and age > 0 and waited == -1      # under way, and nobody waits for it
+    # under way, and nobody waits for it
+    assert (name, generation, round_) == ("slow", 0, 0) and age > 0 and waited == -1
     assert not handle.done()
     ((*_, age, waited),) = r.core.waiting(0.0)
     assert age >= waited >= 0
@@ -294,7 +332,9 @@ def test_waiting_names_what_is_old(rig):
 
 @pytest.mark.parametrize("size", [16, BIG])
 def test_who_cannot_be_reached_makes_all_wait_for_the_word_of_who_is_gone(rig, size):
-    """The transport tells whoever watches connections; until then nothing leaves, and nothing ends with a lesser error."""
+    """The transport tells whoever watches connections; until then nothing leaves, and nothing ends
+    with a lesser error.
+    """
     r = rig()
     handles = [r.core.submit(r.tensor("before", 16), array(16), array(16))]
     lost = r.tensor("lost", size)

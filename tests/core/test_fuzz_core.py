@@ -1,4 +1,6 @@
-"""A lane that sends a worker mutated answers: what is wrong is dropped and counted, what is right comes home."""
+"""A lane that sends a worker mutated answers: what is wrong is dropped and counted, what is right
+comes home.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,25 @@ ROUNDS, EACH = 40, 250
 def _mutant(rng: random.Random, push: w.Record) -> tuple[bytes, bytes | None]:
     """An answer that must not be taken, or noise."""
     body = rng.randbytes(push.length)
-    right = w.Record(w.ANSWER, w.INLINE, push.dtype, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, push.length, body)
+    right = w.Record(
+        w.ANSWER,
+        w.INLINE,
+        push.dtype,
+        7,
+        push.key,
+        0,
+        0,
+        0,
+        push.round,
+        0,
+        0,
+        push.cookie,
+        push.length,
+        body,
+    )
     kind = rng.randrange(8)
     if kind == 0:
-        return w.pack(right)[:rng.randrange(1, 64 + push.length)], None
+        return w.pack(right)[: rng.randrange(1, 64 + push.length)], None
     if kind == 1:
         return rng.randbytes(rng.randrange(1, 300)), None
     if kind == 2:
@@ -33,14 +50,30 @@ def _mutant(rng: random.Random, push: w.Record) -> tuple[bytes, bytes | None]:
         return w.pack(right, version=rng.randrange(3, 256)), None
     if kind == 4:
         return w.pack(right._replace(flags=0)), rng.randbytes(rng.randrange(push.length))
-    field, most = rng.choice([("key", 2**64), ("round", 2**32), ("cookie", 2**64), ("job", 2**64), ("sender", 2**32), ("length", 2**63),
-                              ("kind", 256)])
+    field, most = rng.choice(
+        [
+            ("key", 2**64),
+            ("round", 2**32),
+            ("cookie", 2**64),
+            ("job", 2**64),
+            ("sender", 2**32),
+            ("length", 2**63),
+            ("kind", 256),
+        ]
+    )
     value = rng.randrange(most)
     if value == getattr(right, field) or (field == "kind" and value == w.ERROR):
         value ^= 64
     head = bytearray(w.pack(right))
-    offset, code = {"kind": (5, "<B"), "job": (8, "<Q"), "key": (16, "<Q"), "sender": (28, "<I"), "round": (36, "<I"), "cookie": (48, "<Q"),
-                    "length": (56, "<Q")}[field]
+    offset, code = {
+        "kind": (5, "<B"),
+        "job": (8, "<Q"),
+        "key": (16, "<Q"),
+        "sender": (28, "<I"),
+        "round": (36, "<I"),
+        "cookie": (48, "<Q"),
+        "length": (56, "<Q"),
+    }[field]
     struct.pack_into(code, head, offset, value)
     return bytes(head), None
 
@@ -63,7 +96,27 @@ def test_mutated_answers():
         for _ in range(EACH):
             worker.inject(0, *_mutant(rng, push))
         want = np.full(16, i + 1, np.float32)
-        worker.inject(0, w.pack(w.Record(w.ANSWER, w.INLINE, 3, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, 64, want.tobytes())))
+        worker.inject(
+            0,
+            w.pack(
+                w.Record(
+                    w.ANSWER,
+                    w.INLINE,
+                    3,
+                    7,
+                    push.key,
+                    0,
+                    0,
+                    0,
+                    push.round,
+                    0,
+                    0,
+                    push.cookie,
+                    64,
+                    want.tobytes(),
+                )
+            ),
+        )
         handle.wait(20)
         assert (out == want).all(), f"round {i}, seed {seed}"
     assert core.counters()["malformed"] == ROUNDS * EACH, f"seed {seed}"
@@ -73,7 +126,10 @@ def test_mutated_answers():
     core.reap()
 
 
-@pytest.mark.parametrize("proof", ["right", "another secret", "another job", "another lane", "another nonce", "short", "none"])
+@pytest.mark.parametrize(
+    "proof",
+    ["right", "another secret", "another job", "another lane", "another nonce", "short", "none"],
+)
 def test_a_lane_has_to_prove_itself_before_it_is_believed(proof):
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
     worker.connect(0, lane, 0)
@@ -83,8 +139,12 @@ def test_a_lane_has_to_prove_itself_before_it_is_believed(proof):
     _, frame, second = lane.sent(20)
     (ping,) = w.unpack(frame, second)
     assert ping.kind == w.PING and len(ping.body) == 32
-    code = lane_proof(b"other" if proof == "another secret" else b"the secret", 8 if proof == "another job" else 7,
-                      "h:2" if proof == "another lane" else "h:1", bytes(32) if proof == "another nonce" else ping.body)
+    code = lane_proof(
+        b"other" if proof == "another secret" else b"the secret",
+        8 if proof == "another job" else 7,
+        "h:2" if proof == "another lane" else "h:1",
+        bytes(32) if proof == "another nonce" else ping.body,
+    )
     code = {"short": code[:31], "none": b""}.get(proof, code)
     worker.inject(0, w.pack(w.Record(w.PONG, w.INLINE, length=len(code), body=code)))
     assert core.greet(0.3, ["h:1"], b"the secret") == ([] if proof == "right" else [0])

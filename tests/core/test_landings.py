@@ -1,4 +1,7 @@
-"""Where answers are wanted: what a worker's core asks for, and what a lane makes of it. The transport is a loopback one that somebody listens to."""
+"""Where answers are wanted: what a worker's core asks for, and what a lane makes of it.
+
+The transport is a loopback one that somebody listens to.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ _NAME = b"bpsx.Endpoint"
 
 
 class Listened:
-    """An endpoint's data plane, which puts a landing to each message with a body that comes, the next one at ``next_at``; and what was lent, and the
-    landing of each message with a body that was sent."""
+    """An endpoint's data plane, which puts a landing to each message with a body that comes, the
+    next one at ``next_at``; and what was lent, and the landing of each message with a body that was
+    sent.
+    """
 
     def __init__(self, endpoint: Any) -> None:
         get, new = C.pythonapi.PyCapsule_GetPointer, C.pythonapi.PyCapsule_New
@@ -33,16 +38,31 @@ class Listened:
         self._endpoint, self._of = endpoint, endpoint.abi()
         inner = Table.from_address(get(self._of, _NAME))
         self.next_at = 0x1000
-        self.sent: list[tuple[int, int, int, int]] = []     # peer, kind of record, landing: at, room
+        # peer, kind of record, landing: at, room
+        self.sent: list[tuple[int, int, int, int]] = []
         self.lent: list[tuple[int, int]] = []
         self.table = Table.from_buffer_copy(inner)
 
-        def send(self_: int, peer: int, head: int, head_size: int, head_done: int, head_hint: int, body: int, size: int, *more: Any) -> int:
+        def send(
+            self_: int,
+            peer: int,
+            head: int,
+            head_size: int,
+            head_done: int,
+            head_hint: int,
+            body: int,
+            size: int,
+            *more: Any,
+        ) -> int:
             landing = more[-1]
             if size:
                 wanted = (landing[0].at, landing[0].room) if landing else (0, 0)
-                self.sent.append((peer, w.unpack(C.string_at(head, head_size), b"")[-1].kind, *wanted))
-            return int(inner.send(self_, peer, head, head_size, head_done, head_hint, body, size, *more))
+                self.sent.append(
+                    (peer, w.unpack(C.string_at(head, head_size), b"")[-1].kind, *wanted)
+                )
+            return int(
+                inner.send(self_, peer, head, head_size, head_done, head_hint, body, size, *more)
+            )
 
         def receive(self_: int, m: Any) -> int:
             got = int(inner.recv(self_, m))
@@ -51,8 +71,11 @@ class Listened:
                 self.next_at += 0x1000
             return got
 
-        self._kept = [_SIGNATURES["send"](send), _SIGNATURES["recv"](receive),
-                      _SIGNATURES["lend"](lambda self_, peer, at, n: self.lent.append((at, n)))]
+        self._kept = [
+            _SIGNATURES["send"](send),
+            _SIGNATURES["recv"](receive),
+            _SIGNATURES["lend"](lambda self_, peer, at, n: self.lent.append((at, n))),
+        ]
         self.table.send, self.table.recv, self.table.lend = self._kept
         self._capsule = new(C.addressof(self.table), _NAME, None)
 
@@ -88,7 +111,10 @@ def listened(rig):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_answer_goes_where_its_own_push_wants_it(rig, asynchronous: bool) -> None:
     heard: list[Listened] = []
-    r = rig(asynchronous=asynchronous, wrap=lambda endpoint: heard.append(Listened(endpoint)) or heard[0])
+    r = rig(
+        asynchronous=asynchronous,
+        wrap=lambda endpoint: heard.append(Listened(endpoint)) or heard[0],
+    )
     r.register(0, 40_000)
     for round_ in range(3):
         for rank in (0, 1):
@@ -148,14 +174,26 @@ def test_what_compression_makes_is_lent_and_answers_are_wanted_there(worker) -> 
     r, heard = worker
     n, given = 40_000, compression({"compressor": "half"})
     r.core.open_pool(1)
-    tensor = Tensor("c", 3, [(9, 0, 9, 0, 4 * n)], stages_for("cpu", True), codec=given.text(), made=[make(given, "float32", 4 * n, 0, 0)])
+    tensor = Tensor(
+        "c",
+        3,
+        [(9, 0, 9, 0, 4 * n)],
+        stages_for("cpu", True),
+        codec=given.text(),
+        made=[make(given, "float32", 4 * n, 0, 0)],
+    )
     for round_ in range(2):
         x = np.full(n, 1 + round_, np.float32)
         handle = r.core.submit(tensor, x, x)
         (push,) = r.pushes(1)
-        (at, room), = set(heard.lent)
+        ((at, room),) = set(heard.lent)
         assert heard.sent == [(0, w.PUSH, at, room)] * (1 + round_) and room >= push.length == 2 * n
-        r.endpoint.inject(0, w.pack(w.Record(w.ANSWER, 0, 3, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, 2 * n)),
-                          np.full(n, 7, np.float16).tobytes())
+        r.endpoint.inject(
+            0,
+            w.pack(
+                w.Record(w.ANSWER, 0, 3, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, 2 * n)
+            ),
+            np.full(n, 7, np.float16).tobytes(),
+        )
         handle.wait()
         assert (x == 7).all()

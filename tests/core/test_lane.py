@@ -30,22 +30,64 @@ class Rig:
             worker.connect(0, self.endpoint, rank)
             self.endpoint.connect(rank, worker, 0)
         self.log: list[str] = []
-        self.lane = Lane(wrap(self.endpoint), job=7, workers=workers, log=self.log.append, **options)
+        self.lane = Lane(
+            wrap(self.endpoint), job=7, workers=workers, log=self.log.append, **options
+        )
         self.thread = threading.Thread(target=self.lane.run)
         self.thread.start()
 
-    def register(self, slot: int, nbytes: int, dtype: str = "float32", key: int | None = None) -> None:
+    def register(
+        self, slot: int, nbytes: int, dtype: str = "float32", key: int | None = None
+    ) -> None:
         for rank in range(len(self.workers)):
-            self.send(rank, w.Record(w.REGISTER, w.INLINE, BY_NAME[dtype].code, 7, slot + 100 if key is None else key, slot, rank, cookie=nbytes,
-                                     length=4, body=b"name"))
+            self.send(
+                rank,
+                w.Record(
+                    w.REGISTER,
+                    w.INLINE,
+                    BY_NAME[dtype].code,
+                    7,
+                    slot + 100 if key is None else key,
+                    slot,
+                    rank,
+                    cookie=nbytes,
+                    length=4,
+                    body=b"name",
+                ),
+            )
 
     def send(self, rank: int, *records: w.Record, body: bytes | None = None) -> None:
         self.endpoint.inject(rank, b"".join(w.pack(r) for r in records), body)
 
-    def push(self, rank: int, at: int, data: bytes, *, dtype: str = "float32", round_: int = 0, divisor: int = 1, flags: int = 0, **changes) -> None:
+    def push(
+        self,
+        rank: int,
+        at: int,
+        data: bytes,
+        *,
+        dtype: str = "float32",
+        round_: int = 0,
+        divisor: int = 1,
+        flags: int = 0,
+        **changes,
+    ) -> None:
         inline = len(data) <= 32768
-        r = w.Record(w.PUSH, flags | (w.INLINE if inline else 0), BY_NAME[dtype].code, 7, at + 100, at, rank, 0, round_, divisor, 0, 1000 + rank,
-                     len(data), data if inline else None)
+        r = w.Record(
+            w.PUSH,
+            flags | (w.INLINE if inline else 0),
+            BY_NAME[dtype].code,
+            7,
+            at + 100,
+            at,
+            rank,
+            0,
+            round_,
+            divisor,
+            0,
+            1000 + rank,
+            len(data),
+            data if inline else None,
+        )
         self.send(rank, r._replace(**changes), body=None if inline else data)
 
     def take(self, rank: int, timeout: float = 30) -> list[w.Record]:
@@ -92,7 +134,12 @@ def test_sum_and_average_of_every_dtype(rig, dtype, workers, fixed_order):
             want = reduce(pushes, dtype, divisor)
             for rank in range(workers):
                 (answer,) = r.take(rank)
-                assert (answer.kind, answer.cookie, answer.round, answer.key) == (w.ANSWER, 1000 + rank, 0, slot + 100)
+                assert (answer.kind, answer.cookie, answer.round, answer.key) == (
+                    w.ANSWER,
+                    1000 + rank,
+                    0,
+                    slot + 100,
+                )
                 assert answer.body == want.tobytes()
             slot += 1
 
@@ -115,12 +162,14 @@ def test_fixed_order_with_large_partitions(rig):
     for round_ in range(3):
         for rank in (2, 1, 0):
             r.push(rank, 0, pushes[rank].tobytes(), dtype="float16", round_=round_, divisor=3)
-        assert all(r.take(rank)[0].body == reduce(pushes, "float16", 3).tobytes() for rank in range(3))
+        assert all(
+            r.take(rank)[0].body == reduce(pushes, "float16", 3).tobytes() for rank in range(3)
+        )
 
 
 def test_halves_are_summed_in_float32_and_rounded_once(rig):
     r = rig(3)
-    pushes = [np.float16([60000.0])] * 3      # their sum overflows a half, their average does not
+    pushes = [np.float16([60000.0])] * 3  # their sum overflows a half, their average does not
     r.register(0, 2, "float16")
     for rank in range(3):
         r.push(rank, 0, pushes[rank].tobytes(), dtype="float16", divisor=3)
@@ -158,7 +207,9 @@ def test_broadcast_gives_everybody_the_roots_bits(rig, n, root):
     r.register(0, n, "uint8")
     data = bytes(i % 256 for i in range(n))
     for rank in range(3):
-        r.push(rank, 0, data if rank == root else b"", dtype="uint8", divisor=root, flags=w.BROADCAST)
+        r.push(
+            rank, 0, data if rank == root else b"", dtype="uint8", divisor=root, flags=w.BROADCAST
+        )
     assert all(r.take(rank)[0].body == data for rank in range(3))
 
 
@@ -179,16 +230,25 @@ def test_a_repeated_push_is_counted_not_summed(rig):
     r.nothing_for(0)
     r.push(1, 0, one)
     assert r.take(1)[0].body == np.float32([2]).tobytes()
-    r.push(1, 0, one, round_=0)         # the round that has closed
+    r.push(1, 0, one, round_=0)  # the round that has closed
     assert r.take(0)[0].body == np.float32([2]).tobytes()
     r.nothing_for(0), r.nothing_for(1)
     assert r.lane.counters()["repeated"] == 3
 
 
-@pytest.mark.parametrize("change", [
-    {"key": 5}, {"slot": 3}, {"slot": 1 << 30}, {"epoch": 1}, {"round": 2}, {"divisor": 0}, {"flags": w.INLINE | w.BROADCAST, "divisor": 9},
-    {"length": 8, "body": bytes(8)},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": 5},
+        {"slot": 3},
+        {"slot": 1 << 30},
+        {"epoch": 1},
+        {"round": 2},
+        {"divisor": 0},
+        {"flags": w.INLINE | w.BROADCAST, "divisor": 9},
+        {"length": 8, "body": bytes(8)},
+    ],
+)
 def test_a_push_that_fits_nothing_is_refused_and_the_round_goes_on(rig, change):
     r = rig(2)
     r.register(0, 4)
@@ -220,10 +280,17 @@ def test_strangers_and_garbage_are_dropped(rig):
     assert r.lane.counters()["malformed"] == 5
 
 
-@pytest.mark.parametrize("change", [{"slot": 1 << 23}, {"dtype": 31}, {"dtype": 200}, {"cookie": 1 << 50}, {"cookie": 3}])
+@pytest.mark.parametrize(
+    "change", [{"slot": 1 << 23}, {"dtype": 31}, {"dtype": 200}, {"cookie": 1 << 50}, {"cookie": 3}]
+)
 def test_a_registration_out_of_bounds_is_refused(rig, change):
     r = rig(2)
-    r.send(0, w.Record(w.REGISTER, w.INLINE, 3, 7, 100, 0, 0, cookie=4, length=4, body=b"name")._replace(**change))
+    r.send(
+        0,
+        w.Record(w.REGISTER, w.INLINE, 3, 7, 100, 0, 0, cookie=4, length=4, body=b"name")._replace(
+            **change
+        ),
+    )
     r.nothing_for(0)
     assert r.lane.counters()["malformed"] == 1
     r.register(0, 4)
@@ -251,14 +318,16 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
     for round_ in (0, 2):
         r.push(0, 0, one, round_=round_)
         r.push(1, 0, one, round_=round_, **second)
-        r.nothing_for(0)                    # the third must be told with the same round
+        r.nothing_for(0)  # the third must be told with the same round
         r.push(2, 0, one, round_=round_)
         for rank in range(3):
             (e,) = r.take(rank)
             assert (e.kind, e.divisor, e.slot, e.epoch, e.round) == (w.ERROR, 2, 0, 1, round_)
         for rank in range(3):
             r.push(rank, 0, one, round_=round_ + 1)
-        assert all(r.take(rank)[0].body == np.full(n // 4, 3, np.float32).tobytes() for rank in range(3))
+        assert all(
+            r.take(rank)[0].body == np.full(n // 4, 3, np.float32).tobytes() for rank in range(3)
+        )
 
 
 def test_rounds_that_lack_a_worker_who_left_fail(rig):
@@ -273,11 +342,12 @@ def test_rounds_that_lack_a_worker_who_left_fail(rig):
     assert (e.kind, e.divisor, e.slot) == (w.ERROR, 3, 2)
     r.push(1, 0, one)
     assert r.take(1)[0].divisor == 3
-    for round_ in (1, 2):                     # and so is every later one, in whatever round the worker believes to be
+    # and so is every later one, in whatever round the worker believes to be
+    for round_ in (1, 2):
         r.push(0, 0, one, round_=round_)
         (e,) = r.take(0)
         assert (e.divisor, e.slot, e.round) == (3, 2, round_)
-    r.push(0, 1, one), r.push(1, 1, one)      # this one he had pushed: it can close
+    r.push(0, 1, one), r.push(1, 1, one)  # this one he had pushed: it can close
     assert r.take(0)[0].body == r.take(1)[0].body == np.float32([3]).tobytes()
 
 
@@ -294,7 +364,11 @@ def test_scheduled_takes_the_urgent_first(rig):
 
 def test_a_message_is_not_read_any_more_once_its_round_has_let_it_go():
     """The C library overwrites what is freed here, so that whoever reads it ends badly."""
-    subprocess.run([sys.executable, "-c", f"""
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"""
 import sys
 sys.path[:0] = {sys.path!r}
 from core.test_lane import BIG, Rig
@@ -306,4 +380,12 @@ for i in range(20):
 malformed = rig.lane.counters()["malformed"]
 rig.close()
 sys.exit(malformed)
-    """], check=True, timeout=120, env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=165"})
+    """,
+        ],
+        check=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=165",
+        },
+    )

@@ -1,4 +1,6 @@
-"""A server's lane in asynchronous training: the pusher alone is answered, with the value after its push."""
+"""A server's lane in asynchronous training: the pusher alone is answered, with the value after its
+push.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ONE = np.float32([1]).tobytes()
 @pytest.mark.parametrize("n", [1, 7, 33_001])
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES])
 def test_every_push_is_added_at_once_and_answered_to_its_sender(rig, dtype, n):
-    """After each push the value is what the oracle makes of the former value and the push, rounded once."""
+    """After each push the value is what the oracle makes of the former value and the push, rounded
+    once.
+    """
     r = rig(3, asynchronous=True)
     want = np.zeros_like(values(dtype, n, 0))
     r.register(0, want.nbytes, dtype)
@@ -24,10 +28,23 @@ def test_every_push_is_added_at_once_and_answered_to_its_sender(rig, dtype, n):
     for i, rank in enumerate((0, 0, 2, 1, 2, 0)):
         divisor = 3 if i % 2 else 1
         push = values(dtype, n, i)
-        r.push(rank, 0, push.tobytes(), dtype=dtype, round_=rounds[rank], divisor=divisor, flags=w.ASYNC)
+        r.push(
+            rank,
+            0,
+            push.tobytes(),
+            dtype=dtype,
+            round_=rounds[rank],
+            divisor=divisor,
+            flags=w.ASYNC,
+        )
         want = reduce([want, reduce([push], dtype, divisor)], dtype)
         (answer,) = r.take(rank)
-        assert (answer.kind, answer.round, answer.cookie, answer.key) == (w.ANSWER, rounds[rank], 1000 + rank, 100)
+        assert (answer.kind, answer.round, answer.cookie, answer.key) == (
+            w.ANSWER,
+            rounds[rank],
+            1000 + rank,
+            100,
+        )
         assert answer.body == want.tobytes()
         rounds[rank] += 1
     for rank in range(3):
@@ -49,7 +66,15 @@ def test_a_repeat_is_ignored_and_nonsense_refused(rig):
     r.register(0, 4)
     r.push(0, 0, ONE, flags=w.ASYNC), r.push(0, 0, ONE, flags=w.ASYNC)
     assert r.take(0)[0].body == ONE
-    for change in ({"round": 2}, {"key": 5}, {"divisor": 0}, {"dtype": "int32"}, {"length": 8, "body": bytes(8)}, {"slot": 9}, {"epoch": 1}):
+    for change in (
+        {"round": 2},
+        {"key": 5},
+        {"divisor": 0},
+        {"dtype": "int32"},
+        {"length": 8, "body": bytes(8)},
+        {"slot": 9},
+        {"epoch": 1},
+    ):
         r.push(0, 0, ONE, flags=w.ASYNC, **{"round": 1, **change})
         (refusal,) = r.take(0)
         assert (refusal.kind, refusal.divisor) == (w.ERROR, 5), change
@@ -74,7 +99,8 @@ def test_a_broadcast_sets_the_value_while_others_push(rig, n):
     assert r.take(0)[0].body == one
     r.push(0, 0, nine, divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
     r.nothing_for(0)
-    r.push(1, 0, one, flags=w.ASYNC)                        # not there yet: it still adds to the old value
+    # not there yet: it still adds to the old value
+    r.push(1, 0, one, flags=w.ASYNC)
     assert r.take(1)[0].body == np.full(n // 4, 2, np.float32).tobytes()
     r.push(1, 0, b"", divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
     assert r.take(0)[0].body == r.take(1)[0].body == nine
@@ -88,7 +114,14 @@ def test_a_plain_broadcast_and_a_plain_sum_leave_the_value_alone(rig):
     r.push(0, 0, ONE, flags=w.ASYNC)
     r.take(0)
     for rank in range(2):
-        r.push(rank, 0, np.float32([7]).tobytes() if rank == 0 else b"", divisor=0, flags=w.BROADCAST, round_=1 - rank)
+        r.push(
+            rank,
+            0,
+            np.float32([7]).tobytes() if rank == 0 else b"",
+            divisor=0,
+            flags=w.BROADCAST,
+            round_=1 - rank,
+        )
     assert r.take(0)[0].body == np.float32([7]).tobytes()
     for rank in range(2):
         r.push(rank, 0, np.float32([5]).tobytes(), round_=2 - rank)

@@ -1,4 +1,6 @@
-"""A lane and compressed pushes: what does not decode fails its round, for everybody and by name, and nothing else."""
+"""A lane and compressed pushes: what does not decode fails its round, for everybody and by name,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PACKED = 16
 E_CODEC, E_COMPRESSOR, E_MISMATCH, E_PROTOCOL = 11, 12, 2, 5
 N = 1000
 G = (np.arange(N) % 37 - 18).astype(np.float32)
-SEED = mix(0, stream(b"name", 100))      # the key's number in its tensor
+SEED = mix(0, stream(b"name", 100))  # the key's number in its tensor
 
 
 def signed(seed: int) -> int:
@@ -30,17 +32,39 @@ def signed(seed: int) -> int:
 CODECS: dict[str, tuple[dict, bytes]] = {
     "onebit": ({"compressor": "onebit", "scaling": True}, reference.onebit_encode(G, True)),
     "topk": ({"compressor": "topk", "k": 0.05}, reference.topk_encode(G, 0.05)),
-    "randomk": ({"compressor": "randomk", "k": 0.05}, reference.randomk_encode(G, 1, signed(SEED), 0.05, False)),
-    "dithering": ({"compressor": "dithering", "k": 4}, reference_dithering.encode(G, 4, False, False, 1, 1)),
+    "randomk": (
+        {"compressor": "randomk", "k": 0.05},
+        reference.randomk_encode(G, 1, signed(SEED), 0.05, False),
+    ),
+    "dithering": (
+        {"compressor": "dithering", "k": 4},
+        reference_dithering.encode(G, 4, False, False, 1, 1),
+    ),
     "half": ({"compressor": "half"}, G.astype(np.float16).tobytes()),
 }
 
 
-def register(rig: Rig, slot: int, params: dict | bytes, dtype: str = "float32", nbytes: int = 4 * N) -> None:
+def register(
+    rig: Rig, slot: int, params: dict | bytes, dtype: str = "float32", nbytes: int = 4 * N
+) -> None:
     codec = params if isinstance(params, bytes) else compression(params).text().encode()
     for rank in range(len(rig.workers)):
-        rig.send(rank, w.Record(w.REGISTER, w.INLINE, BY_NAME[dtype].code, 7, slot + 100, slot, rank, cookie=nbytes, priority=len(codec),
-                                length=4 + len(codec), body=b"name" + codec))
+        rig.send(
+            rank,
+            w.Record(
+                w.REGISTER,
+                w.INLINE,
+                BY_NAME[dtype].code,
+                7,
+                slot + 100,
+                slot,
+                rank,
+                cookie=nbytes,
+                priority=len(codec),
+                length=4 + len(codec),
+                body=b"name" + codec,
+            ),
+        )
 
 
 def answers(rig: Rig) -> list[w.Record]:
@@ -60,38 +84,56 @@ def round_is_right(rig: Rig, slot: int, wire: bytes, round_: int, divisor: int =
 def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
     params, wire = CODECS[name]
     if name in ("dithering", "randomk"):
-        pytest.skip("draws again on the way back: tests/cluster/test_compressed_sums.py has the oracle for that")
+        pytest.skip(
+            "draws again on the way back: tests/cluster/test_compressed_sums.py has the oracle for"
+            " that"
+        )
     r = rig()
     register(r, 0, params)
     for rank in (0, 1):
         r.push(rank, 0, wire, flags=PACKED, divisor=2)
     for answer in answers(r):
         assert answer.kind == w.ANSWER
-        if name == "onebit":        # the magnitude has been a float32 on the way
-            assert np.frombuffer(answer.body[:8]) == pytest.approx(np.frombuffer(wire[:8]), rel=1e-5)
+        if name == "onebit":  # the magnitude has been a float32 on the way
+            assert np.frombuffer(answer.body[:8]) == pytest.approx(
+                np.frombuffer(wire[:8]), rel=1e-5
+            )
             assert answer.body[8:] == wire[8:]
         else:
             assert answer.body == wire
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_does_not_decode_fails_the_round_by_name_and_the_next_one_is_right(rig, name: str) -> None:
+def test_what_does_not_decode_fails_the_round_by_name_and_the_next_one_is_right(
+    rig, name: str
+) -> None:
     params, wire = CODECS[name]
     r = rig()
     register(r, 0, params)
-    for round_, bad in enumerate((b"", wire[:-1], wire[:len(wire) // 2], wire[:3])):
+    for round_, bad in enumerate((b"", wire[:-1], wire[: len(wire) // 2], wire[:3])):
         r.push(0, 0, wire, flags=PACKED, round_=2 * round_)
         r.push(1, 0, bad, flags=PACKED, round_=2 * round_)
         for answer in answers(r):
-            assert (answer.kind, answer.divisor, answer.slot, answer.epoch) == (w.ERROR, E_CODEC, 1, 1), bad
+            assert (answer.kind, answer.divisor, answer.slot, answer.epoch) == (
+                w.ERROR,
+                E_CODEC,
+                1,
+                1,
+            ), bad
         round_is_right(r, 0, wire, 2 * round_ + 1)
     assert r.lane.counters()["malformed"] == 0
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(sorted(CODECS)), st.lists(st.tuples(st.integers(0, 4999), st.integers(0, 255)), max_size=6), st.binary(max_size=64),
-       st.booleans())
-def test_the_lane_survives_any_bytes(name: str, changes: list[tuple[int, int]], more: bytes, replace: bool) -> None:
+@given(
+    st.sampled_from(sorted(CODECS)),
+    st.lists(st.tuples(st.integers(0, 4999), st.integers(0, 255)), max_size=6),
+    st.binary(max_size=64),
+    st.booleans(),
+)
+def test_the_lane_survives_any_bytes(
+    name: str, changes: list[tuple[int, int]], more: bytes, replace: bool
+) -> None:
     params, wire = CODECS[name]
     bad = bytearray(b"" if replace else wire)
     for at, value in changes:
@@ -104,11 +146,15 @@ def test_the_lane_survives_any_bytes(name: str, changes: list[tuple[int, int]], 
         r.push(0, 0, wire, flags=PACKED)
         r.push(1, 0, bytes(bad), flags=PACKED)
         first = r.take(1)[0]
-        if first.kind == w.ERROR and first.divisor != E_CODEC:      # longer than anything that this codec makes: refused before it is looked at
+        # longer than anything that this codec makes: refused before it is looked at
+        if first.kind == w.ERROR and first.divisor != E_CODEC:
             assert first.divisor == 5
             r.push(1, 0, wire, flags=PACKED)
             first = r.take(1)[0]
-        assert (first.kind, first.divisor) == (r.take(0)[0].kind, first.divisor) and first.kind in (w.ANSWER, w.ERROR)
+        assert (first.kind, first.divisor) == (r.take(0)[0].kind, first.divisor) and first.kind in (
+            w.ANSWER,
+            w.ERROR,
+        )
         round_is_right(r, 0, wire, 1)
     finally:
         r.close()
@@ -116,7 +162,11 @@ def test_the_lane_survives_any_bytes(name: str, changes: list[tuple[int, int]], 
 
 @pytest.mark.parametrize("ef", ["", "vanilla", "sparse"])
 def test_randomks_answer_has_the_counter_of_the_pushes(rig, ef: str) -> None:
-    """Also after a round that failed, and after a worker's own count has gone on; of two counters the larger one. Residuals keep the rest."""
+    """Also after a round that failed, and after a worker's own count has gone on; of two counters
+    the larger one.
+
+    Residuals keep the rest.
+    """
     r, params = rig(), {"compressor": "randomk", "k": 0.05, "ef": ef}
     register(r, 0, params)
     kept = np.zeros(N, np.float32)
@@ -142,12 +192,18 @@ def test_the_learning_rate_must_be_one(rig) -> None:
     for rank, rate in ((0, 0.5), (1, 0.25)):
         r.push(rank, 0, np.float64(rate).tobytes() + wire, flags=PACKED)
     for answer in answers(r):
-        assert (answer.kind, answer.divisor, {answer.slot, answer.epoch}) == (w.ERROR, E_MISMATCH, {0, 1})
+        assert (answer.kind, answer.divisor, {answer.slot, answer.epoch}) == (
+            w.ERROR,
+            E_MISMATCH,
+            {0, 1},
+        )
     round_is_right(r, 0, np.float64(0.5).tobytes() + wire, 1)
 
 
 def test_what_is_not_announced_is_refused(rig) -> None:
-    """A plain push for a compressed key, a compressed one for a plain key, and a compression that there is not."""
+    """A plain push for a compressed key, a compressed one for a plain key, and a compression that
+    there is not.
+    """
     r = rig()
     register(r, 0, CODECS["onebit"][0])
     r.register(1, 4 * N)
@@ -155,10 +211,21 @@ def test_what_is_not_announced_is_refused(rig) -> None:
     register(r, 3, b"\xff\xfe{")
     register(r, 4, CODECS["topk"][0], "int32")
     wire = CODECS["onebit"][1]
-    for slot, data, flags in ((0, G.tobytes(), 0), (0, wire, 0), (1, wire, PACKED), (2, wire, PACKED), (3, wire, PACKED), (4, wire, PACKED),
-                              (2, G.tobytes(), 0), (2, G.tobytes(), w.BROADCAST)):
+    for slot, data, flags in (
+        (0, G.tobytes(), 0),
+        (0, wire, 0),
+        (1, wire, PACKED),
+        (2, wire, PACKED),
+        (3, wire, PACKED),
+        (4, wire, PACKED),
+        (2, G.tobytes(), 0),
+        (2, G.tobytes(), w.BROADCAST),
+    ):
         r.push(0, slot, data, flags=flags, dtype="int32" if slot == 4 else "float32")
         answer = r.take(0)[0]
-        assert (answer.kind, answer.divisor) == (w.ERROR, E_COMPRESSOR if slot >= 2 else E_PROTOCOL), slot
+        assert (answer.kind, answer.divisor) == (
+            w.ERROR,
+            E_COMPRESSOR if slot >= 2 else E_PROTOCOL,
+        ), slot
     assert [line for line in r.log if "gzip" in line and "BPSX_COMPRESSORS" in line]
     round_is_right(r, 0, wire, 0)

@@ -14,16 +14,23 @@ ONE = np.float32([1]).tobytes()
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
-@pytest.mark.parametrize(("workers", "joined"), [(2, [0]), (2, [1]), (3, [1]), (3, [0, 2]), (5, [0, 3]), (5, [4])])
+@pytest.mark.parametrize(
+    ("workers", "joined"), [(2, [0]), (2, [1]), (3, [1]), (3, [0, 2]), (5, [0, 3]), (5, [4])]
+)
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES])
-def test_who_has_joined_counts_as_zeros_in_sums_and_averages(rig, dtype, workers, joined, fixed_order):
+def test_who_has_joined_counts_as_zeros_in_sums_and_averages(
+    rig, dtype, workers, joined, fixed_order
+):
     r = rig(workers, fixed_order=fixed_order)
     for rank in joined:
         r.lane.joined(rank)
     slot = 0
     for n in (1, 7, 33_001):
         for divisor in (1, workers):
-            pushes = [np.zeros_like(values(dtype, n, rank)) if rank in joined else values(dtype, n, rank) for rank in range(workers)]
+            pushes = [
+                np.zeros_like(values(dtype, n, rank)) if rank in joined else values(dtype, n, rank)
+                for rank in range(workers)
+            ]
             r.register(slot, pushes[0].nbytes, dtype)
             for rank in set(range(workers)) - set(joined):
                 r.push(rank, slot, pushes[rank].tobytes(), dtype=dtype, divisor=divisor)
@@ -45,9 +52,9 @@ def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, sche
     one = np.ones(n // 4, np.float32).tobytes()
     for slot in range(3):
         r.register(slot, n)
-    r.push(1, 0, one), r.push(2, 0, one)        # lacks 0 alone
-    r.push(2, 1, one)                           # lacks 0 and 1
-    if not scheduled:                           # there a ping overtakes pushes
+    r.push(1, 0, one), r.push(2, 0, one)  # lacks 0 alone
+    r.push(2, 1, one)  # lacks 0 and 1
+    if not scheduled:  # there a ping overtakes pushes
         r.nothing_for(1), r.nothing_for(2)
     r.lane.joined(0)
     assert r.take(1)[0].body == r.take(2)[0].body == (2 * np.ones(n // 4, np.float32)).tobytes()
@@ -70,13 +77,15 @@ def test_rounds_are_counted_per_worker_and_go_on_after_all_have_joined(rig, fixe
         assert r.take(0)[0].round == r.take(2)[0].round == round_
     r.lane.all_joined()
     r.push(0, 0, ONE, round_=3), r.push(2, 0, ONE, round_=3)
-    r.nothing_for(0)                            # now the third is waited for again
-    r.push(1, 0, ONE, round_=3)                 # it is in its round 0, and another makes no sense
+    r.nothing_for(0)  # now the third is waited for again
+    r.push(1, 0, ONE, round_=3)  # it is in its round 0, and another makes no sense
     (refusal,) = r.take(1)
     assert (refusal.kind, refusal.divisor) == (w.ERROR, 5)
     r.push(1, 0, ONE, round_=0)
     got = [r.take(rank)[0] for rank in range(3)]
-    assert [(a.kind, a.round, a.body) for a in got] == [(w.ANSWER, n, np.float32([3]).tobytes()) for n in (3, 0, 3)]
+    assert [(a.kind, a.round, a.body) for a in got] == [
+        (w.ANSWER, n, np.float32([3]).tobytes()) for n in (3, 0, 3)
+    ]
     r.push(1, 0, ONE, round_=0), r.push(0, 0, ONE, round_=3)
     r.nothing_for(0), r.nothing_for(1)
     assert r.lane.counters()["repeated"] == 2
@@ -88,7 +97,15 @@ def test_a_broadcast_fails_when_its_root_has_joined_and_works_when_another_has(r
 
     def broadcast(root: int, ranks: tuple[int, ...], round_: int) -> list[w.Record]:
         for rank in ranks:
-            r.push(rank, 0, b"root" if rank == root else b"", dtype="uint8", divisor=root, flags=w.BROADCAST, round_=round_)
+            r.push(
+                rank,
+                0,
+                b"root" if rank == root else b"",
+                dtype="uint8",
+                divisor=root,
+                flags=w.BROADCAST,
+                round_=round_,
+            )
         return [r.take(rank)[0] for rank in ranks]
 
     r.lane.joined(1)
@@ -112,7 +129,9 @@ def test_different_operations_fail_at_the_end_of_a_round_that_lacks_the_joined(r
     r.register(0, 4)
     r.lane.joined(0)
     r.push(1, 0, ONE), r.push(2, 0, ONE, divisor=2)
-    assert {(e.kind, e.divisor, e.slot, e.epoch) for e in (r.take(1)[0], r.take(2)[0])} == {(w.ERROR, 2, 1, 2)}
+    assert {(e.kind, e.divisor, e.slot, e.epoch) for e in (r.take(1)[0], r.take(2)[0])} == {
+        (w.ERROR, 2, 1, 2)
+    }
     r.push(1, 0, ONE, round_=1), r.push(2, 0, ONE, round_=1)
     assert r.take(1)[0].body == r.take(2)[0].body == np.float32([2]).tobytes()
 
@@ -132,7 +151,7 @@ def test_who_has_joined_and_then_left_has_left(rig):
 def test_what_was_held_is_let_go_when_a_round_is_abandoned(rig):
     r: Rig = rig(3, fixed_order=True)
     r.register(0, BIG)
-    r.push(2, 0, bytes(BIG))            # held: it is rank 0's turn
+    r.push(2, 0, bytes(BIG))  # held: it is rank 0's turn
     r.lane.gone(1)
     assert r.take(2)[0].divisor == 3
     r.push(0, 0, bytes(BIG))

@@ -55,7 +55,10 @@ CASES: dict[str, tuple[int, Callable[[Rig, int], None], int]] = {
 
 
 def growth(case: str) -> float:
-    """By how much a shape makes this process grow, in bytes. Only of a process of its own: others have memory to spare."""
+    """By how much a shape makes this process grow, in bytes.
+
+    Only of a process of its own: others have memory to spare.
+    """
     workers, one_round, _ = CASES[case]
     rig = Rig(workers)
 
@@ -66,7 +69,7 @@ def growth(case: str) -> float:
                 assert rig.take(rank)[0].key == slot + 100
 
     try:
-        push(range(200))            # the C library's own stores fill
+        push(range(200))  # the C library's own stores fill
         before = resident()
         push(range(200, 200 + SHAPES))
         return (resident() - before) / SHAPES
@@ -76,6 +79,11 @@ def growth(case: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_leaves_no_buffer_behind(case: str) -> None:
-    code = f"import sys; sys.path[:0] = {sys.path!r}; import core.test_lane_memory as m; print(m.growth({case!r}))"
-    told = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; import core.test_lane_memory as m;"
+        f" print(m.growth({case!r}))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.PIPE, text=True
+    ).stdout
     assert float(told) < CASES[case][2]

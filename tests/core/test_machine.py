@@ -1,4 +1,6 @@
-"""The cores of one machine's processes, here in one process: what they post to each other, and what they make of posts that make no sense."""
+"""The cores of one machine's processes, here in one process: what they post to each other, and what
+they make of posts that make no sense.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,24 @@ _RING_BYTES = 2 * COUNTER_APART + RING_POSTS * _POST.size
 class Ours:
     """The cores of all processes of a machine; ``lane`` is the server's side where there is one."""
 
-    def __init__(self, size: int = 2, with_server: bool = False, only: set[int] | None = None, room: int = 1 << 26) -> None:
+    def __init__(
+        self,
+        size: int = 2,
+        with_server: bool = False,
+        only: set[int] | None = None,
+        room: int = 1 << 26,
+    ) -> None:
         self.size, self.with_server = size, with_server
-        self.machines = [Machine(size=size, me=i, first_rank=size, alone=not with_server, name=f"test-{i}", room=room) for i in range(size)]
+        self.machines = [
+            Machine(
+                size=size, me=i, first_rank=size, alone=not with_server, name=f"test-{i}", room=room
+            )
+            for i in range(size)
+        ]
         self.lane = LoopbackEndpoint()
-        self.endpoints: list[QuietEndpoint | LoopbackEndpoint] = [QuietEndpoint() for _ in range(size)]
+        self.endpoints: list[QuietEndpoint | LoopbackEndpoint] = [
+            QuietEndpoint() for _ in range(size)
+        ]
         if with_server:
             root = self.endpoints[-1] = LoopbackEndpoint()
             root.connect(0, self.lane, 0)
@@ -42,16 +57,33 @@ class Ours:
                 if i != j and not with_server:
                     machine.meet(j, other.descriptor, os.dup(self.endpoints[j].wake_descriptor))
                 elif i != j:
-                    # The scripted server's endpoint sleeps on a condition variable: the test wakes it by hand.
+                    # The scripted server's endpoint sleeps on a condition variable: the test wakes
+                    # it by hand.
                     machine.meet(j, other.descriptor, os.eventfd(0))
-        self.cores = [Core(e, rank=1, job=7, lanes=[0] * (with_server and i == size - 1), credit=0, spin_us=0, machine=m)
-                      for i, (e, m) in enumerate(zip(self.endpoints, self.machines))]
+        self.cores = [
+            Core(
+                e,
+                rank=1,
+                job=7,
+                lanes=[0] * (with_server and i == size - 1),
+                credit=0,
+                spin_us=0,
+                machine=m,
+            )
+            for i, (e, m) in enumerate(zip(self.endpoints, self.machines))
+        ]
         for i, core in enumerate(self.cores):
             if only is None or i in only:
                 core.start()
 
     def tensor(self, who: int, *lengths: int, number: int = 0, dtype: int = 3) -> Tensor:
-        place = Place.MEMBER if who < self.size - 1 else Place.ROOT if self.with_server else Place.ONLY_ROOT
+        place = (
+            Place.MEMBER
+            if who < self.size - 1
+            else Place.ROOT
+            if self.with_server
+            else Place.ONLY_ROOT
+        )
         parts, at = [], 0
         for i, length in enumerate(lengths):
             parts.append(((number << 20) + i, 0, i, at, length))
@@ -59,11 +91,15 @@ class Ours:
         return Tensor(f"t{number}", dtype, parts, stages_for("cpu", place=place))
 
     def post(self, to: int, sender: int, *fields: int, wake: bool = True) -> None:
-        """Write into a ring as if ``sender`` had posted: key, offset, owner, round, flags, divisor, status, a, b."""
+        """Write into a ring as if ``sender`` had posted: key, offset, owner, round, flags, divisor,
+        status, a, b.
+        """
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             at = 64 + sender * _RING_BYTES
-            put, = struct.unpack_from("<q", memory, at + COUNTER_APART)
-            _POST.pack_into(memory, at + 2 * COUNTER_APART + put % RING_POSTS * _POST.size, *fields, *[0] * 8)
+            (put,) = struct.unpack_from("<q", memory, at + COUNTER_APART)
+            _POST.pack_into(
+                memory, at + 2 * COUNTER_APART + put % RING_POSTS * _POST.size, *fields, *[0] * 8
+            )
             struct.pack_into("<q", memory, at + COUNTER_APART, put + 1)
         if wake:
             self.endpoints[to].wake()
@@ -78,12 +114,16 @@ class Ours:
     def posted(self, to: int, sender: int, n: int) -> tuple[int, ...]:
         """The n-th post that ``sender`` has put into the ring to ``to``."""
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
-            return _POST.unpack_from(memory, 64 + sender * _RING_BYTES + 2 * COUNTER_APART + n % RING_POSTS * _POST.size)
+            return _POST.unpack_from(
+                memory, 64 + sender * _RING_BYTES + 2 * COUNTER_APART + n % RING_POSTS * _POST.size
+            )
 
     def posts(self, to: int, sender: int) -> int:
         """How many posts ``sender`` has put into the ring to ``to``."""
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
-            return int(struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES + COUNTER_APART)[0])
+            return int(
+                struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES + COUNTER_APART)[0]
+            )
 
     def close(self) -> None:
         for core in self.cores:
@@ -120,7 +160,12 @@ def test_rounds_of_sums(make, size, dtype, code):
     tensors = [ours.tensor(i, 4096, 100, dtype=code) for i in range(size)]
     n = 4196 // np.dtype(dtype).itemsize
     for round in range(5):
-        handles = [submit(ours, i, tensors[i], np.full(n, i + round, dtype), divisor=size if round % 2 else 1) for i in range(size)]
+        handles = [
+            submit(
+                ours, i, tensors[i], np.full(n, i + round, dtype), divisor=size if round % 2 else 1
+            )
+            for i in range(size)
+        ]
         total = sum(i + round for i in range(size)) / (size if round % 2 else 1)
         want = np.floor(total) if dtype == "int8" else total
         for handle in handles:
@@ -181,17 +226,34 @@ def test_a_result_stays_until_all_have_copied_it_out(make, operation):
     """Local rank 1, here played by hand, is slow; local rank 0 is a round ahead."""
     ours = make(3, only={0, 2})
     broadcast = operation == "broadcast"
-    more = {"divisor": 3 if broadcast else 1, "broadcast": broadcast}       # the workers of this machine are 3 to 5
+    # the workers of this machine are 3 to 5
+    more = {"divisor": 3 if broadcast else 1, "broadcast": broadcast}
     tensors = {i: ours.tensor(i, 4000) for i in (0, 2)}
-    handles = [submit(ours, i, tensors[i], np.full(1000, 1 + i, np.float32), **more) for i in (0, 2)]
+    handles = [
+        submit(ours, i, tensors[i], np.full(1000, 1 + i, np.float32), **more) for i in (0, 2)
+    ]
     os.pwrite(ours.machines[1].descriptor, np.full(1000, 10, np.float32).tobytes(), head_bytes(3))
-    ours.post(2, 1, 0, head_bytes(3), 1, 0, IS_SHARE | HAS_BODY | broadcast * IS_BROADCAST, more["divisor"], 0, 0, 0)
+    ours.post(
+        2,
+        1,
+        0,
+        head_bytes(3),
+        1,
+        0,
+        IS_SHARE | HAS_BODY | broadcast * IS_BROADCAST,
+        more["divisor"],
+        0,
+        0,
+        0,
+    )
     total = 1 if broadcast else 1 + 3 + 10
     assert all((h.wait(20) == total).all() for h in handles)
     submit(ours, 0, tensors[0], np.full(1000, 77, np.float32), **more)
     until(lambda: ours.posts(2, 0) == 2)
     _, offset, owner, *_ = ours.posted(1, 2, 0)
-    assert (np.frombuffer(os.pread(ours.machines[owner].descriptor, 4000, offset), np.float32) == total).all()
+    assert (
+        np.frombuffer(os.pread(ours.machines[owner].descriptor, 4000, offset), np.float32) == total
+    ).all()
 
 
 def test_broadcasts_from_everybody(make):
@@ -199,8 +261,17 @@ def test_broadcasts_from_everybody(make):
     tensors = [ours.tensor(i, 4096, 100) for i in range(3)]
     for root in (0, 1, 2, 0, 0, 2, 1):
         outs = [np.full(1049, 10 * root + i, np.float32) for i in range(3)]
-        handles = [ours.cores[i].submit(tensors[i], outs[i] if i == root else None, outs[i], divisor=3 + root, broadcast=True, result=outs[i])
-                   for i in range(3)]
+        handles = [
+            ours.cores[i].submit(
+                tensors[i],
+                outs[i] if i == root else None,
+                outs[i],
+                divisor=3 + root,
+                broadcast=True,
+                result=outs[i],
+            )
+            for i in range(3)
+        ]
         assert all((h.wait(20) == 11 * root).all() for h in handles)
 
 
@@ -216,7 +287,8 @@ def test_results_that_found_no_room_are_posted_when_there_is_some(make):
         ours.post(1, 0, i, head_bytes(2) + 4 * i, 0, 0, IS_SHARE | HAS_BODY, 1, 0, 0, 0, wake=False)
     ours.endpoints[1].wake()
     assert (handle.wait(20) == 1).all() and ours.posts(0, 1) == RING_POSTS
-    until(lambda: ours.cores[1].outstanding == 1)       # counted once the driver, which has told us of the end, has tried to post them
+    # counted once the driver, which has told us of the end, has tried to post them
+    until(lambda: ours.cores[1].outstanding == 1)
     ours.taken(0, 1, RING_POSTS)
     until(lambda: ours.posts(0, 1) == n)
     until(lambda: ours.cores[1].outstanding == 0)
@@ -224,12 +296,15 @@ def test_results_that_found_no_room_are_posted_when_there_is_some(make):
 
 def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
     ours = make(only={0})
-    length = 1 << 20        # so that the first round is still being copied out when the leaving is noticed
+    # so that the first round is still being copied out when the leaving is noticed
+    length = 1 << 20
     tensor = ours.tensor(0, length, length)
     handles = [submit(ours, 0, tensor, np.ones(2 * length // 4, np.float32)) for _ in range(4)]
     until(lambda: ours.posts(1, 0) == 2)
     for part in range(2):
-        ours.post(0, 1, part, head_bytes(2) + part * length, 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False)
+        ours.post(
+            0, 1, part, head_bytes(2) + part * length, 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False
+        )
     ours.machines[0].left(1)
     ours.cores[0].look()
     assert (handles[0].wait(20) == 1).all()
@@ -248,7 +323,7 @@ def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
         submit(ours, 2, tensors[2], np.ones(1000, np.float32)).wait(20)
     handle = submit(ours, 1, tensors[1], np.ones(1000, np.float32))
     until(lambda: ours.posts(2, 1) == 1)
-    ours.cores[2].look()                        # as the session does from time to time
+    ours.cores[2].look()  # as the session does from time to time
     with pytest.raises(errors.PeerLeftError, match="worker 3 "):
         handle.wait(20)
     ours.machines[1].left(0)
@@ -269,7 +344,9 @@ def test_without_memory_for_a_share_the_job_has_failed(make):
 def test_a_machine_that_cannot_add_has_failed(make):
     """The servers would wait for its push in vain. Here: no kernels for the dtype."""
     ours = make(with_server=True)
-    handles = [submit(ours, i, ours.tensor(i, 400, dtype=31), np.ones(100, np.float32)) for i in range(2)]
+    handles = [
+        submit(ours, i, ours.tensor(i, 400, dtype=31), np.ones(100, np.float32)) for i in range(2)
+    ]
     ours.endpoints[1].wake()
     with pytest.raises(errors.KernelError):
         handles[1].wait(20)
@@ -282,7 +359,19 @@ NONSENSE = {
     "a share in another's name": (1, 0, 0, 0, 1, 0, IS_SHARE, 1, 0, 0, 0),
     "a share of another round": (1, 0, 0, 300_000, 0, 3, IS_SHARE, 1, 0, 0, 0),
     "a share beyond the segment": (1, 0, 0, 2**63, 0, 0, IS_SHARE, 1, 0, 0, 0),
-    "a share that reaches beyond the segment": (1, 0, 0, (1 << 26) + head_bytes(2) - 100, 0, 0, IS_SHARE, 1, 0, 0, 0),
+    "a share that reaches beyond the segment": (
+        1,
+        0,
+        0,
+        (1 << 26) + head_bytes(2) - 100,
+        0,
+        0,
+        IS_SHARE,
+        1,
+        0,
+        0,
+        0,
+    ),
     "a result for nobody": (0, 1, 5 << 20, 0, 0, 0, IS_RESULT, 0, 0, 0, 0),
     "a result of another round": (0, 1, 0, 0, 0, 7, IS_RESULT, 0, 0, 0, 0),
     "a result beyond the segment": (0, 1, 0, 2**40, 0, 0, IS_RESULT, 0, 0, 0, 0),
@@ -303,14 +392,39 @@ def test_posts_that_make_no_sense_fail_the_job_and_nothing_else(make, name):
 
 def test_with_a_server_the_machine_pushes_once_and_in_its_own_name(make):
     ours = make(with_server=True)
-    handles = [submit(ours, i, ours.tensor(i, 400), np.full(100, 1 + i, np.float32), divisor=4) for i in range(2)]
+    handles = [
+        submit(ours, i, ours.tensor(i, 400), np.full(100, 1 + i, np.float32), divisor=4)
+        for i in range(2)
+    ]
     ours.endpoints[1].wake()
     message = ours.lane.sent(20)
     assert message is not None
-    push, = (r for r in w.unpack(message[1], message[2]) if r.kind == w.PUSH)
-    assert push.sender == 1 and push.divisor == 4 and (np.frombuffer(push.body, np.float32) == 3).all()
+    (push,) = (r for r in w.unpack(message[1], message[2]) if r.kind == w.PUSH)
+    assert (
+        push.sender == 1 and push.divisor == 4 and (np.frombuffer(push.body, np.float32) == 3).all()
+    )
     reply = np.full(100, 2.5, np.float32).tobytes()
-    ours.endpoints[1].inject(0, w.pack(w.Record(w.ANSWER, w.INLINE, 3, 7, push.key, 0, 1, 0, push.round, 0, 0, push.cookie, 400, reply)))
+    ours.endpoints[1].inject(
+        0,
+        w.pack(
+            w.Record(
+                w.ANSWER,
+                w.INLINE,
+                3,
+                7,
+                push.key,
+                0,
+                1,
+                0,
+                push.round,
+                0,
+                0,
+                push.cookie,
+                400,
+                reply,
+            )
+        ),
+    )
     assert all((h.wait(20) == 2.5).all() for h in handles)
 
 
@@ -318,6 +432,15 @@ def test_with_a_server_the_machine_pushes_once_and_in_its_own_name(make):
 def test_an_empty_tensor_without_an_address_is_broadcast(make, root):
     """Frameworks give an empty tensor no memory; that is no worker that has joined."""
     ours = make()
-    handles = [ours.cores[i].submit(ours.tensor(i, 0), (0, 0) if i == root else None, (0, 0), divisor=2 + root, broadcast=True) for i in range(2)]
+    handles = [
+        ours.cores[i].submit(
+            ours.tensor(i, 0),
+            (0, 0) if i == root else None,
+            (0, 0),
+            divisor=2 + root,
+            broadcast=True,
+        )
+        for i in range(2)
+    ]
     for handle in handles:
         handle.wait(20)

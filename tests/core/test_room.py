@@ -1,4 +1,6 @@
-"""What a worker's core hands over and when: by urgency, by credit, and by what links take in time."""
+"""What a worker's core hands over and when: by urgency, by credit, and by what links take in
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from core.cores import BIG, LONG, Rig, array  # noqa: F401  (Rig is what the fix
 
 
 def test_most_urgent_first_then_oldest(rig):
-    r = rig(credit=1, hold_done=True, start=False)      # so that the core sees them all at once
+    r = rig(credit=1, hold_done=True, start=False)  # so that the core sees them all at once
     order = [5, -1, 7, 5, 0]
     pushes = []
     tensors = [r.tensor(f"p{i}", BIG) for i in range(len(order))]
@@ -43,20 +45,27 @@ def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
 
 
 def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
-    r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)       # lanes 0 and 2 are the first server's
+    # lanes 0 and 2 are the first server's
+    r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles, pushes = [], []
 
     def submit(name: str, lane: int, priority: int = 0) -> None:
-        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority))
+        handles.append(
+            r.core.submit(
+                r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
+            )
+        )
 
-    submit("learn", 0)                                          # when that is written out it is known that its link is not infinitely fast
+    # when that is written out it is known that its link is not infinitely fast
+    submit("learn", 0)
     pushes += [(0, r.pushes(1)[0])]
     r.endpoint.complete()
     submit("plug", 0)
     pushes += [(0, r.pushes(1)[0])]
     for i, lane in enumerate((0, 2, 2, 0)):
         submit(f"s{i}", lane, priority=i)
-    for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):     # one at a time, the most urgent of both lanes
+    # one at a time, the most urgent of both lanes
+    for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):
         assert r.lanes[0].sent(0.02) is None and r.lanes[2].sent(0.02) is None
         r.endpoint.complete()
         (push,) = r.pushes(1, lane)
@@ -78,12 +87,13 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
     def pushed(lane: int, n: int = 1) -> None:
         pushes.extend((lane, push) for push in r.pushes(n, lane))
 
-    submit("learn", 0)                                          # how slow the first one is
+    submit("learn", 0)  # how slow the first one is
     pushed(0)
     r.endpoint.complete()
     for i in range(3):
         submit(f"fast {i}", 1)
-    pushed(1, 3)                                                # nothing is under way to the slow one: it bounds nobody
+    # nothing is under way to the slow one: it bounds nobody
+    pushed(1, 3)
     submit("slow", 0)
     pushed(0)
     submit("other", 1)
@@ -97,14 +107,23 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
 
 
 def test_what_stays_in_the_machine_goes_in_its_turn(rig):
-    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})       # room for one at the first server, for seven beside
-    order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]        # lane and priority
+    # room for one at the first server, for seven beside
+    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})
+    order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]  # lane and priority
     sizes = [LONG, BIG]
-    handles = [r.core.submit(r.tensor(f"t{i}", sizes[lane], lane=lane), array(sizes[lane]), array(sizes[lane]), priority=priority)
-               for i, (lane, priority) in enumerate(order)]
+    handles = [
+        r.core.submit(
+            r.tensor(f"t{i}", sizes[lane], lane=lane),
+            array(sizes[lane]),
+            array(sizes[lane]),
+            priority=priority,
+        )
+        for i, (lane, priority) in enumerate(order)
+    ]
     r.core.start()
     pushes = []
-    for far, near in ((9, [7]), (5, [5, 4]), (3, [1])):         # of two that are as urgent the older one comes first
+    # of two that are as urgent the older one comes first
+    for far, near in ((9, [7]), (5, [5, 4]), (3, [1])):
         found = [(0, r.pushes(1)[0]), *((1, push) for push in r.pushes(len(near), lane=1))]
         assert [push.priority for _, push in found] == [far, *near]
         assert r.lanes[0].sent(0.05) is None and r.lanes[1].sent(0) is None
@@ -121,11 +140,13 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True)
 
     def submit(name: str, lane: int, priority: int = 0) -> object:
-        return r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority)
+        return r.core.submit(
+            r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
+        )
 
     handles = [submit("holds the room", 0)]
     pushes = [(0, r.pushes(1)[0])]
-    r.endpoint.hold_done = False                    # the other server takes all at once
+    r.endpoint.hold_done = False  # the other server takes all at once
     handles += [submit("first", 0), *(submit(f"{i}", 1) for i in range(5))]
     pushes += [(1, push) for push in r.pushes(2, lane=1)]
     assert r.lanes[1].sent(0.05) is None
@@ -147,9 +168,13 @@ def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of
     r.endpoint.complete()
     handles.append(r.core.submit(r.tensor("plug", LONG), array(LONG), array(LONG)))
     pushes.append((0, r.pushes(1)[0]))
-    handles.append(r.core.submit(r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1))
-    handles += [r.core.submit(r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG)) for i in range(3)]
-    assert r.lanes[1].sent(0.05) is None            # there would be room
+    handles.append(
+        r.core.submit(r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1)
+    )
+    handles += [
+        r.core.submit(r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG)) for i in range(3)
+    ]
+    assert r.lanes[1].sent(0.05) is None  # there would be room
     r.endpoint.complete()
     pushes.append((0, r.pushes(1)[0]))
     assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
@@ -166,8 +191,12 @@ def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(r
     handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = r.pushes(1)
     r.endpoint.complete()
-    handles += [r.core.submit(r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2)) for i in range(4)]
-    pushes += r.pushes(3)                           # of less than tells anything each; together more
+    handles += [
+        r.core.submit(r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2))
+        for i in range(4)
+    ]
+    # of less than tells anything each; together more
+    pushes += r.pushes(3)
     assert r.lanes[0].sent(0.05) is None
     r.endpoint.complete()
     pushes += r.pushes(1)

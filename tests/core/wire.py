@@ -1,4 +1,6 @@
-"""The wire in Python, for scripting a peer: written from ``core/wire.pxd``, independently of the code under test."""
+"""The wire in Python, for scripting a peer: written from ``core/wire.pxd``, independently of the
+code under test.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,23 @@ class Record(NamedTuple):
 
 def pack(r: Record, *, magic: int = MAGIC, version: int = VERSION) -> bytes:
     """A record as bytes; an inline body is padded to 8."""
-    head = _FORMAT.pack(magic, version, r.kind, r.flags, r.dtype, r.job, r.key, r.slot, r.sender, r.epoch, r.round, r.divisor,
-                        r.priority, r.cookie, r.length)
+    head = _FORMAT.pack(
+        magic,
+        version,
+        r.kind,
+        r.flags,
+        r.dtype,
+        r.job,
+        r.key,
+        r.slot,
+        r.sender,
+        r.epoch,
+        r.round,
+        r.divisor,
+        r.priority,
+        r.cookie,
+        r.length,
+    )
     if not r.flags & INLINE:
         return head
     body = r.body or b""
@@ -49,7 +66,7 @@ def unpack(frame: bytes, second: bytes | None = None) -> list[Record]:
         at += 64
         r = Record(*fields)
         if r.flags & INLINE:
-            r = r._replace(body=frame[at:at + r.length])
+            r = r._replace(body=frame[at : at + r.length])
             at += r.length + -r.length % 8
         elif r.length:
             assert at == len(frame), "a body in the second frame belongs to the last record"

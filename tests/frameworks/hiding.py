@@ -24,7 +24,8 @@ void *dlsym(void *library, const char *name)
     for (int i = 0; !real && i < 3; i++)
         real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", versions[i]);
     const char *hidden = getenv("HIDDEN");
-    return real(library, hidden && !strcmp(name, hidden) ? "nowhere to be found" : name);      /* and dlerror() says so */
+    /* and dlerror() says so */
+    return real(library, hidden && !strcmp(name, hidden) ? "nowhere to be found" : name);
 }
 """
 
@@ -34,13 +35,24 @@ def made(folder: Path) -> Path:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler, cc, to hide a function")
     (folder / "hides.c").write_text(_SOURCE)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "hides.so", folder / "hides.c", "-ldl"], check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", folder / "hides.so", folder / "hides.c", "-ldl"],
+        check=True,
+        timeout=60,
+    )
     return folder / "hides.so"
 
 
 def run(library: Path, hidden: str, script: str, **environment: str) -> list[str]:
     """The lines that the script prints where that function is hidden."""
     env = {**os.environ, **environment, "LD_PRELOAD": str(library), "HIDDEN": hidden}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()

@@ -1,4 +1,6 @@
-"""What the workers of test_mxnet_alike.py do: optimizers that remember, after join(); half precision with a scaled loss."""
+"""What the workers of test_mxnet_alike.py do: optimizers that remember, after join(); half
+precision with a scaled loss.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ import bpsx.mxnet as bps
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9}},
     "adam": {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01}},
-    "half": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}},
-    "decay": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1},
-              "compression_params": {"compressor": "onebit", "momentum": "nesterov"}},
+    "half": {
+        "optimizer": "sgd",
+        "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True},
+    },
+    "decay": {
+        "optimizer": "sgd",
+        "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1},
+        "compression_params": {"compressor": "onebit", "momentum": "nesterov"},
+    },
 }
 
 
@@ -30,10 +38,17 @@ def _steps(parameter: Any, trainer: Any, first: int, last: int) -> None:
 
 
 def job_join() -> Any:
-    """Worker 1 joins after two steps, worker 0 goes on for three; then both go on, from what worker 0 has."""
+    """Worker 1 joins after two steps, worker 0 goes on for three; then both go on, from what worker
+    0 has.
+    """
     found = {}
     for case, options in CASES.items():
-        parameter = gluon.Parameter(f"{case}_weight", shape=(6,), dtype="float16" if case == "half" else "float32", init=mx.init.One())
+        parameter = gluon.Parameter(
+            f"{case}_weight",
+            shape=(6,),
+            dtype="float16" if case == "half" else "float32",
+            init=mx.init.One(),
+        )
         parameter.initialize()
         trainer = bps.DistributedTrainer([parameter], **options)
         _steps(parameter, trainer, 0, 2 if bps.rank() else 5)
@@ -47,17 +62,25 @@ def job_join() -> Any:
 
 
 def job_half() -> Any:
-    """Gradients that half precision has only because the loss is scaled: (weights, what they should be)."""
+    """Gradients that half precision has only because the loss is scaled: (weights, what they should
+    be).
+    """
     wanted = np.array([1e-4, 2e-6, 1e-7])
     found = {}
     for scale, batch in ((1024.0, 64), (8192.0, 8)):
-        parameter = gluon.Parameter(f"half{int(scale)}_weight", shape=(3,), dtype="float16", init=mx.init.Zero())
+        parameter = gluon.Parameter(
+            f"half{int(scale)}_weight", shape=(3,), dtype="float16", init=mx.init.Zero()
+        )
         parameter.initialize()
-        optimizer = mx.optimizer.SGD(learning_rate=1.0, multi_precision=True, rescale_grad=1 / scale)
+        optimizer = mx.optimizer.SGD(
+            learning_rate=1.0, multi_precision=True, rescale_grad=1 / scale
+        )
         trainer = bps.DistributedTrainer([parameter], optimizer)
         for _ in range(2):
             with autograd.record():
-                loss = (parameter.data() * mx.nd.array(wanted * batch * scale, dtype="float16")).sum()
+                loss = (
+                    parameter.data() * mx.nd.array(wanted * batch * scale, dtype="float16")
+                ).sum()
             loss.backward()
             trainer.step(batch)
         found[scale] = trainer._updaters[0].states[0][1].asnumpy(), -2 * wanted

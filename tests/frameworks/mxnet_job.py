@@ -1,6 +1,7 @@
 """What a worker of a test of bpsx.mxnet does; see :mod:`running`.
 
-Its functions are in files of their own, ``mxnet_*_work.py``: MXNet has threads of its own, and who runs the tests starts processes.
+Its functions are in files of their own, ``mxnet_*_work.py``: MXNet has threads of its own, and who
+runs the tests starts processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
-    """Call ``functions`` between ``init`` and ``shutdown``. What they return has to be made of NumPy's and Python's."""
+    """Call ``functions`` between ``init`` and ``shutdown``.
+
+    What they return has to be made of NumPy's and Python's.
+    """
     import bpsx.mxnet as bps
 
     module = running.module_at(module_file)

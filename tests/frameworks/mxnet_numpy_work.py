@@ -1,4 +1,6 @@
-"""What the workers of test_mxnet_training.py do with arrays of mxnet.numpy, which npx.set_np() makes Parameters of, in the whole process."""
+"""What the workers of test_mxnet_training.py do with arrays of mxnet.numpy, which npx.set_np()
+makes Parameters of, in the whole process.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ STEPS = 6
 
 def _trainer(parameter: Any, **more: Any) -> Any:
     params = {"compressor": "onebit", "momentum": "nesterov"}
-    return bps.DistributedTrainer([parameter], mx.optimizer.SGD(**SGD, **more), compression_params=params)
+    return bps.DistributedTrainer(
+        [parameter], mx.optimizer.SGD(**SGD, **more), compression_params=params
+    )
 
 
 def _trained(dtype: str) -> np.ndarray:
-    """A weight with gradients of 1 and 3 on the workers; the second half by a trainer that has read the first one's states."""
+    """A weight with gradients of 1 and 3 on the workers; the second half by a trainer that has read
+    the first one's states.
+    """
     parameter = gluon.Parameter(f"{dtype}_weight", shape=(4,), dtype=dtype, init=mx.init.One())
     parameter.initialize()
     more = {"multi_precision": True} if dtype == "float16" else {}

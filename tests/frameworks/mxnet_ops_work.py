@@ -44,14 +44,20 @@ def job_bfloat16() -> Any:
 def job_numpy_arrays() -> Any:
     """mx.np's: also without elements, and without dimensions."""
     with mx.util.np_shape(True):
-        arrays = [mx.np.array(values((2, 3), bps.rank())), mx.np.zeros((0, 3)), mx.np.array(1.0 + bps.rank())]
+        arrays = [
+            mx.np.array(values((2, 3), bps.rank())),
+            mx.np.zeros((0, 3)),
+            mx.np.array(1.0 + bps.rank()),
+        ]
         for i, x in enumerate(arrays):
             bps.byteps_push_pull(x, name=f"np.{i}", is_average=False)
         return [x.asnumpy() for x in arrays]
 
 
 def job_in_flight() -> Any:
-    """One worker begins with the last: an operation that occupied a thread until it is over would wait for ever."""
+    """One worker begins with the last: an operation that occupied a thread until it is over would
+    wait for ever.
+    """
     arrays = [given((1000 + i,)) for i in range(IN_FLIGHT)]
     order = range(IN_FLIGHT) if bps.rank() == 0 else reversed(range(IN_FLIGHT))
     for i in order:
@@ -86,7 +92,9 @@ def job_layouts() -> Any:
 
 
 def job_one_name() -> Any:
-    """Ten operations of one name on arrays that have nothing to do with each other: the first waits for a long computation."""
+    """Ten operations of one name on arrays that have nothing to do with each other: the first waits
+    for a long computation.
+    """
     big = mx.nd.ones((1500, 1500))
     for _ in range(3):
         big = mx.nd.dot(big, big) / 1500
@@ -98,12 +106,14 @@ def job_one_name() -> Any:
 
 
 def job_threads() -> Any:
-    """Four threads, the same name and the same array: every sum is of like operations of both workers, and none waits for another for ever."""
+    """Four threads, the same name and the same array: every sum is of like operations of both
+    workers, and none waits for another for ever.
+    """
     x = mx.nd.ones((3,))
 
     def work() -> None:
         for _ in range(100):
-            bps.byteps_push_pull(x, name="threads")     # the average of what is alike
+            bps.byteps_push_pull(x, name="threads")  # the average of what is alike
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -122,13 +132,17 @@ def job_without_names() -> Any:
 
 def job_broadcast() -> Any:
     dtypes = (*SUMMED, "bool")
-    arrays = {dtype: mx.nd.array(values((3, 2), bps.rank() + 10) % 2, dtype=dtype) for dtype in dtypes}
+    arrays = {
+        dtype: mx.nd.array(values((3, 2), bps.rank() + 10) % 2, dtype=dtype) for dtype in dtypes
+    }
     bps.broadcast_parameters(arrays, root_rank=1)
     net = mx.gluon.nn.Dense(2, in_units=3, prefix="broadcast_")
     net.initialize(mx.init.Uniform(), ctx=[mx.cpu(0), mx.cpu(1)])
     net.weight.set_data(mx.nd.ones((2, 3)) * (bps.rank() + 1))
     bps.broadcast_parameters(net.collect_params())
-    return {dtype: x.asnumpy() for dtype, x in arrays.items()}, [copy.asnumpy() for copy in net.weight.list_data()]
+    return {dtype: x.asnumpy() for dtype, x in arrays.items()}, [
+        copy.asnumpy() for copy in net.weight.list_data()
+    ]
 
 
 def job_another_device() -> Any:
@@ -151,28 +165,52 @@ def job_arguments_that_reach_the_core() -> Any:
         told.append((name, options["priority"], options["average"], options["rate"]))
         return begin(name, *arrays, **options)
 
-    session().push_pull = push_pull     # type: ignore[method-assign]
+    session().push_pull = push_pull  # type: ignore[method-assign]
     try:
         bps.byteps_push_pull(given((3,)), name="told", priority=-7, version=3)
         ops.submit(given((3,)), "rate", rate=0.5)
         mx.nd.waitall()
     finally:
-        del session().push_pull         # type: ignore[method-assign]
+        del session().push_pull  # type: ignore[method-assign]
     return told
 
 
 def job_declared() -> Any:
     """BytePS's keys and ours, as texts and as they are."""
     ours = bps.byteps_declare_tensor("declared", compressor="topk", k=2, ef="vanilla")
-    again = bps.byteps_declare_tensor("declared again", byteps_compressor_type="topk", byteps_compressor_k="2", byteps_ef_type="vanilla")
-    bps.byteps_declare_tensor("dithered", byteps_compressor_type="dithering", byteps_compressor_k="4", byteps_dithering_partition="1",
-                              byteps_dithering_normalize="0", byteps_seed="7")
-    bps.byteps_declare_tensor("signs", byteps_compressor_type="onebit", byteps_compressor_onebit_scaling="True", byteps_momentum_type="nesterov",
-                              byteps_momentum_mu="0.5")
+    again = bps.byteps_declare_tensor(
+        "declared again",
+        byteps_compressor_type="topk",
+        byteps_compressor_k="2",
+        byteps_ef_type="vanilla",
+    )
+    bps.byteps_declare_tensor(
+        "dithered",
+        byteps_compressor_type="dithering",
+        byteps_compressor_k="4",
+        byteps_dithering_partition="1",
+        byteps_dithering_normalize="0",
+        byteps_seed="7",
+    )
+    bps.byteps_declare_tensor(
+        "signs",
+        byteps_compressor_type="onebit",
+        byteps_compressor_onebit_scaling="True",
+        byteps_momentum_type="nesterov",
+        byteps_momentum_mu="0.5",
+    )
     chosen = session().compressing
     x = mx.nd.array([9.0, 1.0, 2.0, 8.0] * 100)
     bps.byteps_push_pull(x, name="declared", is_average=False)
-    return ours, again, [str(chosen.of(name, 5, 1 << 20)) for name in ("declared", "declared again", "dithered", "signs")], x.asnumpy()
+    return (
+        ours,
+        again,
+        [
+            str(chosen.of(name, 5, 1 << 20))
+            for name in ("declared", "declared again", "dithered", "signs")
+        ],
+        x.asnumpy(),
+    )
 
 
 def job_compression_types() -> Any:
@@ -196,21 +234,41 @@ def job_refused() -> Any:
     rows = mx.gluon.nn.Embedding(3, 2, sparse_grad=True, prefix="rows_")
     rows.initialize()
     calls: list[Any] = [
-        lambda: bps.byteps_push_pull(np.ones(3)), lambda: bps.byteps_push_pull(sparse, name="sparse"),
-        lambda: bps.byteps_push_pull(mx.nd.array([1, 0], dtype="bool"), name="bool"), lambda: bps.byteps_push_pull(x, name=3),
-        lambda: bps.byteps_push_pull(x, priority=2**31), lambda: bps.byteps_push_pull(x, is_average="no"),
-        lambda: bps.broadcast_parameters([x]), lambda: bps.broadcast_parameters({"x": x}, 2), lambda: bps.broadcast_parameters({"x": 1}),
-        lambda: bps.broadcast_parameters(deferred.collect_params()), lambda: bps.byteps_declare_tensor(""),
-        lambda: bps.byteps_declare_tensor("x", byteps_compressor_type="zip"), lambda: bps.byteps_declare_tensor("x", colour="red"),
-        lambda: bps.DistributedOptimizer("sgd"), lambda: bps.DistributedOptimizer(bps.DistributedOptimizer(mx.optimizer.SGD())),
+        lambda: bps.byteps_push_pull(np.ones(3)),
+        lambda: bps.byteps_push_pull(sparse, name="sparse"),
+        lambda: bps.byteps_push_pull(mx.nd.array([1, 0], dtype="bool"), name="bool"),
+        lambda: bps.byteps_push_pull(x, name=3),
+        lambda: bps.byteps_push_pull(x, priority=2**31),
+        lambda: bps.byteps_push_pull(x, is_average="no"),
+        lambda: bps.broadcast_parameters([x]),
+        lambda: bps.broadcast_parameters({"x": x}, 2),
+        lambda: bps.broadcast_parameters({"x": 1}),
+        lambda: bps.broadcast_parameters(deferred.collect_params()),
+        lambda: bps.byteps_declare_tensor(""),
+        lambda: bps.byteps_declare_tensor("x", byteps_compressor_type="zip"),
+        lambda: bps.byteps_declare_tensor("x", colour="red"),
+        lambda: bps.DistributedOptimizer("sgd"),
+        lambda: bps.DistributedOptimizer(bps.DistributedOptimizer(mx.optimizer.SGD())),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", root_rank=-1),
         lambda: bps.DistributedTrainer(rows.collect_params(), "sgd"),
-        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "zip"}),
-        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "onebit", "momentum": "nesterov"}),
+        lambda: bps.DistributedTrainer(
+            deferred.collect_params(), "sgd", compression_params={"compressor": "zip"}
+        ),
+        lambda: bps.DistributedTrainer(
+            deferred.collect_params(),
+            "sgd",
+            compression_params={"compressor": "onebit", "momentum": "nesterov"},
+        ),
         lambda: bps.DistributedTrainer([*deferred.collect_params().values()] * 2, "sgd"),
         lambda: bps.DistributedTrainer(deferred.collect_params(), None),
-        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params=bps.Compression.fp16),
-        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"wieght": {"compressor": "onebit"}}),
+        lambda: bps.DistributedTrainer(
+            deferred.collect_params(), "sgd", compression_params=bps.Compression.fp16
+        ),
+        lambda: bps.DistributedTrainer(
+            deferred.collect_params(),
+            "sgd",
+            compression_params={"wieght": {"compressor": "onebit"}},
+        ),
         lambda: bps.broadcast_parameters({"x": x, 1: x}),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd").load_states(__file__),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd").load_states("/nowhere"),

@@ -7,7 +7,10 @@ import sys
 
 from frameworks.running import launch
 
-HEAD = "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import autograd, gluon\n"
+HEAD = (
+    "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import"
+    " autograd, gluon\n"
+)
 
 
 def lines_of(output: str) -> dict[int, list[str]]:

@@ -16,7 +16,9 @@ import bpsx.mxnet as bps
 def _trained(case: str, begin: int, end: int) -> list[np.ndarray]:
     """From this worker's checkpoint if it does not begin at 0; leaves one after four steps."""
     net = network(f"{case}_", seed=begin)
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {**SGD, "learning_rate": 0.1}, compression_params=RESUMED[case])
+    trainer = bps.DistributedTrainer(
+        net.collect_params(), "sgd", {**SGD, "learning_rate": 0.1}, compression_params=RESUMED[case]
+    )
     file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))
     if begin:
         net.load_parameters(f"{file}.weights")
@@ -49,13 +51,17 @@ def job_plain_reads() -> Any:
         plain.load_states(file)
         found.append(plain.learning_rate)
         plain.save_states(f"{file}.plain")
-        other = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params=RESUMED[case])
+        other = bps.DistributedTrainer(
+            net.collect_params(), "sgd", dict(SGD), compression_params=RESUMED[case]
+        )
         other.load_states(f"{file}.plain")
         backward(net, *data(0, bps.rank()))
         other.step(ROWS)
         found.append(other.learning_rate)
         weights(net)
-    Path(f"{file}.broken").write_bytes(Path(f"{file}.plain").read_bytes() + b"garbage" + (7).to_bytes(8, "little") + b"bpsx.mx1")
+    Path(f"{file}.broken").write_bytes(
+        Path(f"{file}.plain").read_bytes() + b"garbage" + (7).to_bytes(8, "little") + b"bpsx.mx1"
+    )
     try:
         other.load_states(f"{file}.broken")
     except Exception as e:

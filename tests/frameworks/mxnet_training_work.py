@@ -1,4 +1,6 @@
-"""What the workers of test_mxnet_training.py do: gluon's Trainer and the Module API on two workers, and alone on the joined batch."""
+"""What the workers of test_mxnet_training.py do: gluon's Trainer and the Module API on two workers,
+and alone on the joined batch.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,27 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 def data(step: int, rank: int | None = None) -> tuple[Any, Any]:
     """A worker's batch, or that of all."""
     rng = np.random.default_rng(step)
-    x, y = rng.normal(size=(WORKERS * ROWS, 1, 8, 8)).astype("f4"), rng.integers(0, 5, WORKERS * ROWS)
+    x, y = (
+        rng.normal(size=(WORKERS * ROWS, 1, 8, 8)).astype("f4"),
+        rng.integers(0, 5, WORKERS * ROWS),
+    )
     part = slice(None) if rank is None else slice(rank * ROWS, (rank + 1) * ROWS)
     return mx.nd.array(x[part]), mx.nd.array(y[part])
 
 
-def network(prefix: str, seed: int = 0, hybrid: bool = True, contexts: Any = None, deferred: bool = False) -> Any:
+def network(
+    prefix: str, seed: int = 0, hybrid: bool = True, contexts: Any = None, deferred: bool = False
+) -> Any:
     mx.random.seed(seed)
     np.random.seed(seed)
     net = gluon.nn.HybridSequential(prefix=prefix)
     with net.name_scope():
-        net.add(gluon.nn.Conv2D(4, 3, activation="relu", in_channels=0 if deferred else 1), gluon.nn.Flatten(),
-                gluon.nn.Dense(16, activation="relu", in_units=0 if deferred else 144), gluon.nn.Dense(5, in_units=0 if deferred else 16))
+        net.add(
+            gluon.nn.Conv2D(4, 3, activation="relu", in_channels=0 if deferred else 1),
+            gluon.nn.Flatten(),
+            gluon.nn.Dense(16, activation="relu", in_units=0 if deferred else 144),
+            gluon.nn.Dense(5, in_units=0 if deferred else 16),
+        )
     net.initialize(mx.init.Xavier(), ctx=contexts)
     if hybrid:
         net.hybridize()
@@ -48,13 +59,19 @@ def weights(net: Any) -> list[np.ndarray]:
 def backward(net: Any, x: Any, y: Any) -> None:
     """On each of the network's devices with its part."""
     contexts = net.collect_params().list_ctx()
-    for a, b in zip(gluon.utils.split_and_load(x, contexts), gluon.utils.split_and_load(y, contexts), strict=True):
+    for a, b in zip(
+        gluon.utils.split_and_load(x, contexts),
+        gluon.utils.split_and_load(y, contexts),
+        strict=True,
+    ):
         with autograd.record():
             loss = LOSS(net(a), b)
         loss.backward()
 
 
-def alone(optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, every: int = 1) -> list[np.ndarray]:
+def alone(
+    optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, every: int = 1
+) -> list[np.ndarray]:
     """On the joined batch, without bpsx."""
     net = net or network("alone_")
     trainer = gluon.Trainer(net.collect_params(), optimizer, dict(options), kvstore=None)
@@ -66,7 +83,16 @@ def alone(optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, 
     return weights(net)
 
 
-def ours(prefix: str, optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, first: int = 0, **more: Any) -> list[np.ndarray]:
+def ours(
+    prefix: str,
+    optimizer: Any,
+    options: Any,
+    *,
+    net: Any = None,
+    steps: int = STEPS,
+    first: int = 0,
+    **more: Any,
+) -> list[np.ndarray]:
     net = net or network(prefix)
     trainer = bps.DistributedTrainer(net.collect_params(), optimizer, dict(options), **more)
     for step in range(first, steps):
@@ -77,25 +103,45 @@ def ours(prefix: str, optimizer: Any, options: Any, *, net: Any = None, steps: i
 
 SGD = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd": ("sgd", SGD), "nag": ("nag", SGD), "adam": ("adam", {"learning_rate": 0.01}), "clipped": ("sgd", {**SGD, "clip_gradient": 0.01}),
-    "rmsprop": ("rmsprop", {"learning_rate": 0.01}), "lamb": ("lamb", {"learning_rate": 0.01}),
+    "sgd": ("sgd", SGD),
+    "nag": ("nag", SGD),
+    "adam": ("adam", {"learning_rate": 0.01}),
+    "clipped": ("sgd", {**SGD, "clip_gradient": 0.01}),
+    "rmsprop": ("rmsprop", {"learning_rate": 0.01}),
+    "lamb": ("lamb", {"learning_rate": 0.01}),
 }
 
 
 def job_equality() -> Any:
     found = {name: (alone(*case), ours(f"{name}_", *case)) for name, case in CASES.items()}
-    found["not hybrid"] = alone("sgd", SGD), ours("plain_", "sgd", SGD, net=network("plain_", hybrid=False))
-    found["two devices"] = alone("sgd", SGD), ours("devices_", "sgd", SGD, net=network("devices_", contexts=[mx.cpu(0), mx.cpu(1)]))
-    schedule = {"learning_rate": 0.1, "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)}
-    other = {"learning_rate": 0.1, "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)}
+    found["not hybrid"] = (
+        alone("sgd", SGD),
+        ours("plain_", "sgd", SGD, net=network("plain_", hybrid=False)),
+    )
+    found["two devices"] = (
+        alone("sgd", SGD),
+        ours("devices_", "sgd", SGD, net=network("devices_", contexts=[mx.cpu(0), mx.cpu(1)])),
+    )
+    schedule = {
+        "learning_rate": 0.1,
+        "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1),
+    }
+    other = {
+        "learning_rate": 0.1,
+        "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1),
+    }
     found["schedule"] = alone("sgd", schedule), ours("schedule_", "sgd", other)
     return found
 
 
 def job_deferred() -> Any:
-    """Shapes are known after the first forward pass; each worker begins with other weights, and all go on with worker 1's."""
+    """Shapes are known after the first forward pass; each worker begins with other weights, and all
+    go on with worker 1's.
+    """
     net = network("deferred_", seed=bps.rank(), deferred=True)
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0}, root_rank=1)
+    trainer = bps.DistributedTrainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.0}, root_rank=1
+    )
     backward(net, *data(0, bps.rank()))
     before = weights(net)
     trainer.step(ROWS)
@@ -126,7 +172,9 @@ def job_thawed() -> Any:
         net = network(f"thawed{i}_")
         frozen = next(iter(net.collect_params().values()))
         frozen.grad_req = "null"
-        trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {**SGD, "wd": 0.0}, compression_params=params)
+        trainer = bps.DistributedTrainer(
+            net.collect_params(), "sgd", {**SGD, "wd": 0.0}, compression_params=params
+        )
         for step in range(STEPS):
             if step == 2:
                 frozen.grad_req = "write"
@@ -137,11 +185,16 @@ def job_thawed() -> Any:
 
 
 def job_uneven_batches() -> Any:
-    """Workers' batches of 3 and 5 pictures: each gradient is that of its worker's mean. Momentum is compression's."""
+    """Workers' batches of 3 and 5 pictures: each gradient is that of its worker's mean.
+
+    Momentum is compression's.
+    """
     net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="uneven_")
     net.initialize(mx.init.Zero())
     params = {"compressor": "onebit", "momentum": "nesterov"}
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD, wd=0.0), compression_params=params)
+    trainer = bps.DistributedTrainer(
+        net.collect_params(), "sgd", dict(SGD, wd=0.0), compression_params=params
+    )
     for rows in ((3, 5), (1, 40)):
         with autograd.record():
             loss = net(mx.nd.ones((rows[bps.rank()], 3)) * (1 + bps.rank())).sum()
@@ -175,6 +228,7 @@ def job_stale() -> Any:
 
 def job_overflow() -> Any:
     """As MXNet's loss scaling does: an infinity on one worker is one on all."""
+
     class Scaler:
         loss_scale = 1.0
 
@@ -182,7 +236,12 @@ def job_overflow() -> Any:
             return not all(np.isfinite(p.grad().asnumpy()).all() for p in params)
 
     net = network("overflow_")
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"compressor": "onebit", "momentum": "nesterov"})
+    trainer = bps.DistributedTrainer(
+        net.collect_params(),
+        "sgd",
+        dict(SGD),
+        compression_params={"compressor": "onebit", "momentum": "nesterov"},
+    )
     trainer._amp_loss_scaler = Scaler()
     backward(net, *data(0, bps.rank()))
     trainer.step(ROWS)
@@ -199,15 +258,24 @@ def job_overflow() -> Any:
 
 
 def job_as_scripts_do() -> Any:
-    """Memory that hybridized blocks keep; processes that load data; states saved before the first step, and an updater's."""
+    """Memory that hybridized blocks keep; processes that load data; states saved before the first
+    step, and an updater's.
+    """
     found = {"alone": alone("sgd", SGD)}
     net = network("static_")
     net.hybridize(static_alloc=True, static_shape=True)
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"fp16": False})
+    trainer = bps.DistributedTrainer(
+        net.collect_params(), "sgd", dict(SGD), compression_params={"fp16": False}
+    )
     with tempfile.NamedTemporaryFile() as file:
         trainer.save_states(file.name)
         trainer.load_states(file.name)
-    pictures = gluon.data.ArrayDataset(*(mx.nd.concat(*part, dim=0) for part in zip(*(data(step, bps.rank()) for step in range(STEPS)), strict=True)))
+    pictures = gluon.data.ArrayDataset(
+        *(
+            mx.nd.concat(*part, dim=0)
+            for part in zip(*(data(step, bps.rank()) for step in range(STEPS)), strict=True)
+        )
+    )
     for x, y in gluon.data.DataLoader(pictures, ROWS, num_workers=2):
         backward(net, x, y)
         trainer.step(ROWS)
@@ -217,19 +285,32 @@ def job_as_scripts_do() -> Any:
     array = mx.nd.ones((3,))
     updater(0, mx.nd.ones((3,)), array)
     other.set_states(updater.get_states(dump_optimizer=True))
-    found["updater"] = [type(other.optimizer).__name__, type(other.optimizer._optimizer).__name__, other.optimizer.momentum, list(other.states)]
+    found["updater"] = [
+        type(other.optimizer).__name__,
+        type(other.optimizer._optimizer).__name__,
+        other.optimizer.momentum,
+        list(other.states),
+    ]
     other(0, mx.nd.ones((3,)), array)
     array.wait_to_read()
     return found
 
 
 def job_files_of_the_root() -> Any:
-    """A checkpoint that worker 0 alone writes before the first step; states are read by all, weights by worker 0, in this order."""
+    """A checkpoint that worker 0 alone writes before the first step; states are read by all,
+    weights by worker 0, in this order.
+    """
     net, other = network("root_", seed=bps.rank()), network("other_", seed=7)
     trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
     with tempfile.TemporaryDirectory() as folder:
         states, params = f"{folder}/states", f"{folder}/params"
-        saves = trainer if bps.rank() == 0 else gluon.Trainer(network("states_").collect_params(), "sgd", {"learning_rate": 0.0}, kvstore=None)
+        saves = (
+            trainer
+            if bps.rank() == 0
+            else gluon.Trainer(
+                network("states_").collect_params(), "sgd", {"learning_rate": 0.0}, kvstore=None
+            )
+        )
         saves.save_states(states)
         other.save_parameters(params)
         trainer.load_states(states)
@@ -241,7 +322,9 @@ def job_files_of_the_root() -> Any:
 
 
 def job_another_optimizer() -> Any:
-    """States of SGD, whose momentum compression has taken, read by a trainer that was made for Adam: it goes on as SGD's."""
+    """States of SGD, whose momentum compression has taken, read by a trainer that was made for
+    Adam: it goes on as SGD's.
+    """
     taken = {"compressor": "topk", "k": 0.5, "momentum": "nesterov", "ef": "vanilla"}
 
     def steps(net: Any, trainer: Any, numbers: range) -> list[np.ndarray]:
@@ -252,12 +335,16 @@ def job_another_optimizer() -> Any:
 
     first, second = network("sgds_"), network("adams_")
     one = bps.DistributedTrainer(first.collect_params(), "sgd", dict(SGD), compression_params=taken)
-    two = bps.DistributedTrainer(second.collect_params(), "adam", compression_params={**taken, "mu": SGD["momentum"]})
+    two = bps.DistributedTrainer(
+        second.collect_params(), "adam", compression_params={**taken, "mu": SGD["momentum"]}
+    )
     with tempfile.TemporaryDirectory() as folder:
         steps(first, one, range(2))
         steps(second, two, range(1))
         one.save_states(f"{folder}/states")
-        for old, new in zip(first.collect_params().values(), second.collect_params().values(), strict=True):
+        for old, new in zip(
+            first.collect_params().values(), second.collect_params().values(), strict=True
+        ):
             new.set_data(old.data())
         two.load_states(f"{folder}/states")
     return steps(first, one, range(2, 4)), steps(second, two, range(2, 4))
@@ -274,15 +361,23 @@ class Counting(mx.lr_scheduler.LRScheduler):  # type: ignore[misc]
 
 
 def job_schedules() -> Any:
-    """A scheduler that is asked as often as by gluon's Trainer; a frozen Parameter that compression_params name."""
+    """A scheduler that is asked as often as by gluon's Trainer; a frozen Parameter that
+    compression_params name.
+    """
     counts = []
     for kind in (gluon.Trainer, bps.DistributedTrainer):
         net = network(f"schedule_{kind.__name__}_".lower())
         first, *_ = net.collect_params().values()
         first.grad_req = "null"
-        more = {"kvstore": None} if kind is gluon.Trainer else {"compression_params": {first.name: {"compressor": "topk", "k": 1}}}
+        more = (
+            {"kvstore": None}
+            if kind is gluon.Trainer
+            else {"compression_params": {first.name: {"compressor": "topk", "k": 1}}}
+        )
         scheduler = Counting(0.1)
-        trainer = kind(net.collect_params(), "sgd", {"learning_rate": 0.1, "lr_scheduler": scheduler}, **more)
+        trainer = kind(
+            net.collect_params(), "sgd", {"learning_rate": 0.1, "lr_scheduler": scheduler}, **more
+        )
         before = first.data().asnumpy()
         for step in range(3):
             backward(net, *data(step, bps.rank()))
@@ -307,36 +402,83 @@ def job_two_trainers() -> Any:
 
 def job_module() -> Any:
     """The Module API, alone and with DistributedOptimizer, also on two devices of each worker."""
+
     def fit(optimizer: Any, rank: int | None, devices: int = 1) -> dict[str, np.ndarray]:
-        x = mx.sym.FullyConnected(mx.sym.Activation(mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=8, name="one"), act_type="relu"),
-                                  num_hidden=5, name="two")
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax", normalization="batch"), context=[mx.cpu(i) for i in range(devices)])
+        x = mx.sym.FullyConnected(
+            mx.sym.Activation(
+                mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=8, name="one"),
+                act_type="relu",
+            ),
+            num_hidden=5,
+            name="two",
+        )
+        module = mx.mod.Module(
+            mx.sym.SoftmaxOutput(x, name="softmax", normalization="batch"),
+            context=[mx.cpu(i) for i in range(devices)],
+        )
         rng = np.random.default_rng(1)
         rows = ROWS if rank is not None else WORKERS * ROWS
-        features, labels = rng.normal(size=(4, WORKERS, ROWS, 6)).astype("f4"), rng.integers(0, 5, (4, WORKERS, ROWS))
+        features, labels = (
+            rng.normal(size=(4, WORKERS, ROWS, 6)).astype("f4"),
+            rng.integers(0, 5, (4, WORKERS, ROWS)),
+        )
         part = slice(None) if rank is None else slice(rank, rank + 1)
-        batches = mx.io.NDArrayIter(features[:, part].reshape(-1, 6), labels[:, part].reshape(-1).astype("f4"), rows, label_name="softmax_label")
-        start = {name: mx.nd.array(np.random.default_rng(i).normal(size=shape) / 3) for i, (name, shape) in enumerate(
-            (("one_weight", (8, 6)), ("one_bias", (8,)), ("two_weight", (5, 8)), ("two_bias", (5,))))}
-        module.fit(batches, num_epoch=2, optimizer=optimizer, kvstore="local" if devices > 1 else None, arg_params=start, eval_metric="acc")
+        batches = mx.io.NDArrayIter(
+            features[:, part].reshape(-1, 6),
+            labels[:, part].reshape(-1).astype("f4"),
+            rows,
+            label_name="softmax_label",
+        )
+        start = {
+            name: mx.nd.array(np.random.default_rng(i).normal(size=shape) / 3)
+            for i, (name, shape) in enumerate(
+                (
+                    ("one_weight", (8, 6)),
+                    ("one_bias", (8,)),
+                    ("two_weight", (5, 8)),
+                    ("two_bias", (5,)),
+                )
+            )
+        }
+        module.fit(
+            batches,
+            num_epoch=2,
+            optimizer=optimizer,
+            kvstore="local" if devices > 1 else None,
+            arg_params=start,
+            eval_metric="acc",
+        )
         return {name: value.asnumpy() for name, value in module.get_params()[0].items()}
 
     plain = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     optimizer = bps.DistributedOptimizer(inner)
     # Devices divide by their own batches, and are summed.
-    two = bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, rescale_grad=1 / 2))
+    two = bps.DistributedOptimizer(
+        mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, rescale_grad=1 / 2)
+    )
     result = fit(plain, None), fit(optimizer, bps.rank()), fit(two, bps.rank(), 2)
     optimizer.set_learning_rate(0.25)
     optimizer.rescale_grad = 0.5
-    return (*result, (inner.lr, inner.rescale_grad, optimizer.learning_rate, optimizer.momentum, isinstance(optimizer, mx.optimizer.Optimizer)))
+    return (
+        *result,
+        (
+            inner.lr,
+            inner.rescale_grad,
+            optimizer.learning_rate,
+            optimizer.momentum,
+            isinstance(optimizer, mx.optimizer.Optimizer),
+        ),
+    )
 
 
 def job_loop() -> Any:
     """A loop of one's own with an updater, and several indices in one call."""
     found = []
     for several in (False, True):
-        updater = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("adam", learning_rate=0.1)))
+        updater = mx.optimizer.get_updater(
+            bps.DistributedOptimizer(mx.optimizer.create("adam", learning_rate=0.1))
+        )
         arrays = [mx.nd.ones((3,)) * i for i in range(3)]
         for step in range(3):
             grads = [mx.nd.ones((3,)) * (bps.rank() + step + i) for i in range(3)]
@@ -358,14 +500,20 @@ RESUMED: dict[str, Any] = {
     "onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"},
     "topk": {"compressor": "topk", "k": 0.05, "ef": "corrected", "momentum": "nesterov"},
     "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
-    "none": None, "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
+    "none": None,
+    "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
 }
 
 
 def job_saved_at_once() -> Any:
     """Right after a step, of which nothing has been waited for."""
     net = network("at_once_")
-    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"compressor": "topk", "k": 0.05, "ef": "vanilla"})
+    trainer = bps.DistributedTrainer(
+        net.collect_params(),
+        "sgd",
+        dict(SGD),
+        compression_params={"compressor": "topk", "k": 0.05, "ef": "vanilla"},
+    )
     found = []
     for step in range(3):
         backward(net, *data(step, bps.rank()))
@@ -376,12 +524,23 @@ def job_saved_at_once() -> Any:
                 trainer.save_states(file.name)
                 kept.append(unpacked(_archive(Path(file.name).read_bytes())))
             mx.nd.waitall()
-        found.append([{(i, key): np.asarray(value) for i, state in saved.items() for key, value in state.items()} for saved in kept])
+        found.append(
+            [
+                {
+                    (i, key): np.asarray(value)
+                    for i, state in saved.items()
+                    for key, value in state.items()
+                }
+                for saved in kept
+            ]
+        )
     return found
 
 
 def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
-    """Nesterov's momentum of the gradients of the joined batch, and one of weight decay, or none."""
+    """Nesterov's momentum of the gradients of the joined batch, and one of weight decay, or
+    none.
+    """
     net, rate, mu, wd = network("by_hand_"), SGD["learning_rate"], SGD["momentum"], SGD["wd"]
     now = weights(net)
     momenta, decays = ([np.zeros_like(w) for w in now] for _ in range(2))
@@ -391,17 +550,30 @@ def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
             gradient = p.grad().asnumpy() / (WORKERS * ROWS)
             momenta[i] = mu * momenta[i] + gradient
             decays[i] = mu * decays[i] + wd * now[i]
-            now[i] = now[i] - rate * (gradient + mu * momenta[i] + wd * now[i] + decay_has_momentum * mu * decays[i])
+            now[i] = now[i] - rate * (
+                gradient + mu * momenta[i] + wd * now[i] + decay_has_momentum * mu * decays[i]
+            )
             p.set_data(mx.nd.array(now[i]))
     return now
 
 
 def _half(params: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A float16 weight, which the optimizer has in float32, too, with gradients of 1 and 3 on the workers; and what it should be."""
+    """A float16 weight, which the optimizer has in float32, too, with gradients of 1 and 3 on the
+    workers; and what it should be.
+    """
     parameter = gluon.Parameter("half_weight", shape=(4,), dtype="float16", init=mx.init.One())
     parameter.initialize()
-    trainer = bps.DistributedTrainer([parameter], mx.optimizer.SGD(multi_precision=True, **SGD), compression_params=params)
-    weight, momentum, decay, mu, wd, rate = 1.0, 0.0, 0.0, SGD["momentum"], SGD["wd"], SGD["learning_rate"]
+    trainer = bps.DistributedTrainer(
+        [parameter], mx.optimizer.SGD(multi_precision=True, **SGD), compression_params=params
+    )
+    weight, momentum, decay, mu, wd, rate = (
+        1.0,
+        0.0,
+        0.0,
+        SGD["momentum"],
+        SGD["wd"],
+        SGD["learning_rate"],
+    )
     for _ in range(STEPS):
         with autograd.record():
             loss = parameter.data() * (1.0 + 2 * bps.rank())
@@ -414,17 +586,45 @@ def _half(params: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def job_decay() -> Any:
-    """Compression that loses nothing, since tensors are too small for it: with onebit weight decay has a momentum, too. NAG is as MXNet has it."""
+    """Compression that loses nothing, since tensors are too small for it: with onebit weight decay
+    has a momentum, too.
+
+    NAG is as MXNet has it.
+    """
     params: dict[str, Any] = {"compressor": "onebit", "momentum": "nesterov"}
     plain = {**SGD, "wd": 0.0}
     return {
         "onebit": (ours("decay_", "sgd", SGD, compression_params=params), _by_hand(True)),
-        "topk": (ours("topk_decay_", "sgd", SGD, compression_params={**params, "compressor": "topk", "k": 3}), _by_hand(False)),
+        "topk": (
+            ours(
+                "topk_decay_",
+                "sgd",
+                SGD,
+                compression_params={**params, "compressor": "topk", "k": 3},
+            ),
+            _by_hand(False),
+        ),
         "nag": (ours("nag_decay_", "nag", plain, compression_params=params), alone("nag", plain)),
-        "several devices": (ours("devices_decay_", "sgd", SGD, compression_params=params,
-                                 net=network("devices_decay_", contexts=[mx.cpu(0), mx.cpu(1)])), _by_hand(True)),
+        "several devices": (
+            ours(
+                "devices_decay_",
+                "sgd",
+                SGD,
+                compression_params=params,
+                net=network("devices_decay_", contexts=[mx.cpu(0), mx.cpu(1)]),
+            ),
+            _by_hand(True),
+        ),
         "half precision": _half(params),
-        "mu": (ours("mu_decay_", "sgd", {**SGD, "momentum": 0.0}, compression_params={**params, "mu": 0.9}), _by_hand(True)),
+        "mu": (
+            ours(
+                "mu_decay_",
+                "sgd",
+                {**SGD, "momentum": 0.0},
+                compression_params={**params, "mu": 0.9},
+            ),
+            _by_hand(True),
+        ),
     }
 
 
@@ -439,8 +639,16 @@ def job_async() -> Any:
         loss.backward()
         trainer.step(1)
     net.weight.data().wait_to_read()
-    updater, other = (mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0))) for _ in range(2))
-    array, another = mx.nd.ones((3,)) * 5 * (bps.rank() + 1), mx.nd.ones((3,)) * 50 * (bps.rank() + 1)
+    updater, other = (
+        mx.optimizer.get_updater(
+            bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0))
+        )
+        for _ in range(2)
+    )
+    array, another = (
+        mx.nd.ones((3,)) * 5 * (bps.rank() + 1),
+        mx.nd.ones((3,)) * 50 * (bps.rank() + 1),
+    )
     for _ in range(3):
         updater("mine", mx.nd.ones((3,)), array)
         other("mine", mx.nd.ones((3,)), another)
@@ -467,20 +675,35 @@ def job_async() -> Any:
     updater("mine", mx.nd.zeros((3,)), array)
     other("mine", mx.nd.zeros((3,)), another)
     step_on_devices(0.0)
-    half = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", multi_precision=True)))
+    half = mx.optimizer.get_updater(
+        bps.DistributedOptimizer(mx.optimizer.create("sgd", multi_precision=True))
+    )
     told = []
-    for call in (trainer.allreduce_grads, lambda: trainer.update(1), lambda: half(
-            0, mx.nd.ones((3,), dtype="float16"), mx.nd.ones((3,), dtype="float16")), lambda: bps.DistributedTrainer(
-            net.collect_params(), "sgd", compression_params={"compressor": "onebit"}).step(1)):
+    for call in (
+        trainer.allreduce_grads,
+        lambda: trainer.update(1),
+        lambda: half(0, mx.nd.ones((3,), dtype="float16"), mx.nd.ones((3,), dtype="float16")),
+        lambda: bps.DistributedTrainer(
+            net.collect_params(), "sgd", compression_params={"compressor": "onebit"}
+        ).step(1),
+    ):
         try:
             call()
         except Exception as e:
             told.append(str(e))
-    return net.weight.data().asnumpy(), array.asnumpy(), another.asnumpy(), devices.weight.data(mx.cpu(1)).asnumpy(), told
+    return (
+        net.weight.data().asnumpy(),
+        array.asnumpy(),
+        another.asnumpy(),
+        devices.weight.data(mx.cpu(1)).asnumpy(),
+        told,
+    )
 
 
 def job_gradients() -> Any:
-    """A few steps of a small convolutional network with each compression: what each worker has given, and what it got."""
+    """A few steps of a small convolutional network with each compression: what each worker has
+    given, and what it got.
+    """
     found = {}
     natural = {"compressor": "dithering", "k": 3, "partition": "natural", "normalize": "l2"}
     cases: dict[str, Any] = {**RESUMED, "half": {"fp16": True}, "natural": natural}
@@ -494,7 +717,9 @@ def job_gradients() -> Any:
             backward(net, *data(step, bps.rank()))
             given = {name: p.grad().asnumpy() for name, p in net.collect_params().items()}
             trainer.allreduce_grads()
-            rounds.append((given, {name: p.grad().asnumpy() for name, p in net.collect_params().items()}))
+            rounds.append(
+                (given, {name: p.grad().asnumpy() for name, p in net.collect_params().items()})
+            )
             trainer.update(ROWS)
         found[case] = params, rounds
     return found, int(os.environ["BYTEPS_MIN_COMPRESS_BYTES"])

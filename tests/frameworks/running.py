@@ -1,4 +1,5 @@
-"""Runs functions of a test module in every worker of a local job and brings their results back; or any command, by ``bpsx-run``.
+"""Runs functions of a test module in every worker of a local job and brings their results back; or
+any command, by ``bpsx-run``.
 
 ``torch_job`` and ``tensorflow_job`` say what a worker of each framework does with them.
 """
@@ -27,23 +28,49 @@ JOB_SECONDS = 150.0
 
 
 class Finished(NamedTuple):
-    """``results[rank][function]`` is what the function returned there; a worker that died left none."""
+    """``results[rank][function]`` is what the function returned there; a worker that died left
+    none.
+    """
 
     status: int
     output: str
     results: dict[int, dict[str, Any]]
 
 
-def launch(command: list[str], workers: int, servers: int, processes: int = 1, **environment: str) -> tuple[int, str]:
-    """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns the launcher's status and all output.
+def launch(
+    command: list[str], workers: int, servers: int, processes: int = 1, **environment: str
+) -> tuple[int, str]:
+    """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns
+    the launcher's status and all output.
 
     A job that does not end is killed.
     """
-    quick = {"OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BPSX_DEADLOCK_SECONDS": "8", **environment}
+    quick = {
+        "OMP_NUM_THREADS": "1",
+        "BPSX_RENDEZVOUS_TIMEOUT": "60",
+        "BPSX_DEADLOCK_SECONDS": "8",
+        **environment,
+    }
     job = subprocess.Popen(
-        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers),
-         "--processes", str(processes), *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, **quick})
+        [
+            sys.executable,
+            "-m",
+            "bpsx.launch",
+            "--local",
+            "--workers",
+            str(workers),
+            "--servers",
+            str(servers),
+            "--processes",
+            str(processes),
+            *command,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **quick},
+    )
     try:
         output, _ = job.communicate(timeout=JOB_SECONDS)
     except subprocess.TimeoutExpired:
@@ -54,32 +81,63 @@ def launch(command: list[str], workers: int, servers: int, processes: int = 1, *
 
 
 def source_of(job: str, module_file: str, functions: list[str], out: Path) -> str:
-    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in ``out``. ``job``: the module that knows how."""
+    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in
+    ``out``.
+
+    ``job``: the module that knows how.
+    """
     paths = [str(HERE), str(HERE.parent)]
-    return f"import sys\nsys.path[:0] = {paths!r}\nimport {job}\n{job}.work({module_file!r}, {str(out)!r}, {functions!r})"
+    return (
+        f"import sys\nsys.path[:0] = {paths!r}\nimport {job}\n{job}.work({module_file!r},"
+        f" {str(out)!r}, {functions!r})"
+    )
 
 
-def run_job(job: str, module_file: str, functions: list[str], out: Path | pytest.TempPathFactory, workers: int = 2, servers: int = 1,
-            processes: int = 1, *, apart: bool = False, **environment: str) -> Finished:
-    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``.
+def run_job(
+    job: str,
+    module_file: str,
+    functions: list[str],
+    out: Path | pytest.TempPathFactory,
+    workers: int = 2,
+    servers: int = 1,
+    processes: int = 1,
+    *,
+    apart: bool = False,
+    **environment: str,
+) -> Finished:
+    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init``
+    and ``shutdown``.
 
-    ``out``: an empty folder for results; or pytest's maker of folders: then a job is run once for all processes of a test run.
+    ``out``: an empty folder for results; or pytest's maker of folders: then a job is run once for
+    all processes of a test run.
 
-    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one order in sets of strings; see :mod:`forking`.
+    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one
+    order in sets of strings; see :mod:`forking`.
     """
     options = (workers, servers, processes)
     load = importlib.import_module(f"frameworks.{job}").load
     if isinstance(out, Path):
         status, output = _run(job, module_file, functions, out, *options, apart, environment)
     else:
-        out, status, output = _run_once(job, module_file, functions, out, *options, apart, environment)
+        out, status, output = _run_once(
+            job, module_file, functions, out, *options, apart, environment
+        )
     return Finished(status, output, {int(f.stem): load(f) for f in out.glob("*.results")})
 
 
-def _run_once(job: str, module_file: str, functions: list[str], folders: pytest.TempPathFactory, *how: Any) -> tuple[Path, int, str]:
-    common = folders.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else folders.getbasetemp()
+def _run_once(
+    job: str, module_file: str, functions: list[str], folders: pytest.TempPathFactory, *how: Any
+) -> tuple[Path, int, str]:
+    common = (
+        folders.getbasetemp().parent
+        if "PYTEST_XDIST_WORKER" in os.environ
+        else folders.getbasetemp()
+    )
     known = hashlib.sha256(repr((module_file, functions, how)).encode()).hexdigest()[:16]
-    out, end = common / f"{Path(module_file).stem}-{known}", common / f"{Path(module_file).stem}-{known}.json"
+    out, end = (
+        common / f"{Path(module_file).stem}-{known}",
+        common / f"{Path(module_file).stem}-{known}.json",
+    )
     with open(common / f"{known}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not end.exists():
@@ -88,14 +146,34 @@ def _run_once(job: str, module_file: str, functions: list[str], folders: pytest.
     return out, status, output
 
 
-def _run(job: str, module_file: str, functions: list[str], out: Path, workers: int, servers: int, processes: int, apart: bool,
-         environment: dict[str, str]) -> tuple[int, str]:
+def _run(
+    job: str,
+    module_file: str,
+    functions: list[str],
+    out: Path,
+    workers: int,
+    servers: int,
+    processes: int,
+    apart: bool,
+    environment: dict[str, str],
+) -> tuple[int, str]:
     out.mkdir(parents=True, exist_ok=True)
     source = source_of(job, module_file, functions, out)
-    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
+    # as bpsx-run gives its jobs one
+    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}
     alone = workers * processes + servers == 1
-    seeds = {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
-    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as running:
+    seeds = (
+        {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
+    )
+    with Job(
+        source,
+        workers * processes,
+        servers,
+        processes=processes,
+        env={**quick, **environment},
+        worker_env=seeds,
+        alone=alone,
+    ) as running:
         statuses = [p.wait(JOB_SECONDS) for p in running.processes]
         output = "\n".join(p.text() for p in running.processes)
     return next((s for s in statuses if s), 0), output
@@ -111,7 +189,8 @@ def module_at(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module       # where TensorFlow looks for the functions that it rewrites
+    # where TensorFlow looks for the functions that it rewrites
+    sys.modules[module.__name__] = module
     spec.loader.exec_module(module)
     return module
 

@@ -13,7 +13,8 @@ from frameworks.running import Finished, each
 
 __all__ = ["WORKER", "Finished", "each", "load", "run_job", "work"]
 
-#: Whether this process is a worker. Test modules import TensorFlow under ``if WORKER:``; see :mod:`apart`.
+#: Whether this process is a worker. Test modules import TensorFlow under ``if WORKER:``; see
+#: :mod:`apart`.
 WORKER = False
 
 #: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.
@@ -28,7 +29,10 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
-    """Call ``functions`` between ``init`` and ``shutdown``. What they return has to be made of NumPy's and Python's."""
+    """Call ``functions`` between ``init`` and ``shutdown``.
+
+    What they return has to be made of NumPy's and Python's.
+    """
     global WORKER
     import tensorflow as tf
 
@@ -42,7 +46,8 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     bps.init()
     rank, results = bps.rank(), {}
     for name in functions:
-        tf.random.set_seed(100 + rank)      # whatever must be alike on the workers has to be made so by the test
+        # whatever must be alike on the workers has to be made so by the test
+        tf.random.set_seed(100 + rank)
         results[name] = getattr(module, name)()
     running.place(out, rank).write_bytes(pickle.dumps(results))
     apart.check("tensorflow")

@@ -12,31 +12,46 @@ BATCH = 8
 def data(steps: int = 4, workers: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """(steps, workers, BATCH, 6) and labels (steps, workers, BATCH) of three classes."""
     rng = np.random.default_rng(5)
-    return rng.normal(size=(steps, workers, BATCH, 6)).astype(np.float32), rng.integers(0, 3, (steps, workers, BATCH))
+    return rng.normal(size=(steps, workers, BATCH, 6)).astype(np.float32), rng.integers(
+        0, 3, (steps, workers, BATCH)
+    )
 
 
 def mlp() -> Any:
     """A Keras model of two layers, whose weights depend on nothing."""
     import keras
 
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(10, activation="tanh"), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(10, activation="tanh"), keras.layers.Dense(3)]
+    )
     rng = np.random.default_rng(6)
-    model.set_weights([rng.normal(size=w.shape).astype(np.float32) * 0.3 for w in model.get_weights()])
+    model.set_weights(
+        [rng.normal(size=w.shape).astype(np.float32) * 0.3 for w in model.get_weights()]
+    )
     return model
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
-    """The mean over the batch: so the average of two workers' gradients is that of the joined batch."""
+    """The mean over the batch: so the average of two workers' gradients is that of the joined
+    batch.
+    """
     import tensorflow as tf
 
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=model(x, training=True)))
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=model(x, training=True))
+    )
 
 
 def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
-    """``compression_params`` that compress every gradient, and lose nothing: all values and their places."""
+    """``compression_params`` that compress every gradient, and lose nothing: all values and their
+    places.
+    """
     from bpsx.tensorflow.names import own_names_of
 
-    return {name: {"compressor": "topk", "k": int(np.prod(v.shape)), **more} for name, v in zip(own_names_of(variables), variables, strict=True)}
+    return {
+        name: {"compressor": "topk", "k": int(np.prod(v.shape)), **more}
+        for name, v in zip(own_names_of(variables), variables, strict=True)
+    }
 
 
 def joined(steps: int = 4) -> list[np.ndarray]:

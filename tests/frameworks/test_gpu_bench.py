@@ -1,4 +1,8 @@
-"""``python -m bench gpu`` runs, on the CPU with gloo, and reports what it says; its model trains as it should. No figure is judged here."""
+"""``python -m bench gpu`` runs, on the CPU with gloo, and reports what it says; its model trains as
+it should.
+
+No figure is judged here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def cases_of(*words: str) -> dict[str, dict]:
-    line = [sys.executable, "-m", "bench", "gpu", "--device", "cpu", "--quick", "--networks", "tiny", "--json", *words]
+    line = [
+        sys.executable,
+        "-m",
+        "bench",
+        "gpu",
+        "--device",
+        "cpu",
+        "--quick",
+        "--networks",
+        "tiny",
+        "--json",
+        *words,
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {c["case"]: c for c in json.loads(done.stdout)["cases"]}
@@ -23,9 +39,25 @@ def cases_of(*words: str) -> dict[str, dict]:
 
 def test_one_machine_and_two_imitated_ones() -> None:
     cases = cases_of("--only", "nccl,pcie,train")
-    assert list(cases) == ["nccl-many", "nccl-large", "nccl-latency", "pcie-many", "pcie-large", "train-tiny", "alone-tiny"]
+    assert list(cases) == [
+        "nccl-many",
+        "nccl-large",
+        "nccl-latency",
+        "pcie-many",
+        "pcie-large",
+        "train-tiny",
+        "alone-tiny",
+    ]
     assert all(c["value"] > 0 and c["peer"] > 0 and c["samples"] for c in cases.values())
-    assert [c["target"] for c in cases.values()] == [">= 0.9", ">= 0.9", "<= 1.5", ">= 0.85", ">= 0.85", "<= 1.0", None]
+    assert [c["target"] for c in cases.values()] == [
+        ">= 0.9",
+        ">= 0.9",
+        "<= 1.5",
+        ">= 0.85",
+        ">= 0.85",
+        "<= 1.0",
+        None,
+    ]
 
 
 def test_links_are_as_slow_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,12 +65,16 @@ def test_links_are_as_slow_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := importlib.import_module("bench.network").why_not():
         pytest.skip(reason)
     cases = cases_of("--only", "links", "--rates", "50mbit", "--extra", "0,2")
-    assert list(cases) == [f"links-50mbit-k{k}-tiny{way}" for k in (0, 2) for way in ("", "-onebit")]
+    assert list(cases) == [
+        f"links-50mbit-k{k}-tiny{way}" for k in (0, 2) for way in ("", "-onebit")
+    ]
     least = 1e3 * 4 * 399_578 * 8 / 50e6
     for k in (0, 2):
         plain, packed = cases[f"links-50mbit-k{k}-tiny"], cases[f"links-50mbit-k{k}-tiny-onebit"]
         # A burst, 0.26 MB of 1.6, may go out at once.
-        assert plain["value"] > 0.8 * least and plain["peer"] > 0.8 * least and packed["value"] < least
+        assert (
+            plain["value"] > 0.8 * least and plain["peer"] > 0.8 * least and packed["value"] < least
+        )
 
 
 def test_gradients_come_last_layer_first_and_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +85,9 @@ def test_gradients_come_last_layer_first_and_are_known(monkeypatch: pytest.Monke
     assert sum(p.numel() for p in model.parameters()) == network.elements
     came: list[str] = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name.partition("_")[0]))
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: came.append(name.partition("_")[0])
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()

@@ -23,7 +23,11 @@ def test_after_join_all_go_on_with_what_one_remembers(tmp_path: Path) -> None:
     assert len(one) == 4
     for case, (last, before, after, updates) in one.items():
         assert last == 0 and updates == 8 and two[case][0] == 0 and two[case][3] == 8, case
-        assert np.array_equal(before, two[case][1]) and np.array_equal(after, two[case][2]) and not np.array_equal(before, after), case
+        assert (
+            np.array_equal(before, two[case][1])
+            and np.array_equal(after, two[case][2])
+            and not np.array_equal(before, after)
+        ), case
 
 
 def test_a_scaled_loss_keeps_small_gradients_in_half_precision(tmp_path: Path) -> None:
@@ -38,7 +42,10 @@ ALONE = """
 import bpsx.mxnet as bps, mxnet as mx, numpy as np
 from bpsx import errors
 from mxnet import autograd, gluon
+
 bps.init()
+
+
 def trained(make, name, **more):
     parameter = gluon.Parameter(name, shape=(8,), init=mx.init.One())
     parameter.initialize()
@@ -49,8 +56,14 @@ def trained(make, name, **more):
         loss.backward()
         trainer.step(1)
     return parameter.data().asnumpy()
+
+
 plain = trained(gluon.Trainer, "plain", kvstore=None)
-ours = trained(bps.DistributedTrainer, "ours", compression_params={"compressor": "onebit", "momentum": "nesterov"})
+ours = trained(
+    bps.DistributedTrainer,
+    "ours",
+    compression_params={"compressor": "onebit", "momentum": "nesterov"},
+)
 print(np.array_equal(plain, ours))
 new = gluon.Parameter("new", shape=(1,))
 new.initialize()
@@ -63,18 +76,35 @@ except errors.ConfigError as e:
 
 
 def alone(script: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env: dict[str, Any] = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env={**env, **more})
+    env: dict[str, Any] = {
+        key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**env, **more},
+    )
 
 
 def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is() -> None:
     done = alone(ALONE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["True", "broadcast_optimizer_state: trainer is a str; a DistributedTrainer is needed"], done.stdout
+    assert done.stdout.splitlines() == [
+        "True",
+        "broadcast_optimizer_state: trainer is a str; a DistributedTrainer is needed",
+    ], done.stdout
 
 
 @pytest.mark.parametrize(("level", "said"), [("INFO", 1), ("WARNING", 0)])
 def test_what_the_import_did_is_said_at_level_info(level: str, said: int) -> None:
     """Once init() has set up logging, which comes after the import."""
-    done = alone("import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level)
-    assert done.returncode == 0 and done.stderr.count("MXNet's modules, and nobody else, see a distutils.version") == said, done.stderr
+    done = alone(
+        "import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level
+    )
+    assert (
+        done.returncode == 0
+        and done.stderr.count("MXNet's modules, and nobody else, see a distutils.version") == said
+    ), done.stderr

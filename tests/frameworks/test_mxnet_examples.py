@@ -1,4 +1,6 @@
-"""Every example of examples/mxnet, as its page says to start it, at small sizes; and a script for BytePS with the import changed."""
+"""Every example of examples/mxnet, as its page says to start it, at small sizes; and a script for
+BytePS with the import changed.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,33 @@ def test_all_are_here() -> None:
 
 @pytest.mark.parametrize("compression", ["none", "onebit", "topk", "randomk", "dithering", "fp16"])
 def test_digits(compression: str) -> None:
-    status, output = launch([sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "2", "--compress", compression], 2, 1)
+    status, output = launch(
+        [sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "2", "--compress", compression],
+        2,
+        1,
+    )
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
-    assert f"2 workers, batches of 32 each, compression: {compression}" in output and "weights are the same on all workers" in output
+    assert (
+        f"2 workers, batches of 32 each, compression: {compression}" in output
+        and "weights are the same on all workers" in output
+    )
     assert len(losses) == 2 and losses[1] < losses[0], output
 
 
 def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> None:
     before, after = ((MIGRATING / f"mxnet_{which}.py").read_text() for which in ("before", "after"))
-    assert after == before.replace("import mxnet as mx\nimport byteps.mxnet as bps\n", "import bpsx.mxnet as bps\nimport mxnet as mx\n") != before
-    status, output = launch([sys.executable, str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    assert (
+        after
+        == before.replace(
+            "import mxnet as mx\nimport byteps.mxnet as bps\n",
+            "import bpsx.mxnet as bps\nimport mxnet as mx\n",
+        )
+        != before
+    )
+    status, output = launch(
+        [sys.executable, str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000"
+    )
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
     weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
@@ -40,5 +58,10 @@ def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> N
 
 
 def test_digits_refuses_what_it_does_not_show() -> None:
-    status, output = launch([sys.executable, str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1")
-    assert status == 1 and "with BYTEPS_ENABLE_ASYNC=1 adds to the servers' value: leave that out" in output, output[-3000:]
+    status, output = launch(
+        [sys.executable, str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1"
+    )
+    assert (
+        status == 1
+        and "with BYTEPS_ENABLE_ASYNC=1 adds to the servers' value: leave that out" in output
+    ), output[-3000:]

@@ -15,7 +15,9 @@ from frameworks.mxnet_scripts import HEAD, run
 from jobs import Job
 
 pytestmark = pytest.mark.timeout(180)
-TRAINS = HEAD + """
+TRAINS = (
+    HEAD
+    + """
 bps.init()
 mx.random.seed(0)
 net = gluon.nn.Dense(4, in_units=3)
@@ -37,6 +39,7 @@ except Exception as e:
     bps.shutdown()
     sys.exit(3)
 """
+)
 
 
 @pytest.mark.parametrize("who", ["server", "worker"])
@@ -48,21 +51,35 @@ def test_a_death_is_raised_in_the_training_loop(who: str) -> None:
         survivor = job.workers[0]
         assert survivor.wait() == 3
         told = survivor.reports()[-1]
-        assert re.search(r"(MXNetError|PeerLostError): .*" + ("server 0" if who == "server" else "worker 1") + ".* is gone", told, re.DOTALL), told
+        assert re.search(
+            r"(MXNetError|PeerLostError): .*"
+            + ("server 0" if who == "server" else "worker 1")
+            + ".* is gone",
+            told,
+            re.DOTALL,
+        ), told
 
 
-RESUMES = HEAD + """
+RESUMES = (
+    HEAD
+    + """
 bps.init()
 net = gluon.nn.Dense(400, in_units=3, use_bias=False)
 net.initialize(mx.init.One())
 params = {"compressor": "topk", "k": 1, "ef": "vanilla"}
-trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, compression_params=params)
+trainer = bps.DistributedTrainer(
+    net.collect_params(), "sgd", {"learning_rate": 1.0}, compression_params=params
+)
+
+
 def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3)) * (bps.rank() + 1)).sum()
     loss.backward()
     trainer.step(1)
     return float(net.weight.data().asnumpy().sum())
+
+
 first = step()
 bps.suspend()
 report("suspended")
@@ -71,12 +88,17 @@ bps.resume(int(os.environ["SIZE"]), 1)
 report([first, step()])
 bps.shutdown()
 """
+)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_suspend_and_resume(size: int) -> None:
-    """Also into another size: gradients are then divided by that; what compression has kept goes on."""
-    with Job(RESUMES, workers=2, servers=1, env={"BYTEPS_MIN_COMPRESS_BYTES": "0", "SIZE": str(size)}) as job:
+    """Also into another size: gradients are then divided by that; what compression has kept goes
+    on.
+    """
+    with Job(
+        RESUMES, workers=2, servers=1, env={"BYTEPS_MIN_COMPRESS_BYTES": "0", "SIZE": str(size)}
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
         job.servers_anew(size)
@@ -86,8 +108,12 @@ def test_suspend_and_resume(size: int) -> None:
         if size == 2:
             job.workers[1].say("go")
         for _, (first, second) in job.results():
-            # One element of 1200 travels: the first, 1 and 2, halved; then another one, twice as large, of which nothing has gone yet. Alone all do.
-            assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (first, second)
+            # One element of 1200 travels: the first, 1 and 2, halved; then another one, twice as
+            # large, of which nothing has gone yet. Alone all do.
+            assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (
+                first,
+                second,
+            )
 
 
 BREAKS = """
@@ -112,7 +138,9 @@ def step(number, hear=True):
 
 def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
     """A script that catches the error of its own computation and goes on would be a step behind."""
-    status, told, output = run(BREAKS + """
+    status, told, output = run(
+        BREAKS
+        + """
 for number in range(3):
     try:
         print(number, step(number))
@@ -120,9 +148,14 @@ for number in range(3):
         print(number, type(e).__name__, str(e).splitlines()[-1])
         if bps.rank() == 1 or number == 2:
             sys.exit(3)
-""")
-    first, second = ([line for line in told[rank] if line[:2] in ("0 ", "1 ", "2 ")] for rank in (0, 1))
-    assert first[0] == second[0] == "0 [0. 0. 0.]" and first[1].startswith("1 MXNetError"), output[-2000:]
+"""
+    )
+    first, second = (
+        [line for line in told[rank] if line[:2] in ("0 ", "1 ", "2 ")] for rank in (0, 1)
+    )
+    assert first[0] == second[0] == "0 [0. 0. 0.]" and first[1].startswith("1 MXNetError"), output[
+        -2000:
+    ]
     assert first[2].startswith("2 BpsxError an earlier exchange was left out"), output[-2000:]
     assert "an MXNetError said why" in first[2], first
     assert len(second) == 2 and not second[1].startswith("1 ["), output[-2000:]
@@ -130,7 +163,9 @@ for number in range(3):
 
 
 def test_what_has_made_the_engine_leave_one_out_is_named_where_nobody_has_waited() -> None:
-    status, told, output = run(BREAKS + """
+    status, told, output = run(
+        BREAKS
+        + """
 step(0)
 if bps.rank() == 0:
     step(1, hear=False)
@@ -142,16 +177,30 @@ if bps.rank() == 0:
             print(e)
     bps.shutdown()
     sys.exit(3)
-""")
-    first, second = (line for line in told[0] if line.startswith("an earlier exchange was left out by MXNet's engine"))
-    assert status == 3 and first == second and "Check failed" in first and "CustomOpForward" in first, output[-2000:]
+"""
+    )
+    first, second = (
+        line
+        for line in told[0]
+        if line.startswith("an earlier exchange was left out by MXNet's engine")
+    )
+    assert (
+        status == 3 and first == second and "Check failed" in first and "CustomOpForward" in first
+    ), output[-2000:]
 
 
 @pytest.mark.parametrize("why", ["left out", "refused"])
-def test_what_comes_after_an_exchange_that_did_not_begin_is_not_added_to_other_steps(why: str) -> None:
-    """Where the script has given later ones to the engine before it hears: each step has an array of its own, under one name."""
-    _, told, output = run(BREAKS + """
+def test_what_comes_after_an_exchange_that_did_not_begin_is_not_added_to_other_steps(
+    why: str,
+) -> None:
+    """Where the script has given later ones to the engine before it hears: each step has an array
+    of its own, under one name.
+    """
+    _, told, output = run(
+        BREAKS
+        + """
 from bpsx.mxnet import ops
+
 refused = os.environ["WHY"] == "refused"
 bps.byteps_declare_tensor("m", compressor="topk", k=1, ef="corrected")
 late = mx.nd.ones((1500, 1500))
@@ -164,10 +213,11 @@ for number in range(6):
         if refused:
             rate = -1.0
         else:
-            x = mx.nd.Custom(x + 0 * late[0, 0], op_type="bpsx_breaks")     # when all others have been given
+            # when all others have been given
+            x = mx.nd.Custom(x + 0 * late[0, 0], op_type="bpsx_breaks")
     try:
         ops.submit(x, "m", average=True, rate=rate)
-    except bpsx.BpsxError as e:     # the refusal of one may be known before the next is given
+    except bpsx.BpsxError as e:  # the refusal of one may be known before the next is given
         if not refused:
             raise
         break
@@ -178,18 +228,26 @@ for number, x in enumerate(got):
         print(number, x.asscalar())
     except mx.MXNetError as e:
         print(number, type(e).__name__, str(e).splitlines()[0])
-""", WHY=why, BYTEPS_MIN_COMPRESS_BYTES="0", BPSX_SHUTDOWN_TIMEOUT="60")     # products of large matrices take their time
+""",
+        WHY=why,
+        BYTEPS_MIN_COMPRESS_BYTES="0",
+        BPSX_SHUTDOWN_TIMEOUT="60",
+    )  # products of large matrices take their time
     for rank in (0, 1):
         lines = [line for line in told[rank] if re.match(r"[0-5] ", line)]
         assert lines[:2] == ["0 0.0", "1 1.0"] and len(lines) > (2, 5)[rank], output[-2000:]
         assert all("Error" in line for line in lines[2:]), output[-2000:]
         if rank == 0:
-            assert all("an earlier exchange under this name did not begin" in line for line in lines[3:]), output[-2000:]
+            assert all(
+                "an earlier exchange under this name did not begin" in line for line in lines[3:]
+            ), output[-2000:]
 
 
 def test_weights_are_themselves_after_a_failure_of_asynchronous_training() -> None:
     """Not what was on its way to the servers, their change."""
-    with Job(HEAD + """
+    with Job(
+        HEAD
+        + """
 bps.init()
 net = gluon.nn.Dense(2, in_units=2, use_bias=False)
 net.initialize(mx.init.Constant(100.0))
@@ -211,7 +269,11 @@ except mx.MXNetError:
     pass
 report(net.weight.data().asnumpy().tolist())
 os._exit(0)
-""", workers=1, servers=1, env={"BYTEPS_ENABLE_ASYNC": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+""",
+        workers=1,
+        servers=1,
+        env={"BYTEPS_ENABLE_ASYNC": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"},
+    ) as job:
         job.workers[0].wait_for_line("going")
         job.servers[0].signal(signal.SIGKILL)
         assert job.workers[0].wait() == 0
@@ -219,12 +281,18 @@ os._exit(0)
         assert all(50 < value <= 100 for row in found for value in row), found
 
 
-GROWS = HEAD + """
+GROWS = (
+    HEAD
+    + """
 bps.init()
 rank, old = bps.rank(), os.environ.get("NEW") is None
 net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="grows_")
 net.initialize(mx.init.Constant(rank + 1))
-trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0, "momentum": 0.5})
+trainer = bps.DistributedTrainer(
+    net.collect_params(), "sgd", {"learning_rate": 1.0, "momentum": 0.5}
+)
+
+
 def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3))).sum()
@@ -235,6 +303,8 @@ def step():
     else:
         trainer.step(1)
     return float(net.weight.data().asnumpy().sum())
+
+
 if old:
     step()
     bps.suspend()
@@ -244,6 +314,7 @@ if old:
 report(step())
 bps.shutdown()
 """
+)
 
 
 @pytest.mark.parametrize("parts", ["", "1"], ids=["step", "parts"])
@@ -289,12 +360,24 @@ bps.shutdown()
 
 def test_alone_and_without_a_job() -> None:
     """One process, no launcher: sums are what was pushed."""
-    script = HEAD + """
+    script = (
+        HEAD
+        + """
 bps.init()
 x = mx.nd.ones((3,))
 bps.byteps_push_pull(x, name="x", is_average=False)
 print(x.asnumpy().sum(), bps.size())
 """
-    env: dict[str, Any] = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=env)
+    )
+    env: dict[str, Any] = {
+        key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=env,
+    )
     assert done.returncode == 0 and done.stdout.split() == ["3.0", "1"], done.stderr

@@ -1,4 +1,6 @@
-"""What workers find out in the first step: that they mean different things by a name, or begin with different weights."""
+"""What workers find out in the first step: that they mean different things by a name, or begin with
+different weights.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from frameworks.mxnet_scripts import HEAD
 from jobs import Job, run
 
 pytestmark = pytest.mark.timeout(180)
-_START = HEAD + """
+_START = (
+    HEAD
+    + """
 import warnings
 import bpsx
 bps.init()
@@ -32,38 +36,56 @@ def tried(call, *args):
     except (bpsx.BpsxError, mx.MXNetError) as e:
         return str(e)
 """
+)
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
 def test_trainers_of_one_name_that_are_made_in_another_order(mode: str) -> None:
-    """Of two networks alike; both before the first step, and one after the other's first step; also in asynchronous training."""
-    source = _START + """
+    """Of two networks alike; both before the first step, and one after the other's first step; also
+    in asynchronous training.
+    """
+    source = (
+        _START
+        + """
 for late in False, True:
     nets = [net(f"late{late}_", 1.0) for _ in range(2)]
     found, trainers = [], []
     for one in nets if rank == 0 else nets[::-1]:
-        trainers.append((one, bps.DistributedTrainer(one.collect_params(), "sgd", {"learning_rate": 0.1})))
+        trainers.append(
+            (one, bps.DistributedTrainer(one.collect_params(), "sgd", {"learning_rate": 0.1}))
+        )
         if late:
             found.append(tried(step, *trainers[-1], 1.0))
     report(found or [tried(step, *trainer, 1.0) for trainer in trainers * 2])
 bps.shutdown()
 """
+    )
     for at_once, late in run(source, env={"BYTEPS_ENABLE_ASYNC": mode}):
         assert len(at_once) == 4 and isinstance(late[0], list) and len(late) == 2
         for text in (*at_once, late[1]):
-            assert "worker 1 has other names of Parameters, or the same in another order, than worker 0" in text
+            assert (
+                "worker 1 has other names of Parameters, or the same in another order, than"
+                " worker 0" in text
+            )
             assert "so must be the order in which Parameters of one name are made" in text
 
 
-_MODULE = _START + """
+_MODULE = (
+    _START
+    + """
 def module(seed, devices=1):
     mx.random.seed(seed)
     x = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=5, name="one")
-    made = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax"), context=[mx.cpu(i) for i in range(devices)])
-    batches = mx.io.NDArrayIter(np.ones((24, 6), "f4"), np.ones(24, "f4"), 8, label_name="softmax_label")
+    made = mx.mod.Module(
+        mx.sym.SoftmaxOutput(x, name="softmax"), context=[mx.cpu(i) for i in range(devices)]
+    )
+    batches = mx.io.NDArrayIter(
+        np.ones((24, 6), "f4"), np.ones(24, "f4"), 8, label_name="softmax_label"
+    )
     made.bind(batches.provide_data, batches.provide_label)
     made.init_params(mx.init.Uniform(0.1))
     return made, batches
+
 
 def fit(how, devices):
     made, batches = module(1 + (rank if how != "equal seeds" else 0), devices)
@@ -74,6 +96,7 @@ def fit(how, devices):
     optimizer = bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.1))
     made.fit(batches, optimizer=optimizer, kvstore="local" if devices > 1 else None, num_epoch=2)
 
+
 for devices in 1, 2:
     for how in "broadcast", "equal seeds", "forgotten":
         with warnings.catch_warnings(record=True) as heard:
@@ -81,6 +104,7 @@ for devices in 1, 2:
             error = tried(fit, how, devices)
         report([how, error, [str(w.message) for w in heard if "other weights" in str(w.message)]])
 """
+)
 
 
 @pytest.mark.parametrize("option", ["warn", "error", "off"])
@@ -94,12 +118,14 @@ def test_weights_that_differ_before_the_first_step(option: str) -> None:
                 if how != "forgotten" or option == "off":
                     assert (error, heard) == (None, []), how
                     continue
-                text, = [error] if option == "error" else heard
+                (text,) = [error] if option == "error" else heard
                 assert "worker 1 has other weights than worker 0 before the first step" in text
                 assert "broadcast_parameters() of what module.get_params() gives" in text
 
 
-_LOOP = _MODULE.partition("for devices in")[0] + """
+_LOOP = (
+    _MODULE.partition("for devices in")[0]
+    + """
 from bpsx.mxnet import _pushes
 
 def steps(read):
@@ -113,6 +139,7 @@ def steps(read):
         _pushes.wait(60)        # until bpsx knows all that the engine has left out
     return made.get_outputs()[0].asnumpy().tolist() if read else None
 """
+)
 
 
 def test_an_error_in_an_updater_is_raised_in_any_later_step() -> None:
@@ -123,7 +150,9 @@ def test_an_error_in_an_updater_is_raised_in_any_later_step() -> None:
 
 
 def test_an_error_in_an_updater_that_nobody_waits_for_is_no_success() -> None:
-    with Job(_LOOP + "steps(False)", workers=2, servers=1, env={"BPSX_CHECK_WEIGHTS": "error"}) as job:
+    with Job(
+        _LOOP + "steps(False)", workers=2, servers=1, env={"BPSX_CHECK_WEIGHTS": "error"}
+    ) as job:
         for worker in job.workers:
             assert worker.wait() == 1, worker.text()
             assert "exit status 1, because an exchange has failed" in worker.text()

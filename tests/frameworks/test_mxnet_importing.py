@@ -16,12 +16,17 @@ from optional import OLD_NUMPY, why_left_out
 pytestmark = pytest.mark.timeout(120)
 WORKS = """
 import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
+
+logging.basicConfig(
+    level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout
+)
 import numpy
+
 before = set(vars(numpy))
 import bpsx.mxnet
 import mxnet as mx
 from mxnet import autograd, gluon
+
 added = [name for name in set(vars(numpy)) - before if "numpy." + name not in sys.modules]
 net = gluon.nn.HybridSequential()
 net.add(gluon.nn.Conv2D(2, 3), gluon.nn.BatchNorm(), gluon.nn.Dense(2))
@@ -33,10 +38,19 @@ for _ in range(2):
         loss = net(mx.nd.ones((2, 1, 5, 5))).sum()
     loss.backward()
     trainer.step(2)
-assert mx.nd.array([1, 2], dtype=numpy.float16).dtype == numpy.float16 and mx.np.sum(mx.np.ones((2, 3))).asnumpy() == 6
+assert (
+    mx.nd.array([1, 2], dtype=numpy.float16).dtype == numpy.float16
+    and mx.np.sum(mx.np.ones((2, 3))).asnumpy() == 6
+)
 metric = mx.metric.Accuracy()
 metric.update([mx.nd.array([1])], [mx.nd.array([[0.0, 1.0]])])
-print(numpy.__version__, added, numpy.isfinite(loss.asscalar()), metric.get()[1], [name for name in sys.modules if name.startswith("distutils")])
+print(
+    numpy.__version__,
+    added,
+    numpy.isfinite(loss.asscalar()),
+    metric.get()[1],
+    [name for name in sys.modules if name.startswith("distutils")],
+)
 """
 
 TRIES = """
@@ -51,7 +65,14 @@ print("goes on")
 
 def script(text: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, *options, "-c", text], env=env, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        [sys.executable, *options, "-c", text],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("which", ["the one that is there", "one below 2"])
@@ -66,24 +87,47 @@ def test_mxnet_works_with_numpy(which: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     told, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     version = last.split()[0]
-    assert told.startswith(f"INFO bpsx.mxnet MXNet's modules, and nobody else, see a distutils.version and these names in NumPy {version}, ")
-    assert " int, " in told and (version.startswith("1.") if which == "one below 2" else version == np.__version__)
+    assert told.startswith(
+        "INFO bpsx.mxnet MXNet's modules, and nobody else, see a distutils.version and these names"
+        f" in NumPy {version}, "
+    )
+    assert " int, " in told and (
+        version.startswith("1.") if which == "one below 2" else version == np.__version__
+    )
     assert last == f"{version} [] True 1.0 []"
 
 
 def test_without_mxnet() -> None:
     done = script("import sys\nsys.modules['mxnet'] = None\nimport bpsx.mxnet")
-    assert done.returncode == 1 and "ImportError: bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1" in done.stderr
+    assert (
+        done.returncode == 1
+        and "ImportError: bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1" in done.stderr
+    )
 
 
 def test_another_version(tmp_path: Path) -> None:
     (tmp_path / "mxnet").mkdir()
     (tmp_path / "mxnet" / "__init__.py").write_text("__version__ = '1.5.0'")
-    done = script("import bpsx.mxnet", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert done.returncode == 1 and "needs MXNet 1.9.1, the last release, and this is 1.5.0" in done.stderr
+    done = script(
+        "import bpsx.mxnet", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
+    assert (
+        done.returncode == 1
+        and "needs MXNet 1.9.1, the last release, and this is 1.5.0" in done.stderr
+    )
 
 
-@pytest.mark.parametrize("function", ["MXEnginePushAsyncND", "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv", "_ZNSt13runtime_errorC1EPKc"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "MXEnginePushAsyncND",
+        "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv",
+        "_ZNSt13runtime_errorC1EPKc",
+    ],
+)
 def test_a_function_that_is_missing_is_named(tmp_path: Path, function: str) -> None:
     told = hiding.run(hiding.made(tmp_path), function, TRIES)
-    assert told == [f"bpsx.mxnet: this build of MXNet 1.9.1 lacks {function}, which bpsx needs", "goes on"]
+    assert told == [
+        f"bpsx.mxnet: this build of MXNet 1.9.1 lacks {function}, which bpsx needs",
+        "goes on",
+    ]

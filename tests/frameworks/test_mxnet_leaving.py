@@ -1,4 +1,6 @@
-"""The end of a job, of a process, and forks: what MXNet's engine has been given is finished, and what went wrong is told."""
+"""The end of a job, of a process, and forks: what MXNet's engine has been given is finished, and
+what went wrong is told.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,27 @@ if bps.rank() == 1:
 """
 
 
-@pytest.mark.parametrize("end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"])
+@pytest.mark.parametrize(
+    "end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"]
+)
 def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
     """By one worker, whose script has no more to do; the other one waits for it."""
-    status, told, output = run(LATE + """
+    status, told, output = run(
+        LATE
+        + """
 bps.byteps_push_pull(x, name="late", is_average=False)
 if bps.rank() == 0:
     print(x.asnumpy().mean())
-""" + end)
+"""
+        + end
+    )
     assert status == 0 and "Error" not in output and told[0] == ["2.0"], output[-2000:]
 
 
 def test_join_finishes_what_the_engine_has_not_begun() -> None:
-    status, told, output = run(LATE + """
+    status, told, output = run(
+        LATE
+        + """
 y = mx.nd.ones((1,))
 for _ in range(3 - bps.rank()):
     bps.byteps_push_pull(x, name="late")
@@ -43,13 +53,17 @@ last = bps.join()
 print(x[0, 0].asscalar(), y.asscalar(), last)
 bps.broadcast_parameters({"y": y}, root_rank=last)
 print(y.asscalar())
-""")
+"""
+    )
     # With both 1, 2, 4; then worker 0 goes on alone: half of the average, and its own sum.
-    assert status == 0 and told == {0: ["0.5 4.0 0", "4.0"], 1: ["1.0 4.0 0", "4.0"]}, output[-2000:]
+    assert status == 0 and told == {0: ["0.5 4.0 0", "4.0"], 1: ["1.0 4.0 0", "4.0"]}, output[
+        -2000:
+    ]
 
 
 def test_an_operation_whose_peer_does_not_come_does_not_hold_up_the_end() -> None:
-    _, _, output = run("""
+    _, _, output = run(
+        """
 bps.init()
 x = mx.nd.ones((3,))
 rank = bps.rank()
@@ -61,38 +75,60 @@ if rank == 0:
         x.asnumpy()
     except mx.MXNetError as e:
         print("told:", str(e).splitlines()[0])
-""", BPSX_SHUTDOWN_TIMEOUT="5")
+""",
+        BPSX_SHUTDOWN_TIMEOUT="5",
+    )
     assert "told: " in output and "PeerLeftError" in output, output[-2000:]
 
 
 UNHEARD = r"exit status 1, because an exchange has failed, .*: MismatchError: .*'x'"
 
 
-@pytest.mark.parametrize("later", ["", "bps.shutdown()\nalone()", "bps.shutdown()\nalone()\nbps.shutdown()"],
-                         ids=["at the end", "in the job before", "two jobs"])
+@pytest.mark.parametrize(
+    "later",
+    ["", "bps.shutdown()\nalone()", "bps.shutdown()\nalone()\nbps.shutdown()"],
+    ids=["at the end", "in the job before", "two jobs"],
+)
 def test_an_error_of_any_job_is_heard_once(later: str) -> None:
     """Also where init() was called before bpsx.mxnet was imported."""
-    status, output = launch([sys.executable, "-c", """
+    status, output = launch(
+        [
+            sys.executable,
+            "-c",
+            """
 import os
 import bpsx
+
 bpsx.init()
 import bpsx.mxnet as bps, mxnet as mx
+
+
 def alone():
     for key in list(os.environ):
-        if key.startswith(("DMLC_", "BYTEPS_")) or key in ("RANK", "WORLD_SIZE"):      # nothing says any more that there are others
+        # nothing says any more that there are others
+        if key.startswith(("DMLC_", "BYTEPS_")) or key in ("RANK", "WORLD_SIZE"):
             del os.environ[key]
     bps.init()
     x = mx.nd.ones((3,))
     bps.byteps_push_pull(x, name="x")
     print("alone", x.asnumpy().tolist())
+
+
 bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
-""" + later], 2, 1)
+"""
+            + later,
+        ],
+        2,
+        1,
+    )
     assert status == 1 and len(re.findall(UNHEARD, output)) == 2, output[-2000:]
     assert output.count("alone [1.0, 1.0, 1.0]") == (2 if later else 0), output[-2000:]
 
 
 def test_an_error_is_heard_though_one_of_the_job_before_was() -> None:
-    with Job(HEAD + """
+    with Job(
+        HEAD
+        + """
 bps.init()
 bps.barrier()
 x = mx.nd.ones((3,))
@@ -114,16 +150,25 @@ for key in list(os.environ):
 bps.init()
 bps.byteps_declare_tensor("z", compressor="topk", k=1, ef="corrected")
 bps.byteps_push_pull(mx.nd.ones((1 << 20,)), name="z")      # without a learning rate
-""", workers=1, servers=1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+""",
+        workers=1,
+        servers=1,
+        env={"BYTEPS_FORCE_DISTRIBUTED": "1"},
+    ) as job:
         job.workers[0].wait_for_line("going")
         job.servers[0].signal(signal.SIGKILL)
         assert job.workers[0].wait() == 1
-        assert re.search(r"exit status 1, because an exchange has failed, .*: ConfigError: 'z'", job.workers[0].text())
+        assert re.search(
+            r"exit status 1, because an exchange has failed, .*: ConfigError: 'z'",
+            job.workers[0].text(),
+        )
 
 
 def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
     """Python prints what is raised before a fork, and goes on."""
-    with Job(HEAD + """
+    with Job(
+        HEAD
+        + """
 from bpsx.api import verbs
 bps.init()
 bps.barrier()
@@ -146,7 +191,10 @@ else:
     if os.getpid() != parent:
         os._exit(0)
     verbs._engines[0] = wait
-""", workers=2, servers=1) as job:
+""",
+        workers=2,
+        servers=1,
+    ) as job:
         forks, other = job.workers
         forks.wait_for_line("waits")
         forks.signal(signal.SIGINT)
@@ -176,7 +224,9 @@ sys.exit(3)
 
 def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
     """The others hear of it, and nobody ends as if all were well."""
-    with Job(HEAD + """
+    with Job(
+        HEAD
+        + """
 import threading
 from bpsx.api import verbs
 bps.init()
@@ -190,7 +240,10 @@ else:
         report("waits")
         return wait(seconds)
     verbs._engines[0] = waits
-""", workers=2, servers=1) as job:
+""",
+        workers=2,
+        servers=1,
+    ) as job:
         ends, other = job.workers
         ends.wait_for_line("waits")
         ends.signal(signal.SIGINT)

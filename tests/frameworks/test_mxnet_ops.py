@@ -14,9 +14,25 @@ from mxnet_job import Finished, each, run_job, values
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
 WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
-JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_threads",
-        "job_without_names", "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
-        "job_refused", "job_mismatch", "job_forks"]
+JOBS = [
+    "job_sums",
+    "job_bfloat16",
+    "job_numpy_arrays",
+    "job_in_flight",
+    "job_dependencies",
+    "job_layouts",
+    "job_one_name",
+    "job_threads",
+    "job_without_names",
+    "job_broadcast",
+    "job_another_device",
+    "job_arguments_that_reach_the_core",
+    "job_declared",
+    "job_compression_types",
+    "job_refused",
+    "job_mismatch",
+    "job_forks",
+]
 
 
 def total(shape: Any, dtype: str = "float32") -> np.ndarray:
@@ -25,11 +41,19 @@ def total(shape: Any, dtype: str = "float32") -> np.ndarray:
 
 @pytest.fixture(scope="module", params=["", "NaiveEngine"], ids=lambda engine: engine or "threads")
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """With MXNet's engine as it is, and the one that executes each operation before the next is given."""
+    """With MXNet's engine as it is, and the one that executes each operation before the next is
+    given.
+    """
     naive = request.param == "NaiveEngine"
-    jobs = [name for name in JOBS if not (naive and name in ("job_in_flight", "job_mismatch", "job_forks"))]
+    jobs = [
+        name
+        for name in JOBS
+        if not (naive and name in ("job_in_flight", "job_mismatch", "job_forks"))
+    ]
     env = {"MXNET_ENGINE_TYPE": "NaiveEngine"} if naive else {}
-    finished = run_job(WORK, jobs, tmp_path_factory.mktemp("ops"), BYTEPS_MIN_COMPRESS_BYTES="1000", **env)
+    finished = run_job(
+        WORK, jobs, tmp_path_factory.mktemp("ops"), BYTEPS_MIN_COMPRESS_BYTES="1000", **env
+    )
     assert finished.status == 0, finished.output[-3000:]
     return finished
 
@@ -114,27 +138,60 @@ def test_what_reaches_the_core(job: Finished) -> None:
 def test_declared_compression(job: Finished) -> None:
     for ours, again, chosen, x in found_in(job, "job_declared"):
         assert again == ours + 1 and chosen[0] == chosen[1]
-        assert "compressor='topk'" in chosen[0] and "('k', 2)" in chosen[0] and "ef='vanilla'" in chosen[0]
-        assert "('k', 4)" in chosen[2] and "('partition', 'natural')" in chosen[2] and "('normalize', 'max')" in chosen[2] and "seed=7" in chosen[2]
+        assert (
+            "compressor='topk'" in chosen[0]
+            and "('k', 2)" in chosen[0]
+            and "ef='vanilla'" in chosen[0]
+        )
+        assert (
+            "('k', 4)" in chosen[2]
+            and "('partition', 'natural')" in chosen[2]
+            and "('normalize', 'max')" in chosen[2]
+            and "seed=7" in chosen[2]
+        )
         assert "('scaling', True)" in chosen[3] and "momentum='nesterov', mu=0.5" in chosen[3]
         assert np.count_nonzero(x) == 2 and x.max() == 18.0
 
 
 def test_types_of_compression(job: Finished) -> None:
     for found, untouched in found_in(job, "job_compression_types"):
-        assert found == [("float32", "float32", [2.0, 2.0**-29, 6.0]), ("float16", "float32", [2.0, 0.0, 6.0])] and untouched
+        assert (
+            found
+            == [
+                ("float32", "float32", [2.0, 2.0**-29, 6.0]),
+                ("float16", "float32", [2.0, 0.0, 6.0]),
+            ]
+            and untouched
+        )
 
 
 def test_refused(job: Finished) -> None:
     expected = [
-        "UnsupportedTensor: byteps_push_pull: a mxnet.nd.NDArray is needed, not ndarray", "stype 'row_sparse' cannot be sent",
+        "UnsupportedTensor: byteps_push_pull: a mxnet.nd.NDArray is needed, not ndarray",
+        "stype 'row_sparse' cannot be sent",
         "UnsupportedDType: byteps_push_pull of 'bool': dtype bool cannot",
-        "name must be a string", "priority=2147483648", "is_average must be True or False",
-        "a mapping from names", "root_rank=2: allowed are 0 to 1", "UnsupportedTensor: broadcast_parameters: 'x'", "has no shape yet",
-        "name='': a string is needed", "compressor='zip'", "colour='red' is no key", "an optimizer of MXNet's is needed, not str",
-        "is distributed already", "root_rank=-1", "rows_weight: sparse Parameters", "compression_params: compressor='zip'", "without mu",
-        "given twice", "ConfigError: DistributedTrainer: optimizer=None", "compression_params=FP16Compressor: a mapping is needed",
-        "names parameters that the optimizer has not: wieght; it has dense", "params has the key 1", "has no states that save_states() has written",
+        "name must be a string",
+        "priority=2147483648",
+        "is_average must be True or False",
+        "a mapping from names",
+        "root_rank=2: allowed are 0 to 1",
+        "UnsupportedTensor: broadcast_parameters: 'x'",
+        "has no shape yet",
+        "name='': a string is needed",
+        "compressor='zip'",
+        "colour='red' is no key",
+        "an optimizer of MXNet's is needed, not str",
+        "is distributed already",
+        "root_rank=-1",
+        "rows_weight: sparse Parameters",
+        "compression_params: compressor='zip'",
+        "without mu",
+        "given twice",
+        "ConfigError: DistributedTrainer: optimizer=None",
+        "compression_params=FP16Compressor: a mapping is needed",
+        "names parameters that the optimizer has not: wieght; it has dense",
+        "params has the key 1",
+        "has no states that save_states() has written",
         "FileNotFoundError",
     ]
     for told in found_in(job, "job_refused"):
@@ -159,5 +216,7 @@ def test_a_process_that_forks_while_operations_wait(job: Finished) -> None:
 
 def test_before_init() -> None:
     script = "import bpsx.mxnet as bps, mxnet as mx\nbps.byteps_push_pull(mx.nd.ones((3,)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1 and "NotInitializedError: bpsx is not initialised" in done.stderr

@@ -1,4 +1,6 @@
-"""gluon and the Module API on two workers: equal to one worker on the joined batch, with what belongs to it."""
+"""gluon and the Module API on two workers: equal to one worker on the joined batch, with what
+belongs to it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,30 @@ pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 STATES = str(Path(__file__).with_name("mxnet_states_work.py"))
 NUMPY = str(Path(__file__).with_name("mxnet_numpy_work.py"))
-PARTITION = 8192            # of what is compressed: twice the others'
-JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
-        "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_another_optimizer", "job_schedules",
-        "job_two_trainers", "job_module",
-        "job_loop", "job_decay"]
+PARTITION = 8192  # of what is compressed: twice the others'
+JOBS = [
+    "job_equality",
+    "job_deferred",
+    "job_parts",
+    "job_thawed",
+    "job_uneven_batches",
+    "job_stale",
+    "job_overflow",
+    "job_as_scripts_do",
+    "job_files_of_the_root",
+    "job_another_optimizer",
+    "job_schedules",
+    "job_two_trainers",
+    "job_module",
+    "job_loop",
+    "job_decay",
+]
 
 
 def close(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    return len(one) == len(other) and all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True)
+    )
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -40,8 +57,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(WORK, ["job_gradients", "job_saved_at_once"], tmp_path_factory.mktemp("compressed"), BYTEPS_MIN_COMPRESS_BYTES="200",
-                       BYTEPS_PARTITION_BYTES=str(PARTITION // 2))
+    finished = run_job(
+        WORK,
+        ["job_gradients", "job_saved_at_once"],
+        tmp_path_factory.mktemp("compressed"),
+        BYTEPS_MIN_COMPRESS_BYTES="200",
+        BYTEPS_PARTITION_BYTES=str(PARTITION // 2),
+    )
     assert finished.status == 0, finished.output[-3000:]
     return finished
 
@@ -69,13 +91,20 @@ def test_gradients_and_updates_by_themselves(job: Finished) -> None:
 def test_batches_of_different_sizes(job: Finished) -> None:
     """Gradients of 1 and 2: 1.5 on average, whatever the batches; Nesterov's momentum of it."""
     first, second = each(job, "job_uneven_batches")
-    assert np.array_equal(first, second) and np.allclose(first, -0.1 * (1.5 * 1.9 + 1.5 + 0.9 * (1.5 + 0.9 * 1.5)))
+    assert np.array_equal(first, second) and np.allclose(
+        first, -0.1 * (1.5 * 1.9 + 1.5 + 0.9 * (1.5 + 0.9 * 1.5))
+    )
 
 
 def test_parameters_that_are_trained_later(job: Finished) -> None:
-    """With momentum (Nesterov's, so not the same as without compression), and alike on all workers."""
+    """With momentum (Nesterov's, so not the same as without compression), and alike on all
+    workers.
+    """
     (first, plain), (second, _) = each(job, "job_thawed")
-    assert same(first, second) and all(not np.allclose(a, b) and np.abs(a - b).max() < 0.1 for a, b in zip(first, plain, strict=True))
+    assert same(first, second) and all(
+        not np.allclose(a, b) and np.abs(a - b).max() < 0.1
+        for a, b in zip(first, plain, strict=True)
+    )
 
 
 def test_parameters_that_not_all_use(job: Finished) -> None:
@@ -87,7 +116,11 @@ def test_parameters_that_not_all_use(job: Finished) -> None:
 
 def test_an_overflow_on_one_worker_is_one_on_all(job: Finished) -> None:
     for before, after, later in each(job, "job_overflow"):
-        assert same(before, after) and not same(after, later) and all(np.isfinite(w).all() for w in later)
+        assert (
+            same(before, after)
+            and not same(after, later)
+            and all(np.isfinite(w).all() for w in later)
+        )
 
 
 def test_what_scripts_do_besides(job: Finished) -> None:
@@ -113,12 +146,19 @@ def test_schedulers_are_asked_as_often_as_by_gluon(job: Finished) -> None:
 
 def test_parameters_of_one_name(job: Finished) -> None:
     for small, large in each(job, "job_two_trainers"):
-        assert small.shape == (2, 3) and large.shape == (4, 3) and (small == -0.5).all() and (large == -0.5).all()
+        assert (
+            small.shape == (2, 3)
+            and large.shape == (4, 3)
+            and (small == -0.5).all()
+            and (large == -0.5).all()
+        )
 
 
 def test_the_module_api(job: Finished) -> None:
     for alone, ours, on_two_devices, seen in each(job, "job_module"):
-        assert close(list(alone.values()), list(ours.values())) and close(list(alone.values()), list(on_two_devices.values()))
+        assert close(list(alone.values()), list(ours.values())) and close(
+            list(alone.values()), list(on_two_devices.values())
+        )
         assert seen == (0.25, 0.5, 0.25, 0.9, True)
 
 
@@ -130,7 +170,11 @@ def test_a_loop_with_an_updater(job: Finished) -> None:
 def test_momentum_and_weight_decay_are_handed_over(job: Finished) -> None:
     for found in each(job, "job_decay"):
         for case, (ours, wanted) in found.items():
-            assert close(ours, wanted) if case != "half precision" else np.allclose(ours, wanted, rtol=5e-4), case
+            assert (
+                close(ours, wanted)
+                if case != "half precision"
+                else np.allclose(ours, wanted, rtol=5e-4)
+            ), case
 
 
 def test_arrays_of_mxnet_numpy(tmp_path: Path) -> None:
@@ -139,7 +183,11 @@ def test_arrays_of_mxnet_numpy(tmp_path: Path) -> None:
     assert finished.status == 0, finished.output[-3000:]
     for found in each(finished, "job_numpy_arrays"):
         for dtype, (ours, wanted) in found.items():
-            assert np.allclose(ours, wanted, rtol=5e-3 if dtype == "float16" else 1e-5), (dtype, ours, wanted)
+            assert np.allclose(ours, wanted, rtol=5e-3 if dtype == "float16" else 1e-5), (
+                dtype,
+                ours,
+                wanted,
+            )
 
 
 def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
@@ -152,13 +200,19 @@ def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
         for case in want:
             assert same(want[case], got[case]), case
     for rates, told in each(resumed, "job_plain_reads"):
-        assert rates == [0.05] * 10 and told.startswith("ConfigError: state of compression: 7 bytes that are none")
+        assert rates == [0.05] * 10 and told.startswith(
+            "ConfigError: state of compression: 7 bytes that are none"
+        )
 
 
 def test_states_that_are_saved_at_once_are_whole(compressed: Finished) -> None:
     for steps in each(compressed, "job_saved_at_once"):
         for at_once, later in steps:
-            assert sorted(at_once) == sorted(later) and len(at_once) > 10 and all(np.array_equal(at_once[key], later[key]) for key in later)
+            assert (
+                sorted(at_once) == sorted(later)
+                and len(at_once) > 10
+                and all(np.array_equal(at_once[key], later[key]) for key in later)
+            )
 
 
 def test_compressed_sums_are_the_oracles(compressed: Finished) -> None:
@@ -171,7 +225,14 @@ def test_compressed_sums_are_the_oracles(compressed: Finished) -> None:
             _check(case, name, params, given, got, least)
 
 
-def _check(case: str, name: str, params: Any, given: list[list[np.ndarray]], got: list[list[np.ndarray]], least: int) -> None:
+def _check(
+    case: str,
+    name: str,
+    params: Any,
+    given: list[list[np.ndarray]],
+    got: list[list[np.ndarray]],
+    least: int,
+) -> None:
     """``given`` and ``got``: by worker and step."""
     shape, n = given[0][0].shape, given[0][0].size
     chosen = compression({**params, "mu": 0.9} if params and params.get("momentum") else params)
@@ -191,12 +252,31 @@ def _check(case: str, name: str, params: Any, given: list[list[np.ndarray]], got
         for worker in got:
             assert np.array_equal(worker[step], got[0][step]), "the same bits on all workers"
         differ = ~np.isclose(got[0][step], want.reshape(shape), rtol=1e-5, atol=1e-7)
-        assert differ.mean() < 5e-3, (case, name, step, differ.sum(), got[0][step][differ][:4], want.reshape(shape)[differ][:4])
+        assert differ.mean() < 5e-3, (
+            case,
+            name,
+            step,
+            differ.sum(),
+            got[0][step][differ][:4],
+            want.reshape(shape)[differ][:4],
+        )
 
 
 def test_asynchronous_training_adds_steps_up(tmp_path_factory: pytest.TempPathFactory) -> None:
-    finished = run_job(WORK, ["job_async"], tmp_path_factory.mktemp("async"), BYTEPS_ENABLE_ASYNC="1")
+    finished = run_job(
+        WORK, ["job_async"], tmp_path_factory.mktemp("async"), BYTEPS_ENABLE_ASYNC="1"
+    )
     assert finished.status == 0, finished.output[-3000:]
     for weight, array, another, devices, told in each(finished, "job_async"):
-        assert (weight == 1.0 - 6).all() and (array == 5.0 - 6).all() and (another == 50.0 - 6).all() and (devices == -22).all()
-        assert "call step()" in told[0] and "call step()" in told[1] and "multi_precision=True" in told[2] and "leave compression_params" in told[3]
+        assert (
+            (weight == 1.0 - 6).all()
+            and (array == 5.0 - 6).all()
+            and (another == 50.0 - 6).all()
+            and (devices == -22).all()
+        )
+        assert (
+            "call step()" in told[0]
+            and "call step()" in told[1]
+            and "multi_precision=True" in told[2]
+            and "leave compression_params" in told[3]
+        )

@@ -24,13 +24,23 @@ def _needs_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
-    return subprocess.Popen([sys.executable, "-m", "bench", "shaped", "--quick", *words], cwd=ROOT, env=clean, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench", "shaped", "--quick", *words],
+        cwd=ROOT,
+        env=clean,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def left_by(pid: int) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return [line for line in listed.splitlines() if line.startswith(f"bpsx-{pid}-")]
 
 

@@ -1,4 +1,8 @@
-"""compression_params of TensorFlow's optimizers and tapes: momentum in the optimizer's place, checkpoints. ``job_*`` functions run in the workers."""
+"""compression_params of TensorFlow's optimizers and tapes: momentum in the optimizer's place,
+checkpoints.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ LOSSY = {"compressor": "topk", "k": 2, "ef": "vanilla", "momentum": "nesterov", 
 
 # ---- what the workers do
 
+
 def weights(model: Any) -> list[np.ndarray]:
     return [np.array(w) for w in model.get_weights()]
 
@@ -42,7 +47,13 @@ def fit(model: Any, first: int = 0, last: int = STEPS, mine: bool = True) -> lis
     """The weights after these of the steps, with this worker's batches or everybody's."""
     inputs, labels = (a[first:last] for a in data(STEPS))
     x, y = (inputs[:, bps.rank()], labels[:, bps.rank()]) if mine else (inputs, labels)
-    model.fit(x.reshape(-1, 6), y.reshape(-1), batch_size=BATCH if mine else BATCH * WORKERS, shuffle=False, verbose=0)
+    model.fit(
+        x.reshape(-1, 6),
+        y.reshape(-1),
+        batch_size=BATCH if mine else BATCH * WORKERS,
+        shuffle=False,
+        verbose=0,
+    )
     return weights(model)
 
 
@@ -71,20 +82,36 @@ def sgd(**options: Any) -> Any:
 
 
 def job_momentum() -> Any:
-    """Keras's: what compression adds to gradients is what SGD with Nesterov's momentum does, and SGD's own is off."""
+    """Keras's: what compression adds to gradients is what SGD with Nesterov's momentum does, and
+    SGD's own is off.
+    """
     nesterov = {"momentum": 0.9, "nesterov": True}
-    found = {"alone": fit(compiled(sgd(**nesterov)), mine=False),
-             "alone, mean of two": fit(compiled(sgd(gradient_accumulation_steps=2, **nesterov)), mine=False)}
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {"fit": (sgd(momentum=0.9), {}), "eagerly": (sgd(momentum=0.9), {"run_eagerly": True}),
-                                                   "compiled": (sgd(momentum=0.9), {"jit_compile": True}),
-                                                   "scaled": (keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9), initial_scale=1.0), {})}
+    found = {
+        "alone": fit(compiled(sgd(**nesterov)), mine=False),
+        "alone, mean of two": fit(
+            compiled(sgd(gradient_accumulation_steps=2, **nesterov)), mine=False
+        ),
+    }
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {
+        "fit": (sgd(momentum=0.9), {}),
+        "eagerly": (sgd(momentum=0.9), {"run_eagerly": True}),
+        "compiled": (sgd(momentum=0.9), {"jit_compile": True}),
+        "scaled": (keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9), initial_scale=1.0), {}),
+    }
     for name, (optimizer, options) in ways.items():
         found[name] = fit(compiled(optimizer, with_momentum, **options))
-    found["mean of two"] = fit(compiled(sgd(momentum=0.9, gradient_accumulation_steps=2), with_momentum))
+    found["mean of two"] = fit(
+        compiled(sgd(momentum=0.9, gradient_accumulation_steps=2), with_momentum)
+    )
     found["none of its own"] = fit(compiled(sgd(), lambda model: with_momentum(model, mu=0.9)))
     model = compiled(sgd(momentum=0.9), with_momentum)
     fit(model)
-    return found, model.optimizer.momentum, model.optimizer.get_config()["momentum"], np.abs(model.optimizer.variables[-1].numpy()).max() > 0
+    return (
+        found,
+        model.optimizer.momentum,
+        model.optimizer.get_config()["momentum"],
+        np.abs(model.optimizer.variables[-1].numpy()).max() > 0,
+    )
 
 
 def train_v1(make: Callable[[], Any], worker: int | None) -> np.ndarray:
@@ -101,12 +128,23 @@ def train_v1(make: Callable[[], Any], worker: int | None) -> np.ndarray:
 
 def job_v1() -> Any:
     everything = {"w:0": {"compressor": "topk", "k": 6, "momentum": "nesterov"}}
-    return (train_v1(lambda: v1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True), None),
-            train_v1(lambda: bps.DistributedOptimizer(v1.train.MomentumOptimizer(0.1, 0.9), compression_params=everything), bps.rank()))
+    return (
+        train_v1(lambda: v1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True), None),
+        train_v1(
+            lambda: bps.DistributedOptimizer(
+                v1.train.MomentumOptimizer(0.1, 0.9), compression_params=everything
+            ),
+            bps.rank(),
+        ),
+    )
 
 
 def job_saved() -> Any:
-    """Half of the steps, saved, loaded, the other half; and without a break. Each worker has a file of its own."""
+    """Half of the steps, saved, loaded, the other half; and without a break.
+
+    Each worker has a file of its own.
+    """
+
     def model() -> Any:
         return compiled(sgd(momentum=0.5), LOSSY)
 
@@ -116,15 +154,21 @@ def job_saved() -> Any:
         fit(begun, 0, HALF)
         begun.save(Path(folder, "all.keras"))
         begun.save_weights(Path(folder, "some.weights.h5"))
-        tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(str(Path(folder, "checkpoint")))
-        fit(begun)                          # what is kept is of something else by now
-        found["keras"] = fit(bpk.load_model(Path(folder, "all.keras"), compression_params=LOSSY), HALF)
+        tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(
+            str(Path(folder, "checkpoint"))
+        )
+        fit(begun)  # what is kept is of something else by now
+        found["keras"] = fit(
+            bpk.load_model(Path(folder, "all.keras"), compression_params=LOSSY), HALF
+        )
         other = model()
         other.optimizer.build(other.trainable_variables)
         other.load_weights(Path(folder, "some.weights.h5"))
         found["weights"] = fit(other, HALF)
         other = model()
-        tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(tf.train.latest_checkpoint(folder)).assert_existing_objects_matched()
+        tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(
+            tf.train.latest_checkpoint(folder)
+        ).assert_existing_objects_matched()
         found["checkpoint"] = fit(other, HALF)
         found["forgotten"] = fit(bpk.load_model(Path(folder, "all.keras")), HALF)
         plain = keras.models.load_model(Path(folder, "all.keras"))
@@ -146,6 +190,7 @@ def with_tape(model: Any, optimizer: Any, first: int, last: int) -> list[np.ndar
 
 def job_saved_tape() -> Any:
     """A tape has nothing that is saved: a CompressionState is."""
+
     def parts() -> Any:
         model = first_mlp()
         return model, sgd(), bps.CompressionState(model.trainable_variables)
@@ -154,16 +199,20 @@ def job_saved_tape() -> Any:
     begin = state.serialize()
     found = {"straight": with_tape(model, optimizer, 0, STEPS)}
     bps.broadcast_variables(model.variables, 0)
-    state.deserialize(begin)                # of nothing
+    state.deserialize(begin)  # of nothing
     model.set_weights(first_mlp().get_weights())
     found["anew"] = with_tape(model, optimizer, 0, STEPS)
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer, state = parts()
         with_tape(model, optimizer, 0, HALF)
-        tf.train.Checkpoint(model=model, optimizer=optimizer, compression=state).save(str(Path(folder, "checkpoint")))
+        tf.train.Checkpoint(model=model, optimizer=optimizer, compression=state).save(
+            str(Path(folder, "checkpoint"))
+        )
         with_tape(model, optimizer, 0, HALF)
         model, optimizer, state = parts()
-        tf.train.Checkpoint(model=model, optimizer=optimizer, compression=state).restore(tf.train.latest_checkpoint(folder))
+        tf.train.Checkpoint(model=model, optimizer=optimizer, compression=state).restore(
+            tf.train.latest_checkpoint(folder)
+        )
         found["checkpoint"] = with_tape(model, optimizer, HALF, STEPS)
     return found
 
@@ -191,20 +240,36 @@ def job_refused() -> Any:
         fit(model)
 
     def embedding() -> None:
-        model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(50, 4), keras.layers.Flatten()])
-        model.compile(bpk.DistributedOptimizer(sgd(), compression_params={**momentum, "mu": 0.9}), "mse")
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(50, 4),
+                keras.layers.Flatten(),
+            ]
+        )
+        model.compile(
+            bpk.DistributedOptimizer(sgd(), compression_params={**momentum, "mu": 0.9}), "mse"
+        )
         model.fit(np.zeros((4, 2)), np.zeros((4, 8)), verbose=0)
 
     def one_of_v1(optimizer: Any) -> Any:
-        return bps.DistributedOptimizer(optimizer, compression_params={**momentum, "mu": 0.9}).compute_gradients(lambda: tf.reduce_sum(w), [w])
+        return bps.DistributedOptimizer(
+            optimizer, compression_params={**momentum, "mu": 0.9}
+        ).compute_gradients(lambda: tf.reduce_sum(w), [w])
 
     calls: list[Any] = [
         lambda: bpk.DistributedOptimizer(sgd(), compression_params=momentum),
         lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params=momentum),
         lambda: fit(compiled(keras.optimizers.RMSprop(0.1, momentum=0.9), momentum)),
-        lambda: fit(compiled(sgd(momentum=0.9), lambda model: {model.trainable_variables[0].path: momentum})), changed, embedding,
-        lambda: one_of_v1(v1.train.MomentumOptimizer(0.1, tf.constant(0.9))), lambda: one_of_v1(v1.train.RMSPropOptimizer(0.1, momentum=0.9)),
-        lambda: bps.CompressionState([w]).deserialize(b"no archive"), lambda: fit(compiled(sgd(), some)),
+        lambda: fit(
+            compiled(sgd(momentum=0.9), lambda model: {model.trainable_variables[0].path: momentum})
+        ),
+        changed,
+        embedding,
+        lambda: one_of_v1(v1.train.MomentumOptimizer(0.1, tf.constant(0.9))),
+        lambda: one_of_v1(v1.train.RMSPropOptimizer(0.1, momentum=0.9)),
+        lambda: bps.CompressionState([w]).deserialize(b"no archive"),
+        lambda: fit(compiled(sgd(), some)),
     ]
     told = []
     for call in calls:
@@ -227,6 +292,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 # ---- what is expected of it
+
 
 def close(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True))
@@ -271,8 +337,15 @@ def test_an_optimizer_made_from_a_configuration_is_distributed(job: Finished) ->
 def test_refused(job: Finished) -> None:
     for told in each(job, "job_refused"):
         expected = [
-            "give mu, a number", "DistributedGradientTape: compression_params: momentum='nesterov' without mu", "RMSprop's momentum (0.9)",
-            "and not for '", "was 0.9 when", "sparse_as_dense=True", "EagerTensor", "RMSPropOptimizer's momentum", "10 bytes that are none",
+            "give mu, a number",
+            "DistributedGradientTape: compression_params: momentum='nesterov' without mu",
+            "RMSprop's momentum (0.9)",
+            "and not for '",
+            "was 0.9 when",
+            "sparse_as_dense=True",
+            "EagerTensor",
+            "RMSPropOptimizer's momentum",
+            "10 bytes that are none",
             "dense/kernel",
         ]
         for text, part in zip(told, expected, strict=True):
@@ -283,16 +356,21 @@ _RESUMED = """
     import keras
     import tensorflow as tf
     import bpsx.tensorflow as bps
+
     bps.init()
+
 
     def begin(name):
         params = {"compressor": "topk", "k": 1, "ef": "vanilla", "momentum": "nesterov"}
-        return tf.Variable([1.0, 2.0, 3.0, 4.0], name=name), bps.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5),
-                                                                                      compression_params=params)
+        return tf.Variable([1.0, 2.0, 3.0, 4.0], name=name), bps.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.5), compression_params=params
+        )
+
 
     def steps(w, optimizer, n):
         for _ in range(n):
             optimizer.apply([tf.square(w) * (bps.rank() + 1)], [w])
+
 
     straight, half = begin("straight"), begin("half")
     steps(*straight, 6)

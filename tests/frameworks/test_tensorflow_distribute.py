@@ -23,9 +23,11 @@ STEPS = 4
 
 
 def two_devices() -> list[str]:
-    cpu, = tf.config.list_physical_devices("CPU")
+    (cpu,) = tf.config.list_physical_devices("CPU")
     if not tf.config.get_logical_device_configuration(cpu):
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
     return ["CPU:0", "CPU:1"]
 
 
@@ -33,17 +35,31 @@ def job_fit() -> Any:
     """Keras's fit: four parts of each batch on four devices."""
     found = {}
     two_devices()
-    ways = {"plain": None, "fp16": CrossDeviceOps(compression=bps.Compression.fp16), "wrapped": tf.distribute.HierarchicalCopyAllReduce()}
+    ways = {
+        "plain": None,
+        "fp16": CrossDeviceOps(compression=bps.Compression.fp16),
+        "wrapped": tf.distribute.HierarchicalCopyAllReduce(),
+    }
     for name, ops in ways.items():
         strategy = MirroredStrategy(two_devices(), ops)
         with strategy.scope():
             model = mlp()
             if bps.rank() == 1:
                 model.set_weights([w + 1 for w in model.get_weights()])
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.compile(
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
         inputs, labels = data(STEPS)
         x, y = inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1)
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)])
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+            callbacks=[BroadcastGlobalVariablesCallback(0)],
+        )
         found[name] = [np.array(w) for w in model.get_weights()]
     found["alone"] = joined(STEPS)
     return found
@@ -59,33 +75,64 @@ def job_loop() -> Any:
     def step() -> Any:
         def replica() -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            gradient = tf.ones(2) * tf.cast(context.replica_id_in_sync_group + 1 + 10 * bps.rank(), tf.float32)
-            total, = context.all_reduce("MEAN", [gradient])
+            gradient = tf.ones(2) * tf.cast(
+                context.replica_id_in_sync_group + 1 + 10 * bps.rank(), tf.float32
+            )
+            (total,) = context.all_reduce("MEAN", [gradient])
             v.assign_sub(total)
             return total
+
         return strategy.run(replica)
 
     results = [r.numpy().tolist() for r in strategy.experimental_local_results(step())]
-    alone = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None)) if bps.rank() == 1 else 2.0
+    alone = (
+        float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None))
+        if bps.rank() == 1
+        else 2.0
+    )
     return results, v.numpy().tolist(), alone
 
 
 def job_overflow() -> Any:
-    """mixed_float16: in the third of six steps a gradient overflows on worker 1's second device only."""
+    """mixed_float16: in the third of six steps a gradient overflows on worker 1's second device
+    only.
+    """
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         with MirroredStrategy(two_devices()).scope():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
-            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0, dynamic_growth_steps=100), "mse")
+            model = keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")]
+            )
+            model.compile(
+                keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD(0.01), initial_scale=4.0, dynamic_growth_steps=100
+                ),
+                "mse",
+            )
     finally:
         keras.mixed_precision.set_global_policy("float32")
     x = np.random.default_rng(3 + bps.rank()).normal(size=(6 * BATCH, 6)).astype(np.float32)
     if bps.rank() == 1:
         x[3 * BATCH - 1] = 1e30
     scales = []
-    noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: scales.append(float(model.optimizer.dynamic_scale.numpy())))
-    model.fit(x, x[:, :1] * 0, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0), noted])
-    return scales, int(model.optimizer.iterations.numpy()), [np.array(w) for w in model.get_weights()]
+    noted = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: scales.append(
+            float(model.optimizer.dynamic_scale.numpy())
+        )
+    )
+    model.fit(
+        x,
+        x[:, :1] * 0,
+        batch_size=BATCH,
+        shuffle=False,
+        verbose=0,
+        callbacks=[BroadcastGlobalVariablesCallback(0), noted],
+    )
+    return (
+        scales,
+        int(model.optimizer.iterations.numpy()),
+        [np.array(w) for w in model.get_weights()],
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Every example of examples/tensorflow, as its page says to start it, at small sizes; and scripts for BytePS and Horovod with the import changed."""
+"""Every example of examples/tensorflow, as its page says to start it, at small sizes; and scripts
+for BytePS and Horovod with the import changed.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,28 @@ def example(name: str, *arguments: str) -> str:
     """What two workers print."""
     status, output = launch([sys.executable, str(EXAMPLES / name), *arguments], 2, 1, **QUIET)
     assert status == 0, output[-3000:]
-    assert "[worker 0] 2 workers, " in output and "the same on all workers" in output and "DIFFER" not in output, output
+    assert (
+        "[worker 0] 2 workers, " in output
+        and "the same on all workers" in output
+        and "DIFFER" not in output
+    ), output
     return output
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str) -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / name, "--help"], env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=120,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--help"],
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert f"bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/{name}" in done.stdout
+    assert (
+        f"bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/{name}" in done.stdout
+    )
 
 
 def test_the_page_lists_all() -> None:
@@ -42,7 +56,9 @@ def test_the_page_lists_all() -> None:
     assert sorted(set(re.findall(r"\]\(tensorflow/(\w+\.py)\)", text))) == SCRIPTS
 
 
-@pytest.mark.parametrize("arguments", [[], ["--jit"], ["--eager"]], ids=["function", "jit", "eager"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--jit"], ["--eager"]], ids=["function", "jit", "eager"]
+)
 def test_digits(arguments: list[str]) -> None:
     output = example("digits.py", "--epochs", "2", "--hidden", "64", *arguments)
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
@@ -50,14 +66,28 @@ def test_digits(arguments: list[str]) -> None:
 
 
 def test_keras_fit(tmp_path: Path) -> None:
-    output = example("keras_fit.py", "--epochs", "4", "--save", str(tmp_path / "digits.keras"), "--compress", "topk")
+    output = example(
+        "keras_fit.py",
+        "--epochs",
+        "4",
+        "--save",
+        str(tmp_path / "digits.keras"),
+        "--compress",
+        "topk",
+    )
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 4 and losses[-1] < losses[0] and (tmp_path / "digits.keras").exists()
 
 
 def test_keras_fit_says_before_it_trains_that_it_cannot_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / "keras_fit.py", "--save", tmp_path / "digits"], env={**os.environ, **QUIET},
-                          capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "keras_fit.py", "--save", tmp_path / "digits"],
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2 and "files called *.keras" in done.stderr
 
 
@@ -67,13 +97,20 @@ def test_synthetic_benchmark(model: str) -> None:
     assert f"2 workers, {model} with " in output and "total images/s on 2 workers" in output
 
 
-@pytest.mark.parametrize(("name", "module", "ours"), [
-    ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"), ("tensorflow_v1", "byteps.tensorflow", "bpsx.tensorflow"),
-    ("keras", "byteps.keras", "bpsx.keras"), ("horovod_tensorflow", "horovod.tensorflow", "bpsx.tensorflow.horovod"),
-    ("horovod_keras", "horovod.keras", "bpsx.keras.horovod"),
-])
+@pytest.mark.parametrize(
+    ("name", "module", "ours"),
+    [
+        ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"),
+        ("tensorflow_v1", "byteps.tensorflow", "bpsx.tensorflow"),
+        ("keras", "byteps.keras", "bpsx.keras"),
+        ("horovod_tensorflow", "horovod.tensorflow", "bpsx.tensorflow.horovod"),
+        ("horovod_keras", "horovod.keras", "bpsx.keras.horovod"),
+    ],
+)
 def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str) -> None:
-    before, after = ((MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after"))
+    before, after = (
+        (MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after")
+    )
     assert after == before.replace(f"import {module} as", f"import {ours} as") and after != before
     status, output = launch([sys.executable, str(MIGRATING / f"{name}_after.py")], 2, 1, **QUIET)
     assert status == 0, output[-3000:]
@@ -84,15 +121,33 @@ def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str
 
 
 def test_the_benchmark_runs_and_reports() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench", "tensorflow", "--quick", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=240,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "tensorflow", "--quick", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     cases = {c["case"]: c for c in json.loads(done.stdout)["cases"]}
-    assert list(cases) == ["overhead-function", "overhead-eager", "step", "step-keras", "step-alone"]
+    assert list(cases) == [
+        "overhead-function",
+        "overhead-eager",
+        "step",
+        "step-keras",
+        "step-alone",
+    ]
     assert all(c["value"] > 0 and c["peer"] > 0 for c in cases.values())
 
 
 def test_unknown_cases_of_the_benchmark_are_named() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench", "tensorflow", "--only", "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "tensorflow", "--only", "nothing"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1 and "no nothing" in done.stderr

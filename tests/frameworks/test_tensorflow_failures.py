@@ -14,7 +14,9 @@ _START = """
     import bpsx.tensorflow as bps
     bps.init()
 """
-_LOOP = _START + """
+_LOOP = (
+    _START
+    + """
     variables = [tf.Variable(tf.ones(1000), name=f"v{i}") for i in range(20)]
 
     @tf.function
@@ -42,25 +44,37 @@ _LOOP = _START + """
         report(type(e).__name__)
     sys.exit(5)
 """
-_FIT = _START + """
+)
+_FIT = (
+    _START
+    + """
     import keras
     import numpy as np
     import bpsx.keras
+
 
     class Say(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 0:
                 report("running")
 
+
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile(bpsx.keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=os.environ["WAY"] == "compiled")
+    model.compile(
+        bpsx.keras.DistributedOptimizer(keras.optimizers.SGD(0.01)),
+        "mse",
+        jit_compile=os.environ["WAY"] == "compiled",
+    )
     try:
         model.fit(np.ones((32, 4)), np.ones((32, 2)), epochs=10**6, verbose=0, callbacks=[Say()])
     except tf.errors.OpError as e:
         report([type(e).__name__, e.message])
     sys.exit(5)
 """
-_LEFT = _START + """
+)
+_LEFT = (
+    _START
+    + """
     import threading, time
     from bpsx.api.verbs import session
 
@@ -86,6 +100,7 @@ _LEFT = _START + """
     elif bps.rank() == 1:
         hear()
 """
+)
 
 
 @pytest.mark.parametrize("way", ["traced", "eager"])
@@ -101,7 +116,10 @@ def test_a_death_ends_the_training_loop_with_its_name(victim, way):
             assert worker.wait() == 5, worker.text()
             _, (kind, text), again = worker.reports()
             assert kind == again == "AbortedError" and "PeerLostError" in text, text
-            assert f"{'server 0' if victim == 'server' else 'worker 1'} (127.0.0.1, pid {dead.popen.pid})" in text
+            assert (
+                f"{'server 0' if victim == 'server' else 'worker 1'} (127.0.0.1, pid"
+                f" {dead.popen.pid})" in text
+            )
 
 
 @pytest.mark.parametrize("way", ["traced", "compiled"])
@@ -114,17 +132,24 @@ def test_a_dead_server_ends_fit_with_its_name(way):
         for worker in job.workers:
             assert worker.wait() == 5, worker.text()
             kind, text = worker.reports()[-1]
-            assert kind == "AbortedError" and f"server 0 (127.0.0.1, pid {dead.popen.pid})" in text, text
+            assert (
+                kind == "AbortedError" and f"server 0 (127.0.0.1, pid {dead.popen.pid})" in text
+            ), text
 
 
 @pytest.mark.parametrize("way", ["shutdown", "exit"])
 def test_a_call_under_way_does_not_keep_a_process_from_ending(way):
-    with Job(_LEFT, workers=2, servers=1, env={**QUIET, "WAY": way, "BPSX_SHUTDOWN_TIMEOUT": "1"}) as job:
+    with Job(
+        _LEFT, workers=2, servers=1, env={**QUIET, "WAY": way, "BPSX_SHUTDOWN_TIMEOUT": "1"}
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("under way")
         job.workers[0].wait(60)
-        if way == "shutdown":       # else the thread that calls ends somewhere on the way out
-            assert "ShutdownError: bpsx was shut down while this was under way" in job.workers[0].reports()[-1][0]
+        if way == "shutdown":  # else the thread that calls ends somewhere on the way out
+            assert (
+                "ShutdownError: bpsx was shut down while this was under way"
+                in job.workers[0].reports()[-1][0]
+            )
         job.workers[1].say("go")
         job.workers[1].wait(60)
 
@@ -164,7 +189,9 @@ def test_a_function_goes_on_in_a_job_of_another_size():
     def source(rank: int, elastic: bool) -> str:
         return _RESUMED.replace("ELASTIC", str(elastic)).replace("RANK", str(rank))
 
-    with Job("", workers=0, servers=1, env={**QUIET, "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}) as job:
+    with Job(
+        "", workers=0, servers=1, env={**QUIET, "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
+    ) as job:
         for rank in range(2):
             job.start_worker(rank, source(rank, True))
         for worker in job.workers:
@@ -179,7 +206,9 @@ def test_a_function_goes_on_in_a_job_of_another_size():
             assert rank == 2 or worker.reports()[0] == [1.5, 1.5]
 
 
-_INTERRUPTED = _START + """
+_INTERRUPTED = (
+    _START
+    + """
     import signal, threading
     import numpy as np
     from bpsx.tensorflow import op_library
@@ -218,20 +247,25 @@ _INTERRUPTED = _START + """
     thread.join()
     report(found)
 """
+)
 
 
 def test_an_interrupted_call_never_ends_well_with_something_else():
     with Job(_INTERRUPTED, workers=1, servers=0, alone=True, env=QUIET) as job:
-        (found,), = job.results()
+        ((found,),) = job.results()
         assert found["wrong"] == 0
 
 
-_FORKED = _START + """
+_FORKED = (
+    _START
+    + """
     import warnings
-    warnings.simplefilter("ignore")         # Python's own, that this process has threads
+
+    warnings.simplefilter("ignore")  # Python's own, that this process has threads
     told = []
     for i in range(5):
-        bps.push_pull(tf.ones(3), name="parent's")      # nobody executes anything at the fork: TensorFlow does not survive that
+        # nobody executes anything at the fork: TensorFlow does not survive that
+        bps.push_pull(tf.ones(3), name="parent's")
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -247,6 +281,7 @@ _FORKED = _START + """
         os.waitpid(child, 0)
     report(["call init() in the child" in text for text in told])
 """
+)
 
 
 def test_a_forked_child_is_told():

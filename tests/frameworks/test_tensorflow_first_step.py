@@ -1,4 +1,6 @@
-"""What workers find out in the first step: that they mean different things by a name, or begin with different weights."""
+"""What workers find out in the first step: that they mean different things by a name, or begin with
+different weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _START = '''
 
 def test_variables_out_of_a_set():
     """Alike but for what is done with them, and in another order on each worker."""
-    source = _START + '''
+    source = (
+        _START
+        + """
     for way in lambda f: f, tf.function:
         pair = [tf.Variable([0.0, 0.0]) for _ in range(2)]
         order = [0, 1] if rank == 0 else [1, 0]
@@ -46,31 +50,49 @@ def test_variables_out_of_a_set():
         bps.broadcast_variables([twins[i] for i in order], root_rank=0)
         report([float(v[0]) for v in twins])
     bps.shutdown()
-    '''
+    """
+    )
     assert run(source, env=QUIET) == [([[[1.5, 1.5], [15.0, 15.0]]] * 2 + [[1.0, 2.0]]) * 2] * 2
 
 
-@pytest.mark.parametrize(("mode", "ways"), [("0", "tape, function, optimizer, fit"), ("1", "optimizer, fit")])
+@pytest.mark.parametrize(
+    ("mode", "ways"), [("0", "tape, function, optimizer, fit"), ("1", "optimizer, fit")]
+)
 def test_owners_of_one_name_that_come_in_another_order(mode, ways):
-    """Two models with the same names and weights, whose steps worker 1 makes in the other order: the second is an error, on both workers. Also in
-    asynchronous training."""
-    source = _START + '''
+    """Two models with the same names and weights, whose steps worker 1 makes in the other order:
+    the second is an error, on both workers.
+
+    Also in asynchronous training.
+    """
+    source = (
+        _START
+        + """
     def model(way):
-        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name=way, kernel_initializer="ones")], name=way)
+        return keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, name=way, kernel_initializer="ones")],
+            name=way,
+        )
+
 
     def tape(m):
         return [g.numpy().tolist() for g in exchanged(m.trainable_variables, (1.0, 1.0))]
 
+
     def function(m):
-        return tf.function(lambda: exchanged(m.trainable_variables, (1.0, 1.0)))()[1].numpy().tolist()
+        return (
+            tf.function(lambda: exchanged(m.trainable_variables, (1.0, 1.0)))()[1].numpy().tolist()
+        )
+
 
     def optimizer(m):
         o = bpk.DistributedOptimizer(keras.optimizers.SGD(0.1))
         return o.apply([tf.ones_like(v) for v in m.trainable_variables], m.trainable_variables)
 
+
     def fit(m):
         m.compile(bpk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
         return m.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0) and None
+
 
     for step in WAYS:
         pair = [model(step.__name__) for _ in range(2)]
@@ -78,20 +100,27 @@ def test_owners_of_one_name_that_come_in_another_order(mode, ways):
         report(isinstance(tried(step, first), str))
         report([tried(step, second), isinstance(tried(step, second), str)])
     bps.shutdown()
-    '''
+    """
+    )
     for found in run(source.replace("WAYS", ways), env={**QUIET, "BYTEPS_ENABLE_ASYNC": mode}):
         assert len(found) == 2 * len(ways.split(", "))
         for early, (text, again) in zip(found[::2], found[1::2], strict=True):
             assert not early and again
-            assert "worker 1 has other names of variables, or the same in another order, than worker 0" in text
+            assert (
+                "worker 1 has other names of variables, or the same in another order, than worker 0"
+                in text
+            )
             assert "so must be the order in which variables of one name are made" in text
 
 
-_WEIGHTS = _START + '''
+_WEIGHTS = (
+    _START
+    + """
     def model(seed):
         keras.utils.set_random_seed(seed)
         m = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         return m
+
 
     def steps(m, how, broadcast):
         variables = m.trainable_variables
@@ -104,14 +133,22 @@ _WEIGHTS = _START + '''
             if first and broadcast == "after the first step":
                 bps.broadcast_variables(m.variables, root_rank=0)
 
-        run = {"eager": step, "function": tf.function(step), "compiled": tf.function(step, jit_compile=True)}[how]
+        run = {
+            "eager": step,
+            "function": tf.function(step),
+            "compiled": tf.function(step, jit_compile=True),
+        }[how]
         for i in range(4):
             run(i == 0)
 
+
     def fit(m, how, broadcast):
         m.compile(bpk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-        callbacks = [bpk.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast == "before" else []
+        callbacks = (
+            [bpk.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast == "before" else []
+        )
         m.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, verbose=0, callbacks=callbacks)
+
 
     for how, train in HOWS.items():
         for broadcast in ("before", "equal seeds", "after the first step", "forgotten"):
@@ -123,35 +160,56 @@ _WEIGHTS = _START + '''
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
                 error = tried(train, m, how, broadcast)
-            report([how, broadcast, error, [str(w.message) for w in heard if "weights" in str(w.message)]])
+            report(
+                [
+                    how,
+                    broadcast,
+                    error,
+                    [str(w.message) for w in heard if "weights" in str(w.message)],
+                ]
+            )
     bps.shutdown()
-'''
+"""
+)
 
 
-@pytest.mark.parametrize(("option", "hows"), [
-    ("warn", '"eager": steps, "function": steps, "compiled": steps, "fit": fit'),
-    ("error", '"eager": steps, "fit": fit'),
-    ("off", '"function": steps'),
-])
+@pytest.mark.parametrize(
+    ("option", "hows"),
+    [
+        ("warn", '"eager": steps, "function": steps, "compiled": steps, "fit": fit'),
+        ("error", '"eager": steps, "fit": fit'),
+        ("off", '"function": steps'),
+    ],
+)
 def test_weights_that_differ_before_the_first_step(option, hows):
     source = _WEIGHTS.replace("HOWS", "{" + hows + "}")
     for found in run(source, env={**QUIET, "BPSX_CHECK_WEIGHTS": option}):
         assert len(found) == 4 * hows.count(": steps") + 3 * hows.count(": fit")
         for how, broadcast, error, heard in found:
-            alike = broadcast in ("before", "equal seeds") or broadcast == "after the first step" and option == "warn" and how != "compiled"
+            alike = (
+                broadcast in ("before", "equal seeds")
+                or broadcast == "after the first step"
+                and option == "warn"
+                and how != "compiled"
+            )
             if alike or option == "off":
                 assert (error, heard) == (None, []), (how, broadcast)
                 continue
-            text, = [error] if option == "error" else heard
+            (text,) = [error] if option == "error" else heard
             assert (error is None) == (option == "warn")
             assert "worker 1 has other weights than worker 0 before the first step" in text
-            assert "Call broadcast_variables(model.variables, root_rank=0), or with Keras' fit give" in text
+            assert (
+                "Call broadcast_variables(model.variables, root_rank=0), or with Keras' fit give"
+                in text
+            )
 
 
 @pytest.mark.parametrize("option", ["warn", "error", "off"])
 def test_weights_that_differ_in_a_session(option):
     """Of TensorFlow 1. Broadcast or not, also behind the first step."""
-    source = _START + """
+    source = (
+        _START
+        + """
     def trained(how):
         with tf.Graph().as_default():
             w = tf.compat.v1.get_variable(how.replace(" ", "_"), initializer=[1.0 + rank, 2.0])
@@ -171,11 +229,12 @@ def test_weights_that_differ_in_a_session(option):
             error = tried(trained, how)
         report([how, error, [str(w.message) for w in heard if "other weights" in str(w.message)]])
     """
+    )
     for worker in run(source, env={**QUIET, "BPSX_CHECK_WEIGHTS": option}):
         assert [how for how, _, _ in worker] == ["before", "behind", "forgotten"]
         for how, error, heard in worker:
             if how != "forgotten" or option == "off":
                 assert (error, heard) == (None, []), how
                 continue
-            text, = [error] if option == "error" else heard
+            (text,) = [error] if option == "error" else heard
             assert "worker 1 has other weights than worker 0 before the first step" in text

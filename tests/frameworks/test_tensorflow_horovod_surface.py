@@ -80,9 +80,12 @@ DEVICES = "device_dense='' device_sparse=''"
 SCATTERED = "device_dense='' compression op=0"
 FACTORS = "prescale_factor=1.0 postscale_factor=1.0"
 SIGNATURES = {
-    "allreduce": f"tensor average=None {DEVICES} {REDUCED} name=None process_set ignore_name_scope=False",
-    "grouped_allreduce": f"tensors average=None {DEVICES} {REDUCED} process_set ignore_name_scope=False "
-    "name=None",
+    "allreduce": (
+        f"tensor average=None {DEVICES} {REDUCED} name=None process_set ignore_name_scope=False"
+    ),
+    "grouped_allreduce": (
+        f"tensors average=None {DEVICES} {REDUCED} process_set ignore_name_scope=False name=None"
+    ),
     "reducescatter": f"tensor {SCATTERED} name=None process_set ignore_name_scope=False {FACTORS}",
     "grouped_reducescatter": f"tensors {SCATTERED} process_set {FACTORS}",
     "allgather": "tensor name=None ignore_name_scope=False process_set",
@@ -103,35 +106,47 @@ SIGNATURES = {
     "broadcast_global_variables": "root_rank",
     "BroadcastGlobalVariablesHook": "root_rank device=''",
     "DistributedGradientTape": f"gradtape {DEVICES} {TRAINING} scale_local_gradients=True",
-    "PartialDistributedGradientTape": f"gradtape {DEVICES} {TRAINING} local_layers=None "
-    "scale_local_gradients=True",
-    "DistributedOptimizer": f"optimizer name=None use_locking=False {DEVICES} compression "
-    "sparse_as_dense=False backward_passes_per_step=1 op=0 "
-    "gradient_predivide_factor=1.0 average_aggregated_gradients=False "
-    "num_groups=0 groups=None process_set scale_local_gradients=True",
-    "keras.DistributedOptimizer": f"optimizer name=None {DEVICES} compression sparse_as_dense=False "
-    "gradient_predivide_factor=1.0 op=0 backward_passes_per_step=1 "
-    "average_aggregated_gradients=False num_groups=0 groups=None "
-    "process_set scale_local_gradients=True",
-    "keras.PartialDistributedOptimizer": f"optimizer name=None {DEVICES} compression "
-    "sparse_as_dense=False gradient_predivide_factor=1.0 op=0 "
-    "groups=None process_set local_layers=None "
-    "scale_local_gradients=True",
+    "PartialDistributedGradientTape": (
+        f"gradtape {DEVICES} {TRAINING} local_layers=None scale_local_gradients=True"
+    ),
+    "DistributedOptimizer": (
+        f"optimizer name=None use_locking=False {DEVICES} compression "
+        "sparse_as_dense=False backward_passes_per_step=1 op=0 "
+        "gradient_predivide_factor=1.0 average_aggregated_gradients=False "
+        "num_groups=0 groups=None process_set scale_local_gradients=True"
+    ),
+    "keras.DistributedOptimizer": (
+        f"optimizer name=None {DEVICES} compression sparse_as_dense=False "
+        "gradient_predivide_factor=1.0 op=0 backward_passes_per_step=1 "
+        "average_aggregated_gradients=False num_groups=0 groups=None "
+        "process_set scale_local_gradients=True"
+    ),
+    "keras.PartialDistributedOptimizer": (
+        f"optimizer name=None {DEVICES} compression "
+        "sparse_as_dense=False gradient_predivide_factor=1.0 op=0 "
+        "groups=None process_set local_layers=None "
+        "scale_local_gradients=True"
+    ),
     "keras.allreduce": f"value name=None average=None {FACTORS} op=None compression",
     "keras.allgather": "value name=None",
     "keras.broadcast": "value root_rank name=None",
     "keras.reducescatter": "value name=None op=0",
-    "keras.load_model": "filepath custom_optimizers=None custom_objects=None compression "
-    "legacy_opts=False",
+    "keras.load_model": (
+        "filepath custom_optimizers=None custom_objects=None compression legacy_opts=False"
+    ),
     "callbacks.BroadcastGlobalVariablesCallback": "root_rank device='' local_variables=None",
     "callbacks.MetricAverageCallback": "device=''",
-    "callbacks.LearningRateScheduleCallback": "initial_lr multiplier start_epoch=0 end_epoch=None "
-    "staircase=True momentum_correction=True "
-    "steps_per_epoch=None",
-    "callbacks.LearningRateWarmupCallback": "initial_lr warmup_epochs=5 momentum_correction=True "
-    "steps_per_epoch=None verbose=0",
-    "callbacks.BestModelCheckpoint": "monitor='val_loss' verbose=0 save_weights_only=False mode='auto' "
-    "save_freq='epoch'",
+    "callbacks.LearningRateScheduleCallback": (
+        "initial_lr multiplier start_epoch=0 end_epoch=None "
+        "staircase=True momentum_correction=True "
+        "steps_per_epoch=None"
+    ),
+    "callbacks.LearningRateWarmupCallback": (
+        "initial_lr warmup_epochs=5 momentum_correction=True steps_per_epoch=None verbose=0"
+    ),
+    "callbacks.BestModelCheckpoint": (
+        "monitor='val_loss' verbose=0 save_weights_only=False mode='auto' save_freq='epoch'"
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""bpsx.tensorflow.keras: optimizers under compile and fit, callbacks, saved models. ``job_*`` functions run in the workers."""
+"""bpsx.tensorflow.keras: optimizers under compile and fit, callbacks, saved models.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ STEPS = 4
 
 # ---- what the workers do
 
+
 def weights(model: Any) -> list[np.ndarray]:
     return [np.array(w) for w in model.get_weights()]
 
@@ -54,30 +58,58 @@ def sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9, **options)
 
 
-def fit(optimizer: Any, model: Any = None, callbacks: list[Any] | None = None, steps: int = STEPS, epochs: int = 1, **options: Any) -> Any:
+def fit(
+    optimizer: Any,
+    model: Any = None,
+    callbacks: list[Any] | None = None,
+    steps: int = STEPS,
+    epochs: int = 1,
+    **options: Any,
+) -> Any:
     """One epoch of this worker's batches, in their order."""
     model = model or mlp()
     model.compile(optimizer, LOSS, **options)
     inputs, labels = data(steps)
     x, y = inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1)
-    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks or [])
+    model.fit(
+        x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks or []
+    )
     return model
 
 
 def job_training() -> Any:
-    """fit, in a function and eagerly, several steps in one execution, from weights that differ; alone on the joined batch."""
+    """fit, in a function and eagerly, several steps in one execution, from weights that differ;
+    alone on the joined batch.
+    """
     found = {"alone": joined(STEPS)}
-    ways = {"fit": {}, "eagerly": {"run_eagerly": True}, "steps": {"steps_per_execution": 2}, "compiled": {"jit_compile": True}}
+    ways = {
+        "fit": {},
+        "eagerly": {"run_eagerly": True},
+        "steps": {"steps_per_execution": 2},
+        "compiled": {"jit_compile": True},
+    }
     for name, options in ways.items():
         model = mlp()
         if bps.rank() == 1:
             model.set_weights([w + 1 for w in model.get_weights()])
-        model = fit(bpk.DistributedOptimizer(sgd()), model, [bpk.callbacks.BroadcastGlobalVariablesCallback(0)], **options)
+        model = fit(
+            bpk.DistributedOptimizer(sgd()),
+            model,
+            [bpk.callbacks.BroadcastGlobalVariablesCallback(0)],
+            **options,
+        )
         found[name] = weights(model)
     found["fp16"] = weights(fit(bpk.DistributedOptimizer(sgd(), compression=bpk.Compression.fp16)))
     for name, more in (("topk", {}), ("corrected", {"ef": "corrected"})):
         model = mlp()
-        found[name] = weights(fit(bps.DistributedOptimizer(sgd(), compression_params=whole(model.trainable_variables, **more)), model))
+        found[name] = weights(
+            fit(
+                bps.DistributedOptimizer(
+                    sgd(), compression_params=whole(model.trainable_variables, **more)
+                ),
+                model,
+            )
+        )
     return found
 
 
@@ -85,16 +117,33 @@ def alone_with(optimizer: Any, steps: int = STEPS) -> list[np.ndarray]:
     model = mlp()
     model.compile(optimizer, LOSS)
     inputs, labels = data(steps)
-    model.fit(inputs.reshape(-1, 6), labels.reshape(-1), batch_size=BATCH * WORKERS, shuffle=False, verbose=0)
+    model.fit(
+        inputs.reshape(-1, 6),
+        labels.reshape(-1),
+        batch_size=BATCH * WORKERS,
+        shuffle=False,
+        verbose=0,
+    )
     return weights(model)
 
 
 def job_accumulation() -> Any:
-    """Two steps' gradients in one: Keras's own option and upstream's, against one process; how many gradients have travelled."""
+    """Two steps' gradients in one: Keras's own option and upstream's, against one process; how many
+    gradients have travelled.
+    """
     found = {"alone": alone_with(sgd(gradient_accumulation_steps=2, clipnorm=0.5))}
-    for name, make in (("native", lambda: bpk.DistributedOptimizer(sgd(gradient_accumulation_steps=2, clipnorm=0.5))),
-                       ("passes", lambda: bpk.DistributedOptimizer(sgd(clipnorm=0.5), backward_passes_per_step=2))):
-        for way, options in (("traced", {}), ("eager", {"run_eagerly": True}), ("compiled", {"jit_compile": True})):
+    for name, make in (
+        (
+            "native",
+            lambda: bpk.DistributedOptimizer(sgd(gradient_accumulation_steps=2, clipnorm=0.5)),
+        ),
+        ("passes", lambda: bpk.DistributedOptimizer(sgd(clipnorm=0.5), backward_passes_per_step=2)),
+    ):
+        for way, options in (
+            ("traced", {}),
+            ("eager", {"run_eagerly": True}),
+            ("compiled", {"jit_compile": True}),
+        ):
             before = session().counters()["push_pulls"]
             found[f"{name} {way}"] = weights(fit(make(), **options))
             found[f"{name} {way} count"] = session().counters()["push_pulls"] - before
@@ -102,32 +151,52 @@ def job_accumulation() -> Any:
 
 
 def job_overflow() -> Any:
-    """A loss scale: worker 1's gradients are infinite in one step, which then counts for nobody; either order of wrapping, and compile's own."""
+    """A loss scale: worker 1's gradients are infinite in one step, which then counts for nobody;
+    either order of wrapping, and compile's own.
+    """
     found = {}
     for name in ("outer", "inner", "compile"):
         model = mlp()
         if name == "compile":
             model.dtype_policy = keras.DTypePolicy("mixed_float16")
         inner = keras.optimizers.SGD(0.1)
-        scaled = {"outer": lambda inner=inner: bpk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)),
-                  "inner": lambda inner=inner: keras.optimizers.LossScaleOptimizer(bpk.DistributedOptimizer(inner), initial_scale=4.0),
-                  "compile": lambda inner=inner: bpk.DistributedOptimizer(inner)}[name]()
+        scaled = {
+            "outer": lambda inner=inner: bpk.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+            ),
+            "inner": lambda inner=inner: keras.optimizers.LossScaleOptimizer(
+                bpk.DistributedOptimizer(inner), initial_scale=4.0
+            ),
+            "compile": lambda inner=inner: bpk.DistributedOptimizer(inner),
+        }[name]()
         model.compile(scaled, LOSS)
         inputs, labels = data(3)
         steps = []
         for i in range(3):
             x = inputs[i, bps.rank()] * (np.float32(1e38) if i == 1 and bps.rank() == 1 else 1)
-            model.train_on_batch(x * (np.float32(1e5) if i == 1 and bps.rank() == 1 else 1), labels[i, bps.rank()])
-            steps.append((weights(model), float(tf.convert_to_tensor(model.optimizer.dynamic_scale))))
+            model.train_on_batch(
+                x * (np.float32(1e5) if i == 1 and bps.rank() == 1 else 1), labels[i, bps.rank()]
+            )
+            steps.append(
+                (weights(model), float(tf.convert_to_tensor(model.optimizer.dynamic_scale)))
+            )
         found[name] = steps
     return found
 
 
 def job_embedding() -> Any:
     """Sparse gradients in fit."""
+
     def make() -> Any:
         keras.utils.set_random_seed(3)
-        return keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(2)])
+        return keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(50, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(2),
+            ]
+        )
 
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 50, (4, WORKERS, BATCH, 2)), rng.integers(0, 2, (4, WORKERS, BATCH))
@@ -135,8 +204,14 @@ def job_embedding() -> Any:
     for as_dense in (None, False, True):
         model = make()
         own = as_dense is not None
-        model.compile(bpk.DistributedOptimizer(sgd(), sparse_as_dense=bool(as_dense)) if own else sgd(), LOSS)
-        mine = (x[:, bps.rank()].reshape(-1, 2), y[:, bps.rank()].reshape(-1)) if own else (x.reshape(-1, 2), y.reshape(-1))
+        model.compile(
+            bpk.DistributedOptimizer(sgd(), sparse_as_dense=bool(as_dense)) if own else sgd(), LOSS
+        )
+        mine = (
+            (x[:, bps.rank()].reshape(-1, 2), y[:, bps.rank()].reshape(-1))
+            if own
+            else (x.reshape(-1, 2), y.reshape(-1))
+        )
         model.fit(*mine, batch_size=BATCH if own else BATCH * WORKERS, shuffle=False, verbose=0)
         found.append(weights(model))
     return found
@@ -151,23 +226,45 @@ def job_saved() -> Any:
         fit(bpk.DistributedOptimizer(keras.optimizers.Adam(0.01))).save(path)
         plain, loaded = keras.models.load_model(path), bpk.load_model(path)
         inputs, labels = data(STEPS)
-        kinds = type(plain.optimizer) is keras.optimizers.Adam, type(loaded.optimizer) is keras.optimizers.Adam, int(loaded.optimizer.iterations)
-        loaded.fit(inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1), batch_size=BATCH, shuffle=False, verbose=0)
+        kinds = (
+            type(plain.optimizer) is keras.optimizers.Adam,
+            type(loaded.optimizer) is keras.optimizers.Adam,
+            int(loaded.optimizer.iterations),
+        )
+        loaded.fit(
+            inputs[:, bps.rank()].reshape(-1, 6),
+            labels[:, bps.rank()].reshape(-1),
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+        )
     return straight, kinds, weights(loaded)
 
 
 def job_callbacks() -> Any:
     named, found = bpk.callbacks, {}
     watch = Watch()
-    fit(bpk.DistributedOptimizer(keras.optimizers.SGD(0.4)), epochs=3, callbacks=[named.LearningRateWarmupCallback(2, verbose=1), watch])
+    fit(
+        bpk.DistributedOptimizer(keras.optimizers.SGD(0.4)),
+        epochs=3,
+        callbacks=[named.LearningRateWarmupCallback(2, verbose=1), watch],
+    )
     found["warmup"] = watch.rates
     watch = Watch()
-    schedules = [named.LearningRateScheduleCallback(0.5, start_epoch=1, end_epoch=2),
-                 named.LearningRateScheduleCallback(lambda epoch: 0.1 * epoch, start_epoch=2)]
-    fit(bpk.DistributedOptimizer(keras.optimizers.SGD(0.4)), epochs=3, callbacks=[*schedules, watch])
+    schedules = [
+        named.LearningRateScheduleCallback(0.5, start_epoch=1, end_epoch=2),
+        named.LearningRateScheduleCallback(lambda epoch: 0.1 * epoch, start_epoch=2),
+    ]
+    fit(
+        bpk.DistributedOptimizer(keras.optimizers.SGD(0.4)), epochs=3, callbacks=[*schedules, watch]
+    )
     found["schedule"] = watch.rates
     own, averaged = Watch(), Watch()
-    fit(bpk.DistributedOptimizer(sgd()), callbacks=[own, named.MetricAverageCallback(), averaged], metrics=["accuracy"])
+    fit(
+        bpk.DistributedOptimizer(sgd()),
+        callbacks=[own, named.MetricAverageCallback(), averaged],
+        metrics=["accuracy"],
+    )
     found["metrics"] = own.logs, averaged.logs
     momenta = []
     for corrected in (True, False):
@@ -186,9 +283,14 @@ def job_callbacks() -> Any:
 
 
 def job_auto() -> Any:
-    """What jit_compile="auto" comes to on a machine that has a GPU, for a distributed optimizer and another."""
+    """What jit_compile="auto" comes to on a machine that has a GPU, for a distributed optimizer and
+    another.
+    """
     real = tf.config.list_physical_devices
-    tf.config.list_physical_devices = lambda kind=None: [*real(kind), tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    tf.config.list_physical_devices = lambda kind=None: [
+        *real(kind),
+        tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU"),
+    ]
     try:
         found = []
         for optimizer in (bpk.DistributedOptimizer(sgd()), sgd()):
@@ -202,16 +304,29 @@ def job_auto() -> Any:
 
 def job_refused() -> Any:
     calls: list[Any] = [
-        lambda: bpk.DistributedOptimizer("sgd"), lambda: bpk.DistributedOptimizer(bpk.DistributedOptimizer(sgd())),
-        lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=0), lambda: bpk.DistributedOptimizer(sgd(), op=bps.Adasum),
-        lambda: bpk.DistributedOptimizer(sgd(gradient_accumulation_steps=3), backward_passes_per_step=2),
-        lambda: fit(bpk.DistributedOptimizer(sgd()), callbacks=[bpk.callbacks.BroadcastGlobalVariablesCallback(5)]),
-        lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=True), lambda: bpk.load_model("x.keras", custom_optimizers=["a"]),
-        lambda: bpk.callbacks.BroadcastGlobalVariablesCallback("a"), lambda: bpk.callbacks.LearningRateScheduleCallback("0.1"),
-        lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, 3, 2), lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, steps_per_epoch=-3),
-        lambda: bpk.callbacks.LearningRateWarmupCallback("5"), lambda: bpk.callbacks.LearningRateWarmupCallback(initial_lr=-1.0),
-        lambda: fit(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
-                    callbacks=[bpk.callbacks.LearningRateScheduleCallback(0.5)]),
+        lambda: bpk.DistributedOptimizer("sgd"),
+        lambda: bpk.DistributedOptimizer(bpk.DistributedOptimizer(sgd())),
+        lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=0),
+        lambda: bpk.DistributedOptimizer(sgd(), op=bps.Adasum),
+        lambda: bpk.DistributedOptimizer(
+            sgd(gradient_accumulation_steps=3), backward_passes_per_step=2
+        ),
+        lambda: fit(
+            bpk.DistributedOptimizer(sgd()),
+            callbacks=[bpk.callbacks.BroadcastGlobalVariablesCallback(5)],
+        ),
+        lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=True),
+        lambda: bpk.load_model("x.keras", custom_optimizers=["a"]),
+        lambda: bpk.callbacks.BroadcastGlobalVariablesCallback("a"),
+        lambda: bpk.callbacks.LearningRateScheduleCallback("0.1"),
+        lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, 3, 2),
+        lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, steps_per_epoch=-3),
+        lambda: bpk.callbacks.LearningRateWarmupCallback("5"),
+        lambda: bpk.callbacks.LearningRateWarmupCallback(initial_lr=-1.0),
+        lambda: fit(
+            keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+            callbacks=[bpk.callbacks.LearningRateScheduleCallback(0.5)],
+        ),
     ]
     told = []
     for call in calls:
@@ -220,42 +335,91 @@ def job_refused() -> Any:
             told.append("")
         except ConfigError as e:
             told.append(str(e))
-    return told, bpk.push_pull(np.float32(bps.rank()), name="a number").tolist(), bpk.broadcast([1, bps.rank()], 1).tolist()
+    return (
+        told,
+        bpk.push_pull(np.float32(bps.rank()), name="a number").tolist(),
+        bpk.broadcast([1, bps.rank()], 1).tolist(),
+    )
 
 
-NAMES = ["Compression", "init", "shutdown", "suspend", "resume", "get_pushpull_speed", "size", "local_size", "rank", "local_rank", "Average", "Sum",
-         "Adasum", "handle_average_backwards_compatibility"]
+NAMES = [
+    "Compression",
+    "init",
+    "shutdown",
+    "suspend",
+    "resume",
+    "get_pushpull_speed",
+    "size",
+    "local_size",
+    "rank",
+    "local_rank",
+    "Average",
+    "Sum",
+    "Adasum",
+    "handle_average_backwards_compatibility",
+]
 
 
 def job_both_names() -> list[str]:
     """Names that are not the same thing in bpsx.keras as in bpsx.tensorflow.keras."""
     differ = [name for name in bpk.__all__ if getattr(bpsx.keras, name) is not getattr(bpk, name)]
-    same_callback = bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
+    same_callback = (
+        bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
+    )
     return differ if same_callback else [*differ, "MetricAverageCallback"]
 
 
 def job_upstreams_arguments() -> dict[str, tuple[str, list[str]]]:
-    """Upstream's functions and classes with their arguments, in their order (byteps/tensorflow, byteps/keras); and ours."""
+    """Upstream's functions and classes with their arguments, in their order (byteps/tensorflow,
+    byteps/keras); and ours.
+    """
     upstream = {
-        bps.push_pull: "tensor scope average device_dense device_sparse compression op enable_async",
-        bps.broadcast: "tensor root_rank scope name is_variable", bps.broadcast_variables: "variables root_rank scope",
-        bps.broadcast_global_variables: "root_rank", bps.BroadcastGlobalVariablesHook: "root_rank device",
-        bps.DistributedOptimizer: "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op",
-        bps.DistributedGradientTape: "gradtape device_dense device_sparse compression sparse_as_dense op",
-        bpk.DistributedOptimizer: "optimizer name device_dense device_sparse compression sparse_as_dense",
-        bpk.push_pull: "value name average", bpk.broadcast: "value root_rank name", bpk.broadcast_global_variables: "root_rank",
+        bps.push_pull: (
+            "tensor scope average device_dense device_sparse compression op enable_async"
+        ),
+        bps.broadcast: "tensor root_rank scope name is_variable",
+        bps.broadcast_variables: "variables root_rank scope",
+        bps.broadcast_global_variables: "root_rank",
+        bps.BroadcastGlobalVariablesHook: "root_rank device",
+        bps.DistributedOptimizer: (
+            "optimizer name use_locking device_dense device_sparse compression sparse_as_dense"
+            " backward_passes_per_step op"
+        ),
+        bps.DistributedGradientTape: (
+            "gradtape device_dense device_sparse compression sparse_as_dense op"
+        ),
+        bpk.DistributedOptimizer: (
+            "optimizer name device_dense device_sparse compression sparse_as_dense"
+        ),
+        bpk.push_pull: "value name average",
+        bpk.broadcast: "value root_rank name",
+        bpk.broadcast_global_variables: "root_rank",
         bpk.load_model: "filepath custom_optimizers custom_objects compression",
-        bpk.callbacks.BroadcastGlobalVariablesCallback: "root_rank device", bpk.callbacks.MetricAverageCallback: "device",
-        bpk.callbacks.LearningRateScheduleCallback: "multiplier start_epoch end_epoch staircase momentum_correction steps_per_epoch initial_lr",
-        bpk.callbacks.LearningRateWarmupCallback: "warmup_epochs momentum_correction steps_per_epoch verbose initial_lr",
+        bpk.callbacks.BroadcastGlobalVariablesCallback: "root_rank device",
+        bpk.callbacks.MetricAverageCallback: "device",
+        bpk.callbacks.LearningRateScheduleCallback: (
+            "multiplier start_epoch end_epoch staircase momentum_correction steps_per_epoch"
+            " initial_lr"
+        ),
+        bpk.callbacks.LearningRateWarmupCallback: (
+            "warmup_epochs momentum_correction steps_per_epoch verbose initial_lr"
+        ),
     }
-    return {f"{f.__module__}.{f.__name__}": (wanted, list(inspect.signature(f).parameters)) for f, wanted in upstream.items()}
+    return {
+        f"{f.__module__}.{f.__name__}": (wanted, list(inspect.signature(f).parameters))
+        for f, wanted in upstream.items()
+    }
 
 
 def job_upstreams_other_names() -> tuple[list[str], list[str], bool, str]:
     """Those of upstream's names that are missing, and what some of them are."""
     missing = [name for name in NAMES if not hasattr(bps, name)]
-    return missing, list(bpk.__all__), bps.Compression.none is bpk.Compression.none, str(bps.ReduceOps.Sum)
+    return (
+        missing,
+        list(bpk.__all__),
+        bps.Compression.none is bpk.Compression.none,
+        str(bps.ReduceOps.Sum),
+    )
 
 
 JOBS = [name for name in dir() if name.startswith("job_")]
@@ -270,11 +434,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 # ---- what is expected of it
 
+
 def same(a: list[np.ndarray], b: list[np.ndarray], tolerance: float = 1e-5) -> bool:
     return all(np.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True))
 
 
-WAYS = {"fit": 1e-5, "eagerly": 1e-5, "steps": 1e-5, "compiled": 1e-5, "fp16": 3e-3, "topk": 1e-3, "corrected": 1e-3}
+WAYS = {
+    "fit": 1e-5,
+    "eagerly": 1e-5,
+    "steps": 1e-5,
+    "compiled": 1e-5,
+    "fp16": 3e-3,
+    "topk": 1e-3,
+    "corrected": 1e-3,
+}
 
 
 @pytest.mark.parametrize(("way", "tolerance"), WAYS.items())
@@ -287,16 +460,29 @@ def test_two_workers_train_as_one_does_on_the_joined_batch(job, way, tolerance):
 def test_accumulated_gradients_travel_once(job):
     for found in each(job, "job_accumulation"):
         for name in ("native", "passes"):
-            assert all(same(found[f"{name} {way}"], found["alone"]) for way in ("traced", "eager", "compiled"))
-            assert found[f"{name} traced count"] == found[f"{name} compiled count"] == 4 * STEPS // 2 + 1       # once, the comparison of names
-            assert found[f"{name} eager count"] == 5 * STEPS // 2 + 2       # and a vector of who has which gradients; once, which of them are sparse
+            assert all(
+                same(found[f"{name} {way}"], found["alone"])
+                for way in ("traced", "eager", "compiled")
+            )
+            # once, the comparison of names
+            assert (
+                found[f"{name} traced count"]
+                == found[f"{name} compiled count"]
+                == 4 * STEPS // 2 + 1
+            )
+            # and a vector of who has which gradients; once, which of them are sparse
+            assert found[f"{name} eager count"] == 5 * STEPS // 2 + 2
 
 
 @pytest.mark.parametrize("way", ["outer", "inner", "compile"])
 def test_an_overflow_of_one_is_one_of_all(job, way):
     (first, a), (second, b), (third, c) = job.results[0]["job_overflow"][way]
-    for (mine, scale), (theirs, other) in zip(job.results[0]["job_overflow"][way], job.results[1]["job_overflow"][way], strict=True):
-        assert scale == other and all(np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    for (mine, scale), (theirs, other) in zip(
+        job.results[0]["job_overflow"][way], job.results[1]["job_overflow"][way], strict=True
+    ):
+        assert scale == other and all(
+            np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True)
+        )
     assert b == c == a / 2 and all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
     assert not same(second, third, 1e-6)
 
@@ -315,7 +501,9 @@ def test_learning_rates(job):
     for found in each(job, "job_callbacks"):
         wanted = [0.4 / 2 * ((i + 1) / STEPS / 2 + 1) for i in range(2 * STEPS)]
         np.testing.assert_allclose(found["warmup"], [*wanted, *[0.4] * STEPS], rtol=1e-6)
-        np.testing.assert_allclose(found["schedule"], [0.4] * STEPS + [0.2] * STEPS + [0.08] * STEPS, rtol=1e-6)
+        np.testing.assert_allclose(
+            found["schedule"], [0.4] * STEPS + [0.2] * STEPS + [0.08] * STEPS, rtol=1e-6
+        )
         corrected, left = found["momenta"]
         assert all(np.allclose(m, 0.5) for m in corrected) and all(np.allclose(m, 1) for m in left)
     assert "finished gradual learning rate warmup to 0.4" in job.output
@@ -334,10 +522,27 @@ def test_auto_does_not_have_an_exchange_compiled_for_a_gpu(job):
 
 def test_refused(job):
     for told, number, values in each(job, "job_refused"):
-        for text, part in zip(told, ("not str", "distributed already", "backward_passes_per_step=0", "Adasum", "which is 3", "allowed are 0 to 1",
-                                     "backward_passes_per_step=True", "custom_optimizers has 'a'", "root_rank='a'", "multiplier='0.1'",
-                                     "end_epoch=2: allowed are numbers from start_epoch=3", "steps_per_epoch=-3", "warmup_epochs='5'",
-                                     "initial_lr=-1.0", "ExponentialDecay"), strict=True):
+        for text, part in zip(
+            told,
+            (
+                "not str",
+                "distributed already",
+                "backward_passes_per_step=0",
+                "Adasum",
+                "which is 3",
+                "allowed are 0 to 1",
+                "backward_passes_per_step=True",
+                "custom_optimizers has 'a'",
+                "root_rank='a'",
+                "multiplier='0.1'",
+                "end_epoch=2: allowed are numbers from start_epoch=3",
+                "steps_per_epoch=-3",
+                "warmup_epochs='5'",
+                "initial_lr=-1.0",
+                "ExponentialDecay",
+            ),
+            strict=True,
+        ):
             assert part in text
         assert number == 0.5 and values == [1, 1]
 
@@ -349,10 +554,19 @@ def test_keras_has_both_names(job):
 def test_upstreams_arguments_in_their_order(job):
     for found in each(job, "job_upstreams_arguments"):
         for function, (wanted, arguments) in found.items():
-            assert arguments[:len(wanted.split())] == wanted.split(), function
+            assert arguments[: len(wanted.split())] == wanted.split(), function
 
 
 def test_upstreams_other_names(job):
     for missing, exported, compression, total in each(job, "job_upstreams_other_names"):
         assert missing == [] and compression and total == "Sum"
-        assert {"Compression", "init", "shutdown", "size", "local_size", "rank", "local_rank", "callbacks"} <= set(exported)
+        assert {
+            "Compression",
+            "init",
+            "shutdown",
+            "size",
+            "local_size",
+            "rank",
+            "local_rank",
+            "callbacks",
+        } <= set(exported)

@@ -1,4 +1,6 @@
-"""A TensorFlow that has not what bpsx needs: importing the plugin says so, and nothing else happens."""
+"""A TensorFlow that has not what bpsx needs: importing the plugin says so, and nothing else
+happens.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,15 @@ import sys
 from pathlib import Path
 import tensorflow as tf
 from bpsx.tensorflow import op_library
+
 tf.sysconfig.get_include = lambda: sys.argv[1]
 header = Path(sys.argv[1], "tensorflow", "core", "framework", "op_kernel.h")
-for text in (None, "  typedef std::function<void()> DoneCallback;", "using DoneCallback = std::function<void()>;",
-             "  using DoneCallback = absl::AnyInvocable<void() &&>;"):
+for text in (
+    None,
+    "  typedef std::function<void()> DoneCallback;",
+    "using DoneCallback = std::function<void()>;",
+    "  using DoneCallback = absl::AnyInvocable<void() &&>;",
+):
     if text is not None:
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(text)
@@ -72,21 +79,38 @@ def hides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hiding.made(tmp_path_factory.mktemp("hides"))
 
 
-@pytest.mark.parametrize("function", ["TF_NewOpDefinitionBuilder", "TF_ForwardInputOrAllocateOutput", "TF_DeleteStatus", "nothing"])
+@pytest.mark.parametrize(
+    "function",
+    ["TF_NewOpDefinitionBuilder", "TF_ForwardInputOrAllocateOutput", "TF_DeleteStatus", "nothing"],
+)
 def test_a_function_that_is_missing_is_named(hides: Path, function: str) -> None:
     *told, last = hiding.run(hides, function, _IMPORTS, **QUIET)
-    text = f"refused: bpsx.tensorflow: the TensorFlow that is loaded lacks {function}, which bpsx needs"
+    text = (
+        f"refused: bpsx.tensorflow: the TensorFlow that is loaded lacks {function}, which bpsx"
+        " needs"
+    )
     assert last == "goes on: 3.0" and told == ([] if function == "nothing" else [text])
 
 
 def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path) -> None:
     assert hiding.run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES, **QUIET) == [
-        "3.0", f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx: leave jit_compile out"]
+        "3.0",
+        (
+            f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx:"
+            " leave jit_compile out"
+        ),
+    ]
 
 
 def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _HEADERS, str(tmp_path)], env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=120,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _HEADERS, str(tmp_path)],
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     none, function, alias, other = done.stdout.splitlines()
     assert (none, function, alias) == ("accepted", "accepted", "accepted")
@@ -94,5 +118,16 @@ def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path) -> None:
 
 
 def test_the_packages_in_it_need_no_import_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", _PACKAGES], env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and done.stdout.splitlines() == ["MirroredStrategy", "MetricAverageCallback", "no attribute 'kerass'"], done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", _PACKAGES],
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        "MirroredStrategy",
+        "MetricAverageCallback",
+        "no attribute 'kerass'",
+    ], done.stderr

@@ -1,4 +1,7 @@
-"""Operations, variables and optimizers of one name: what meets what. ``job_*`` functions run in the workers."""
+"""Operations, variables and optimizers of one name: what meets what.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,11 @@ WORKERS = 2
 
 # ---- what the workers do
 
+
 def late(x: Any, who: int) -> tf.Tensor:
-    """``x``, which on worker ``who`` takes its time, by work that has no effect and could be done in any order."""
+    """``x``, which on worker ``who`` takes its time, by work that has no effect and could be done
+    in any order.
+    """
     if bps.rank() != who:
         return x
     y = tf.eye(600) * x
@@ -45,7 +51,9 @@ def late(x: Any, who: int) -> tf.Tensor:
 
 
 def job_order() -> Any:
-    """Two of one name in a function, where each worker is ready for another one first: in calls of a function, in branches, in loops, beside them."""
+    """Two of one name in a function, where each worker is ready for another one first: in calls of
+    a function, in branches, in loops, beside them.
+    """
     w = tf.Variable([1.0], name="in order")
 
     @tf.function
@@ -70,20 +78,37 @@ def job_order() -> Any:
         return tf.cond(x > 0, lambda: bps.push_pull(x, name="branch"), lambda: x)
 
     def loop(x: Any) -> Any:
-        return tf.while_loop(lambda i, _: i < 2, lambda i, t: (i + 1, t + bps.push_pull(x, name="loop") / 2), [0, tf.constant(0.0)])[1]
+        return tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, t: (i + 1, t + bps.push_pull(x, name="loop") / 2),
+            [0, tf.constant(0.0)],
+        )[1]
 
-    ways = {"function": (mean, mean), "unnamed": (unnamed, unnamed), "tape": (gradient, gradient), "deeper": (deeper, gradient),
-            "branches": (branch, branch), "branch and not": (branch, lambda x: bps.push_pull(x, name="branch")),
-            "loops": (loop, loop), "loop and not": (loop, lambda x: bps.push_pull(x, name="loop"))}
+    ways = {
+        "function": (mean, mean),
+        "unnamed": (unnamed, unnamed),
+        "tape": (gradient, gradient),
+        "deeper": (deeper, gradient),
+        "branches": (branch, branch),
+        "branch and not": (branch, lambda x: bps.push_pull(x, name="branch")),
+        "loops": (loop, loop),
+        "loop and not": (loop, lambda x: bps.push_pull(x, name="loop")),
+    }
     found = {}
     for name, (first, second) in ways.items():
-        step = tf.function(lambda a, b, first=first, second=second: (first(late(a, 0)), second(late(b, 1))))
-        found[name] = [[float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)]
+        step = tf.function(
+            lambda a, b, first=first, second=second: (first(late(a, 0)), second(late(b, 1)))
+        )
+        found[name] = [
+            [float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)
+        ]
     return found
 
 
 def job_compiled() -> Any:
-    """The same in what XLA compiles: functions that are compiled, called by one that is not; the other way round; twice in one."""
+    """The same in what XLA compiles: functions that are compiled, called by one that is not; the
+    other way round; twice in one.
+    """
     w = tf.Variable([1.0], name="compiled")
 
     def gradient(x: Any) -> Any:
@@ -93,10 +118,16 @@ def job_compiled() -> Any:
 
     found: dict[str, Any] = {}
     inner, outer = tf.function(gradient, jit_compile=True), tf.function(gradient)
-    for name, call, options in (("inside", inner, {}), ("twice", gradient, {"jit_compile": True}), ("outside", outer, {"jit_compile": True})):
+    for name, call, options in (
+        ("inside", inner, {}),
+        ("twice", gradient, {"jit_compile": True}),
+        ("outside", outer, {"jit_compile": True}),
+    ):
         step = tf.function(lambda a, b, call=call: (call(late(a, 0)), call(late(b, 1))), **options)
         try:
-            found[name] = [[float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)]
+            found[name] = [
+                [float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)
+            ]
         except UnsupportedCompilation as e:
             found[name] = str(e)
     return found
@@ -120,31 +151,57 @@ def job_overlap() -> Any:
 
 
 def job_graph() -> Any:
-    """In a session: what is run is run, and nothing else; two optimizers of one variable, two operations of one name."""
+    """In a session: what is run is run, and nothing else; two optimizers of one variable, two
+    operations of one name.
+    """
     found: dict[str, Any] = {}
     with tf.Graph().as_default(), v1.Session() as sess:
         x, z = v1.placeholder(tf.float32, (), name="x"), v1.placeholder(tf.float32, (), name="z")
         one, other = bps.push_pull(x, name="twice"), bps.push_pull(z, name="twice")
         w = v1.get_variable("w", initializer=np.float32(1.0))
-        optimizers = [bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2) for _ in range(2)]
+        optimizers = [
+            bps.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2
+            )
+            for _ in range(2)
+        ]
         steps = [o.minimize(w * factor) for o, factor in zip(optimizers, (1.0, 3.0), strict=True)]
-        both = [tf.cond(x > 0, lambda: bps.push_pull(x, name="of both"), lambda: bps.push_pull(-x, name="of both"))]
+        both = [
+            tf.cond(
+                x > 0,
+                lambda: bps.push_pull(x, name="of both"),
+                lambda: bps.push_pull(-x, name="of both"),
+            )
+        ]
         sess.run(v1.global_variables_initializer())
         before = session().counters()["push_pulls"]
-        found["alone"] = [float(sess.run(other, {z: 3.0 + bps.rank()})), float(sess.run(one, {x: 1.0 + bps.rank()}))]
+        found["alone"] = [
+            float(sess.run(other, {z: 3.0 + bps.rank()})),
+            float(sess.run(one, {x: 1.0 + bps.rank()})),
+        ]
         found["push_pulls"] = session().counters()["push_pulls"] - before
         found["steps"] = [(sess.run(steps[i]), float(sess.run(w)))[1] for i in (1, 1, 0, 1, 0, 1)]
-        found["both"] = [float(sess.run(both, {x: sign * (1.0 + bps.rank())})[0]) for sign in (1, -1)]
+        found["both"] = [
+            float(sess.run(both, {x: sign * (1.0 + bps.rank())})[0]) for sign in (1, -1)
+        ]
     return found
 
 
 def job_alike() -> Any:
-    """Variables of one name, with what compression leaves over: each has its own; a tape and an optimizer of one variable share."""
+    """Variables of one name, with what compression leaves over: each has its own; a tape and an
+    optimizer of one variable share.
+    """
+
     def leftovers(names: tuple[str, str], with_tapes: bool) -> list[float]:
-        """What is left over of one must not reach the other, whose gradients are a hundred times as large."""
+        """What is left over of one must not reach the other, whose gradients are a hundred times as
+        large.
+        """
         pair = [tf.Variable([0.0] * 8, name=name) for name in names]
         params = {"compressor": "topk", "k": 1, "ef": "vanilla"}
-        optimizers = [bpk.DistributedOptimizer(keras.optimizers.SGD(1.0), compression_params=params) for _ in pair]
+        optimizers = [
+            bpk.DistributedOptimizer(keras.optimizers.SGD(1.0), compression_params=params)
+            for _ in pair
+        ]
         sums = []
         for _ in range(3):
             for variable, factor, optimizer in zip(pair, (1.0, 100.0), optimizers, strict=True):
@@ -152,63 +209,120 @@ def job_alike() -> Any:
                 if with_tapes:
                     with tf.GradientTape() as tape:
                         loss = tf.reduce_sum(variable * gradient)
-                    sums.append(float(tf.reduce_sum(bps.DistributedGradientTape(tape, compression_params=params).gradient(loss, variable))))
+                    sums.append(
+                        float(
+                            tf.reduce_sum(
+                                bps.DistributedGradientTape(
+                                    tape, compression_params=params
+                                ).gradient(loss, variable)
+                            )
+                        )
+                    )
                 else:
                     optimizer.apply([gradient], [variable])
                     sums.append(float(tf.reduce_sum(variable)))
         return sums
 
-    return {way: (leftovers((f"{way} one", f"{way} one"), way == "tapes"), leftovers((f"{way} a", f"{way} b"), way == "tapes"))
-            for way in ("tapes", "optimizers")}
+    return {
+        way: (
+            leftovers((f"{way} one", f"{way} one"), way == "tapes"),
+            leftovers((f"{way} a", f"{way} b"), way == "tapes"),
+        )
+        for way in ("tapes", "optimizers")
+    }
 
 
 def job_alike_v1() -> Any:
-    """Two variables of one name, whose gradients are added up over two passes; one of them has none in the last, or on this worker."""
+    """Two variables of one name, whose gradients are added up over two passes; one of them has none
+    in the last, or on this worker.
+    """
+
     def train(gradients: Any) -> list[float]:
         a, b = tf.Variable(0.0, name="same"), tf.Variable(0.0, name="same")
-        optimizer = bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
+        optimizer = bps.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2
+        )
         for i in range(2):
             used = gradients(i)
-            optimizer.minimize(lambda used=used: sum(f * v for f, v in zip(used, (a, b), strict=True) if f), var_list=[a, b])
+            optimizer.minimize(
+                lambda used=used: sum(f * v for f, v in zip(used, (a, b), strict=True) if f),
+                var_list=[a, b],
+            )
         return [float(a), float(b)]
 
-    return train(lambda i: (1.0, 10.0)), train(lambda i: (1.0, 10.0 if i == 0 else 0.0)), train(lambda i: (1.0, 10.0 if bps.rank() == 0 else 0.0))
+    return (
+        train(lambda i: (1.0, 10.0)),
+        train(lambda i: (1.0, 10.0 if i == 0 else 0.0)),
+        train(lambda i: (1.0, 10.0 if bps.rank() == 0 else 0.0)),
+    )
 
 
 def job_partly() -> Any:
-    """In eager code, gradients that only one worker has: dense ones, rows of an embedding, sums of several steps."""
+    """In eager code, gradients that only one worker has: dense ones, rows of an embedding, sums of
+    several steps.
+    """
     found: dict[str, Any] = {}
-    table, plain, nobodys = tf.Variable(tf.ones((4, 2)), name="table"), tf.Variable([1.0], name="plain"), tf.Variable(1.0, name="nobody's")
-    for step in range(3):       # the kinds are known from the second on; in the third the other worker has rows
+    table, plain, nobodys = (
+        tf.Variable(tf.ones((4, 2)), name="table"),
+        tf.Variable([1.0], name="plain"),
+        tf.Variable(1.0, name="nobody's"),
+    )
+    # the kinds are known from the second on; in the third the other worker has rows
+    for step in range(3):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(plain)
             if (bps.rank() == 0) == (step < 2):
                 loss += tf.reduce_sum(tf.gather(table, [1, 1]))
-        rows, dense, none = bps.DistributedGradientTape(tape).gradient(loss, [table, plain, nobodys])
-        found[f"rows {step}"] = (type(rows).__name__, tf.convert_to_tensor(rows).numpy().tolist(), dense.numpy().tolist(), none)
+        rows, dense, none = bps.DistributedGradientTape(tape).gradient(
+            loss, [table, plain, nobodys]
+        )
+        found[f"rows {step}"] = (
+            type(rows).__name__,
+            tf.convert_to_tensor(rows).numpy().tolist(),
+            dense.numpy().tolist(),
+            none,
+        )
     mixed = tf.Variable(tf.ones((3, 1)), name="mixed")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(mixed, [2])) if bps.rank() == 0 else tf.reduce_sum(mixed)
-    found["mixed"] = bps.DistributedGradientTape(tape).gradient(loss, mixed).numpy().ravel().tolist()
+    found["mixed"] = (
+        bps.DistributedGradientTape(tape).gradient(loss, mixed).numpy().ravel().tolist()
+    )
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(mixed, [2]))
-    found["mixed again"] = tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, mixed)).numpy().ravel().tolist()
-    with tf.GradientTape() as tape:         # dense on one worker, where gradients have been sparse so far
+    found["mixed again"] = (
+        tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, mixed))
+        .numpy()
+        .ravel()
+        .tolist()
+    )
+    # dense on one worker, where gradients have been sparse so far
+    with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(table, [1, 1])) if bps.rank() == 0 else tf.reduce_sum(table)
-    found["dense later"] = tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, table)).numpy().tolist()
+    found["dense later"] = (
+        tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, table))
+        .numpy()
+        .tolist()
+    )
     a, b = tf.Variable(0.0, name="acc a"), tf.Variable(0.0, name="acc b")
     by_name = {"acc a": {"compressor": "topk", "k": 1}, "acc b": {"compressor": "topk", "k": 1}}
-    optimizer = bpk.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), compression_params={
-        f"{name}:0": params for name, params in by_name.items()})
+    optimizer = bpk.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, gradient_accumulation_steps=2),
+        compression_params={f"{name}:0": params for name, params in by_name.items()},
+    )
     optimizer.build([a, b])
     for step in range(2):
-        optimizer.apply([tf.constant(2.0), tf.constant(4.0) if step == 0 or bps.rank() == 0 else None], [a, b])
+        optimizer.apply(
+            [tf.constant(2.0), tf.constant(4.0) if step == 0 or bps.rank() == 0 else None], [a, b]
+        )
     found["accumulated"] = float(a), float(b)
     return found
 
 
 def job_optimizers() -> Any:
-    """What is made of a distributed optimizer is one, too: copies, what a scale of the loss is put around, twice even."""
+    """What is made of a distributed optimizer is one, too: copies, what a scale of the loss is put
+    around, twice even.
+    """
     found: dict[str, Any] = {}
     w = tf.Variable([0.0], name="of optimizers")
     gradient = tf.constant([1.0 + bps.rank()])
@@ -221,8 +335,13 @@ def job_optimizers() -> Any:
     def made() -> Any:
         return bpk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=bps.Sum)
 
-    for name, again in {"copy": copy.copy, "deep copy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)),
-                        "configuration": lambda o: type(o).from_config(o.get_config()), "class": lambda o: type(o)(**o.get_config())}.items():
+    for name, again in {
+        "copy": copy.copy,
+        "deep copy": copy.deepcopy,
+        "pickle": lambda o: pickle.loads(pickle.dumps(o)),
+        "configuration": lambda o: type(o).from_config(o.get_config()),
+        "class": lambda o: type(o)(**o.get_config()),
+    }.items():
         found[name] = moved(again(made()))
     inner = made()
     scaled = [keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0) for _ in range(2)]
@@ -234,7 +353,13 @@ def job_optimizers() -> Any:
     for _ in range(2):
         model.compile(optimizer, LOSS)
         before = session().counters()["push_pulls"]
-        model.fit(inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1), batch_size=BATCH, shuffle=False, verbose=0)
+        model.fit(
+            inputs[:, bps.rank()].reshape(-1, 6),
+            labels[:, bps.rank()].reshape(-1),
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+        )
         counts.append(session().counters()["push_pulls"] - before)
     found["compiled twice"] = counts, float(sum(np.sum(v) for v in model.get_weights()))
 
@@ -246,7 +371,9 @@ def job_optimizers() -> Any:
         model = mlp()
         model.compile(bpk.DistributedOptimizer(Mine(0.1)), LOSS)
         model.save(Path(folder, "mine.keras"))
-        found["registered"] = type(keras.models.load_model(Path(folder, "mine.keras")).optimizer) is Mine
+        found["registered"] = (
+            type(keras.models.load_model(Path(folder, "mine.keras")).optimizer) is Mine
+        )
     try:
         made().apply([gradient, gradient], [w])
     except ConfigError as e:
@@ -255,7 +382,9 @@ def job_optimizers() -> Any:
 
 
 def job_async() -> Any:
-    """Weights of one name, in optimizers of their own; where TensorFlow has a checkpoint of them; what cannot be done."""
+    """Weights of one name, in optimizers of their own; where TensorFlow has a checkpoint of them;
+    what cannot be done.
+    """
     pair = [tf.Variable([start], name="same") for start in (1.0, 100.0)]
     for variable in pair:
         optimizer = bpk.DistributedOptimizer(keras.optimizers.SGD(0.0))
@@ -282,7 +411,10 @@ def job_async() -> Any:
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build([v])
     told = []
-    for call in (lambda: bps.push_pull(rows, name="rows"), lambda: strategy.run(lambda: optimizer.apply([tf.ones(1)], [v]))):
+    for call in (
+        lambda: bps.push_pull(rows, name="rows"),
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones(1)], [v])),
+    ):
         try:
             call()
         except ConfigError as e:
@@ -294,12 +426,21 @@ def job_async() -> Any:
 
 def horovod_in_async() -> list[str]:
     """What Horovod's names refuse, where servers have weights and no sums."""
-    local, passes = (hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), backward_passes_per_step=n) for n in (1, 2))
+    local, passes = (
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), backward_passes_per_step=n)
+        for n in (1, 2)
+    )
     variables = [tf.Variable([1.0], name=f"horovod {i}") for i in range(2)]
     local.register_local_var(variables[0])
     x, told = tf.ones(4), []
-    for call in (lambda: hvd.allreduce(x), lambda: hvd.reducescatter(x), lambda: hvd.allgather(x), lambda: hvd.alltoall(x),
-                 lambda: local.apply([tf.ones(1)], variables[:1]), lambda: passes.apply([tf.ones(1)], variables[1:])):
+    for call in (
+        lambda: hvd.allreduce(x),
+        lambda: hvd.reducescatter(x),
+        lambda: hvd.allgather(x),
+        lambda: hvd.alltoall(x),
+        lambda: local.apply([tf.ones(1)], variables[:1]),
+        lambda: passes.apply([tf.ones(1)], variables[1:]),
+    ):
         with pytest.raises(ConfigError) as caught:
             call()
         told.append(str(caught.value))
@@ -311,15 +452,36 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, [name for name in JOBS if name != "job_async"], tmp_path_factory, WORKERS, BYTEPS_MIN_COMPRESS_BYTES="0")
+    done = run_job(
+        __file__,
+        [name for name in JOBS if name != "job_async"],
+        tmp_path_factory,
+        WORKERS,
+        BYTEPS_MIN_COMPRESS_BYTES="0",
+    )
     assert done.status == 0, done.output
     return done
 
 
 # ---- what is expected of it
 
-@pytest.mark.parametrize("way", ["function", "unnamed", "tape", "deeper", "branches", "branch and not", "loops", "loop and not"])
-def test_operations_of_one_name_meet_in_the_order_in_which_they_are_written(job: Finished, way: str) -> None:
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "function",
+        "unnamed",
+        "tape",
+        "deeper",
+        "branches",
+        "branch and not",
+        "loops",
+        "loop and not",
+    ],
+)
+def test_operations_of_one_name_meet_in_the_order_in_which_they_are_written(
+    job: Finished, way: str
+) -> None:
     for found in each(job, "job_order"):
         assert found[way] == [[1.0, 100.0]] * 4
 
@@ -355,13 +517,22 @@ def test_variables_of_one_name_have_residuals_of_their_own(job: Finished, way: s
 
 def test_variables_of_one_name_are_added_up_apart(job: Finished) -> None:
     for apart, only_first_pass, only_one_worker in each(job, "job_alike_v1"):
-        assert apart == [-2.0, -20.0] and only_first_pass == [-2.0, -10.0] and only_one_worker == [-2.0, -10.0]
+        assert (
+            apart == [-2.0, -20.0]
+            and only_first_pass == [-2.0, -10.0]
+            and only_one_worker == [-2.0, -10.0]
+        )
 
 
 def test_gradients_that_only_one_worker_has(job: Finished) -> None:
     for found in each(job, "job_partly"):
         for step in range(3):
-            assert found[f"rows {step}"] == ("IndexedSlices", [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]], [1.0], None)
+            assert found[f"rows {step}"] == (
+                "IndexedSlices",
+                [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]],
+                [1.0],
+                None,
+            )
         assert found["mixed"] == [0.5, 0.5, 1.0] and found["mixed again"] == [0.0, 0.0, 1.0]
         assert found["dense later"] == [[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]
         assert found["accumulated"] == (-2.0, -3.0)
@@ -372,7 +543,11 @@ def test_what_is_made_of_a_distributed_optimizer_is_distributed(job: Finished) -
     for name in ("copy", "deep copy", "pickle", "configuration", "class"):
         assert first[name] == second[name] == -3.0, name
     assert first["scaled"] == second["scaled"] == [-3.0] * 3
-    assert first["compiled twice"] == second["compiled twice"] and first["compiled twice"][0] == [17, 16]      # the first step compares
+    # the first step compares
+    assert first["compiled twice"] == second["compiled twice"] and first["compiled twice"][0] == [
+        17,
+        16,
+    ]
     assert first["registered"] and "2 gradients for 1 variables" in first["too many"]
 
 
@@ -383,6 +558,15 @@ def test_asynchronous_training(tmp_path_factory: pytest.TempPathFactory) -> None
         assert found["alike"] == [1.0, 100.0]
         assert found["saved"] == ["async_saved"] and found["restored"] == 5.0
         assert found["metrics"] == [1.5, 1.5]
-        assert len(found["horovod"]) == 6 and all("BYTEPS_ENABLE_ASYNC=1" in text for text in found["horovod"])
-        assert "local variables" in found["horovod"][4] and "sums of several passes" in found["horovod"][5]
-        assert len(found["refused"]) == 2 and "dense tensor" in found["refused"][0] and "use DistributedOptimizer" in found["refused"][1]
+        assert len(found["horovod"]) == 6 and all(
+            "BYTEPS_ENABLE_ASYNC=1" in text for text in found["horovod"]
+        )
+        assert (
+            "local variables" in found["horovod"][4]
+            and "sums of several passes" in found["horovod"][5]
+        )
+        assert (
+            len(found["refused"]) == 2
+            and "dense tensor" in found["refused"][0]
+            and "use DistributedOptimizer" in found["refused"][1]
+        )

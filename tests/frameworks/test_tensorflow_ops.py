@@ -36,6 +36,7 @@ def error_of(act: Any) -> str:
 
 # ---- what the workers do
 
+
 def values(shape: tuple[int, ...], rank: int) -> np.ndarray:
     return (np.arange(int(np.prod(shape)), dtype=np.int64) % 13 + rank).reshape(shape)
 
@@ -48,7 +49,9 @@ def job_all_types_and_shapes() -> Any:
             mine = tf.cast(values(shape, bps.rank()), name)
 
             def both(x: tf.Tensor, key: str = f"{name}{shape}") -> Any:
-                return bps.push_pull(x, op=bps.Sum, name=f"sum {key}"), bps.push_pull(x, average=True, name=f"average {key}")
+                return bps.push_pull(x, op=bps.Sum, name=f"sum {key}"), bps.push_pull(
+                    x, average=True, name=f"average {key}"
+                )
 
             unknown = tf.function(both, input_signature=[tf.TensorSpec(None, name)])
             got = [both(mine), tf.function(both)(mine), unknown(mine)]
@@ -67,16 +70,25 @@ def job_inputs_are_left_alone() -> Any:
     @tf.function
     def twice(x: tf.Tensor) -> Any:
         y = x * 2
-        return bps.push_pull(y, op="Sum", name="y"), y + 0, bps.push_pull(y, op="Sum", name="y again")
+        return (
+            bps.push_pull(y, op="Sum", name="y"),
+            y + 0,
+            bps.push_pull(y, op="Sum", name="y again"),
+        )
 
     return kept.numpy(), variable.numpy(), [t.numpy() for t in twice(kept)]
 
 
 def job_in_flight_at_once() -> Any:
-    """Worker 0's function has sixteen, worker 1 calls them one by one, the last first: who waits for one before the next would wait for ever."""
+    """Worker 0's function has sixteen, worker 1 calls them one by one, the last first: who waits
+    for one before the next would wait for ever.
+    """
     names = [f"flight {i}" for i in range(16)]
     if bps.rank() == 1:
-        return [float(bps.push_pull(tf.constant(float(i)), op=bps.Sum, name=names[i])) for i in reversed(range(16))]
+        return [
+            float(bps.push_pull(tf.constant(float(i)), op=bps.Sum, name=names[i]))
+            for i in reversed(range(16))
+        ]
 
     @tf.function
     def step(x: tf.Tensor) -> list[tf.Tensor]:
@@ -94,7 +106,9 @@ def job_nothing_is_pruned_or_merged() -> Any:
         bps.push_pull(x, op=bps.Sum, name="unseen")
         bps.push_pull(x, op=bps.Sum, name="unseen")
         bps.push_pull(tf.constant([1.0]), op=bps.Sum, name="constant")
-        return bps.push_pull(x, op=bps.Sum, name="unseen") + bps.push_pull(x, op=bps.Sum, name="unseen")
+        return bps.push_pull(x, op=bps.Sum, name="unseen") + bps.push_pull(
+            x, op=bps.Sum, name="unseen"
+        )
 
     got = [float(step(tf.constant(float(i)))) for i in range(3)]
     return got, session().counters()["push_pulls"] - before
@@ -102,6 +116,7 @@ def job_nothing_is_pruned_or_merged() -> Any:
 
 def job_one_name_in_a_function() -> Any:
     """Three of one name, whose inputs are there in another order on each worker."""
+
     @tf.function
     def step(x: tf.Tensor) -> list[tf.Tensor]:
         slow = tf.linalg.trace(tf.linalg.matmul(tf.ones((400, 400)) * x, tf.ones((400, 400)))) * 0
@@ -112,20 +127,29 @@ def job_one_name_in_a_function() -> Any:
 
 
 def job_loops_and_branches() -> Any:
-    """Iterations of which none needs the one before, and one worker's odd ones are slow; both branches of a condition."""
+    """Iterations of which none needs the one before, and one worker's odd ones are slow; both
+    branches of a condition.
+    """
+
     @tf.function
     def loop(n: tf.Tensor) -> tf.Tensor:
         found = tf.TensorArray(tf.float32, n)
         for i in tf.range(n):
             x = tf.cast(i, tf.float32)
             if tf.equal(i % 2, bps.rank()):
-                x += 0 * tf.linalg.trace(tf.linalg.matmul(tf.ones((300, 300)) * x, tf.ones((300, 300))))
+                x += 0 * tf.linalg.trace(
+                    tf.linalg.matmul(tf.ones((300, 300)) * x, tf.ones((300, 300)))
+                )
             found = found.write(i, bps.push_pull(x, op=bps.Sum, name="in a loop"))
         return found.stack()
 
     @tf.function
     def branch(x: tf.Tensor) -> tf.Tensor:
-        return tf.cond(x > 0, lambda: bps.push_pull(x, op=bps.Sum, name="above"), lambda: bps.push_pull(x, name="below"))
+        return tf.cond(
+            x > 0,
+            lambda: bps.push_pull(x, op=bps.Sum, name="above"),
+            lambda: bps.push_pull(x, name="below"),
+        )
 
     return loop(tf.constant(40)).numpy(), [float(branch(tf.constant(x))) for x in (3.0, -4.0)]
 
@@ -136,38 +160,53 @@ def job_gradients() -> Any:
     x = tf.constant([1.0, 2.0]) + rank
     found = []
     for run in (lambda f: f, tf.function):
+
         def of(f: Any, run: Any = run) -> Any:
             def both(x: tf.Tensor) -> Any:
                 with tf.GradientTape() as tape:
                     tape.watch(x)
                     y = tf.reduce_sum(f(x) * tf.constant([1.0, 10.0]) * (rank + 1.0))
                 return tape.gradient(y, x)
+
             return run(both)(x).numpy()
 
-        found.append([of(lambda x: bps.push_pull(x, op=bps.Sum, name="g")), of(lambda x: bps.push_pull(x, name="g a")),
-                      of(lambda x: bps.broadcast(x, 1, name="g b"))])
+        found.append(
+            [
+                of(lambda x: bps.push_pull(x, op=bps.Sum, name="g")),
+                of(lambda x: bps.push_pull(x, name="g a")),
+                of(lambda x: bps.broadcast(x, 1, name="g b")),
+            ]
+        )
     with tf.GradientTape() as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
             inner.watch(x)
-            y = tf.reduce_sum(bps.push_pull(x ** 3, op=bps.Sum, name="cubes"))
+            y = tf.reduce_sum(bps.push_pull(x**3, op=bps.Sum, name="cubes"))
         first = inner.gradient(y, x)
     return found, outer.gradient(first, x).numpy()
 
 
 def job_gradients_in_a_session() -> Any:
-    """A session executes only what is asked for: the gradient of a broadcast is an exchange on those for whom it is zero, too."""
+    """A session executes only what is asked for: the gradient of a broadcast is an exchange on
+    those for whom it is zero, too.
+    """
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as sess:
         x = v1.placeholder(tf.float32, (2,))
-        found = [tf.gradients(f(x) * (bps.rank() + 1.0), x)[0] for f in (
-            lambda x: bps.push_pull(x, op=bps.Sum, name="s"), lambda x: bps.push_pull(x, name="s a"),
-            lambda x: bps.broadcast(x, 1, name="s b"))]
+        found = [
+            tf.gradients(f(x) * (bps.rank() + 1.0), x)[0]
+            for f in (
+                lambda x: bps.push_pull(x, op=bps.Sum, name="s"),
+                lambda x: bps.push_pull(x, name="s a"),
+                lambda x: bps.broadcast(x, 1, name="s b"),
+            )
+        ]
         return [sess.run(g, {x: [1.0, 2.0]}) for g in found]
 
 
 def job_without_names() -> Any:
     """Eager calls by what they are; in functions by their place, whatever the order of tracing."""
+
     @tf.function
     def a(x: tf.Tensor) -> tf.Tensor:
         return bps.push_pull(x * 2, op=bps.Sum)
@@ -177,20 +216,28 @@ def job_without_names() -> Any:
         return bps.push_pull(x * 3, op=bps.Sum)
 
     one, two = tf.constant(1.0), tf.constant([1.0, 2.0])
-    for f in ((a, b) if bps.rank() == 0 else (b, a)):
+    for f in (a, b) if bps.rank() == 0 else (b, a):
         f.get_concrete_function(one)
-    eager = bps.push_pull(one, op=bps.Sum), bps.push_pull(two, op=bps.Sum), bps.push_pull(one + 1, op=bps.Sum)
+    eager = (
+        bps.push_pull(one, op=bps.Sum),
+        bps.push_pull(two, op=bps.Sum),
+        bps.push_pull(one + 1, op=bps.Sum),
+    )
     return [float(a(one)), float(b(one))], [t.numpy() for t in eager]
 
 
 def job_traced_again() -> Any:
-    """Names that are declared: none for a function that is traced again with the same shapes, one meaning for each new shape."""
+    """Names that are declared: none for a function that is traced again with the same shapes, one
+    meaning for each new shape.
+    """
+
     def step(x: tf.Tensor, y: Any) -> tf.Tensor:
         return bps.push_pull(x, op=bps.Sum, name="again") * y
 
     counts, function = [], tf.function(step, reduce_retracing=False)
     for k in range(6):
-        assert float(function(tf.constant(1.0), k)) == 2 * k        # a Python number: traced for each
+        # a Python number: traced for each
+        assert float(function(tf.constant(1.0), k)) == 2 * k
         counts.append(len(session().order))
     return counts, function.experimental_get_tracing_count()
 
@@ -207,13 +254,16 @@ def job_v1_session() -> Any:
     with tf.Graph().as_default():
         tf.compat.v1.train.get_or_create_global_step()
         v = tf.compat.v1.get_variable("w", initializer=tf.constant([3.0]) * (bps.rank() + 1))
-        with tf.compat.v1.train.MonitoredTrainingSession(hooks=[bps.BroadcastGlobalVariablesHook(0)]) as sess:
+        with tf.compat.v1.train.MonitoredTrainingSession(
+            hooks=[bps.BroadcastGlobalVariablesHook(0)]
+        ) as sess:
             seen.append(sess.run(v))
     return seen
 
 
 def job_saved_model() -> Any:
     """A model that sums, saved and loaded."""
+
     class Model(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec((None,), tf.float32)])
         def __call__(self, x: tf.Tensor) -> tf.Tensor:
@@ -225,17 +275,30 @@ def job_saved_model() -> Any:
 
 
 def job_sparse() -> Any:
-    """Rows of all workers: other numbers of them, none at all, in eager code and in a function that is used for all."""
+    """Rows of all workers: other numbers of them, none at all, in eager code and in a function that
+    is used for all.
+    """
     rank = bps.rank()
-    function = tf.function(lambda v, i: bps.push_pull(tf.IndexedSlices(v, i, tf.constant([9, 2])), name="rows in a function"),
-                           input_signature=[tf.TensorSpec((None, 2)), tf.TensorSpec((None,), tf.int32)])
+    function = tf.function(
+        lambda v, i: bps.push_pull(
+            tf.IndexedSlices(v, i, tf.constant([9, 2])), name="rows in a function"
+        ),
+        input_signature=[tf.TensorSpec((None, 2)), tf.TensorSpec((None,), tf.int32)],
+    )
     found = []
     for n in ((1, 3), (0, 2), (5, 5), (0, 0), (100, 1)):
         rows, indices = tf.ones((n[rank], 2)) * (rank + 1), tf.range(n[rank]) % 9
-        eager = bps.push_pull(tf.IndexedSlices(rows, indices, tf.constant([9, 2])), op=bps.Sum, name="rows", compression=bps.Compression.fp16)
+        eager = bps.push_pull(
+            tf.IndexedSlices(rows, indices, tf.constant([9, 2])),
+            op=bps.Sum,
+            name="rows",
+            compression=bps.Compression.fp16,
+        )
         traced = function(rows, indices)
         assert eager.values.dtype == tf.float32 and eager.indices.dtype == tf.int32
-        found.append([(s.values.numpy(), s.indices.numpy(), s.dense_shape.numpy()) for s in (eager, traced)])
+        found.append(
+            [(s.values.numpy(), s.indices.numpy(), s.dense_shape.numpy()) for s in (eager, traced)]
+        )
     return found
 
 
@@ -243,38 +306,76 @@ def job_broadcast() -> Any:
     """Every type, as a value and into variables."""
     rank = bps.rank()
     found = {}
-    for name in [*BY_NAME, "bool", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"]:
+    for name in [
+        *BY_NAME,
+        "bool",
+        "int16",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex64",
+        "complex128",
+    ]:
         mine = tf.cast(values((2, 3), 0 if rank == 1 else 7), name)
         variable = tf.Variable(mine)
         bps.broadcast_variables([variable], 1, scope=f"{name} ")
-        found[name] = [np.asarray(tf.cast(bps.broadcast(mine, 1, name=f"b {name}"), tf.complex128)), np.asarray(tf.cast(variable, tf.complex128))]
-    pair = [tf.Variable(float(rank), name="same"), tf.Variable([rank, rank], name="same"), tf.Variable(tf.zeros((0, 2)))]
+        found[name] = [
+            np.asarray(tf.cast(bps.broadcast(mine, 1, name=f"b {name}"), tf.complex128)),
+            np.asarray(tf.cast(variable, tf.complex128)),
+        ]
+    pair = [
+        tf.Variable(float(rank), name="same"),
+        tf.Variable([rank, rank], name="same"),
+        tf.Variable(tf.zeros((0, 2))),
+    ]
     tf.function(lambda: bps.broadcast_variables(pair, 1))()
     return found, [v.numpy().tolist() for v in pair]
 
 
 def job_refused() -> Any:
-    """What is wrong at the call, and what can only be known when it is executed; then the job goes on."""
+    """What is wrong at the call, and what can only be known when it is executed; then the job goes
+    on.
+    """
     rank = bps.rank()
     calls = [
-        lambda: bps.push_pull(tf.constant(["text"])), lambda: bps.push_pull(tf.constant([True])), lambda: bps.push_pull(tf.constant(1j)),
-        lambda: bps.push_pull(object()), lambda: bps.push_pull(tf.sparse.from_dense([1.0])), lambda: bps.push_pull(1.0, op=bps.Sum, average=True),
-        lambda: bps.push_pull(1.0, op="Product"), lambda: bps.push_pull(1.0, op=bps.Adasum), lambda: bps.push_pull(1.0, average=2),
-        lambda: bps.push_pull(1.0, name=""), lambda: bps.push_pull(1.0, priority=2**31), lambda: bps.push_pull(1.0, compression="fp16"),
-        lambda: bps.push_pull(1.0, enable_async=True), lambda: bps.broadcast(1.0, 2), lambda: bps.broadcast(tf.constant("text"), 0),
-        lambda: bps.broadcast_variables([tf.constant(1.0)], 0), lambda: bps.broadcast_global_variables(0),
+        lambda: bps.push_pull(tf.constant(["text"])),
+        lambda: bps.push_pull(tf.constant([True])),
+        lambda: bps.push_pull(tf.constant(1j)),
+        lambda: bps.push_pull(object()),
+        lambda: bps.push_pull(tf.sparse.from_dense([1.0])),
+        lambda: bps.push_pull(1.0, op=bps.Sum, average=True),
+        lambda: bps.push_pull(1.0, op="Product"),
+        lambda: bps.push_pull(1.0, op=bps.Adasum),
+        lambda: bps.push_pull(1.0, average=2),
+        lambda: bps.push_pull(1.0, name=""),
+        lambda: bps.push_pull(1.0, priority=2**31),
+        lambda: bps.push_pull(1.0, compression="fp16"),
+        lambda: bps.push_pull(1.0, enable_async=True),
+        lambda: bps.broadcast(1.0, 2),
+        lambda: bps.broadcast(tf.constant("text"), 0),
+        lambda: bps.broadcast_variables([tf.constant(1.0)], 0),
+        lambda: bps.broadcast_global_variables(0),
         lambda: bps.DistributedGradientTape("tape"),
-        lambda: bps.push_pull(1.0, scope=3), lambda: bps.broadcast_variables([], 0, scope=None),
-        lambda: bps.broadcast_variables(tf.Variable([1.0]), 0), lambda: bps.broadcast_variables(object(), 0),
+        lambda: bps.push_pull(1.0, scope=3),
+        lambda: bps.broadcast_variables([], 0, scope=None),
+        lambda: bps.broadcast_variables(tf.Variable([1.0]), 0),
+        lambda: bps.broadcast_variables(object(), 0),
         lambda: bps.push_pull([tf.zeros(2), tf.zeros(3)]),
-        lambda: bps.BroadcastGlobalVariablesHook("a"), lambda: bps.DistributedGradientTape(tf.GradientTape(), sparse_as_dense="no"),
+        lambda: bps.BroadcastGlobalVariablesHook("a"),
+        lambda: bps.DistributedGradientTape(tf.GradientTape(), sparse_as_dense="no"),
         lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params="onebit"),
-        lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params={"compressor": "zip"}),
+        lambda: bps.DistributedGradientTape(
+            tf.GradientTape(), compression_params={"compressor": "zip"}
+        ),
     ]
     told = [error_of(call) for call in calls]
-    raw = [lambda: op_library.broadcast([tf.ones(2)], ["raw"], -1),
-           lambda: op_library.push_pull([tf.ones(2)], tf.constant([], tf.float64), ["raw"], [0], False),
-           lambda: op_library.push_pull([tf.ones(2)], -1.0, ["raw", "two"], [0, 0], False)]
+    raw = [
+        lambda: op_library.broadcast([tf.ones(2)], ["raw"], -1),
+        lambda: op_library.push_pull(
+            [tf.ones(2)], tf.constant([], tf.float64), ["raw"], [0], False
+        ),
+        lambda: op_library.push_pull([tf.ones(2)], -1.0, ["raw", "two"], [0, 0], False),
+    ]
     told += [error_of(call) for call in raw]
     different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different"))
     told += [error_of(lambda: bps.push_pull(tf.zeros(3 + rank), name="shape")), error_of(different)]
@@ -282,34 +383,54 @@ def job_refused() -> Any:
 
 
 def job_compiled() -> Any:
-    """In what XLA compiles: all types, values that nobody looks at, one name three times, a broadcast, a gradient."""
+    """In what XLA compiles: all types, values that nobody looks at, one name three times, a
+    broadcast, a gradient.
+    """
     rank, before = bps.rank(), session().counters()["push_pulls"]
 
     @tf.function(jit_compile=True)
     def step(x: tf.Tensor) -> Any:
         bps.push_pull(x, op=bps.Sum, name="unseen by XLA")
-        found = [bps.push_pull(tf.cast(x, name), op=bps.Sum, name=f"compiled {name}", priority=3) for name in BY_NAME]
-        thrice = [bps.push_pull(x + i, name="thrice \"compiled\" \\ \n") for i in range(3)]
+        found = [
+            bps.push_pull(tf.cast(x, name), op=bps.Sum, name=f"compiled {name}", priority=3)
+            for name in BY_NAME
+        ]
+        thrice = [bps.push_pull(x + i, name='thrice "compiled" \\ \n') for i in range(3)]
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tf.reduce_sum(bps.push_pull(x, op=bps.Sum, name="compiled g") * (rank + 1.0))
-        return found, thrice, bps.broadcast(tf.cast(x, tf.complex64), 1, name="compiled b"), tape.gradient(y, x)
+        return (
+            found,
+            thrice,
+            bps.broadcast(tf.cast(x, tf.complex64), 1, name="compiled b"),
+            tape.gradient(y, x),
+        )
 
     for _ in range(2):
-        found = tf.nest.map_structure(lambda t: t.numpy(), step(tf.constant([[1.0, 2.0]]) * (rank + 1)))
+        found = tf.nest.map_structure(
+            lambda t: t.numpy(), step(tf.constant([[1.0, 2.0]]) * (rank + 1))
+        )
     count = session().counters()["push_pulls"] - before
-    unknown = tf.function(lambda x: bps.push_pull(x, name="no shape"), jit_compile=True, input_signature=[tf.TensorSpec([None], tf.float32)])
-    different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different, compiled"), jit_compile=True)
+    unknown = tf.function(
+        lambda x: bps.push_pull(x, name="no shape"),
+        jit_compile=True,
+        input_signature=[tf.TensorSpec([None], tf.float32)],
+    )
+    different = tf.function(
+        lambda: bps.push_pull(tf.zeros(3 + rank), name="different, compiled"), jit_compile=True
+    )
     try:
         unknown(tf.ones(2))
         told = []
-    except Exception as e:      # AutoGraph makes another of it, with its text
+    except Exception as e:  # AutoGraph makes another of it, with its text
         told = [str(e)]
     return found, count, [*told, error_of(different)]
 
 
 def job_unknown_callbacks() -> Any:
-    """If TensorFlow's callbacks were others: a call fails and says so, loading would, and nothing is the worse for it."""
+    """If TensorFlow's callbacks were others: a call fails and says so, loading would, and nothing
+    is the worse for it.
+    """
     from bpsx.tensorflow import _ops
 
     _ops.distrust(True)
@@ -333,6 +454,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 # ---- what is expected of it
+
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_all_types_and_shapes(job, name):
@@ -360,7 +482,10 @@ def test_nothing_is_pruned_or_merged(job):
 
 
 def test_one_name_goes_in_the_same_order_everywhere(job):
-    assert each(job, "job_one_name_in_a_function") == [[[20.0 * k + 2 * i for i in range(3)] for k in range(5)]] * 2
+    assert (
+        each(job, "job_one_name_in_a_function")
+        == [[[20.0 * k + 2 * i for i in range(3)] for k in range(5)]] * 2
+    )
 
 
 def test_loops_and_branches(job):
@@ -374,7 +499,8 @@ def test_gradients(job):
         for total, mean, broadcast in found:
             assert total.tolist() == [3, 30] and mean.tolist() == [1.5, 15]
             assert broadcast.tolist() == ([3, 30] if rank == 1 else [0, 0])
-        # d/dx of 2 * 3 x^2 on each worker: the inner gradient is the sum of ones, whose own derivative is nothing
+        # d/dx of 2 * 3 x^2 on each worker: the inner gradient is the sum of ones, whose own
+        # derivative is nothing
         np.testing.assert_allclose(second, 12 * (np.array([1, 2]) + rank))
 
 
@@ -406,7 +532,9 @@ def test_saved_models(job):
 
 def test_sparse(job):
     for found in each(job, "job_sparse"):
-        for n, (eager, traced) in zip(((1, 3), (0, 2), (5, 5), (0, 0), (100, 1)), found, strict=True):
+        for n, (eager, traced) in zip(
+            ((1, 3), (0, 2), (5, 5), (0, 0), (100, 1)), found, strict=True
+        ):
             rows = np.concatenate([np.ones((n[0], 2)), 2 * np.ones((n[1], 2))])
             indices = [i % 9 for k in n for i in range(k)]
             for (values, where, shape), divisor in ((eager, 1), (traced, 2)):
@@ -426,24 +554,53 @@ def test_broadcast(job):
 def test_refused(job):
     for told, after in each(job, "job_refused"):
         expected = [
-            "UnsupportedDType: push_pull: dtype string", "tf.cast(tensor, tf.uint8)", "tf.math.real", "UnsupportedTensor: push_pull: object",
-            "SparseTensor cannot be sent", "give one of them", "op='Product': allowed are Average and Sum", "op=Adasum", "average=2", "name must be",
-            "priority=2147483648", "compression='fp16'", "BYTEPS_ENABLE_ASYNC=1", "root_rank=2: allowed are 0 to 1", "dtype string cannot be sent",
-            "element 0 is a", "broadcast_variables()", "a tf.GradientTape is needed, not str",
-            "scope=3: a string is needed", "scope=None: a string", "is a ResourceVariable; a list of variables is needed", "is a object; a list",
-            "list is not what a tensor can be made of", "root_rank='a': allowed are 0 to 1", "sparse_as_dense must be True or False, not 'no'",
-            "compression_params is a str", "compression_params: compressor='zip'",
-            "root_rank has to be", "learning rate has to be one number", "as many names as tensors",
+            "UnsupportedDType: push_pull: dtype string",
+            "tf.cast(tensor, tf.uint8)",
+            "tf.math.real",
+            "UnsupportedTensor: push_pull: object",
+            "SparseTensor cannot be sent",
+            "give one of them",
+            "op='Product': allowed are Average and Sum",
+            "op=Adasum",
+            "average=2",
+            "name must be",
+            "priority=2147483648",
+            "compression='fp16'",
+            "BYTEPS_ENABLE_ASYNC=1",
+            "root_rank=2: allowed are 0 to 1",
+            "dtype string cannot be sent",
+            "element 0 is a",
+            "broadcast_variables()",
+            "a tf.GradientTape is needed, not str",
+            "scope=3: a string is needed",
+            "scope=None: a string",
+            "is a ResourceVariable; a list of variables is needed",
+            "is a object; a list",
+            "list is not what a tensor can be made of",
+            "root_rank='a': allowed are 0 to 1",
+            "sparse_as_dense must be True or False, not 'no'",
+            "compression_params is a str",
+            "compression_params: compressor='zip'",
+            "root_rank has to be",
+            "learning rate has to be one number",
+            "as many names as tensors",
         ]
         for text, part in zip(told, expected, strict=False):
             assert part in text
-        for text in told[len(expected):]:
-            assert text.startswith("InvalidArgumentError") and "MismatchError" in text and "(3,)" in text and "(4,)" in text, text
+        for text in told[len(expected) :]:
+            assert (
+                text.startswith("InvalidArgumentError")
+                and "MismatchError" in text
+                and "(3,)" in text
+                and "(4,)" in text
+            ), text
         assert after == 2
 
 
 def test_compiled_by_xla(job):
-    for (found, thrice, broadcast, gradient), count, (unknown, different) in each(job, "job_compiled"):
+    for (found, thrice, broadcast, gradient), count, (unknown, different) in each(
+        job, "job_compiled"
+    ):
         assert [f.tolist() for f in found] == [[[3, 6]]] * len(BY_NAME)
         assert [t.tolist() for t in thrice] == [[[1.5 + i, 3 + i]] for i in range(3)]
         assert broadcast.tolist() == [[2, 4]] and gradient.tolist() == [[3, 3]]
@@ -454,14 +611,39 @@ def test_compiled_by_xla(job):
 
 def test_callbacks_that_are_not_known_are_not_touched(job):
     for told, after in each(job, "job_unknown_callbacks"):
-        assert len(told) == 1 and told[0].startswith("FailedPreconditionError") and "in another way" in told[0]
+        assert (
+            len(told) == 1
+            and told[0].startswith("FailedPreconditionError")
+            and "in another way" in told[0]
+        )
         assert after == 2
 
 
-@pytest.mark.parametrize(("before", "told"), [
-    ("sys.modules['tensorflow'] = None", "bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow"),
-    ("sys.modules['tensorflow'] = types.ModuleType('tensorflow'); sys.modules['tensorflow'].__version__ = '2.9.1'", "this is 2.9.1"),
-])
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (
+            "sys.modules['tensorflow'] = None",
+            "bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow",
+        ),
+        (
+            (
+                "sys.modules['tensorflow'] = types.ModuleType('tensorflow');"
+                " sys.modules['tensorflow'].__version__ = '2.9.1'"
+            ),
+            "this is 2.9.1",
+        ),
+    ],
+)
 def test_a_tensorflow_that_is_missing_or_old_is_named(before, told):
-    done = subprocess.run([sys.executable, "-c", f"import sys, types; {before}; import bpsx.tensorflow"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and told in done.stderr.splitlines()[-1] and "ImportError" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, types; {before}; import bpsx.tensorflow"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        done.returncode == 1
+        and told in done.stderr.splitlines()[-1]
+        and "ImportError" in done.stderr
+    )

@@ -1,4 +1,7 @@
-"""DistributedOptimizer for ``tf.compat.v1.train``, and asynchronous training. ``job_*`` functions run in the workers."""
+"""DistributedOptimizer for ``tf.compat.v1.train``, and asynchronous training.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ WORKERS = 2
 
 # ---- what the workers do
 
+
 def data_of(worker: int | None, steps: int = 6) -> np.ndarray:
     """(steps, rows, 6): this worker's, or all."""
     inputs, _ = data(steps)
@@ -49,12 +53,16 @@ def in_graph(make: Any, worker: int | None, steps: int = 6, loss_of: Any = None)
 
 
 def in_function(make: Any, worker: int | None, traced: bool, steps: int = 6) -> Any:
-    w, b = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32), name="w"), tf.Variable(np.float32(0.5), name="b")
+    w, b = (
+        tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32), name="w"),
+        tf.Variable(np.float32(0.5), name="b"),
+    )
     optimizer = make()
 
     def step(x: tf.Tensor) -> None:
         def loss() -> tf.Tensor:
             return tf.reduce_mean(tf.square(tf.linalg.matvec(x, w) + b - 1))
+
         optimizer.minimize(loss, var_list=[w, b])
 
     run = tf.function(step) if traced else step
@@ -69,36 +77,59 @@ def momentum() -> Any:
 
 def job_v1() -> Any:
     rank = bps.rank()
-    return {"alone": in_graph(momentum, None), "graph": in_graph(lambda: bps.DistributedOptimizer(momentum()), rank),
-             "eager": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, False),
-             "traced": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, True),
-             "sum": in_graph(lambda: bps.DistributedOptimizer(momentum(), op=bps.Sum), rank),
-             "half alone": in_graph(lambda: v1.train.MomentumOptimizer(0.2, 0.9), None),
-             "corrected": in_graph(lambda: bps.DistributedOptimizer(momentum(), compression_params={
-                 f"{name}:0": {"compressor": "topk", "k": k, "ef": "corrected"} for name, k in (("w", 6), ("b", 1))}), rank)}
+    return {
+        "alone": in_graph(momentum, None),
+        "graph": in_graph(lambda: bps.DistributedOptimizer(momentum()), rank),
+        "eager": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, False),
+        "traced": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, True),
+        "sum": in_graph(lambda: bps.DistributedOptimizer(momentum(), op=bps.Sum), rank),
+        "half alone": in_graph(lambda: v1.train.MomentumOptimizer(0.2, 0.9), None),
+        "corrected": in_graph(
+            lambda: bps.DistributedOptimizer(
+                momentum(),
+                compression_params={
+                    f"{name}:0": {"compressor": "topk", "k": k, "ef": "corrected"}
+                    for name, k in (("w", 6), ("b", 1))
+                },
+            ),
+            rank,
+        ),
+    }
 
 
 def job_passes() -> Any:
     """Two passes a step: the sums of two batches' gradients, applied in every second call."""
+
     def twice(worker: int | None) -> np.ndarray:
         whole = data_of(worker)
         return whole.reshape(3, 2 * whole.shape[1], 6)
 
     rank = bps.rank()
     w, b = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32)), tf.Variable(np.float32(0.5))
-    optimizer = v1.train.MomentumOptimizer(0.2, 0.9)        # of the mean: half of the sum
+    optimizer = v1.train.MomentumOptimizer(0.2, 0.9)  # of the mean: half of the sum
     for batch in twice(None):
-        optimizer.minimize(lambda batch=batch: tf.reduce_mean(tf.square(tf.linalg.matvec(tf.constant(batch), w) + b - 1)), var_list=[w, b])
+        optimizer.minimize(
+            lambda batch=batch: tf.reduce_mean(
+                tf.square(tf.linalg.matvec(tf.constant(batch), w) + b - 1)
+            ),
+            var_list=[w, b],
+        )
     made = lambda: bps.DistributedOptimizer(momentum(), backward_passes_per_step=2)  # noqa: E731
-    return {"alone": (w.numpy(), b.numpy()), "graph": in_graph(made, rank), "eager": in_function(made, rank, False),
-            "traced": in_function(made, rank, True)}
+    return {
+        "alone": (w.numpy(), b.numpy()),
+        "graph": in_graph(made, rank),
+        "eager": in_function(made, rank, False),
+        "traced": in_function(made, rank, True),
+    }
 
 
 def job_refused() -> Any:
     told = []
-    for call in (lambda: bps.DistributedOptimizer(momentum(), backward_passes_per_step=0),
-                 lambda: bps.DistributedOptimizer(bps.DistributedOptimizer(momentum())),
-                 lambda: bps.DistributedOptimizer(momentum(), op=bps.Adasum)):
+    for call in (
+        lambda: bps.DistributedOptimizer(momentum(), backward_passes_per_step=0),
+        lambda: bps.DistributedOptimizer(bps.DistributedOptimizer(momentum())),
+        lambda: bps.DistributedOptimizer(momentum(), op=bps.Adasum),
+    ):
         try:
             call()
         except ConfigError as e:
@@ -107,7 +138,9 @@ def job_refused() -> Any:
 
 
 def job_async() -> Any:
-    """Every worker's steps are in the servers' weights once, whoever made them; all begin with worker 0's."""
+    """Every worker's steps are in the servers' weights once, whoever made them; all begin with
+    worker 0's.
+    """
     found = {}
     for way in ("keras", "keras eager", "v1", "v1 eager"):
         if way.startswith("keras"):
@@ -116,19 +149,25 @@ def job_async() -> Any:
             optimizer = bps.DistributedOptimizer(keras.optimizers.SGD(1.0))
 
             def step(optimizer: Any = optimizer, model: Any = model) -> None:
-                optimizer.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
+                optimizer.apply(
+                    [tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables
+                )
 
             run = step if "eager" in way else tf.function(step)
             for _ in range(5):
                 run()
             bps.barrier()
-            optimizer.apply([tf.zeros_like(v) for v in model.trainable_variables], model.trainable_variables)
+            optimizer.apply(
+                [tf.zeros_like(v) for v in model.trainable_variables], model.trainable_variables
+            )
             found[way] = [np.array(w).ravel()[0] for w in model.get_weights()]
         elif way == "v1":
             with tf.Graph().as_default(), v1.Session() as sess:
                 w = v1.get_variable("async_w", initializer=np.float32(bps.rank()))
                 scale = v1.placeholder(tf.float32, ())
-                train = bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(w * scale)
+                train = bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(
+                    w * scale
+                )
                 sess.run(v1.global_variables_initializer())
                 for _ in range(5):
                     sess.run(train, {scale: 1.0})
@@ -146,9 +185,15 @@ def job_async() -> Any:
     with tf.GradientTape() as tape:
         y = w * 2.0
     half = bps.Compression.fp16
-    calls = [lambda: bps.DistributedGradientTape(tape).gradient(y, [w]),
-             lambda: bps.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=half).apply([tf.ones_like(w)], [w]),
-             lambda: bps.DistributedOptimizer(momentum(), compression_params={"compressor": "onebit"}).apply_gradients([(tf.ones_like(w), w)])]
+    calls = [
+        lambda: bps.DistributedGradientTape(tape).gradient(y, [w]),
+        lambda: bps.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=half).apply(
+            [tf.ones_like(w)], [w]
+        ),
+        lambda: bps.DistributedOptimizer(
+            momentum(), compression_params={"compressor": "onebit"}
+        ).apply_gradients([(tf.ones_like(w), w)]),
+    ]
     found["refused"] = []
     for call in calls:
         try:
@@ -170,11 +215,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 # ---- what is expected of it
 
+
 def same(a: Any, b: Any, tolerance: float = 1e-5) -> bool:
-    return all(np.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a[:2], b[:2], strict=True))
+    return all(
+        np.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a[:2], b[:2], strict=True)
+    )
 
 
-LIKE = {"graph": "alone", "eager": "alone", "traced": "alone", "corrected": "alone", "sum": "half alone"}
+LIKE = {
+    "graph": "alone",
+    "eager": "alone",
+    "traced": "alone",
+    "corrected": "alone",
+    "sum": "half alone",
+}
 
 
 @pytest.mark.parametrize(("way", "like"), LIKE.items())
@@ -191,12 +245,16 @@ def test_passes_are_added_up(job, way):
     for found in each(job, "job_passes"):
         assert same(found[way], found["alone"])
         if way == "graph":
-            assert found[way][2] == 3       # global steps
+            assert found[way][2] == 3  # global steps
 
 
 def test_refused(job):
     for told in each(job, "job_refused"):
-        assert ["backward_passes_per_step=0" in told[0], "distributed already" in told[1], "Adasum" in told[2]] == [True] * 3
+        assert [
+            "backward_passes_per_step=0" in told[0],
+            "distributed already" in told[1],
+            "Adasum" in told[2],
+        ] == [True] * 3
 
 
 def test_asynchronous_training(tmp_path):
@@ -206,7 +264,11 @@ def test_asynchronous_training(tmp_path):
         assert found["keras"] == found["keras eager"] == [-10.0] * 4
         assert found["v1"] == found["v1 eager"] == [-10.0]
         tape, *compressed = found["refused"]
-        assert "use DistributedOptimizer" in tape and len(compressed) == 2 and all("leave compression" in text for text in compressed)
+        assert (
+            "use DistributedOptimizer" in tape
+            and len(compressed) == 2
+            and all("leave compression" in text for text in compressed)
+        )
 
 
 _WITHOUT_EAGER = """
@@ -215,9 +277,11 @@ _WITHOUT_EAGER = """
     import bpsx.tensorflow as bps
 
     v1 = tf.compat.v1
-    v1.disable_eager_execution()        # for the whole process, as scripts of TensorFlow 1 do: nobody names a graph
+    # for the whole process, as scripts of TensorFlow 1 do: nobody names a graph
+    v1.disable_eager_execution()
     bps.init()
     batches = np.random.default_rng(0).normal(size=(6, 2, 4, 10)).astype(np.float32)
+
 
     def train(optimizer, fed):
         v1.reset_default_graph()
@@ -230,11 +294,27 @@ _WITHOUT_EAGER = """
                 session.run(step, {x: batch.reshape(-1, 10)})
             return session.run(w)
 
-    kinds = {"momentum": lambda rate: v1.train.MomentumOptimizer(rate, 0.9), "adam": v1.train.AdamOptimizer}
+
+    kinds = {
+        "momentum": lambda rate: v1.train.MomentumOptimizer(rate, 0.9),
+        "adam": v1.train.AdamOptimizer,
+    }
     for name, kind in kinds.items():
-        alone = train(lambda: kind(0.02 if name == "momentum" else 0.01), batches.reshape(3, -1, 10))       # Adam divides a factor away
-        ours = train(lambda: bps.DistributedOptimizer(kind(0.01), backward_passes_per_step=2), batches[:, bps.rank()])
-        report([name, bool(np.allclose(alone, ours, rtol=1e-5, atol=1e-6)), float(np.abs(ours - 1).max()) > 0.001])
+        # Adam divides a factor away
+        alone = train(
+            lambda: kind(0.02 if name == "momentum" else 0.01), batches.reshape(3, -1, 10)
+        )
+        ours = train(
+            lambda: bps.DistributedOptimizer(kind(0.01), backward_passes_per_step=2),
+            batches[:, bps.rank()],
+        )
+        report(
+            [
+                name,
+                bool(np.allclose(alone, ours, rtol=1e-5, atol=1e-6)),
+                float(np.abs(ours - 1).max()) > 0.001,
+            ]
+        )
 """
 
 

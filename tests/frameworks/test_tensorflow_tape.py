@@ -25,7 +25,10 @@ MANY = 10_000
 
 # ---- what the workers do
 
-def _train(traced: bool, steps: int = 4, compiled: bool = False, compressed: bool = False, **options: Any) -> list[np.ndarray]:
+
+def _train(
+    traced: bool, steps: int = 4, compiled: bool = False, compressed: bool = False, **options: Any
+) -> list[np.ndarray]:
     import keras
 
     model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
@@ -51,20 +54,35 @@ def _train(traced: bool, steps: int = 4, compiled: bool = False, compressed: boo
 
 
 def job_training() -> Any:
-    return {"alone": joined(), "eager": _train(False), "traced": _train(True), "fp16": _train(True, compression=bps.Compression.fp16),
-            "summed": _train(False, op=bps.Sum), "topk": _train(True, compressed=True),
-            "compiled": _train(True, compiled=True), "compiled fp16": _train(True, compiled=True, compression=bps.Compression.fp16)}
+    return {
+        "alone": joined(),
+        "eager": _train(False),
+        "traced": _train(True),
+        "fp16": _train(True, compression=bps.Compression.fp16),
+        "summed": _train(False, op=bps.Sum),
+        "topk": _train(True, compressed=True),
+        "compiled": _train(True, compiled=True),
+        "compiled fp16": _train(True, compiled=True, compression=bps.Compression.fp16),
+    }
 
 
 def job_structures() -> Any:
-    """Sources in a structure, a persistent tape, a tape that is made distributed before and while it records."""
+    """Sources in a structure, a persistent tape, a tape that is made distributed before and while
+    it records.
+    """
     a, b = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
     factor = bps.rank() + 1.0
     found = []
     with bps.DistributedGradientTape(tf.GradientTape(persistent=True), op=bps.Sum) as tape:
         loss = tf.reduce_sum(a * a) * b * factor
         other = b * b * factor
-    found.append([tape.gradient(loss, {"x": a, "y": (b,)}), tape.gradient(other, [b]), tape.gradient(loss, b)])
+    found.append(
+        [
+            tape.gradient(loss, {"x": a, "y": (b,)}),
+            tape.gradient(other, [b]),
+            tape.gradient(loss, b),
+        ]
+    )
     assert isinstance(tape, tf.GradientTape)
     with tf.GradientTape() as tape:
         x = tf.constant(2.0)
@@ -77,13 +95,17 @@ def job_structures() -> Any:
     with tf.GradientTape() as plain:
         loss = a * factor
     bps.DistributedGradientTape(plain)
-    found.append(plain.gradient(loss, a))       # the tape that was given is as it was
+    found.append(plain.gradient(loss, a))  # the tape that was given is as it was
     return tf.nest.map_structure(lambda t: t.numpy(), found)
 
 
 def job_none() -> Any:
     """Gradients that only one worker has, that nobody has; in a function, as it is traced."""
-    used, ours, unused = tf.Variable([1.0, 2.0], name="used"), tf.Variable([3.0, 4.0], name="ours"), tf.Variable(5.0, name="unused")
+    used, ours, unused = (
+        tf.Variable([1.0, 2.0], name="used"),
+        tf.Variable([3.0, 4.0], name="ours"),
+        tf.Variable(5.0, name="unused"),
+    )
 
     def step(mine: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -101,15 +123,24 @@ def job_sparse() -> Any:
     def step(as_dense: bool) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, [bps.rank(), 4]) + bias)
-        return bps.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, [table, bias])
+        return bps.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(
+            loss, [table, bias]
+        )
 
     found = []
     for run in (step, tf.function(step)):
         rows, dense = run(False), run(True)
         assert isinstance(rows[0], tf.IndexedSlices) and not isinstance(dense[0], tf.IndexedSlices)
-        found.append([tf.convert_to_tensor(g).numpy() for g in (rows[0], dense[0], rows[1], dense[1])])
+        found.append(
+            [tf.convert_to_tensor(g).numpy() for g in (rows[0], dense[0], rows[1], dense[1])]
+        )
     compiled = tf.function(step, jit_compile=True)
-    found.append([tf.convert_to_tensor(g).numpy() for g in (compiled(False)[0], compiled(True)[0], compiled(False)[1], compiled(True)[1])])
+    found.append(
+        [
+            tf.convert_to_tensor(g).numpy()
+            for g in (compiled(False)[0], compiled(True)[0], compiled(False)[1], compiled(True)[1])
+        ]
+    )
     return found
 
 
@@ -158,14 +189,20 @@ def job_error_feedback() -> Any:
     def step() -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(v * tf.constant([5.0, 4.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0]))
-        return bps.DistributedGradientTape(tape, compression_params={"compressor": "topk", "k": 1, "ef": "vanilla"}).gradient(loss, v)
+        return bps.DistributedGradientTape(
+            tape, compression_params={"compressor": "topk", "k": 1, "ef": "vanilla"}
+        ).gradient(loss, v)
 
     return [run().numpy().tolist() for run in (step, step, step, tf.function(step))]
 
 
 def job_refused() -> Any:
     told = []
-    for options in ({"op": bps.Adasum}, {"compression": int}, {"compression": bps.Compression.fp16, "compression_params": {"compressor": "onebit"}}):
+    for options in (
+        {"op": bps.Adasum},
+        {"compression": int},
+        {"compression": bps.Compression.fp16, "compression_params": {"compressor": "onebit"}},
+    ):
         try:
             bps.DistributedGradientTape(tf.GradientTape(), **options)
         except ConfigError as e:
@@ -213,8 +250,18 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 # ---- what is expected of it
 
-@pytest.mark.parametrize(("way", "tolerance"), [("eager", 1e-5), ("traced", 1e-5), ("fp16", 3e-3), ("topk", 1e-3), ("compiled", 1e-5),
-                                                 ("compiled fp16", 3e-3)])
+
+@pytest.mark.parametrize(
+    ("way", "tolerance"),
+    [
+        ("eager", 1e-5),
+        ("traced", 1e-5),
+        ("fp16", 3e-3),
+        ("topk", 1e-3),
+        ("compiled", 1e-5),
+        ("compiled fp16", 3e-3),
+    ],
+)
 def test_two_workers_train_as_one_does_on_the_joined_batch(job, way, tolerance):
     first, second = (found[way] for found in each(job, "job_training"))
     for a, b, alone in zip(first, second, job.results[0]["job_training"]["alone"], strict=True):
@@ -224,7 +271,10 @@ def test_two_workers_train_as_one_does_on_the_joined_batch(job, way, tolerance):
 
 def test_sums_are_not_averages(job):
     found = job.results[0]["job_training"]
-    assert max(np.abs(a - b).max() for a, b in zip(found["summed"], found["eager"], strict=True)) > 1e-2
+    assert (
+        max(np.abs(a - b).max() for a, b in zip(found["summed"], found["eager"], strict=True))
+        > 1e-2
+    )
 
 
 def test_structures_and_tapes(job):
@@ -271,7 +321,9 @@ def test_error_feedback_goes_on_from_tape_to_tape(job):
 def test_refused(job):
     for told in each(job, "job_refused"):
         assert len(told) == 5
-        for text, part in zip(told, ("Adasum", "compression=", "give one of them", "'zip'", "nobody"), strict=True):
+        for text, part in zip(
+            told, ("Adasum", "compression=", "give one of them", "'zip'", "nobody"), strict=True
+        ):
             assert part in text
 
 

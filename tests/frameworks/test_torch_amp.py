@@ -1,4 +1,7 @@
-"""Gradient scaling, autocast, and who looks at gradients when, between real workers. ``job_*`` functions run in the workers."""
+"""Gradient scaling, autocast, and who looks at gradients when, between real workers.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def network() -> nn.Sequential:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        3, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64
+    )
 
 
 def make(model: nn.Module, fused: bool = False, **options: Any) -> Any:
@@ -59,7 +64,12 @@ def order_synchronized_late(scaler: Any, optimizer: Any, model: nn.Module) -> No
         scaler.step(optimizer)
 
 
-ORDERS: dict[str, Any] = {"plain": order_plain, "clipped": order_clipped, "synchronized": order_synchronized, "late": order_synchronized_late}
+ORDERS: dict[str, Any] = {
+    "plain": order_plain,
+    "clipped": order_clipped,
+    "synchronized": order_synchronized,
+    "late": order_synchronized_late,
+}
 
 
 def train(order: Any, fused: bool, model_zeroes: bool) -> Any:
@@ -71,7 +81,9 @@ def train(order: Any, fused: bool, model_zeroes: bool) -> Any:
     for step in range(STEPS):
         (model if model_zeroes else optimizer).zero_grad()
         loss = model(batch(step, bps.rank())).pow(2).mean()
-        scaler.scale(loss * (float("inf") if step == OVERFLOW and bps.rank() == 1 else 1)).backward()
+        scaler.scale(
+            loss * (float("inf") if step == OVERFLOW and bps.rank() == 1 else 1)
+        ).backward()
         order(scaler, optimizer, model)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -106,15 +118,17 @@ def job_looking() -> Any:
     """Whoever reads param_groups sees averages; on one worker only, in this job."""
     rank, found = bps.rank(), {}
     layer = nn.Linear(2, 1, bias=False)
-    layer.weight.data.fill_(0.25)         # alike on all workers
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.5), layer.named_parameters())
+    layer.weight.data.fill_(0.25)  # alike on all workers
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.5), layer.named_parameters()
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(4):
             optimizer.zero_grad()
             (layer(torch.ones(1, 2)).sum() * (rank + 1)).backward()
             if rank == 0 and step % 2 == 0:
-                group, = optimizer.param_groups
+                (group,) = optimizer.param_groups
                 found["seen"] = group["params"][0].grad.clone()
                 assert "lr: 0.5" in repr(optimizer)
             optimizer.step()
@@ -123,7 +137,10 @@ def job_looking() -> Any:
     optimizer.zero_grad()
     layer(torch.ones(1, 2)).sum().backward()
     assert optimizer.param_groups
-    with pytest.raises(bps.GradientOrderError, match="'weight' was computed after the optimizer's param_groups had been read"):
+    with pytest.raises(
+        bps.GradientOrderError,
+        match="'weight' was computed after the optimizer's param_groups had been read",
+    ):
         layer(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
     # A skipped step, then the model's zero_grad instead of the optimizer's: a new step.
@@ -146,13 +163,21 @@ def job_looking() -> Any:
 
 
 def job_written() -> Any:
-    """Who writes to a gradient under way is told by step(), after all have ended; what bpsx writes is no such thing."""
+    """Who writes to a gradient under way is told by step(), after all have ended; what bpsx writes
+    is no such thing.
+    """
     torch.manual_seed(0)
     found, model = [], nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     for options in ({}, {"compression": bps.Compression.fp16}):
-        optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
-        for harm in (lambda: nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3), lambda: model[1].zero_grad(set_to_none=False),
-                     lambda: model[1].weight.grad.mul_(2), lambda: None):
+        optimizer: Any = bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
+        for harm in (
+            lambda: nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3),
+            lambda: model[1].zero_grad(set_to_none=False),
+            lambda: model[1].weight.grad.mul_(2),
+            lambda: None,
+        ):
             optimizer.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
             harm()
@@ -164,15 +189,19 @@ def job_written() -> Any:
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         model[1].weight.grad.mul_(2)
-        optimizer.zero_grad()       # thrown away: nothing to tell
+        optimizer.zero_grad()  # thrown away: nothing to tell
         del optimizer
     return found
 
 
 def job_data_replaced() -> Any:
-    """Who sets ``grad.data`` under way loses what was set, as with any other change of ``grad``: every worker gets the average of what left."""
+    """Who sets ``grad.data`` under way loses what was set, as with any other change of ``grad``:
+    every worker gets the average of what left.
+    """
     layer = nn.Linear(300, 300)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(prefix="replaced"))
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(prefix="replaced")
+    )
     (layer(torch.ones(1, 300)).sum() * (bps.rank() + 1)).backward()
     layer.weight.grad.data = layer.weight.grad.data * 100
     if bps.rank() == 0:
@@ -182,16 +211,20 @@ def job_data_replaced() -> Any:
 
 
 def job_shared_memory() -> Any:
-    """Gradients that live in one flat tensor, or that autograd makes as views of one, share a version: no false alarm."""
+    """Gradients that live in one flat tensor, or that autograd makes as views of one, share a
+    version: no false alarm.
+    """
     model = network()
     flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     begin = 0
     for p in model.parameters():
-        p.grad = flat[begin:begin + p.numel()].view_as(p)
+        p.grad = flat[begin : begin + p.numel()].view_as(p)
         begin += p.numel()
     stacked = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer: Any = make(model)
-    other: Any = bps.DistributedOptimizer(torch.optim.SGD(stacked, lr=0.1), [(f"stacked.{i}", p) for i, p in enumerate(stacked)])
+    other: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(stacked, lr=0.1), [(f"stacked.{i}", p) for i, p in enumerate(stacked)]
+    )
     for step in range(3):
         optimizer.zero_grad(set_to_none=False)
         other.zero_grad()
@@ -221,7 +254,9 @@ def job_copies() -> Any:
     assert its.param_groups[0]["params"][0] is next(twin.parameters())
     twin(batch(0, 0)).sum().backward()
     its.step()
-    assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters())), "the copy's step moves its own parameters only"
+    assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters())), (
+        "the copy's step moves its own parameters only"
+    )
     again = bps.DistributedOptimizer(its, [(f"twin.{n}", p) for n, p in twin.named_parameters()])
     again.zero_grad()
     twin(batch(1, bps.rank())).sum().backward()
@@ -245,7 +280,16 @@ def job_compiled_step() -> Any:
     return [p.detach().clone() for p in model.parameters()]
 
 
-JOBS = ["job_scaler", "job_autocast", "job_looking", "job_written", "job_data_replaced", "job_shared_memory", "job_copies", "job_compiled_step"]
+JOBS = [
+    "job_scaler",
+    "job_autocast",
+    "job_looking",
+    "job_written",
+    "job_data_replaced",
+    "job_shared_memory",
+    "job_copies",
+    "job_compiled_step",
+]
 
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
@@ -281,7 +325,9 @@ def test_autocast(job: Finished) -> None:
     everywhere = each(job, "job_autocast")
     for found in everywhere:
         assert all(torch.equal(a, b) for a, b in zip(found, everywhere[0]))
-        torch.testing.assert_close([f.double() for f in found], alone(len(job.results)), rtol=0.1, atol=0.03)
+        torch.testing.assert_close(
+            [f.double() for f in found], alone(len(job.results)), rtol=0.1, atol=0.03
+        )
 
 
 def test_looking_at_gradients(job: Finished) -> None:
@@ -298,7 +344,11 @@ def test_looking_at_gradients(job: Finished) -> None:
 def test_writing_to_gradients_under_way(job: Finished) -> None:
     for found in each(job, "job_written"):
         for message in [f for i, f in enumerate(found) if i % 4 != 3]:
-            assert "gradient of '1." in message and "synchronize()" in message and "skip_synchronize()" in message
+            assert (
+                "gradient of '1." in message
+                and "synchronize()" in message
+                and "skip_synchronize()" in message
+            )
         assert found[3] == found[7] == "none"
 
 

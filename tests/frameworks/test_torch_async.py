@@ -59,12 +59,15 @@ def steps(optimizer: Any, model: nn.Module, how_many: int, rank: int = 0, first:
 
 # ---- what the workers do
 
+
 def job_alone() -> Any:
     """A single worker: the servers' weights are its own, however often each sum is rounded."""
     found = {}
     for name, make in MAKERS.items():
         model, plain = network(), network()
-        optimizer: Any = bps.DistributedOptimizer(make(model.parameters()), [(f"{name}.{n}", p) for n, p in model.named_parameters()])
+        optimizer: Any = bps.DistributedOptimizer(
+            make(model.parameters()), [(f"{name}.{n}", p) for n, p in model.named_parameters()]
+        )
         reference = make(plain.parameters())
         steps(optimizer, model, 20), steps(reference, plain, 20)
         found[name] = same(weights(model), weights(plain), 1e-12)
@@ -72,14 +75,19 @@ def job_alone() -> Any:
 
 
 def job_turns() -> Any:
-    """Workers take turns, so that the result is known: that of one process which takes all steps, one after the other."""
-    model = network(seed=1 + bps.rank())        # the seeds differ: all begin with worker 0's
-    optimizer: Any = bps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), model.named_parameters())
+    """Workers take turns, so that the result is known: that of one process which takes all steps,
+    one after the other.
+    """
+    model = network(seed=1 + bps.rank())  # the seeds differ: all begin with worker 0's
+    optimizer: Any = bps.DistributedOptimizer(
+        MAKERS["sgd"](model.parameters()), model.named_parameters()
+    )
     gone = []
     for turn in range(12):
         bps.barrier()
         if turn == 0 or turn % bps.size() == bps.rank():
-            # The first step needs everybody; with learning rate 0 it changes nothing. A step without a gradient fetches the weights.
+            # The first step needs everybody; with learning rate 0 it changes nothing. A step
+            # without a gradient fetches the weights.
             optimizer.param_groups[0]["lr"] = 0.0 if turn == 0 else 0.05
             optimizer.zero_grad()
             optimizer.step()
@@ -97,14 +105,22 @@ def job_turns() -> Any:
 
 
 def job_options() -> Any:
-    """Frozen parameters, groups, a closure, clipping between synchronize() and step(), several passes, a strided parameter."""
+    """Frozen parameters, groups, a closure, clipping between synchronize() and step(), several
+    passes, a strided parameter.
+    """
     model = network()
     frozen = model[2].bias
     frozen.requires_grad_(False)
     extra = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64).t())
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}, {"params": [extra]}]
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "lr": 0.01},
+        {"params": [extra]},
+    ]
     named = [*model.named_parameters(), ("extra", extra)]
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(groups, lr=0.02), named, backward_passes_per_step=2)
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.02), named, backward_passes_per_step=2
+    )
     before = frozen.detach().clone()
     found: dict[str, Any] = {"isinstance": isinstance(optimizer, torch.optim.SGD)}
 
@@ -117,7 +133,7 @@ def job_options() -> Any:
     first = float(optimizer.step(closure))
     for _ in range(100):
         closure()
-        loss_of(model, 1, bps.rank()).backward()        # a second pass adds up
+        loss_of(model, 1, bps.rank()).backward()  # a second pass adds up
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize():
@@ -125,7 +141,8 @@ def job_options() -> Any:
     bps.barrier()
     found["last"], found["first"] = float(optimizer.step(closure)), first
     found["frozen"] = bool((frozen == before).all())
-    frozen.requires_grad_(True)                         # on all workers, which meet at the next step
+    # on all workers, which meet at the next step
+    frozen.requires_grad_(True)
     optimizer.step(closure)
     optimizer.step(closure)
     found["unfrozen"] = bool((frozen != before).any())
@@ -135,7 +152,9 @@ def job_options() -> Any:
     optimizer.step()
     found["weights"] = [*weights(model), extra.detach().clone()]
     try:
-        bps.DistributedOptimizer(torch.optim.SGD(network().parameters(), lr=0.1), compression=bps.Compression.fp16)
+        bps.DistributedOptimizer(
+            torch.optim.SGD(network().parameters(), lr=0.1), compression=bps.Compression.fp16
+        )
     except ConfigError as e:
         found["compression"] = str(e)
     return found
@@ -144,7 +163,9 @@ def job_options() -> Any:
 def job_uneven() -> Any:
     """The pattern of docs/uneven-and-elastic.md: worker r has 4 + 3 r batches in each epoch."""
     model = network(seed=1 + bps.rank())
-    optimizer: Any = bps.DistributedOptimizer(MAKERS["adam"](model.parameters()), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        MAKERS["adam"](model.parameters()), model.named_parameters()
+    )
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
     lasts = []
     for _ in range(3):
@@ -152,10 +173,15 @@ def job_uneven() -> Any:
         lasts.append(bps.join())
         bps.broadcast_parameters(model.state_dict(), root_rank=lasts[-1])
         bps.broadcast_optimizer_state(optimizer, root_rank=lasts[-1])
-    return {"weights": weights(model), "lasts": lasts, "steps": int(next(iter(optimizer.state.values()))["step"])}
+    return {
+        "weights": weights(model),
+        "lasts": lasts,
+        "steps": int(next(iter(optimizer.state.values()))["step"]),
+    }
 
 
 # ---- tests
+
 
 def test_a_single_worker_trains_as_without_servers(tmp_path: Path):
     job = run_job(__file__, ["job_alone"], tmp_path, workers=1, **ASYNC)
@@ -165,10 +191,20 @@ def test_a_single_worker_trains_as_without_servers(tmp_path: Path):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_steps_in_turn_are_those_of_one_process(tmp_path: Path, workers: int):
-    job = run_job(__file__, ["job_turns"], tmp_path, workers=workers, servers=2, BYTEPS_PARTITION_BYTES="4096", **ASYNC)
+    job = run_job(
+        __file__,
+        ["job_turns"],
+        tmp_path,
+        workers=workers,
+        servers=2,
+        BYTEPS_PARTITION_BYTES="4096",
+        **ASYNC,
+    )
     assert job.status == 0, job.output
     found = [job.results[r]["job_turns"] for r in range(workers)]
-    assert all(f["as in turn"] for f in found) and all(same(found[0]["weights"], f["weights"]) for f in found)
+    assert all(f["as in turn"] for f in found) and all(
+        same(found[0]["weights"], f["weights"]) for f in found
+    )
 
 
 def test_what_else_an_optimizer_has(tmp_path: Path):
@@ -186,4 +222,6 @@ def test_uneven_batches_end_with_equal_weights(tmp_path: Path):
     assert job.status == 0, job.output
     found = [job.results[r]["job_uneven"] for r in range(3)]
     assert all(same(found[0]["weights"], f["weights"]) for f in found)
-    assert {str(f["lasts"]) for f in found} == {"[2, 2, 2]"} and [f["steps"] for f in found] == [30] * 3
+    assert {str(f["lasts"]) for f in found} == {"[2, 2, 2]"} and [f["steps"] for f in found] == [
+        30
+    ] * 3

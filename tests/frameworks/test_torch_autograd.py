@@ -1,4 +1,7 @@
-"""push_pull and all_gather under autograd and torch.compile, between real workers. ``job_*`` functions run in the workers."""
+"""push_pull and all_gather under autograd and torch.compile, between real workers.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -24,43 +27,63 @@ def inputs(size: int) -> torch.Tensor:
 def total_loss(rows: torch.Tensor, average: bool) -> torch.Tensor:
     """The total of all workers' losses, on every worker, as a function of all workers' inputs.
 
-    Worker r uses row r of ``rows`` only, and its loss is another function than the others'. The outer push_pulls make a function of it that is the
-    same on all workers: forward they change nothing (an average of equal rows) or add up the losses; backward the first averages the gradients over
-    workers, which are ``size()`` times their part of the whole each, since every worker's (equal) total counts as a loss.
+    Worker r uses row r of ``rows`` only, and its loss is another function than the others'. The
+    outer push_pulls make a function of it that is the same on all workers: forward they change
+    nothing (an average of equal rows) or add up the losses; backward the first averages the
+    gradients over workers, which are ``size()`` times their part of the whole each, since every
+    worker's (equal) total counts as a loss.
     """
     rank = bps.rank()
     mine = bps.push_pull(rows, average=True, name="in")[rank]
     joined = bps.push_pull(mine.sin() * (rank + 1), average=average, name=f"joined {average}")
-    loss = (joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (rank + 0.5)).sum() + mine.prod() * joined.sum()
+    loss = (
+        joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (rank + 0.5)
+    ).sum() + mine.prod() * joined.sum()
     return bps.push_pull(loss, average=False, name="out")
 
 
 def alone(rows: torch.Tensor, average: bool) -> torch.Tensor:
     size = len(rows)
-    joined = sum((row.sin() * (r + 1) for r, row in enumerate(rows)), torch.zeros(2, dtype=torch.float64)) / (size if average else 1)
-    return sum(((joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (r + 0.5)).sum() + row.prod() * joined.sum()
-                for r, row in enumerate(rows)), torch.zeros((), dtype=torch.float64))
+    joined = sum(
+        (row.sin() * (r + 1) for r, row in enumerate(rows)), torch.zeros(2, dtype=torch.float64)
+    ) / (size if average else 1)
+    return sum(
+        (
+            (joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (r + 0.5)).sum()
+            + row.prod() * joined.sum()
+            for r, row in enumerate(rows)
+        ),
+        torch.zeros((), dtype=torch.float64),
+    )
 
 
 def job_gradcheck() -> Any:
-    """All workers run the check in lock step on the same numbers: each entry of each worker's input is perturbed in turn, by all of them."""
+    """All workers run the check in lock step on the same numbers: each entry of each worker's input
+    is perturbed in turn, by all of them.
+    """
     for average in (True, False):
         rows = inputs(bps.size()).requires_grad_()
         # With more than two workers the order of arrival moves a last bit.
-        assert torch.autograd.gradcheck(lambda r, a=average: total_loss(r, a), (rows,), nondet_tol=1e-12)
+        assert torch.autograd.gradcheck(
+            lambda r, a=average: total_loss(r, a), (rows,), nondet_tol=1e-12
+        )
     assert torch.autograd.gradgradcheck(lambda r: total_loss(r, True), (rows,), nondet_tol=1e-10)
     return True
 
 
 def job_gradient() -> Any:
-    """What a user does: this worker's input, this worker's loss; and the gradient of the gradient."""
+    """What a user does: this worker's input, this worker's loss; and the gradient of the
+    gradient.
+    """
     rank, rows, found = bps.rank(), inputs(bps.size()), {}
     for average in (True, False):
         mine = rows[rank].clone().requires_grad_()
         joined = bps.push_pull(mine.sin() * (rank + 1), average=average, name="y")
-        loss = (joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (rank + 0.5)).sum() + mine.prod() * joined.sum()
-        first, = torch.autograd.grad(loss, mine, create_graph=True)
-        second, = torch.autograd.grad((first * (rank + 1)).sum(), mine)
+        loss = (
+            joined.pow(3) * torch.arange(1.0, 3.0, dtype=torch.float64) * (rank + 0.5)
+        ).sum() + mine.prod() * joined.sum()
+        (first,) = torch.autograd.grad(loss, mine, create_graph=True)
+        (second,) = torch.autograd.grad((first * (rank + 1)).sum(), mine)
         found[average] = (first.detach(), second)
     return found
 
@@ -77,14 +100,24 @@ def job_tracking() -> Any:
     bps.push_pull(half, compression=bps.Compression.fp16).sum().backward()
     both = torch.ones(2, requires_grad=True)
     y = bps.push_pull(both, name="twice")
-    (y * bps.push_pull(y, name="twice")).sum().backward()     # a name twice in a graph
+    (y * bps.push_pull(y, name="twice")).sum().backward()  # a name twice in a graph
     return x.grad, half.grad, both.grad
 
 
 def job_all_gather() -> Any:
     rank, size, found = bps.rank(), bps.size(), {}
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, *UINT16, torch.float8_e4m3fn):
-        found[str(dtype)] = bps.all_gather(torch.arange(1, rank * 2 + 1).to(dtype).reshape(-1, 2)).float().tolist()
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        *UINT16,
+        torch.float8_e4m3fn,
+    ):
+        found[str(dtype)] = (
+            bps.all_gather(torch.arange(1, rank * 2 + 1).to(dtype).reshape(-1, 2)).float().tolist()
+        )
     found["matrix"] = bps.all_gather(torch.full((3, 2), float(rank)).t(), name="rows")
     found["none"] = bps.all_gather(torch.zeros(0, 5))
     x = torch.full((rank + 1, 2), float(rank + 1), requires_grad=True)
@@ -93,9 +126,13 @@ def job_all_gather() -> Any:
     (gathered.pow(2) * weights * (rank + 1)).sum().backward()
     found["gradient"] = (gathered.detach(), x.grad)
     errors = []
-    for bad in (lambda: bps.all_gather(torch.zeros(2, 2 + rank // (size - 1)), name="bad"),
-                lambda: bps.all_gather(torch.zeros(1, 1, dtype=[torch.int16, torch.float16][rank == 1]), name="bad"),
-                lambda: bps.all_gather(torch.tensor(1.0))):
+    for bad in (
+        lambda: bps.all_gather(torch.zeros(2, 2 + rank // (size - 1)), name="bad"),
+        lambda: bps.all_gather(
+            torch.zeros(1, 1, dtype=[torch.int16, torch.float16][rank == 1]), name="bad"
+        ),
+        lambda: bps.all_gather(torch.tensor(1.0)),
+    ):
         with pytest.raises(bps.UnsupportedTensor if len(errors) == 2 else ValueError) as caught:
             bad()
         errors.append(str(caught.value))
@@ -104,13 +141,17 @@ def job_all_gather() -> Any:
 
 
 def job_shapes_stay_few() -> Any:
-    """However the numbers of rows change, a name gets to mean few shapes: declarations are never forgotten."""
+    """However the numbers of rows change, a name gets to mean few shapes: declarations are never
+    forgotten.
+    """
     from bpsx.plugin import adapter
 
-    declared = adapter.session()._declared     # no public way to count them
+    declared = adapter.session()._declared  # no public way to count them
     before = len(declared)
     for n in range(1, 60):
-        assert len(bps.all_gather(torch.zeros(n + bps.rank(), 2), name="few")) == sum(n + r for r in range(bps.size()))
+        assert len(bps.all_gather(torch.zeros(n + bps.rank(), 2), name="few")) == sum(
+            n + r for r in range(bps.size())
+        )
         bps.broadcast_object("x" * n, name="few")
     return len(declared) - before
 
@@ -136,7 +177,7 @@ def run_net(call: Any, model: Net) -> list[torch.Tensor]:
         model.zero_grad()
         loss = call(x).pow(2).sum()
         loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]      # type: ignore[union-attr]
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
     return found
 
 
@@ -144,7 +185,8 @@ def job_compile() -> Any:
     model = Net()
     eager = run_net(model, model)
     model = Net()
-    backend = "inductor" if bps.rank() == 0 and shutil.which("gcc") else "aot_eager"      # one on each worker: inductor takes its time
+    # one on each worker: inductor takes its time
+    backend = "inductor" if bps.rank() == 0 and shutil.which("gcc") else "aot_eager"
     compiled = run_net(torch.compile(model, backend=backend), model)
     found = max(float((a - b).abs().max()) for a, b in zip(eager, compiled, strict=True))
 
@@ -172,7 +214,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_gradcheck_of_the_total_over_workers(job: Finished) -> None:
-    """The numerical derivative of all losses' total, by every entry of every worker's input; once more for the second derivative."""
+    """The numerical derivative of all losses' total, by every entry of every worker's input; once
+    more for the second derivative.
+    """
     assert all(each(job, "job_gradcheck"))
 
 
@@ -180,9 +224,9 @@ def test_gradcheck_of_the_total_over_workers(job: Finished) -> None:
 def test_gradients_are_those_of_the_total(job: Finished, average: bool) -> None:
     size = len(job.results)
     rows = inputs(size).requires_grad_()
-    first, = torch.autograd.grad(alone(rows, average), rows, create_graph=True)
+    (first,) = torch.autograd.grad(alone(rows, average), rows, create_graph=True)
     weights = torch.arange(1.0, size + 1, dtype=torch.float64).reshape(-1, 1)
-    second, = torch.autograd.grad((first * weights).sum(), rows)
+    (second,) = torch.autograd.grad((first * weights).sum(), rows)
     for rank, found in enumerate(each(job, "job_gradient")):
         torch.testing.assert_close(found[average][0], first[rank].detach(), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(found[average][1], second[rank], rtol=1e-11, atol=1e-11)
@@ -191,31 +235,47 @@ def test_gradients_are_those_of_the_total(job: Finished, average: bool) -> None:
 def test_what_is_tracked(job: Finished) -> None:
     size = float(len(job.results))
     for ones, half, twice in each(job, "job_tracking"):
-        assert ones.tolist() == [2 * size] * 4 and half.tolist() == [1] * 4 and twice.tolist() == [2, 2]
+        assert (
+            ones.tolist() == [2 * size] * 4
+            and half.tolist() == [1] * 4
+            and twice.tolist() == [2, 2]
+        )
 
 
 def test_all_gather(job: Finished) -> None:
     size = len(job.results)
-    counting = [row for r in range(size) for row in torch.arange(1.0, r * 2 + 1).reshape(-1, 2).tolist()]
+    counting = [
+        row for r in range(size) for row in torch.arange(1.0, r * 2 + 1).reshape(-1, 2).tolist()
+    ]
     gathered = torch.cat([torch.full((r + 1, 2), r + 1.0) for r in range(size)])
     weights = torch.arange(float(gathered.numel())).reshape(gathered.shape)
     wanted = 2 * gathered * weights * sum(range(1, size + 1))
     for rank, found in enumerate(each(job, "job_all_gather")):
-        for dtype in ("float32", "bfloat16", "int64", "complex64", *(str(d).removeprefix("torch.") for d in UINT16), "float8_e4m3fn"):
+        for dtype in (
+            "float32",
+            "bfloat16",
+            "int64",
+            "complex64",
+            *(str(d).removeprefix("torch.") for d in UINT16),
+            "float8_e4m3fn",
+        ):
             assert found[f"torch.{dtype}"] == counting, dtype
         assert found["torch.bool"] == [[1, 1]] * len(counting)
         assert found["matrix"].tolist() == [[float(r)] * 3 for r in range(size) for _ in range(2)]
         assert found["none"].shape == (0, 5)
         begin = rank * (rank + 1) // 2
         assert torch.equal(found["gradient"][0], gathered)
-        torch.testing.assert_close(found["gradient"][1], wanted[begin:begin + rank + 1])
+        torch.testing.assert_close(found["gradient"][1], wanted[begin : begin + rank + 1])
 
 
 def test_all_gather_refuses_on_all_workers(job: Finished) -> None:
     size = len(job.results)
     for found in each(job, "job_all_gather"):
         shape, dtype, scalar = found["errors"]
-        assert "float32 rows of shape (2,)" in shape and f"worker {size - 1} float32 rows of shape (3,)" in shape
+        assert (
+            "float32 rows of shape (2,)" in shape
+            and f"worker {size - 1} float32 rows of shape (3,)" in shape
+        )
         assert "int16 rows" in dtype and "worker 1 float16 rows" in dtype
         assert "reshape(1)" in scalar
 

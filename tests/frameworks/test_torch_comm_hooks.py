@@ -1,4 +1,6 @@
-"""Futures of the backend "bpsx" and PyTorch's communication hooks, which wait for futures in callbacks; compared with gloo."""
+"""Futures of the backend "bpsx" and PyTorch's communication hooks, which wait for futures in
+callbacks; compared with gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torch_job import run_job
 
 import bpsx.torch as bps
 from bpsx.torch.parallel import DistributedDataParallel
 
-_Register = Callable[[Any, Any], None]      # of a model and a process group of all workers
+_Register = Callable[[Any, Any], None]  # of a model and a process group of all workers
 
 
 def _power(hook: Any, **options: Any) -> _Register:
     def register(model: Any, group: Any) -> None:
-        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=2, start_powerSGD_iter=2, **options
+        )
         model.register_comm_hook(state, hook)
+
     return register
 
 
 def _local_sgd(model: Any, group: Any) -> None:
     alone = dist.new_subgroups(1, backend=dist.get_backend(group))[0]
-    model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(group, alone, 2), post_localSGD_hook.post_localSGD_hook)
+    model.register_comm_hook(
+        post_localSGD_hook.PostLocalSGDState(group, alone, 2), post_localSGD_hook.post_localSGD_hook
+    )
 
 
 def _stateless(hook: Any) -> _Register:
@@ -37,10 +50,16 @@ def _stateless(hook: Any) -> _Register:
 HOOKS: dict[str, _Register] = {
     "allreduce": _stateless(default_hooks.allreduce_hook),
     "fp16": _stateless(default_hooks.fp16_compress_hook),
-    "fp16 of allreduce": _stateless(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 of allreduce": _stateless(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16 of allreduce": _stateless(
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    ),
+    "bf16 of allreduce": _stateless(
+        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+    ),
     "PowerSGD": _power(powerSGD_hook.powerSGD_hook),
-    "PowerSGD without feedback": _power(powerSGD_hook.powerSGD_hook, use_error_feedback=False, warm_start=False),
+    "PowerSGD without feedback": _power(
+        powerSGD_hook.powerSGD_hook, use_error_feedback=False, warm_start=False
+    ),
     "batched PowerSGD": _power(powerSGD_hook.batched_powerSGD_hook),
     "fp16 of PowerSGD": _power(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "post-local SGD": _local_sgd,
@@ -50,7 +69,8 @@ HOOKS: dict[str, _Register] = {
 }
 
 
-#: Those that cannot work with gloo on the CPU: they need NCCL, or read its futures' values. They are compared all the same.
+#: Those that cannot work with gloo on the CPU: they need NCCL, or read its futures' values. They
+#: are compared all the same.
 NOT_WITH_GLOO = {"bf16 of allreduce", "batched PowerSGD", "quantized", "quantized by channel"}
 
 #: PyTorch 2.11's PowerSGD asks for the current GPU where there is one, also for tensors on the CPU.
@@ -71,7 +91,8 @@ def _trained(register: _Register, group: Any) -> Any:
             optimizer.zero_grad()
             model(torch.randn(8, 16)).square().mean().backward()
             optimizer.step()
-    except Exception as e:      # some of PyTorch's own hooks cannot work on the CPU: how they fail is compared, too
+    # some of PyTorch's own hooks cannot work on the CPU: how they fail is compared, too
+    except Exception as e:
         return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
@@ -79,10 +100,15 @@ def _trained(register: _Register, group: Any) -> Any:
 def job_hooks() -> Any:
     dist.init_process_group("bpsx")
     gloo = dist.new_group(backend="gloo")
-    found = {name: (_trained(register, dist.group.WORLD), _trained(register, gloo)) for name, register in HOOKS.items()}
+    found = {
+        name: (_trained(register, dist.group.WORLD), _trained(register, gloo))
+        for name, register in HOOKS.items()
+    }
     wrapped = default_hooks.fp16_compress_wrapper(bps.ddp_comm_hook)
-    found["fp16 of bpsx"] = (_trained(lambda model, _: model.register_comm_hook(None, wrapped), gloo),
-                             _trained(HOOKS["fp16 of allreduce"], gloo))
+    found["fp16 of bpsx"] = (
+        _trained(lambda model, _: model.register_comm_hook(None, wrapped), gloo),
+        _trained(HOOKS["fp16 of allreduce"], gloo),
+    )
     return found
 
 
@@ -99,6 +125,7 @@ def job_within() -> Any:
         def callback(future: Any) -> Any:
             total = future.wait()[0]
             return total if depth == 0 else _ones(total[0].item()).then(deeper(depth - 1)).wait()
+
         return callback
 
     nested = _ones().then(deeper(6)).wait()
@@ -124,7 +151,9 @@ def job_within() -> Any:
 
 def job_no_hook_here() -> Any:
     try:
-        DistributedDataParallel(torch.nn.Linear(2, 2)).register_comm_hook(None, default_hooks.allreduce_hook)
+        DistributedDataParallel(torch.nn.Linear(2, 2)).register_comm_hook(
+            None, default_hooks.allreduce_hook
+        )
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "none"
@@ -138,17 +167,32 @@ def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> No
         found = result["job_hooks"]
         assert set(found) == {*HOOKS, "fp16 of bpsx"}
         for name, (ours, reference) in found.items():
-            if name == "quantized":         # it reads a future's value as NCCL's are, nested, and fails with gloo
+            # it reads a future's value as NCCL's are, nested, and fails with gloo
+            if name == "quantized":
                 torch.testing.assert_close(ours, found["allreduce"][1], rtol=0, atol=0.02)
                 assert torch.equal(ours, results[0]["job_hooks"][name][0])
             elif isinstance(reference, str):
-                assert isinstance(ours, str) and ours.split(":")[:2] == reference.split(":")[:2], (name, ours, reference)
+                assert isinstance(ours, str) and ours.split(":")[:2] == reference.split(":")[:2], (
+                    name,
+                    ours,
+                    reference,
+                )
             else:
                 # bpsx averages halves itself; else what is sent, and so every bit, is the same.
                 atol = 1e-6 if name == "fp16 of bpsx" else 0
-                torch.testing.assert_close(ours, reference, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
-        work = {name for name, (_, reference) in found.items() if isinstance(reference, torch.Tensor)}
-        assert work >= {*HOOKS, "fp16 of bpsx"} - NOT_WITH_GLOO, {name: found[name] for name in sorted(set(found) - work)}
+                torch.testing.assert_close(
+                    ours,
+                    reference,
+                    rtol=0,
+                    atol=atol,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
+        work = {
+            name for name, (_, reference) in found.items() if isinstance(reference, torch.Tensor)
+        }
+        assert work >= {*HOOKS, "fp16 of bpsx"} - NOT_WITH_GLOO, {
+            name: found[name] for name in sorted(set(found) - work)
+        }
 
 
 def test_a_callback_may_wait_for_other_futures(tmp_path: Path) -> None:
@@ -164,4 +208,6 @@ def test_a_callback_may_wait_for_other_futures(tmp_path: Path) -> None:
         assert "division by zero" in failed
         assert after.eq(size).all()
         assert 1 <= threads <= 10
-        assert result["job_no_hook_here"].startswith("ConfigError: DistributedDataParallel.register_comm_hook")
+        assert result["job_no_hook_here"].startswith(
+            "ConfigError: DistributedDataParallel.register_comm_hook"
+        )

@@ -1,4 +1,5 @@
-"""Training with compressed gradients: the same bits on all workers, and about the same result as without.
+"""Training with compressed gradients: the same bits on all workers, and about the same result as
+without.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -22,7 +23,10 @@ PARAMS: dict[str, Any] = {
     "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
     "dithering": {"compressor": "dithering", "k": 4, "seed": 5},
     "fp16": {"fp16": True},
-    "by name": {"0.weight": {"compressor": "topk", "k": 0.1, "ef": "vanilla"}, "2.weight": {"compressor": "onebit", "scaling": True}},
+    "by name": {
+        "0.weight": {"compressor": "topk", "k": 0.1, "ef": "vanilla"},
+        "2.weight": {"compressor": "onebit", "scaling": True},
+    },
 }
 
 
@@ -43,8 +47,14 @@ def _trained(case: str) -> tuple[list[torch.Tensor], float]:
     names = list(model.named_parameters())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, gamma=0.5)
-    params = PARAMS[case] if case == "by name" or PARAMS[case] is None else lambda name: PARAMS[case]
-    optimizer = bps.DistributedOptimizer(optimizer, [(n if case == "by name" else f"{case}.{n}", p) for n, p in names], compression_params=params)
+    params = (
+        PARAMS[case] if case == "by name" or PARAMS[case] is None else lambda name: PARAMS[case]
+    )
+    optimizer = bps.DistributedOptimizer(
+        optimizer,
+        [(n if case == "by name" else f"{case}.{n}", p) for n, p in names],
+        compression_params=params,
+    )
     for step in range(STEPS):
         rows, classes = batch(step, bps.rank())
         optimizer.zero_grad()
@@ -52,7 +62,9 @@ def _trained(case: str) -> tuple[list[torch.Tensor], float]:
         optimizer.step()
         schedule.step()
     rows, classes = batch(0, 99)
-    return [p.detach().clone() for p in model.parameters()], float((model(rows).argmax(1) == classes).float().mean())
+    return [p.detach().clone() for p in model.parameters()], float(
+        (model(rows).argmax(1) == classes).float().mean()
+    )
 
 
 def job_train() -> Any:
@@ -62,8 +74,14 @@ def job_train() -> Any:
 def job_too_many() -> Any:
     """A k that one tensor has and another has not."""
     model = network()
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), [(f"many.{n}", p) for n, p in model.named_parameters()],
-                                         compression_params=lambda name: {"compressor": "topk", "k": 2049 if name == "many.0.weight" else 320})
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.2),
+        [(f"many.{n}", p) for n, p in model.named_parameters()],
+        compression_params=lambda name: {
+            "compressor": "topk",
+            "k": 2049 if name == "many.0.weight" else 320,
+        },
+    )
     rows, classes = batch(0, bps.rank())
     try:
         nn.functional.cross_entropy(model(rows), classes).backward()
@@ -75,19 +93,30 @@ def job_too_many() -> Any:
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_train", "job_too_many"], tmp_path_factory, request.param, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(
+        __file__,
+        ["job_train", "job_too_many"],
+        tmp_path_factory,
+        request.param,
+        BYTEPS_MIN_COMPRESS_BYTES="1000",
+    )
     assert finished.status == 0, finished.output[-5000:]
     return finished
 
 
 def test_a_k_larger_than_a_gradient_is_refused_by_name(job: Finished) -> None:
-    assert all("many.0.weight" in text and "k=2049 is more than the 2048 elements" in text for text in each(job, "job_too_many"))
+    assert all(
+        "many.0.weight" in text and "k=2049 is more than the 2048 elements" in text
+        for text in each(job, "job_too_many")
+    )
 
 
 @pytest.mark.parametrize("case", PARAMS)
 def test_all_workers_hold_the_same_bits_and_have_learnt_as_much(job: Finished, case: str) -> None:
     found = [r[case] for r in each(job, "job_train")]
-    assert all(torch.equal(a, b) for weights, _ in found for a, b in zip(weights, found[0][0], strict=True))
+    assert all(
+        torch.equal(a, b) for weights, _ in found for a, b in zip(weights, found[0][0], strict=True)
+    )
     plain = each(job, "job_train")[0]["none"]
     assert found[0][1] > plain[1] - 0.1 and plain[1] > 0.8, (found[0][1], plain[1])
     if case != "none":

@@ -1,4 +1,5 @@
-"""What belongs to compressed gradients besides the gradients: checkpoints, and the optimizer's own momentum and weight decay.
+"""What belongs to compressed gradients besides the gradients: checkpoints, and the optimizer's own
+momentum and weight decay.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -42,11 +43,19 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "nesterov": True, **options})
+    return torch.optim.SGD(
+        model.parameters(), **{"lr": 0.1, "momentum": 0.9, "nesterov": True, **options}
+    )
 
 
-def distributed(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, params: Any) -> Any:
-    return bps.DistributedOptimizer(optimizer, [(f"{prefix}.{n}", p) for n, p in model.named_parameters()], compression_params=lambda _: params)
+def distributed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, params: Any
+) -> Any:
+    return bps.DistributedOptimizer(
+        optimizer,
+        [(f"{prefix}.{n}", p) for n, p in model.named_parameters()],
+        compression_params=lambda _: params,
+    )
 
 
 def _trained(case: str, begin: int, end: int) -> list[torch.Tensor]:
@@ -54,7 +63,12 @@ def _trained(case: str, begin: int, end: int) -> list[torch.Tensor]:
     folder, rank = Path(os.environ["CHECKPOINTS"]), bps.rank()
     model = network()
     momentum = 0.9 if RESUMED[case].get("momentum") else 0.0
-    optimizer = distributed(model, sgd(model, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01), case, RESUMED[case])
+    optimizer = distributed(
+        model,
+        sgd(model, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01),
+        case,
+        RESUMED[case],
+    )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     if begin:
         state = torch.load(folder / f"{case}.{rank}.pt", weights_only=True)
@@ -65,9 +79,16 @@ def _trained(case: str, begin: int, end: int) -> list[torch.Tensor]:
         backward(model, step)
         optimizer.step()
         schedule.step()
-        assert optimizer.param_groups[0]["momentum"] == momentum and optimizer.param_groups[0]["weight_decay"] == 0.01
+        assert (
+            optimizer.param_groups[0]["momentum"] == momentum
+            and optimizer.param_groups[0]["weight_decay"] == 0.01
+        )
         if step + 1 == HALF:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+            }
             torch.save(state, folder / f"{case}.{rank}.pt")
     return weights(model)
 
@@ -86,16 +107,22 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path) -> N
     resumed = run_job(__file__, ["job_second_half"], tmp_path / "resumed", **env)
     assert whole.status == resumed.status == 0, whole.output[-3000:] + resumed.output[-3000:]
     for case in RESUMED:
-        for want, got in zip(each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True):
+        for want, got in zip(
+            each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True
+        ):
             assert all(torch.equal(a, b) for a, b in zip(want[case], got[case], strict=True)), case
     assert "begin anew" not in resumed.output
     # The same with worker 0's checkpoints everywhere: said, and all hold the same weights.
     for case in RESUMED:
         (tmp_path / f"{case}.1.pt").write_bytes((tmp_path / f"{case}.0.pt").read_bytes())
     shared = run_job(__file__, ["job_second_half"], tmp_path / "shared", **env)
-    assert shared.status == 0 and "are those of worker 0, and begin anew here" in shared.output, shared.output[-3000:]
+    assert shared.status == 0 and "are those of worker 0, and begin anew here" in shared.output, (
+        shared.output[-3000:]
+    )
     one, two = each(shared, "job_second_half")
-    assert all(torch.equal(a, b) for case in RESUMED for a, b in zip(one[case], two[case], strict=True))
+    assert all(
+        torch.equal(a, b) for case in RESUMED for a, b in zip(one[case], two[case], strict=True)
+    )
     assert not torch.equal(one["topk"][0], each(whole, "job_whole")[0]["topk"][0])
 
 
@@ -109,13 +136,20 @@ def _ten_steps(prefix: str, params: Any, width: int = 64, **options: Any) -> lis
     return weights(model)
 
 
-#: Compression that loses nothing, all elements of the only tensor that is large enough, or of none; and the optimizer's options.
+#: Compression that loses nothing, all elements of the only tensor that is large enough, or of none;
+#: and the optimizer's options.
 LOSSLESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all elements": ({"compressor": "topk", "k": 2048, **NESTEROV}, {}),
     "too small": ({"compressor": "onebit", **NESTEROV}, {"momentum": 0.8}),
     "decay, onebit": ({"compressor": "onebit", **NESTEROV}, {"weight_decay": 0.1}),
-    "decay, maximize": ({"compressor": "onebit", **NESTEROV}, {"weight_decay": 0.1, "maximize": True, "lr": 0.01}),
-    "mu given": ({"compressor": "onebit", "mu": 0.5, **NESTEROV}, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.1}),
+    "decay, maximize": (
+        {"compressor": "onebit", **NESTEROV},
+        {"weight_decay": 0.1, "maximize": True, "lr": 0.01},
+    ),
+    "mu given": (
+        {"compressor": "onebit", "mu": 0.5, **NESTEROV},
+        {"momentum": 0.0, "nesterov": False, "weight_decay": 0.1},
+    ),
 }
 
 
@@ -124,15 +158,24 @@ def job_lossless() -> Any:
     for case, (params, options) in LOSSLESS.items():
         options = {"width": 64 if case == "all elements" else 32, **options}
         alone = {**options, "momentum": 0.5, "nesterov": True} if case == "mu given" else options
-        found[case] = _ten_steps(case, params, **options), _ten_steps(f"plain {case}", None, **alone)
+        found[case] = (
+            _ten_steps(case, params, **options),
+            _ten_steps(f"plain {case}", None, **alone),
+        )
     return found
 
 
 def job_decay_of_others() -> Any:
-    """Without onebit weight decay has no momentum: what SGD would do with gradients that have theirs already."""
-    with_params = _ten_steps("others", {"compressor": "topk", "k": 2048, "momentum": "nesterov"}, weight_decay=0.1)
+    """Without onebit weight decay has no momentum: what SGD would do with gradients that have
+    theirs already.
+    """
+    with_params = _ten_steps(
+        "others", {"compressor": "topk", "k": 2048, "momentum": "nesterov"}, weight_decay=0.1
+    )
     model, kept = network(), {}
-    optimizer = distributed(model, sgd(model, momentum=0.0, nesterov=False, weight_decay=0.1), "by hand", None)
+    optimizer = distributed(
+        model, sgd(model, momentum=0.0, nesterov=False, weight_decay=0.1), "by hand", None
+    )
     for step in range(10):
         optimizer.zero_grad()
         backward(model, step)
@@ -149,7 +192,12 @@ def job_decay_of_others() -> Any:
 def job_second_optimizer() -> Any:
     """Folds of a cross-validation: the same names each time."""
     onebit = {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV}
-    folds = [_ten_steps("folds", onebit), _ten_steps("folds", onebit), _ten_steps("folds", None), _ten_steps("never compressed", None)]
+    folds = [
+        _ten_steps("folds", onebit),
+        _ten_steps("folds", onebit),
+        _ten_steps("folds", None),
+        _ten_steps("never compressed", None),
+    ]
     model = network()
     optimizer = distributed(model, sgd(model), "reloads", onebit)
     begin, runs = optimizer.state_dict(), []
@@ -175,7 +223,9 @@ def _used_in(prefix: str, used: list[bool]) -> list[torch.Tensor]:
     optimizer = distributed(model, sgd(model), prefix, params)
     for step, use in enumerate(used):
         optimizer.zero_grad()
-        rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + bps.rank() if use else 0))
+        rows = torch.randn(
+            8, 32, generator=torch.Generator().manual_seed(10 * step + bps.rank() if use else 0)
+        )
         model[0](rows).square().mean().backward()
         if use:
             rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(sum(used[:step])))
@@ -185,23 +235,34 @@ def _used_in(prefix: str, used: list[bool]) -> list[torch.Tensor]:
 
 
 def job_unused() -> Any:
-    return _used_in("some", [True, False, True, False, False, True]), _used_in("all", [True, True, True])
+    return _used_in("some", [True, False, True, False, False, True]), _used_in(
+        "all", [True, True, True]
+    )
 
 
 def job_decay_without_momentum() -> Any:
     """Groups without momentum of their own, and zero gradients: what is left is weight decay."""
     found = {}
-    for case, params in {"uncompressed": None, "no momentum": {"compressor": "onebit", "scaling": True},
-                         "momentum": {"compressor": "onebit", "scaling": True, "mu": 0.5, **NESTEROV}}.items():
+    for case, params in {
+        "uncompressed": None,
+        "no momentum": {"compressor": "onebit", "scaling": True},
+        "momentum": {"compressor": "onebit", "scaling": True, "mu": 0.5, **NESTEROV},
+    }.items():
         model = nn.Linear(32, 64)
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        optimizer = bps.DistributedOptimizer(optimizer, [(f"{case}.{n}", p) for n, p in model.named_parameters()],
-                                             compression_params={f"{case}.weight": params or {"fp16": True},
-                                                                 f"{case}.bias": {"compressor": "onebit", "mu": 0.5, **NESTEROV} if case == "momentum"
-                                                                 else None})
+        optimizer = bps.DistributedOptimizer(
+            optimizer,
+            [(f"{case}.{n}", p) for n, p in model.named_parameters()],
+            compression_params={
+                f"{case}.weight": params or {"fp16": True},
+                f"{case}.bias": {"compressor": "onebit", "mu": 0.5, **NESTEROV}
+                if case == "momentum"
+                else None,
+            },
+        )
         for _ in range(5):
             (model(torch.zeros(1, 32)).sum() * 0).backward()
             optimizer.step()
@@ -212,7 +273,12 @@ def job_decay_without_momentum() -> Any:
 
 def job_rate_0() -> Any:
     model = network()
-    optimizer = distributed(model, sgd(model, lr=0.0), "rate 0", {"compressor": "topk", "k": 0.1, "ef": "corrected", **NESTEROV})
+    optimizer = distributed(
+        model,
+        sgd(model, lr=0.0),
+        "rate 0",
+        {"compressor": "topk", "k": 0.1, "ef": "corrected", **NESTEROV},
+    )
     for rate in (0.0, 0.1, 0.0):
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
@@ -235,14 +301,33 @@ def job_refusals() -> Any:
     onebit = {"compressor": "onebit", **NESTEROV}
     said = {}
     model = network()
-    said["no momentum"] = _said(lambda: distributed(model, torch.optim.Adam(model.parameters()), "a", onebit))
-    said["dampening"] = _said(lambda: distributed(model, sgd(model, nesterov=False, dampening=0.5), "b", onebit))
-    said["rmsprop"] = _said(lambda: distributed(model, torch.optim.RMSprop(model.parameters(), momentum=0.9), "r", onebit))
-    said["fused"] = _said(lambda: distributed(model, sgd(model, fused=True, weight_decay=0.1), "f", onebit))
+    said["no momentum"] = _said(
+        lambda: distributed(model, torch.optim.Adam(model.parameters()), "a", onebit)
+    )
+    said["dampening"] = _said(
+        lambda: distributed(model, sgd(model, nesterov=False, dampening=0.5), "b", onebit)
+    )
+    said["rmsprop"] = _said(
+        lambda: distributed(
+            model, torch.optim.RMSprop(model.parameters(), momentum=0.9), "r", onebit
+        )
+    )
+    said["fused"] = _said(
+        lambda: distributed(model, sgd(model, fused=True, weight_decay=0.1), "f", onebit)
+    )
     said["mu 0"] = _said(lambda: distributed(model, sgd(model), "m", {**onebit, "mu": 0.0}))
-    said["neither"] = _said(lambda: bps.DistributedOptimizer(sgd(model), model.named_parameters(),
-                                                             compression_params={"0.weight": onebit, "2.weight": 3}))
-    said["some"] = _said(lambda: bps.DistributedOptimizer(sgd(model), model.named_parameters(), compression_params={"0.weight": onebit}))
+    said["neither"] = _said(
+        lambda: bps.DistributedOptimizer(
+            sgd(model),
+            model.named_parameters(),
+            compression_params={"0.weight": onebit, "2.weight": 3},
+        )
+    )
+    said["some"] = _said(
+        lambda: bps.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression_params={"0.weight": onebit}
+        )
+    )
     said["k"] = _said(lambda: _step(network(), "k", {"compressor": "topk", "k": 2049}))
     optimizer = _step(model, "d", onebit)
     optimizer.param_groups[0]["momentum"] = 0.7
@@ -250,12 +335,22 @@ def job_refusals() -> Any:
     said["changed"] = _said(optimizer.step)
     optimizer.param_groups[0]["momentum"] = 0.9
     optimizer.zero_grad()
-    for key, entry in (("entry", 5), ("version", {"version": 99}), ("inside", {"version": 1, "compression": {"d.0.weight": 3}})):
-        said[key] = _said(lambda entry=entry: optimizer.load_state_dict({**optimizer.state_dict(), "bpsx": entry}))
-    optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "bpsx"})     # of a run without compression
+    for key, entry in (
+        ("entry", 5),
+        ("version", {"version": 99}),
+        ("inside", {"version": 1, "compression": {"d.0.weight": 3}}),
+    ):
+        said[key] = _said(
+            lambda entry=entry: optimizer.load_state_dict({**optimizer.state_dict(), "bpsx": entry})
+        )
+    # of a run without compression
+    optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "bpsx"})
     embedding = nn.Embedding(500, 16, sparse=True)
-    sparse = bps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9), embedding.named_parameters(),
-                                      compression_params=onebit)
+    sparse = bps.DistributedOptimizer(
+        torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9),
+        embedding.named_parameters(),
+        compression_params=onebit,
+    )
     embedding(torch.tensor([1, 2])).sum().backward()
     said["sparse"] = _said(sparse.step)
     return said
@@ -268,7 +363,14 @@ def _step(model: nn.Module, prefix: str, params: Any) -> Any:
     return optimizer
 
 
-JOBS = ["job_lossless", "job_decay_of_others", "job_second_optimizer", "job_unused", "job_decay_without_momentum", "job_rate_0"]
+JOBS = [
+    "job_lossless",
+    "job_decay_of_others",
+    "job_second_optimizer",
+    "job_unused",
+    "job_decay_without_momentum",
+    "job_rate_0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +394,17 @@ def test_weight_decay_has_no_momentum_but_with_onebit(job: Finished) -> None:
 
 
 def test_a_second_optimizer_has_nothing_of_the_first(job: Finished) -> None:
-    for (first, second, then_plain, plain), (run, again, without) in each(job, "job_second_optimizer"):
+    for (first, second, then_plain, plain), (run, again, without) in each(
+        job, "job_second_optimizer"
+    ):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(then_plain, plain, strict=True)) and not torch.equal(first[0], plain[0])
-        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(run, again, without, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(then_plain, plain, strict=True)
+        ) and not torch.equal(first[0], plain[0])
+        assert all(
+            torch.equal(a, b) and torch.equal(a, c)
+            for a, b, c in zip(run, again, without, strict=True)
+        )
 
 
 def test_steps_that_do_without_a_parameter_leave_what_is_kept_of_it(job: Finished) -> None:
@@ -310,7 +419,9 @@ def test_weight_decay_of_groups_without_momentum(job: Finished) -> None:
         m = 0.5 * m + 0.1 * kept
         kept -= 0.1 * (0.1 * kept + 0.5 * m)
     for found in each(job, "job_decay_without_momentum"):
-        assert found["uncompressed"] == found["no momentum"] == pytest.approx([plain, plain], rel=1e-5)
+        assert (
+            found["uncompressed"] == found["no momentum"] == pytest.approx([plain, plain], rel=1e-5)
+        )
         assert found["momentum"] == pytest.approx([kept, kept], rel=1e-5)
 
 
@@ -321,22 +432,32 @@ def test_a_learning_rate_of_0_corrects_nothing(job: Finished) -> None:
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    finished = run_job(__file__, ["job_refusals"], tmp_path_factory, 2, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(
+        __file__, ["job_refusals"], tmp_path_factory, 2, BYTEPS_MIN_COMPRESS_BYTES="1000"
+    )
     assert finished.status == 0, finished.output[-5000:]
     return each(finished, "job_refusals")
 
 
-@pytest.mark.parametrize("case, texts", {
-    "no momentum": ("'a.0.weight'", "without mu", "between 0 and 1"),
-    "rmsprop": ("RMSprop's momentum", "group 0: 0.9"), "fused": ("group 0 with fused=True",), "mu 0": ("mu=0.0", "between 0 and 1"),
-    "neither": ("'2.weight': 3", "mappings and None"),
-    "dampening": ("group 0 has dampening=0.5",),
-    "some": ("group 0", "not for '0.bias', '2.weight', '2.bias'"),
-    "k": ("k=2049", "320 elements", "Gradient.k.2.weight"),
-    "changed": ("group 0 is 0.7, and was 0.9", "cycle_momentum=False"),
-    "entry": ("'bpsx' holds no state",), "version": ("'bpsx' holds no state",), "inside": ("d.0.weight", "a mapping is needed, not int"),
-    "sparse": ("'weight'", "sparse_as_dense=True"),
-}.items(), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "case, texts",
+    {
+        "no momentum": ("'a.0.weight'", "without mu", "between 0 and 1"),
+        "rmsprop": ("RMSprop's momentum", "group 0: 0.9"),
+        "fused": ("group 0 with fused=True",),
+        "mu 0": ("mu=0.0", "between 0 and 1"),
+        "neither": ("'2.weight': 3", "mappings and None"),
+        "dampening": ("group 0 has dampening=0.5",),
+        "some": ("group 0", "not for '0.bias', '2.weight', '2.bias'"),
+        "k": ("k=2049", "320 elements", "Gradient.k.2.weight"),
+        "changed": ("group 0 is 0.7, and was 0.9", "cycle_momentum=False"),
+        "entry": ("'bpsx' holds no state",),
+        "version": ("'bpsx' holds no state",),
+        "inside": ("d.0.weight", "a mapping is needed, not int"),
+        "sparse": ("'weight'", "sparse_as_dense=True"),
+    }.items(),
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_refusals(refusals: list[dict[str, str]], case: str, texts: tuple[str, ...]) -> None:
     for said in refusals:
         assert all(text in said[case] for text in texts), said[case]
@@ -351,14 +472,19 @@ def job_root_loads() -> Any:
         first = network()
         other = distributed(first, sgd(first, weight_decay=0.1), "saves", None)
         state = other.state_dict()
-        state["state"] = {i: {"weight_decay_momentum": torch.ones_like(p)} for i, p in enumerate(first.parameters())}
+        state["state"] = {
+            i: {"weight_decay_momentum": torch.ones_like(p)}
+            for i, p in enumerate(first.parameters())
+        }
         optimizer.load_state_dict(state)
     bps.broadcast_optimizer_state(optimizer, 0)
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-    return weights(model), [optimizer.state[p]["weight_decay_momentum"].clone() for p in model.parameters()]
+    return weights(model), [
+        optimizer.state[p]["weight_decay_momentum"].clone() for p in model.parameters()
+    ]
 
 
 def job_after_shutdown() -> Any:
@@ -368,11 +494,22 @@ def job_after_shutdown() -> Any:
         return sorted(optimizer.state_dict())
 
 
-def test_what_workers_have_alike_is_broadcast_and_state_can_be_had_after_the_end(tmp_path: Path) -> None:
-    finished = run_job(__file__, ["job_root_loads", "job_after_shutdown"], tmp_path, BYTEPS_MIN_COMPRESS_BYTES="1000")
+def test_what_workers_have_alike_is_broadcast_and_state_can_be_had_after_the_end(
+    tmp_path: Path,
+) -> None:
+    finished = run_job(
+        __file__,
+        ["job_root_loads", "job_after_shutdown"],
+        tmp_path,
+        BYTEPS_MIN_COMPRESS_BYTES="1000",
+    )
     assert finished.status == 0, finished.output[-3000:]
     one, two = each(finished, "job_root_loads")
-    assert all(torch.equal(a, b) for mine, yours in zip(one, two, strict=True) for a, b in zip(mine, yours, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for mine, yours in zip(one, two, strict=True)
+        for a, b in zip(mine, yours, strict=True)
+    )
     assert one[1][0].mean() > 0.5, "what was loaded has gone on"
     assert each(finished, "job_after_shutdown") == [["param_groups", "state"]] * 2
 
@@ -394,5 +531,5 @@ def _alone() -> list[torch.Tensor]:
 def test_a_single_worker_trains_as_without_bpsx(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_alone"], tmp_path, 1, 0)
     assert finished.status == 0, finished.output[-3000:]
-    (ours, plain), = each(finished, "job_alone")
+    ((ours, plain),) = each(finished, "job_alone")
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))

@@ -1,4 +1,7 @@
-"""Error feedback does what it is for: a small network on handwritten digits becomes as good as without compression. Without feedback it does not.
+"""Error feedback does what it is for: a small network on handwritten digits becomes as good as
+without compression.
+
+Without feedback it does not.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -34,23 +37,27 @@ CASES: dict[str, dict[str, Any]] = {
     "randomk sparse": {**_RANDOMK, "ef": "sparse"},
     "dithering linear": {**_DITHERING, "ef": "vanilla"},
     "dithering natural": {**_DITHERING, "partition": "natural", "ef": "vanilla"},
-    "dithering without feedback": _DITHERING,       # unbiased: its errors cancel out by themselves
+    "dithering without feedback": _DITHERING,  # unbiased: its errors cancel out by themselves
 }
 #: Biased (randomk: a twentieth of the step), so that these need it.
 WITHOUT = {"onebit": _ONEBIT, "topk": _TOPK, "randomk": _RANDOMK}
 
 
 def _accuracy(name: str, params: dict[str, Any] | None) -> float:
-    """Of the network after training with these ``compression_params``; all begin alike, and see the same."""
+    """Of the network after training with these ``compression_params``; all begin alike, and see the
+    same.
+    """
     sys.path.append(str(ROOT))
     from examples.pytorch.digits import Digits, accuracy
 
     data = Digits()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
-                                         [(f"{name}.{n}", p) for n, p in model.named_parameters()],
-                                         compression_params=None if params is None else lambda _: params)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        [(f"{name}.{n}", p) for n, p in model.named_parameters()],
+        compression_params=None if params is None else lambda _: params,
+    )
     for epoch in range(EPOCHS):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * (1 - epoch / EPOCHS)
@@ -64,7 +71,9 @@ def _accuracy(name: str, params: dict[str, Any] | None) -> float:
 def job_train() -> Any:
     found = {"plain": _accuracy("plain", None)}
     found |= {case: _accuracy(case, params) for case, params in CASES.items()}
-    return found | {f"no {case}": _accuracy(f"no {case}", params) for case, params in WITHOUT.items()}
+    return found | {
+        f"no {case}": _accuracy(f"no {case}", params) for case, params in WITHOUT.items()
+    }
 
 
 @pytest.fixture(scope="module")

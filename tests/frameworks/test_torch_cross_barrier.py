@@ -1,6 +1,8 @@
-"""CrossBarrier: the weights, bit for bit, that DistributedOptimizer makes, though updates come in the next forward pass.
+"""CrossBarrier: the weights, bit for bit, that DistributedOptimizer makes, though updates come in
+the next forward pass.
 
-Functions named ``job_*`` run in the workers. ``BPSX_FIXED_ORDER`` makes two runs comparable with more than two workers.
+Functions named ``job_*`` run in the workers. ``BPSX_FIXED_ORDER`` makes two runs comparable with
+more than two workers.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Mixed(nn.Module):
-    """Attention (whose output projection is never called), tied weights, a module called twice, a frozen one, a branch that is not always used,
-    a parameter of the model's own, some used by another module than their owner, one of them before its owner is called."""
+    """Attention (whose output projection is never called), tied weights, a module called twice, a
+    frozen one, a branch that is not always used, a parameter of the model's own, some used by
+    another module than their owner, one of them before its owner is called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,17 +54,19 @@ class Mixed(nn.Module):
 
     def forward(self, tokens: torch.Tensor, side: bool = False) -> torch.Tensor:
         x = self.embed(tokens) + self.position
-        x = x * (1 + self.twice.bias)       # before its module is called
+        x = x * (1 + self.twice.bias)  # before its module is called
         x = self.norm(x + self.attend(x, x, x, need_weights=False)[0])
         x = torch.tanh(self.frozen(self.twice(torch.tanh(self.twice(x)))))
         if side:
             x = x + self.side[0](x)
-        x = nn.functional.linear(x, self.direct.weight, self.direct.bias)      # without calling it
+        x = nn.functional.linear(x, self.direct.weight, self.direct.bias)  # without calling it
         return self.out(x)
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, 11, (BATCH, 5), generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.randint(
+        0, 11, (BATCH, 5), generator=torch.Generator().manual_seed(1000 * rank + step)
+    )
 
 
 def loss_of(model: nn.Module, step: int, side: bool | None = None) -> torch.Tensor:
@@ -84,7 +90,9 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 MAKERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False, weight_decay=0.1),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -102,7 +110,9 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [v.clone() for v in model.state_dict().values()]
 
 
-def train(kind: str, optimizer: Any, model: nn.Module, steps: range = range(STEPS), zero: str = "before") -> None:
+def train(
+    kind: str, optimizer: Any, model: nn.Module, steps: range = range(STEPS), zero: str = "before"
+) -> None:
     """``zero``: when zero_grad() is called."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for step in steps:
@@ -119,14 +129,22 @@ def train(kind: str, optimizer: Any, model: nn.Module, steps: range = range(STEP
             model.zero_grad()
 
 
-def both(run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any) -> tuple[Any, Any]:
-    """What ``run`` and the weights and state are with DistributedOptimizer and with CrossBarrier."""
+def both(
+    run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any
+) -> tuple[Any, Any]:
+    """What ``run`` and the weights and state are with DistributedOptimizer and with
+    CrossBarrier.
+    """
     found = []
     for cross in (False, True):
         model = made()
         base = make(groups_of(model))
         named = [(f"{cross}.{n}", p) for n, p in model.named_parameters()]
-        optimizer: Any = CrossBarrier(model, base, named, **options) if cross else bps.DistributedOptimizer(base, named, **options)
+        optimizer: Any = (
+            CrossBarrier(model, base, named, **options)
+            if cross
+            else bps.DistributedOptimizer(base, named, **options)
+        )
         assert optimizer is base and isinstance(optimizer, type(base).__bases__[1])
         said = run(optimizer, model)
         found.append([said, weights(model), optimizer.state_dict()])
@@ -136,7 +154,9 @@ def both(run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], 
 def alike(a: Any, b: Any) -> bool:
     """Bit for bit."""
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        return a.shape == b.shape and torch.equal(
+            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, dict):
@@ -144,7 +164,9 @@ def alike(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def outcome(run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any) -> tuple[bool, Any]:
+def outcome(
+    run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any
+) -> tuple[bool, Any]:
     """Whether both have led to the same, and the weights."""
     plain, cross = both(run, make, **options)
     return alike(plain, cross), cross[1]
@@ -152,12 +174,19 @@ def outcome(run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"
 
 # ---- what the workers do
 
+
 def job_optimizers() -> Any:
-    return {kind: outcome(lambda o, m, kind=kind: train(kind, o, m), make) for kind, make in MAKERS.items()}
+    return {
+        kind: outcome(lambda o, m, kind=kind: train(kind, o, m), make)
+        for kind, make in MAKERS.items()
+    }
 
 
 def job_zero_grad() -> Any:
-    return {zero: outcome(lambda o, m, zero=zero: train("", o, m, zero=zero)) for zero in ("after", "in place", "never", "model")}
+    return {
+        zero: outcome(lambda o, m, zero=zero: train("", o, m, zero=zero))
+        for zero in ("after", "in place", "never", "model")
+    }
 
 
 def _passes(optimizer: Any, model: nn.Module) -> None:
@@ -169,7 +198,9 @@ def _passes(optimizer: Any, model: nn.Module) -> None:
 
 
 def _looks(optimizer: Any, model: nn.Module) -> Any:
-    """All that looks at the whole, between steps, on one worker only where that is allowed; evaluation; synchronize() after step()."""
+    """All that looks at the whole, between steps, on one worker only where that is allowed;
+    evaluation; synchronize() after step().
+    """
     seen: list[Any] = []
     for step in range(2 * STEPS):
         optimizer.zero_grad()
@@ -216,6 +247,7 @@ def _looks(optimizer: Any, model: nn.Module) -> Any:
 def _closure(optimizer: Any, model: nn.Module) -> Any:
     losses = []
     for step in range(STEPS):
+
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
             loss = loss_of(model, step)
@@ -236,7 +268,9 @@ def _hooked(optimizer: Any, model: nn.Module) -> Any:
 
 
 def _scaled(optimizer: Any, model: nn.Module) -> Any:
-    """GradScaler looks at gradients before the step; an overflow on one worker leaves out the step on all."""
+    """GradScaler looks at gradients before the step; an overflow on one worker leaves out the step
+    on all.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -256,7 +290,9 @@ def _exception(optimizer: Any, model: nn.Module) -> None:
 
 
 def _frozen(optimizer: Any, model: nn.Module) -> None:
-    """A parameter that is frozen while it has a gradient, of zeros, goes on with its momentum; one worker looks at parameters before each step."""
+    """A parameter that is frozen while it has a gradient, of zeros, goes on with its momentum; one
+    worker looks at parameters before each step.
+    """
     for step in range(STEPS):
         model.direct.requires_grad_(step not in (2, 3))
         optimizer.zero_grad(set_to_none=False)
@@ -269,8 +305,11 @@ def _frozen(optimizer: Any, model: nn.Module) -> None:
 def job_uses() -> Any:
     return {
         "frozen": outcome(_frozen),
-        "passes": outcome(_passes, backward_passes_per_step=2), "looks": outcome(_looks, MAKERS["adam"]), "closure": outcome(_closure),
-        "hooks": outcome(_hooked), "exception": outcome(_exception),
+        "passes": outcome(_passes, backward_passes_per_step=2),
+        "looks": outcome(_looks, MAKERS["adam"]),
+        "closure": outcome(_closure),
+        "hooks": outcome(_hooked),
+        "exception": outcome(_exception),
         "fp16": outcome(lambda o, m: train("", o, m), compression=bps.Compression.fp16),
         **({"scaler": outcome(_scaled)} if HAS_GRAD_SCALER else {}),
     }
@@ -283,10 +322,14 @@ def job_sparse() -> Any:
         model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)).double()
         named = [(f"sparse.{cross}.{n}", p) for n, p in model.named_parameters()]
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer: Any = CrossBarrier(model, base, named) if cross else bps.DistributedOptimizer(base, named)
+        optimizer: Any = (
+            CrossBarrier(model, base, named) if cross else bps.DistributedOptimizer(base, named)
+        )
         for step in range(3):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(tokens(step, bps.rank())).flatten(0, 1), tokens(step, bps.rank()).flatten()).backward()
+            nn.functional.cross_entropy(
+                model(tokens(step, bps.rank())).flatten(0, 1), tokens(step, bps.rank()).flatten()
+            ).backward()
             optimizer.step()
         found.append(weights(model))
     return alike(*found), found[1]
@@ -295,14 +338,23 @@ def job_sparse() -> Any:
 def job_last_step() -> Any:
     """The last of num_steps is not put off, nor are those that follow; before it, weights wait."""
     model = made()
-    optimizer: Any = CrossBarrier(model, MAKERS["sgd"](groups_of(model)), model.named_parameters(), num_steps=3)
+    optimizer: Any = CrossBarrier(
+        model, MAKERS["sgd"](groups_of(model)), model.named_parameters(), num_steps=3
+    )
     moved = []
     for step in range(4):
         before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         loss_of(model, step).backward()
         now = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         optimizer.step()
-        moved.append(any(not torch.equal(a, p) for a, p in zip(now, (p for p in model.parameters() if p.requires_grad), strict=True)))
+        moved.append(
+            any(
+                not torch.equal(a, p)
+                for a, p in zip(
+                    now, (p for p in model.parameters() if p.requires_grad), strict=True
+                )
+            )
+        )
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, now, strict=True)))
     return moved
 
@@ -323,7 +375,9 @@ class Prodigal(torch.optim.SGD):
     """Its options depend on all parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["distance"] = float(sum(p.grad.sum() for p in self.param_groups[0]["params"]))
+        self.param_groups[0]["distance"] = float(
+            sum(p.grad.sum() for p in self.param_groups[0]["params"])
+        )
         return super().step(closure)
 
 
@@ -331,16 +385,25 @@ def job_refused() -> Any:
     said, model = [], made()
     ours = list(model.parameters())
     bases = {
-        "SAM": SAM(ours, lr=0.1), "LBFGS": torch.optim.LBFGS(ours),
+        "SAM": SAM(ours, lr=0.1),
+        "LBFGS": torch.optim.LBFGS(ours),
         "max_grad_norm": torch.optim.SGD([{"params": ours, "max_grad_norm": 1.0}], lr=0.1),
     }
     for optimizer in bases.values():
         said.append(_raised(lambda o=optimizer: CrossBarrier(model, o)))
-    said.append(_raised(lambda: CrossBarrier(torch.jit.script(nn.Linear(1, 1)), torch.optim.SGD(ours, lr=0.1))))
+    said.append(
+        _raised(
+            lambda: CrossBarrier(torch.jit.script(nn.Linear(1, 1)), torch.optim.SGD(ours, lr=0.1))
+        )
+    )
     said.append(_raised(lambda: CrossBarrier(model, torch.optim.SGD(ours, lr=0.1), num_steps=0)))
     for name, base in (("prodigal", Prodigal), ("unseen", torch.optim.SGD)):
         model = made()
-        optimizer: Any = CrossBarrier(model, base(model.parameters(), lr=0.1), [(f"{name}.{n}", p) for n, p in model.named_parameters()])
+        optimizer: Any = CrossBarrier(
+            model,
+            base(model.parameters(), lr=0.1),
+            [(f"{name}.{n}", p) for n, p in model.named_parameters()],
+        )
         assert loss_of(copy.deepcopy(model), 0, False).isfinite()
         loss_of(model, 0, False).backward()
         optimizer.step()
@@ -350,16 +413,27 @@ def job_refused() -> Any:
             said.append(_raised(lambda m=model: copy.deepcopy(m)))
             said.append(_raised(lambda m=model: pickle.dumps(m.norm)))
             # not as in the first forward pass
-            out = nn.functional.linear(torch.ones(2, 8, dtype=torch.float64), model.twice.weight).sum()
-            said += [_raised(out.backward), _raised(optimizer.synchronize)]     # what backward has added to was to be the average
+            out = nn.functional.linear(
+                torch.ones(2, 8, dtype=torch.float64), model.twice.weight
+            ).sum()
+            # what backward has added to was to be the average
+            said += [_raised(out.backward), _raised(optimizer.synchronize)]
     return said
 
 
 def job_ends() -> Any:
-    """shutdown() with updates pending: what has come home is applied afterwards. The job's own shutdown finds nothing to do."""
+    """shutdown() with updates pending: what has come home is applied afterwards.
+
+    The job's own shutdown finds nothing to do.
+    """
     model, plain = made(), made()
-    optimizer: Any = CrossBarrier(model, MAKERS["momentum"](groups_of(model)), model.named_parameters())
-    reference: Any = bps.DistributedOptimizer(MAKERS["momentum"](groups_of(plain)), [(f"plain.{n}", p) for n, p in plain.named_parameters()])
+    optimizer: Any = CrossBarrier(
+        model, MAKERS["momentum"](groups_of(model)), model.named_parameters()
+    )
+    reference: Any = bps.DistributedOptimizer(
+        MAKERS["momentum"](groups_of(plain)),
+        [(f"plain.{n}", p) for n, p in plain.named_parameters()],
+    )
     train("", optimizer, model, range(3))
     train("", reference, plain, range(3))
     pending = optimizer._barrier.pending
@@ -373,22 +447,37 @@ left: Any = None
 
 
 def job_left() -> None:
-    """Updates that are pending when the interpreter ends are nobody's any more; its end stays quiet."""
+    """Updates that are pending when the interpreter ends are nobody's any more; its end stays
+    quiet.
+    """
     global left
     model = made()
-    left = model, CrossBarrier(model, MAKERS["momentum"](groups_of(model)), [(f"left.{n}", p) for n, p in model.named_parameters()])
+    left = (
+        model,
+        CrossBarrier(
+            model,
+            MAKERS["momentum"](groups_of(model)),
+            [(f"left.{n}", p) for n, p in model.named_parameters()],
+        ),
+    )
     train("", left[1], model, range(2))
     assert left[1]._barrier.pending
 
 
 def job_dropped() -> Any:
-    """The optimizer is let go of while its last update is pending; then another takes over the same model and the same names."""
+    """The optimizer is let go of while its last update is pending; then another takes over the same
+    model and the same names.
+    """
     model, plain = made(), made()
     for which, name in ((model, "x"), (plain, "y")):
         for turn in range(2):
             base = MAKERS["momentum"](groups_of(which))
             named = [(f"{name}.{n}", p) for n, p in which.named_parameters()]
-            optimizer: Any = CrossBarrier(which, base, named) if name == "x" else bps.DistributedOptimizer(base, named)
+            optimizer: Any = (
+                CrossBarrier(which, base, named)
+                if name == "x"
+                else bps.DistributedOptimizer(base, named)
+            )
             train("", optimizer, which, range(2 * turn, 2 * turn + 2))
             del optimizer, base
             if turn:
@@ -402,24 +491,39 @@ def job_dropped() -> Any:
 
 def job_dies() -> Any:
     model = made()
-    optimizer: Any = CrossBarrier(model, MAKERS["momentum"](groups_of(model)), model.named_parameters())
+    optimizer: Any = CrossBarrier(
+        model, MAKERS["momentum"](groups_of(model)), model.named_parameters()
+    )
     train("", optimizer, model, range(2))
     if bps.rank() == 1:
         os._exit(3)
     optimizer.zero_grad()
-    said = [_raised(lambda: train("", optimizer, model, range(2, 4)))]      # in a forward pass, as the next step() waits for nothing
+    # in a forward pass, as the next step() waits for nothing
+    said = [_raised(lambda: train("", optimizer, model, range(2, 4)))]
     return said, len(weights(model))
 
 
 # ---- tests
 
-JOBS = ["job_optimizers", "job_zero_grad", "job_uses", "job_sparse", "job_last_step", "job_refused", "job_dropped", "job_left", "job_ends"]
+JOBS = [
+    "job_optimizers",
+    "job_zero_grad",
+    "job_uses",
+    "job_sparse",
+    "job_last_step",
+    "job_refused",
+    "job_dropped",
+    "job_left",
+    "job_ends",
+]
 
 
 @pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1)], ids=["2 workers", "4 workers"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     machines, servers, processes = request.param
-    finished = run_job(__file__, JOBS, tmp_path_factory, machines, servers, processes, BPSX_FIXED_ORDER="1")
+    finished = run_job(
+        __file__, JOBS, tmp_path_factory, machines, servers, processes, BPSX_FIXED_ORDER="1"
+    )
     assert finished.status == 0 and "excepthook" not in finished.output, finished.output[-5000:]
     assert sorted(finished.results) == list(range(machines * processes))
     return finished
@@ -442,8 +546,19 @@ def test_gradients_may_be_zeroed_at_any_time_or_not_at_all(job: Finished, zero: 
     check(job, "job_zero_grad", zero)
 
 
-@pytest.mark.parametrize("case", ["frozen", "passes", "looks", "closure", "hooks", pytest.param("scaler", marks=needs_grad_scaler),
-                                  "exception", "fp16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "frozen",
+        "passes",
+        "looks",
+        "closure",
+        "hooks",
+        pytest.param("scaler", marks=needs_grad_scaler),
+        "exception",
+        "fp16",
+    ],
+)
 def test_uses(job: Finished, case: str) -> None:
     check(job, "job_uses", case)
 
@@ -460,15 +575,27 @@ def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -
 
 
 def test_refusals_name_what_and_why(job: Finished) -> None:
-    names = ["SAM", "LBFGS", "max_grad_norm", "scripted", "num_steps=0", "'distance'", "synchronize()", "state_dict()",
-             "'unseen.twice.weight' was used", "'unseen.twice.weight' was written to"]
+    names = [
+        "SAM",
+        "LBFGS",
+        "max_grad_norm",
+        "scripted",
+        "num_steps=0",
+        "'distance'",
+        "synchronize()",
+        "state_dict()",
+        "'unseen.twice.weight' was used",
+        "'unseen.twice.weight' was written to",
+    ]
     for said in each(job, "job_refused"):
-        if GRADIENTS_ARE_HELD and said[-1] == "nothing":        # what had been pushed was a copy
+        if GRADIENTS_ARE_HELD and said[-1] == "nothing":  # what had been pushed was a copy
             said[-1] = f"GradientOrderError: {names[-1]}"
         assert len(said) == len(names)
         for text, name in zip(said, names, strict=True):
             assert name in text, text
-            assert text.startswith("GradientOrderError" if name.startswith("'unseen") else "ConfigError")
+            assert text.startswith(
+                "GradientOrderError" if name.startswith("'unseen") else "ConfigError"
+            )
 
 
 def test_shutdown_and_dropped_optimizers_lose_no_update(job: Finished) -> None:
@@ -479,11 +606,19 @@ def test_shutdown_and_dropped_optimizers_lose_no_update(job: Finished) -> None:
 def test_a_dead_worker_is_an_exception_in_the_forward_pass_that_waits(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_dies"], tmp_path)
     (said,), count = finished.results[0]["job_dies"]
-    assert finished.status != 0 and count and said.startswith("PeerLostError") and "worker 1" in said and "of two steps" in said
+    assert (
+        finished.status != 0
+        and count
+        and said.startswith("PeerLostError")
+        and "worker 1" in said
+        and "of two steps" in said
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_worker_and_asynchronous_training(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_one_worker_and_asynchronous_training(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
     monkeypatch.setattr(adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
     monkeypatch.setattr(bps, "rank", lambda: 0)
@@ -495,6 +630,18 @@ def test_one_worker_and_asynchronous_training(monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_upstreams_names() -> None:
-    for name in ("broadcast_parameters", "broadcast_optimizer_state", "Compression", "byteps_push_pull", "poll", "synchronize", "init", "shutdown",
-                 "size", "local_size", "rank", "local_rank"):
+    for name in (
+        "broadcast_parameters",
+        "broadcast_optimizer_state",
+        "Compression",
+        "byteps_push_pull",
+        "poll",
+        "synchronize",
+        "init",
+        "shutdown",
+        "size",
+        "local_size",
+        "rank",
+        "local_rank",
+    ):
         assert getattr(upstream, name) is getattr(bps, name)

@@ -1,4 +1,7 @@
-"""PyTorch's own DistributedDataParallel through bpsx: its communication hook, and the backend. ``job_*`` functions run in the workers."""
+"""PyTorch's own DistributedDataParallel through bpsx: its communication hook, and the backend.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch_models import Forked, batch, check_all, tanh_model, train
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
 
-SMALL = 0.0005      # MB: several buckets
+SMALL = 0.0005  # MB: several buckets
 
 
 @contextmanager
@@ -34,8 +37,12 @@ def group(backend: str) -> Any:
 
 # ---- what the workers do
 
+
 def job_hook() -> Any:
-    """gloo sets up, bpsx averages. Worker 1's weights are others before, and the buckets are made anew after the first step."""
+    """gloo sets up, bpsx averages.
+
+    Worker 1's weights are others before, and the buckets are made anew after the first step.
+    """
     with group("gloo") as (rank, size):
         model = DDP(tanh_model(1 + rank), bucket_cap_mb=SMALL)
         model.register_comm_hook(None, bps.ddp_comm_hook)
@@ -51,7 +58,9 @@ def job_hook_moves_gradients() -> Any:
         model.register_comm_hook(None, bps.ddp_comm_hook)
         before = session().counters()["tensor_bytes"]
         train(model, rank, size)
-        return session().counters()["tensor_bytes"] - before, sum(p.numel() * 8 for p in model.parameters())
+        return session().counters()["tensor_bytes"] - before, sum(
+            p.numel() * 8 for p in model.parameters()
+        )
 
 
 def job_hook_fp16() -> Any:
@@ -103,7 +112,9 @@ def job_plain() -> Any:
 
 def job_view() -> Any:
     with group("bpsx") as (rank, size):
-        return train(DDP(tanh_model(), bucket_cap_mb=SMALL, gradient_as_bucket_view=True), rank, size)
+        return train(
+            DDP(tanh_model(), bucket_cap_mb=SMALL, gradient_as_bucket_view=True), rank, size
+        )
 
 
 def job_static() -> Any:
@@ -118,7 +129,12 @@ def job_compiled() -> Any:
 
 def job_unused() -> Any:
     with group("bpsx") as (rank, size):
-        return train(DDP(Forked(), bucket_cap_mb=SMALL, find_unused_parameters=True), rank, size, with_step=True)
+        return train(
+            DDP(Forked(), bucket_cap_mb=SMALL, find_unused_parameters=True),
+            rank,
+            size,
+            with_step=True,
+        )
 
 
 def job_no_sync() -> Any:
@@ -133,12 +149,21 @@ def job_two_models() -> Any:
 
 
 def job_zero() -> Any:
-    """Each worker keeps the state of a part of the parameters, and broadcasts what it has stepped."""
+    """Each worker keeps the state of a part of the parameters, and broadcasts what it has
+    stepped.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of PyTorch's own affairs
 
     with group("bpsx") as (rank, size):
         model = DDP(tanh_model(), bucket_cap_mb=SMALL)
-        return train(model, rank, size, optimizer=ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9))
+        return train(
+            model,
+            rank,
+            size,
+            optimizer=ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
+            ),
+        )
 
 
 def job_buffers() -> Any:
@@ -155,7 +180,9 @@ def job_buffers() -> Any:
 
 
 def job_join() -> Any:
-    """Worker 0 has two batches, worker 1 three, and so on; an average is over those who still have some."""
+    """Worker 0 has two batches, worker 1 three, and so on; an average is over those who still have
+    some.
+    """
     with group("bpsx") as (rank, size):
         model = DDP(tanh_model(), bucket_cap_mb=SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -189,7 +216,7 @@ def job_shards() -> Any:
     with group("bpsx") as (rank, size):
         model = tanh_model()
         fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-        return [p.full_tensor() for p in train(model, rank, size)]      # type: ignore[attr-defined]
+        return [p.full_tensor() for p in train(model, rank, size)]  # type: ignore[attr-defined]
 
 
 def job_one_dies(hook: bool = True) -> Any:
@@ -216,17 +243,49 @@ def job_one_dies_in_the_group() -> Any:
 
 #: fully_shard came with PyTorch 2.6.
 SHARDS = ["job_shards"] if hasattr(fsdp, "fully_shard") else []
-MODELS = ["job_plain", "job_view", "job_static", "job_compiled", "job_unused", "job_no_sync", "job_two_models", "job_zero", "job_join",
-          *SHARDS, "job_buffers", "job_hook", "job_hook_moves_gradients", "job_hook_fp16", "job_hook_two_models", "job_hook_errors"]
+MODELS = [
+    "job_plain",
+    "job_view",
+    "job_static",
+    "job_compiled",
+    "job_unused",
+    "job_no_sync",
+    "job_two_models",
+    "job_zero",
+    "job_join",
+    *SHARDS,
+    "job_buffers",
+    "job_hook",
+    "job_hook_moves_gradients",
+    "job_hook_fp16",
+    "job_hook_two_models",
+    "job_hook_errors",
+]
 
 
-@pytest.mark.parametrize(("workers", "servers", "processes"), [(2, 1, 1), (2, 2, 2)], ids=["2 workers", "4 workers on 2 machines"])
-def test_as_one_process_on_the_joined_batch(tmp_path: Path, workers: int, servers: int, processes: int) -> None:
-    finished = run_job(__file__, MODELS, tmp_path, workers=workers, servers=servers, processes=processes)
+@pytest.mark.parametrize(
+    ("workers", "servers", "processes"),
+    [(2, 1, 1), (2, 2, 2)],
+    ids=["2 workers", "4 workers on 2 machines"],
+)
+def test_as_one_process_on_the_joined_batch(
+    tmp_path: Path, workers: int, servers: int, processes: int
+) -> None:
+    finished = run_job(
+        __file__, MODELS, tmp_path, workers=workers, servers=servers, processes=processes
+    )
     size = workers * processes
     assert sorted(finished.results) == list(range(size)), finished.output[-4000:]
     alone = train(tanh_model())
-    for name in ("job_plain", "job_view", "job_static", "job_compiled", "job_zero", *SHARDS, "job_hook"):
+    for name in (
+        "job_plain",
+        "job_view",
+        "job_static",
+        "job_compiled",
+        "job_zero",
+        *SHARDS,
+        "job_hook",
+    ):
         check_all(finished, size, name, alone)
     check_all(finished, size, "job_unused", train(Forked(), with_step=True))
     check_all(finished, size, "job_no_sync", train(tanh_model(), passes=2))
@@ -235,18 +294,29 @@ def test_as_one_process_on_the_joined_batch(tmp_path: Path, workers: int, server
     check_all(finished, size, "job_join", join_alone(size))
     check_all(finished, size, "job_hook_fp16", alone, 1e-3)
     for result in finished.results.values():
-        assert all(torch.equal(a, b) for a, b in zip(result["job_buffers"][0], finished.results[0]["job_buffers"][0], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                result["job_buffers"][0], finished.results[0]["job_buffers"][0], strict=True
+            )
+        )
         moved, each = result["job_hook_moves_gradients"]
         assert moved == 4 * each
         states = result["job_hook_errors"]
-        assert all("ddp_comm_hook: state must be" in text for text in states[:2]) and all("DDPHookState: " in text for text in states[2:])
+        assert all("ddp_comm_hook: state must be" in text for text in states[:2]) and all(
+            "DDPHookState: " in text for text in states[2:]
+        )
         assert len(states) == 4
 
 
-@pytest.mark.parametrize(("function", "workers"), [("job_one_dies", 3), ("job_one_dies_in_the_group", 2)])
-def test_a_dead_worker_ends_backward_on_the_others(tmp_path: Path, function: str, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("function", "workers"), [("job_one_dies", 3), ("job_one_dies_in_the_group", 2)]
+)
+def test_a_dead_worker_ends_backward_on_the_others(
+    tmp_path: Path, function: str, workers: int
+) -> None:
     finished = run_job(__file__, [function], tmp_path, workers=workers, BPSX_DEADLOCK_SECONDS="60")
-    for rank in [0, 2][:workers - 1]:
+    for rank in [0, 2][: workers - 1]:
         message = finished.results[rank][function] if rank in finished.results else finished.output
         assert "PeerLostError: worker 1" in message, message
 

@@ -1,4 +1,7 @@
-"""Every example of examples/pytorch, as its page says to start it, at small sizes. (The digits: test_torch_demo.py.)"""
+"""Every example of examples/pytorch, as its page says to start it, at small sizes.
+
+(The digits: test_torch_demo.py.)
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,28 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "pytorch"
 SCRIPTS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "models.py")
-GPT = ["--steps", "12", "--width", "16", "--layers", "1", "--sequence", "16", "--sample", "20", "--batch-size", "8"]
+GPT = [
+    "--steps",
+    "12",
+    "--width",
+    "16",
+    "--layers",
+    "1",
+    "--sequence",
+    "16",
+    "--sample",
+    "20",
+    "--batch-size",
+    "8",
+]
 SMALL = ["--quick", "--batch-size", "2", "--num-iters", "2"]
 
 
 def example(name: str, *arguments: str) -> str:
     """What two workers print."""
-    status, output = launch([sys.executable, str(EXAMPLES / name), *arguments], workers=2, servers=1)
+    status, output = launch(
+        [sys.executable, str(EXAMPLES / name), *arguments], workers=2, servers=1
+    )
     assert status == 0, output[-3000:]
     assert "[worker 0] 2 workers, " in output and "the same" in output, output
     assert not re.search("warning|Error|DIFFER", output), output
@@ -36,8 +54,11 @@ def losses(output: str) -> list[float]:
 
 # ---- what all have
 
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -51,34 +72,66 @@ def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_the_page_lists_all() -> None:
     text = (ROOT / "examples" / "README.md").read_text()
-    assert sorted(set(re.findall(r"\]\(pytorch/(\w+\.py)\)", text))) == sorted([*SCRIPTS, "models.py"])
+    assert sorted(set(re.findall(r"\]\(pytorch/(\w+\.py)\)", text))) == sorted(
+        [*SCRIPTS, "models.py"]
+    )
 
 
 def test_models_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers of parameters."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     models = __import__("models")
-    published = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160, "vgg16": 138_357_544,
-                 "gpt2": 124_439_808}
+    published = {
+        "resnet18": 11_689_512,
+        "resnet34": 21_797_672,
+        "resnet50": 25_557_032,
+        "resnet101": 44_549_160,
+        "vgg16": 138_357_544,
+        "gpt2": 124_439_808,
+    }
     with torch.device("meta"):
         assert {name: models.parameters_of(models.build(name)) for name in published} == published
         for name, kind in models.MODELS.items():
-            given = torch.zeros(2, 5, dtype=torch.int64) if kind.sequence else torch.zeros(2, 3, kind.image, kind.image)
+            given = (
+                torch.zeros(2, 5, dtype=torch.int64)
+                if kind.sequence
+                else torch.zeros(2, 3, kind.image, kind.image)
+            )
             out = models.build(name, 7)(given)
             assert out.shape == ((2, 5, 7) if kind.sequence else (2, 7)), name
 
 
 # ---- one by one
 
+
 def test_ddp_hook() -> None:
-    """Under torchrun with the hook, under bpsx-run without: the same losses. (With it under bpsx-run: test_torch_migrating.py.)"""
+    """Under torchrun with the hook, under bpsx-run without: the same losses.
+
+    (With it under bpsx-run: test_torch_migrating.py.)
+    """
     arguments = ["--epochs", "3", "--points", "600"]
     plain = example("ddp_hook.py", *arguments, "--plain")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "PS_"))}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "ddp_hook.py"),
-                           *arguments], env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(EXAMPLES / "ddp_hook.py"),
+            *arguments,
+        ],
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("2 workers") and "weights are the same on all workers" in done.stdout
+    assert (
+        done.stdout.startswith("2 workers") and "weights are the same on all workers" in done.stdout
+    )
     assert "gradients through bpsx" in done.stdout and "gradients through gloo" in plain
     assert len(losses(plain)) == 3 and losses(plain)[-1] < losses(plain)[0]
     assert losses(done.stdout) == pytest.approx(losses(plain), abs=1e-3)
@@ -88,7 +141,9 @@ def test_cross_barrier() -> None:
     output = example("cross_barrier.py", "--steps", "30", "--width", "32", "--batch-size", "16")
     assert "weights are the same, bit for bit, with both and on all workers" in output
     found = losses(output)
-    assert len(found) == 8 and found[:3] == found[3:6] and found[2] < found[0] and found[6] == found[7], output
+    assert (
+        len(found) == 8 and found[:3] == found[3:6] and found[2] < found[0] and found[6] == found[7]
+    ), output
 
 
 def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -101,10 +156,17 @@ def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert "begins anew" in begun and losses(begun) == found[:7]
     ended = example("gpt.py", *GPT, "--checkpoint", str(state))
     assert f"goes on from step 7 of {state}" in ended and losses(ended) == found[7:]
-    weights, sample = (re.compile(text, re.S) for text in (r"weights (\w{16}) are the same", r"a sample:\n(.*)--"))
+    weights, sample = (
+        re.compile(text, re.S) for text in (r"weights (\w{16}) are the same", r"a sample:\n(.*)--")
+    )
     for wanted in (weights, sample):
         assert wanted.findall(straight) == wanted.findall(ended) and wanted.findall(straight)
-    alone = subprocess.run([sys.executable, str(EXAMPLES / "gpt.py"), *GPT], capture_output=True, text=True, timeout=120)
+    alone = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gpt.py"), *GPT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert alone.returncode == 0 and alone.stdout.startswith("1 worker, "), alone.stderr
     assert losses(alone.stdout) == pytest.approx(found, abs=2e-3)
 
@@ -113,17 +175,29 @@ def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     """Worker 0 alone reads it; both end at once."""
     state = tmp_path / "state"
     state.write_text("nothing of the kind")
-    status, output = launch([sys.executable, str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)], workers=2, servers=1)
-    assert status == 2 and f"gpt.py: {state} cannot be used" in output and "Traceback" not in output, output
+    status, output = launch(
+        [sys.executable, str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)],
+        workers=2,
+        servers=1,
+    )
+    assert (
+        status == 2 and f"gpt.py: {state} cannot be used" in output and "Traceback" not in output
+    ), output
 
 
-@pytest.mark.parametrize("arguments", [
-    [*SMALL, "--model", "resnet18", "--cross-barrier", "--fp16-pushpull"],
-    [*SMALL, "--model", "mlp", "--framework", "ddp-hook"],
-], ids=["bpsx", "ddp-hook"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*SMALL, "--model", "resnet18", "--cross-barrier", "--fp16-pushpull"],
+        [*SMALL, "--model", "mlp", "--framework", "ddp-hook"],
+    ],
+    ids=["bpsx", "ddp-hook"],
+)
 def test_synthetic_benchmark(arguments: list[str]) -> None:
     output = example("synthetic_benchmark.py", *arguments)
-    assert ("11,689,512 parameters" if "resnet18" in arguments else "10,510,346 parameters") in output
+    assert (
+        "11,689,512 parameters" if "resnet18" in arguments else "10,510,346 parameters"
+    ) in output
     assert "iteration  2/2: " in output
     mine = re.search(r"images/s per worker: (\S+) \+- (\S+)\n", output)
     total = re.search(r"total images/s on 2 workers: (\S+) \+- (\S+)\n", output)

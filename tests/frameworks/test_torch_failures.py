@@ -1,4 +1,7 @@
-"""What the user sees when workers disagree or die, and jobs of a single worker. ``job_*`` functions run in the workers."""
+"""What the user sees when workers disagree or die, and jobs of a single worker.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,32 @@ def error_of(act: Any) -> str:
 
 # ---- what the workers do
 
+
 def job_mismatch() -> Any:
     """Shapes, then dtypes differ; then all agree again and the job goes on."""
     rank, found = bps.rank(), []
     found.append(error_of(lambda: bps.push_pull(torch.zeros(3 + rank), name="shape")))
-    found.append(error_of(lambda: bps.push_pull(torch.zeros(3, dtype=[torch.float32, torch.float64][rank]), name="dtype")))
-    found.append(error_of(lambda: bps.broadcast_parameters({"weight": torch.zeros(2, 2 + rank)}, 0)))
+    found.append(
+        error_of(
+            lambda: bps.push_pull(
+                torch.zeros(3, dtype=[torch.float32, torch.float64][rank]), name="dtype"
+            )
+        )
+    )
+    found.append(
+        error_of(lambda: bps.broadcast_parameters({"weight": torch.zeros(2, 2 + rank)}, 0))
+    )
     return found, bps.push_pull(torch.full((3,), rank + 1.0), name="shape", average=False)
 
 
 def job_step_mismatch() -> Any:
-    """The models differ in one layer: step() says so on both workers and leaves the weights alone."""
+    """The models differ in one layer: step() says so on both workers and leaves the weights
+    alone.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + bps.rank()))
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(1, 4)).sum().backward()
     message = error_of(optimizer.step)
@@ -47,7 +63,10 @@ def job_step_mismatch() -> Any:
 
 
 def job_optimizer_state() -> Any:
-    """The root has state that cannot travel: both hear of it. Then other groups: only the one that differs can know."""
+    """The root has state that cannot travel: both hear of it.
+
+    Then other groups: only the one that differs can know.
+    """
     weight, bias = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = torch.optim.SGD([weight, bias], lr=0.1)
     if bps.rank() == 0:
@@ -60,7 +79,9 @@ def job_optimizer_state() -> Any:
 
 def job_one_dies() -> Any:
     model = nn.Linear(3, 2)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     for step in range(3):
         optimizer.zero_grad()
         if step == 2 and bps.rank() == 1:
@@ -74,20 +95,30 @@ def job_one_dies() -> Any:
 
 def job_alone() -> Any:
     model = nn.Linear(3, 2)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     bps.broadcast_parameters(model.state_dict(), 0)
     bps.broadcast_optimizer_state(optimizer, 0)
     weight = model.weight.detach().clone()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     moved = (weight - model.weight.detach()) * 10
-    return bps.size(), moved, bps.push_pull(torch.arange(3)), bps.push_pull_inplace(torch.arange(6.0).reshape(2, 3).t(), average=False)
+    return (
+        bps.size(),
+        moved,
+        bps.push_pull(torch.arange(3)),
+        bps.push_pull_inplace(torch.arange(6.0).reshape(2, 3).t(), average=False),
+    )
 
 
 # ---- tests
 
+
 def test_disagreement_is_an_error_on_both_and_the_job_goes_on(tmp_path: Path) -> None:
-    finished = run_job(__file__, ["job_mismatch", "job_step_mismatch", "job_optimizer_state"], tmp_path)
+    finished = run_job(
+        __file__, ["job_mismatch", "job_step_mismatch", "job_optimizer_state"], tmp_path
+    )
     assert sorted(finished.results) == [0, 1], finished.output[-3000:]
     for result in finished.results.values():
         messages, total = result["job_mismatch"]
@@ -100,7 +131,10 @@ def test_disagreement_is_an_error_on_both_and_the_job_goes_on(tmp_path: Path) ->
         assert odd.startswith("StateError") and "state 0.odd is a object" in odd
         assert root.startswith("ConfigError") and "allowed are 0 to 1" in root
         _, groups, _ = result["job_optimizer_state"]
-        assert "worker 0 has SGD with groups of [2] parameters, worker 1 SGD with groups of [1, 1] parameters" in groups
+        assert (
+            "worker 0 has SGD with groups of [2] parameters, worker 1 SGD with groups of [1, 1]"
+            " parameters" in groups
+        )
 
 
 def test_a_dead_worker_is_named_by_step(tmp_path: Path) -> None:
@@ -112,13 +146,19 @@ def test_a_dead_worker_is_named_by_step(tmp_path: Path) -> None:
 
 def check_alone(result: tuple[Any, ...]) -> None:
     size, moved, integers, in_place = result
-    assert size == 1 and integers.tolist() == [0, 1, 2] and in_place.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert (
+        size == 1
+        and integers.tolist() == [0, 1, 2]
+        and in_place.tolist() == [[0, 3], [1, 4], [2, 5]]
+    )
     torch.testing.assert_close(moved, torch.ones(2, 3))
 
 
 def test_one_worker_without_servers(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_"))}
-    alone = Process("worker", [sys.executable, "-c", source_of(__file__, ["job_alone"], tmp_path)], clean)
+    alone = Process(
+        "worker", [sys.executable, "-c", source_of(__file__, ["job_alone"], tmp_path)], clean
+    )
     try:
         assert alone.wait(100) == 0, alone.text()
     finally:

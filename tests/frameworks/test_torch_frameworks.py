@@ -1,4 +1,7 @@
-"""Training frameworks for PyTorch under bpsx-run: one model, as under torchrun. Each is optional."""
+"""Training frameworks for PyTorch under bpsx-run: one model, as under torchrun.
+
+Each is optional.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ PLAIN = """
     dist.init_process_group("gloo")
     total = torch.ones(2)
     dist.all_reduce(total)
-    place = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    place = [
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    ]
     assert place[:2] == [dist.get_rank(), dist.get_world_size()]
     dist.destroy_process_group()
     import bpsx.torch as bps
+
     bps.init()
     assert place == [bps.rank(), bps.size(), bps.local_rank(), bps.local_size()]
     sys.stdout.write(f"TOTAL {place[0]} {int(total[0])}\\n")
@@ -67,6 +73,7 @@ TRAINER = """
         dist.init_process_group("bpsx")
     from transformers import Trainer, TrainingArguments
 
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -76,17 +83,28 @@ TRAINER = """
             found = self.layer(x)
             return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
 
+
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(dir=os.environ["BYTEPS_SOCKET_PATH"]), use_cpu=True, per_device_train_batch_size=8, num_train_epochs=1,
-        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True)
+        output_dir=tempfile.mkdtemp(dir=os.environ["BYTEPS_SOCKET_PATH"]),
+        use_cpu=True,
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     torch.manual_seed(0)
-    trainer = Trainer(model=Model(), args=arguments, train_dataset=[{"x": a, "labels": b} for a, b in zip(x, y)])
+    trainer = Trainer(
+        model=Model(), args=arguments, train_dataset=[{"x": a, "labels": b} for a, b in zip(x, y)]
+    )
     trainer.train()
     tell(trainer.model, arguments.world_size)
 """
 LIGHTNING = """
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
+
 
     class Model(lightning.LightningModule):
         def __init__(self):
@@ -99,18 +117,30 @@ LIGHTNING = """
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
+
     lightning.seed_everything(3)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, max_epochs=1, strategy=DDPStrategy(process_group_backend=backend), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        strategy=DDPStrategy(process_group_backend=backend),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     model = Model()
-    trainer.fit(model, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8))
+    trainer.fit(
+        model, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    )
     tell(model, trainer.world_size)
 """
 SCRIPTS = {"accelerate": ACCELERATE, "transformers": TRAINER, "lightning": LIGHTNING}
 
 
-@pytest.mark.parametrize("shape", [{"workers": 2, "servers": 1}, {"workers": 1, "servers": 0, "processes": 2}])
+@pytest.mark.parametrize(
+    "shape", [{"workers": 2, "servers": 1}, {"workers": 1, "servers": 0, "processes": 2}]
+)
 def test_pytorchs_own_way_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) -> None:
     """A script needs neither bpsx nor variables to meet at PyTorch's store."""
     script = tmp_path / "script.py"
@@ -120,14 +150,29 @@ def test_pytorchs_own_way_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) 
 
 
 def test_a_machine_started_by_its_role(tmp_path: Path) -> None:
-    """Without scheduler and servers of the user's, the processes of the only machine have a store, too."""
+    """Without scheduler and servers of the user's, the processes of the only machine have a store,
+    too.
+    """
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PLAIN))
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}
     done = subprocess.run(
-        [sys.executable, "-m", "bpsx.launch", sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
-        env={**clean, "DMLC_ROLE": "worker", "BYTEPS_LOCAL_SIZE": "2", "BYTEPS_SOCKET_PATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and all(f"TOTAL {rank} 2" in done.stdout for rank in range(2)), done.stdout + done.stderr
+        [sys.executable, "-m", "bpsx.launch", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            **clean,
+            "DMLC_ROLE": "worker",
+            "BYTEPS_LOCAL_SIZE": "2",
+            "BYTEPS_SOCKET_PATH": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert done.returncode == 0 and all(f"TOTAL {rank} 2" in done.stdout for rank in range(2)), (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize("framework", SCRIPTS)
@@ -139,8 +184,14 @@ def test_one_model_as_under_torchrun(tmp_path: Path, framework: str) -> None:
     assert statuses == [0], output[-3000:]
     expected = weights(output, "gloo")
     for backend in ("gloo", "bpsx"):
-        status, output = launch([sys.executable, str(tmp_path / "script.py"), backend], workers=1, servers=0, processes=2, HF_HUB_OFFLINE="1",
-                                BYTEPS_SOCKET_PATH=str(tmp_path))
+        status, output = launch(
+            [sys.executable, str(tmp_path / "script.py"), backend],
+            workers=1,
+            servers=0,
+            processes=2,
+            HF_HUB_OFFLINE="1",
+            BYTEPS_SOCKET_PATH=str(tmp_path),
+        )
         assert status == 0, output[-3000:]
         assert weights(output, backend) == expected
 
@@ -148,7 +199,10 @@ def test_one_model_as_under_torchrun(tmp_path: Path, framework: str) -> None:
 def weights(output: str, backend: str) -> str:
     """The digest of both workers' weights, which are equal."""
     found = re.findall(rf"WEIGHTS (\d) 2 {backend} (\w+)", output)
-    assert sorted(rank for rank, _ in found) == ["0", "1"] and len({digest for _, digest in found}) == 1, output[-3000:]
+    assert (
+        sorted(rank for rank, _ in found) == ["0", "1"]
+        and len({digest for _, digest in found}) == 1
+    ), output[-3000:]
     return str(found[0][1])
 
 

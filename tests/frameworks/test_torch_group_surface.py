@@ -1,4 +1,6 @@
-"""Whatever PyTorch asks a process group for beside collectives: the backend "bpsx" has an answer wherever gloo has one."""
+"""Whatever PyTorch asks a process group for beside collectives: the backend "bpsx" has an answer
+wherever gloo has one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def _kind(value: Any) -> Any:
     """What is comparable of an answer."""
-    return value if isinstance(value, (bool, int, str, timedelta, type(None), list)) else "an object"
+    return (
+        value if isinstance(value, (bool, int, str, timedelta, type(None), list)) else "an object"
+    )
 
 
 def _answers(group: Any) -> dict[str, Any]:
@@ -30,9 +34,13 @@ def _answers(group: Any) -> dict[str, Any]:
         "meta": lambda: group._get_backend(torch.device("meta")),
         "bound device": lambda: group.bound_device_id,
         "store": group.get_group_store,
-        "number": lambda: (group._set_sequence_number_for_group(), group._get_sequence_number_for_group())[1],
+        "number": lambda: (
+            group._set_sequence_number_for_group(),
+            group._get_sequence_number_for_group(),
+        )[1],
         "hooks": group._has_hooks,
-        "symmetric memory": lambda: group.use_pg_for_symm_mem_rendezvous(),     # not in all releases
+        # not in all releases
+        "symmetric memory": lambda: group.use_pg_for_symm_mem_rendezvous(),
         "rank and size": lambda: [group.rank(), group.size()],
         "pg timeout": lambda: _c10d._set_pg_timeout(timedelta(seconds=50), group),
         "default device": lambda: str(_c10d._get_pg_default_device(group)),
@@ -43,7 +51,8 @@ def _answers(group: Any) -> dict[str, Any]:
         "coalesced": lambda: _coalesced(group),
         "list": lambda: _listed(group),
         "functional": lambda: torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)).tolist(),
+            torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+        ).tolist(),
     }
     for device in (CPU, CUDA):
         backend = functools.partial(group._get_backend, device)
@@ -142,7 +151,9 @@ def job_profiled() -> Any:
 
 def job_profiled_push_pulls() -> Any:
     model = torch.nn.Linear(3, 3)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    )
     with profile() as seen:
         bps.push_pull(torch.ones(5), name="one")
         bps.synchronize(bps.push_pull_async(torch.ones(5), name="later"))
@@ -170,12 +181,19 @@ def test_pytorch_is_answered_wherever_gloo_answers(tmp_path: Path) -> None:
         ours, reference = result["job_surface"]
         answered = {k: v for k, v in reference.items() if k == "meta" or "Error: " not in str(v)}
         assert {k: ours[k] for k in answered} == answered and len(answered) >= 20
-        assert ours["cpu"] == ours["cuda"] == "an object" and ours["cpu timeout"] == timedelta(seconds=50)
+        assert ours["cpu"] == ours["cuda"] == "an object" and ours["cpu timeout"] == timedelta(
+            seconds=50
+        )
         first, second, number, text = result["job_coalescing_by_device"]
-        assert first.eq(2).all() and second.eq(1).all() and number == 2 and "_start_coalescing" in text
+        assert (
+            first.eq(2).all() and second.eq(1).all() and number == 2 and "_start_coalescing" in text
+        )
         whole, total = result["job_mesh"]
         assert torch.equal(whole, torch.arange(6.0)) and total == 15
-    assert finished.results[0]["job_timeout"].startswith("GroupTimeoutError") and "timeout of 1 s" in finished.results[0]["job_timeout"]
+    assert (
+        finished.results[0]["job_timeout"].startswith("GroupTimeoutError")
+        and "timeout of 1 s" in finished.results[0]["job_timeout"]
+    )
 
 
 def test_collectives_are_seen_by_the_profiler(tmp_path: Path) -> None:
@@ -183,7 +201,12 @@ def test_collectives_are_seen_by_the_profiler(tmp_path: Path) -> None:
     assert sorted(finished.results) == [0, 1], finished.output[-4000:]
     for result in finished.results.values():
         names, shapes, tensor = result["job_profiled"]
-        for operator, name in (("allreduce_", "all_reduce"), ("broadcast_", "broadcast"), ("allgather_", "all_gather"), ("barrier", "barrier")):
+        for operator, name in (
+            ("allreduce_", "all_reduce"),
+            ("broadcast_", "broadcast"),
+            ("allgather_", "all_gather"),
+            ("barrier", "barrier"),
+        ):
             assert f"c10d::{operator}" in names and f"bpsx:{name}" in names, names
         assert names.count("c10d::allreduce_") >= 2 and [[1000]] in shapes
         assert "bpsx:push_pull" in names

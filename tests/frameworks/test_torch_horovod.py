@@ -1,4 +1,5 @@
-"""Horovod's names between real workers: what they return, against NumPy; their gradients, which are Horovod's.
+"""Horovod's names between real workers: what they return, against NumPy; their gradients, which are
+Horovod's.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -19,16 +20,33 @@ import bpsx.torch.horovod as hvd
 from bpsx import ConfigError
 from bpsx.plugin import adapter
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*average is deprecated")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*average is deprecated"),
+]
 OPS = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}
-QUESTIONS = ["mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built",
-             "rocm_built"]
+QUESTIONS = [
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+]
 SHAPE = (3, 4)
 
 
 def given(rank: int, *shape: int, seed: int = 0) -> torch.Tensor:
     """Worker ``rank``'s tensor."""
-    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(1000 * seed + rank), dtype=torch.float64)
+    return torch.randn(
+        shape or SHAPE,
+        generator=torch.Generator().manual_seed(1000 * seed + rank),
+        dtype=torch.float64,
+    )
 
 
 def mine(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,45 +64,71 @@ def integers(rank: int) -> torch.Tensor:
 
 # ---- sums
 
+
 def job_allreduce() -> Any:
     x = mine()
-    found: dict[str, Any] = {name: hvd.allreduce(x, op=getattr(hvd, name), name=f"op.{name}") for name in OPS}
+    found: dict[str, Any] = {
+        name: hvd.allreduce(x, op=getattr(hvd, name), name=f"op.{name}") for name in OPS
+    }
     found |= {f"{name} in place": hvd.allreduce_(x.clone(), op=getattr(hvd, name)) for name in OPS}
-    found |= {f"{name} async": hvd.synchronize(hvd.allreduce_async(x, op=getattr(hvd, name))) for name in OPS}
+    found |= {
+        f"{name} async": hvd.synchronize(hvd.allreduce_async(x, op=getattr(hvd, name)))
+        for name in OPS
+    }
     for name in OPS:
-        target = x.clone().t().contiguous().t()     # not plain memory
-        found[f"{name} async in place"] = hvd.synchronize(hvd.allreduce_async_(target, op=getattr(hvd, name)))
+        target = x.clone().t().contiguous().t()  # not plain memory
+        found[f"{name} async in place"] = hvd.synchronize(
+            hvd.allreduce_async_(target, op=getattr(hvd, name))
+        )
         assert found[f"{name} async in place"] is target
-    found["default"], found["average=True"], found["average=False"] = hvd.allreduce(x), hvd.allreduce(x, True), hvd.allreduce(x, False, "old")
+    found["default"], found["average=True"], found["average=False"] = (
+        hvd.allreduce(x),
+        hvd.allreduce(x, True),
+        hvd.allreduce(x, False, "old"),
+    )
     assert torch.equal(x, mine()), "the input stays as it is"
     factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
     found["scaled"] = [
-        hvd.allreduce(x, op=hvd.Sum, **factors), hvd.allreduce_(x.clone(), op=hvd.Sum, **factors),
-        hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum, **factors)), hvd.synchronize(hvd.allreduce_async_(x.clone(), op=hvd.Sum, **factors)),
+        hvd.allreduce(x, op=hvd.Sum, **factors),
+        hvd.allreduce_(x.clone(), op=hvd.Sum, **factors),
+        hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum, **factors)),
+        hvd.synchronize(hvd.allreduce_async_(x.clone(), op=hvd.Sum, **factors)),
     ]
     found["scaled max"] = hvd.allreduce(x, op=hvd.Max, prescale_factor=-2, postscale_factor=0.5)
     n = integers(hvd.rank())
-    found["integers"] = [hvd.allreduce(n), hvd.allreduce_(n.clone()), hvd.synchronize(hvd.allreduce_async(n)), hvd.allreduce(n, op=hvd.Min)]
+    found["integers"] = [
+        hvd.allreduce(n),
+        hvd.allreduce_(n.clone()),
+        hvd.synchronize(hvd.allreduce_async(n)),
+        hvd.allreduce(n, op=hvd.Min),
+    ]
     found["integers scaled"] = hvd.allreduce(n, op=hvd.Sum, prescale_factor=0.5)
-    found["fp16"] = [hvd.allreduce(x, op=getattr(hvd, o), compression=hvd.Compression.fp16) for o in ("Average", "Max")]
+    found["fp16"] = [
+        hvd.allreduce(x, op=getattr(hvd, o), compression=hvd.Compression.fp16)
+        for o in ("Average", "Max")
+    ]
     assert all(t.dtype == torch.float64 for t in found["fp16"])
     handle = hvd.allreduce_async(x, op=hvd.Sum, postscale_factor=2.0)
     while not hvd.poll(handle):
         pass
     first = hvd.synchronize(handle)
     assert hvd.synchronize(handle) is first
-    torch.testing.assert_close(first, 2 * found["Sum"])     # the factor counts once
+    torch.testing.assert_close(first, 2 * found["Sum"])  # the factor counts once
     return found
 
 
 def job_unnamed() -> Any:
     """Calls without names are matched by order, and make no new names."""
+
     def round_of_calls(step: int) -> list[torch.Tensor]:
-        handles = [hvd.allreduce_async(mine(*shape, seed=step + i), op=hvd.Sum) for i, shape in enumerate([(2,), (2, 2), (2,), (2,)])]
+        handles = [
+            hvd.allreduce_async(mine(*shape, seed=step + i), op=hvd.Sum)
+            for i, shape in enumerate([(2,), (2, 2), (2,), (2,)])
+        ]
         hvd.allgather(mine(1 + step % 4, 2))
         hvd.broadcast(mine(2), 0)
         hvd.reducescatter(mine(5))
-        hvd.alltoall(mine(hvd.size() + step % 3)[step % 3:])
+        hvd.alltoall(mine(hvd.size() + step % 3)[step % 3 :])
         return [hvd.synchronize(h) for h in reversed(handles)][::-1]
 
     known = adapter.session()._declared
@@ -101,21 +145,37 @@ def job_grouped() -> Any:
         "allreduce": hvd.grouped_allreduce(tensors, op=hvd.Sum, name="g"),
         "allreduce_": hvd.grouped_allreduce_([t.clone() for t in tensors], op=hvd.Sum),
         "async": hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum)),
-        "async_": hvd.synchronize(hvd.grouped_allreduce_async_([t.clone() for t in tensors], op=hvd.Sum)),
-        "allgather": hvd.grouped_allgather(tensors, "g"), "allgather async": hvd.synchronize(hvd.grouped_allgather_async(tensors)),
+        "async_": hvd.synchronize(
+            hvd.grouped_allreduce_async_([t.clone() for t in tensors], op=hvd.Sum)
+        ),
+        "allgather": hvd.grouped_allgather(tensors, "g"),
+        "allgather async": hvd.synchronize(hvd.grouped_allgather_async(tensors)),
         "reducescatter": hvd.grouped_reducescatter(tensors, op=hvd.Sum),
-        "reducescatter async": hvd.synchronize(hvd.grouped_reducescatter_async(tensors, "g", op=hvd.Sum)),
+        "reducescatter async": hvd.synchronize(
+            hvd.grouped_reducescatter_async(tensors, "g", op=hvd.Sum)
+        ),
     }
     assert [type(v) for v in found.values()] == [list, list, tuple, tuple, list, tuple, list, tuple]
-    assert [t.dtype for t in hvd.grouped_allreduce([torch.ones(1), torch.ones(1).int()], compression=hvd.Compression.fp16)] == [
-        torch.float32, torch.int32]
-    assert hvd.grouped_allreduce([]) == [] and hvd.synchronize(hvd.grouped_allgather_async([])) == ()
+    assert [
+        t.dtype
+        for t in hvd.grouped_allreduce(
+            [torch.ones(1), torch.ones(1).int()], compression=hvd.Compression.fp16
+        )
+    ] == [torch.float32, torch.int32]
+    assert (
+        hvd.grouped_allreduce([]) == [] and hvd.synchronize(hvd.grouped_allgather_async([])) == ()
+    )
     return found
 
 
 def job_sparse() -> Any:
     rank = hvd.rank()
-    tensor = torch.sparse_coo_tensor(torch.tensor([[rank, 0, rank]]), torch.ones(3, 2) * (rank + 1), (5, 2), check_invariants=True)
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 0, rank]]),
+        torch.ones(3, 2) * (rank + 1),
+        (5, 2),
+        check_invariants=True,
+    )
     handle = hvd.sparse_allreduce_async(tensor, "rows", hvd.Sum)
     while not hvd.poll(handle):
         pass
@@ -125,21 +185,36 @@ def job_sparse() -> Any:
 
 # ---- who has what
 
+
 def job_gathers() -> Any:
     rank, size = hvd.rank(), hvd.size()
-    x = mine(rank, 2)                           # worker 0 has no rows
+    x = mine(rank, 2)  # worker 0 has no rows
     handle = hvd.allgather_async(x, "rows")
-    found: dict[str, Any] = {"allgather": [hvd.allgather(x, name="rows"), hvd.synchronize(hvd.allgather_async(x.t().contiguous().t()))]}
+    found: dict[str, Any] = {
+        "allgather": [
+            hvd.allgather(x, name="rows"),
+            hvd.synchronize(hvd.allgather_async(x.t().contiguous().t())),
+        ]
+    }
     while not hvd.poll(handle):
         pass
     found["allgather"].append(hvd.synchronize(handle))
     found["bool"] = hvd.allgather(torch.tensor([rank == 1]))
-    found["reducescatter"] = [hvd.reducescatter(mine(5, 2), op=hvd.Sum), hvd.synchronize(hvd.reducescatter_async(mine(5, 2), "r", hvd.Sum))]
-    found["reducescatter average"] = hvd.reducescatter(mine(5, 2), prescale_factor=2.0, compression=hvd.Compression.fp16)
+    found["reducescatter"] = [
+        hvd.reducescatter(mine(5, 2), op=hvd.Sum),
+        hvd.synchronize(hvd.reducescatter_async(mine(5, 2), "r", hvd.Sum)),
+    ]
+    found["reducescatter average"] = hvd.reducescatter(
+        mine(5, 2), prescale_factor=2.0, compression=hvd.Compression.fp16
+    )
     for root in range(size):
         x, target, columns = mine(), mine(), mine(4, 6)
-        results = [hvd.broadcast(x, root, "b"), hvd.synchronize(hvd.broadcast_async(x, root)), hvd.broadcast_(target, root, name="b"),
-                   hvd.synchronize(hvd.broadcast_async_(columns[:, ::2], root))]
+        results = [
+            hvd.broadcast(x, root, "b"),
+            hvd.synchronize(hvd.broadcast_async(x, root)),
+            hvd.broadcast_(target, root, name="b"),
+            hvd.synchronize(hvd.broadcast_async_(columns[:, ::2], root)),
+        ]
         assert torch.equal(x, mine()) and results[2] is target
         assert torch.equal(columns[:, 1::2], mine(4, 6)[:, 1::2]), "what lies between stays"
         found[f"broadcast {root}"] = results
@@ -148,8 +223,12 @@ def job_gathers() -> Any:
     assert received.tolist() == [2] * size and received.dtype == torch.int32
     found["alltoall"] = [hvd.alltoall(even), output]
     splits = torch.tensor([(rank + r) % 3 for r in range(size)])
-    rows = mine(int(splits.sum()) + 1, 2)       # the last one stays
-    pairs = [hvd.alltoall(rows, splits, name="uneven"), hvd.alltoall(rows, splits.numpy()), hvd.synchronize(hvd.alltoall_async(rows, splits=splits))]
+    rows = mine(int(splits.sum()) + 1, 2)  # the last one stays
+    pairs = [
+        hvd.alltoall(rows, splits, name="uneven"),
+        hvd.alltoall(rows, splits.numpy()),
+        hvd.synchronize(hvd.alltoall_async(rows, splits=splits)),
+    ]
     assert [p[1].dtype for p in pairs] == [torch.int64, torch.int32, torch.int64]
     found["alltoall uneven"] = pairs
     return found
@@ -158,10 +237,16 @@ def job_gathers() -> Any:
 def losses(size: int) -> list[Callable[[torch.Tensor], Any]]:
     """Verbs to be differentiated."""
     return [
-        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25), lambda x: hvd.allreduce(x, name="a"),
-        lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum)[1], lambda x: hvd.allgather(x[:hvd.rank() + 1]),
-        lambda x: hvd.grouped_allgather([x, 2 * x])[1], lambda x: hvd.broadcast(x, size - 1), lambda x: hvd.reducescatter(x, op=hvd.Sum),
-        lambda x: hvd.reducescatter(x, postscale_factor=2.0), lambda x: hvd.grouped_reducescatter([x, 2 * x])[1], lambda x: hvd.alltoall(x[:size]),
+        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
+        lambda x: hvd.allreduce(x, name="a"),
+        lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum)[1],
+        lambda x: hvd.allgather(x[: hvd.rank() + 1]),
+        lambda x: hvd.grouped_allgather([x, 2 * x])[1],
+        lambda x: hvd.broadcast(x, size - 1),
+        lambda x: hvd.reducescatter(x, op=hvd.Sum),
+        lambda x: hvd.reducescatter(x, postscale_factor=2.0),
+        lambda x: hvd.grouped_reducescatter([x, 2 * x])[1],
+        lambda x: hvd.alltoall(x[:size]),
         lambda x: hvd.alltoall(x, [5 - hvd.rank()] + [0] * (size - 2) + [hvd.rank()])[0],
     ]
 
@@ -172,7 +257,7 @@ def job_gradients() -> Any:
     for verb in losses(hvd.size()):
         x = mine(5, 2).requires_grad_()
         y = verb(x)
-        y.mul_(1.0)     # may be written to
+        y.mul_(1.0)  # may be written to
         weights = mine(*y.shape, seed=7)
         (y * weights).sum().backward()
         found.append(x.grad)
@@ -187,12 +272,15 @@ def job_gradients() -> Any:
 
 # ---- training
 
+
 def network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 
 
-def trained(optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+def trained(
+    optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
     for step in range(4):
         optimizer.zero_grad()
         model(inputs(step)).pow(2).mean().backward()
@@ -201,8 +289,12 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Callable
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "Average": {}, "Sum": {"op": hvd.Sum}, "predivided": {"op": hvd.Average, "gradient_predivide_factor": 4.0},
-    "num_groups": {"num_groups": 2}, "groups": {"groups": 3}, "named": {"sparse_as_dense": True, "process_set": hvd.global_process_set},
+    "Average": {},
+    "Sum": {"op": hvd.Sum},
+    "predivided": {"op": hvd.Average, "gradient_predivide_factor": 4.0},
+    "num_groups": {"num_groups": 2},
+    "groups": {"groups": 3},
+    "named": {"sparse_as_dense": True, "process_set": hvd.global_process_set},
 }
 
 
@@ -217,7 +309,11 @@ def job_training() -> Any:
         found[way] = trained(optimizer, model, lambda step: mine(5, 4, seed=step))
     embedding = nn.Embedding(4, 2, sparse=True)
     nn.init.ones_(embedding.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding.named_parameters(prefix="e"), op=hvd.Sum)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(embedding.parameters(), lr=1.0),
+        embedding.named_parameters(prefix="e"),
+        op=hvd.Sum,
+    )
     embedding(torch.tensor([0, 1])).sum().backward()
     optimizer.step()
     found["sparse"] = [embedding.weight.detach()]
@@ -227,8 +323,13 @@ def job_training() -> Any:
 def job_state() -> Any:
     rank, size = hvd.rank(), hvd.size()
     root = network(size - 1).state_dict()
-    for form in (lambda m: m.state_dict(), lambda m: m.named_parameters(), lambda m: m.parameters(), lambda m: list(m.parameters()),
-                 lambda m: list(m.named_parameters())):
+    for form in (
+        lambda m: m.state_dict(),
+        lambda m: m.named_parameters(),
+        lambda m: m.parameters(),
+        lambda m: list(m.parameters()),
+        lambda m: list(m.named_parameters()),
+    ):
         model = network(rank)
         hvd.broadcast_parameters(form(model), size - 1)
         assert all(torch.equal(v, root[k]) for k, v in model.state_dict().items())
@@ -240,25 +341,45 @@ def job_state() -> Any:
     assert hvd.broadcast_object({"epoch": rank}, 1, name="o") == {"epoch": 1}
     norm = hvd.SyncBatchNorm(2)
     norm(torch.full((2, 2), float(rank)))
-    return hvd.allgather_object((rank, optimizer.state_dict()["param_groups"][0]["lr"], len(optimizer.state))), norm.running_mean
+    return hvd.allgather_object(
+        (rank, optimizer.state_dict()["param_groups"][0]["lr"], len(optimizer.state))
+    ), norm.running_mean
 
 
 def job_who() -> Any:
-    hvd.init()      # again: nothing
-    assert hvd.is_initialized() and not any(getattr(hvd, q)() for q in QUESTIONS) and hvd.is_homogeneous()
+    hvd.init()  # again: nothing
+    assert (
+        hvd.is_initialized()
+        and not any(getattr(hvd, q)() for q in QUESTIONS)
+        and hvd.is_homogeneous()
+    )
     everyone = hvd.add_process_set(list(range(hvd.size())))
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everyone).item() == hvd.size() and not hvd.remove_process_set(everyone)
+    assert hvd.allreduce(
+        torch.ones(1), op=hvd.Sum, process_set=everyone
+    ).item() == hvd.size() and not hvd.remove_process_set(everyone)
     for members in (everyone, hvd.global_process_set):
-        assert (members.size(), members.rank(), members.included()) == (hvd.size(), hvd.rank(), True)
+        assert (members.size(), members.rank(), members.included()) == (
+            hvd.size(),
+            hvd.rank(),
+            True,
+        )
     hvd.init([], process_sets="dynamic")
     hvd.init(process_sets=[everyone])
     hvd.barrier()
-    if hvd.rank() == 0:     # has more data than the others
+    if hvd.rank() == 0:  # has more data than the others
         hvd.allreduce(torch.ones(2))
         last = hvd.join()
     else:
         last = hvd.join(device=-1)
-    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), last
+    return (
+        hvd.rank(),
+        hvd.size(),
+        hvd.local_rank(),
+        hvd.local_size(),
+        hvd.cross_rank(),
+        hvd.cross_size(),
+        last,
+    )
 
 
 def near(found: Any, expected: Any, tolerance: float = 1e-11) -> None:
@@ -271,7 +392,9 @@ def of_all(job: Finished, function: str) -> list[Any]:
 
 def check_who_and_join(job: Finished) -> None:
     size = len(job.results)
-    assert [r[:6] for r in of_all(job, "job_who")] == [(r, size, 0, 1, r, size) for r in range(size)]
+    assert [r[:6] for r in of_all(job, "job_who")] == [
+        (r, size, 0, 1, r, size) for r in range(size)
+    ]
     assert len({r[6] for r in of_all(job, "job_who")}) == 1
 
 
@@ -282,7 +405,9 @@ def check_allreduce(job: Finished) -> None:
         for op, expected in OPS.items():
             for form in ("", " in place", " async", " async in place"):
                 near(found[op + form], expected(x, axis=0))
-                assert torch.equal(found[op + form], job.results[0]["job_allreduce"][op + form]), "the same bits"
+                assert torch.equal(found[op + form], job.results[0]["job_allreduce"][op + form]), (
+                    "the same bits"
+                )
         for name in ("default", "average=True"):
             near(found[name], x.mean(axis=0))
         near(found["average=False"], x.sum(axis=0))
@@ -326,7 +451,11 @@ def check_sparse(job: Finished) -> None:
         total[rank] += 2 * (rank + 1)
         total[0] += rank + 1
     for found in of_all(job, "job_sparse"):
-        assert torch.equal(found[0], total) and torch.equal(found[1], total) and torch.equal(found[2], total / size)
+        assert (
+            torch.equal(found[0], total)
+            and torch.equal(found[1], total)
+            and torch.equal(found[2], total / size)
+        )
 
 
 def check_gathers(job: Finished) -> None:
@@ -341,35 +470,61 @@ def check_gathers(job: Finished) -> None:
         near(found["reducescatter average"], np.array_split(2 * total / size, size)[rank], 4e-3)
         for root in range(size):
             expected = [given(root)] * 3 + [given(root, 4, 6)[:, ::2]]
-            assert all(torch.equal(a, b) for a, b in zip(found[f"broadcast {root}"], expected, strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(found[f"broadcast {root}"], expected, strict=True)
+            )
         for form in found["alltoall"]:
-            assert torch.equal(form, torch.cat([given(r, 2 * size, 3)[2 * rank:2 * rank + 2] for r in range(size)]))
+            assert torch.equal(
+                form,
+                torch.cat([given(r, 2 * size, 3)[2 * rank : 2 * rank + 2] for r in range(size)]),
+            )
         splits = [[(r + s) % 3 for s in range(size)] for r in range(size)]
-        parts = [given(r, sum(splits[r]) + 1, 2)[sum(splits[r][:rank]):sum(splits[r][:rank + 1])] for r in range(size)]
+        parts = [
+            given(r, sum(splits[r]) + 1, 2)[sum(splits[r][:rank]) : sum(splits[r][: rank + 1])]
+            for r in range(size)
+        ]
         for output, received in found["alltoall uneven"]:
-            assert torch.equal(output, torch.cat(parts)) and received.tolist() == [row[rank] for row in splits]
+            assert torch.equal(output, torch.cat(parts)) and received.tolist() == [
+                row[rank] for row in splits
+            ]
 
 
 def expected_gradients(size: int, rank: int) -> list[np.ndarray]:
     """What Horovod's derivatives are, in the order of :func:`losses`."""
+
     def weights(*shape: int) -> np.ndarray:
         return everybody(size, *shape, seed=7)
 
     x, all_rows = given(rank, 5, 2).numpy(), weights(5, 2)
     begin = rank * (rank + 1) // 2
     uneven = np.zeros((5, 2))
-    uneven[:rank + 1] = weights(size * (size + 1) // 2, 2).mean(axis=0)[begin:begin + rank + 1]
-    scattered = np.concatenate([given(r, len(part), 2, seed=7).numpy() for r, part in enumerate(np.array_split(x, size))])
+    uneven[: rank + 1] = weights(size * (size + 1) // 2, 2).mean(axis=0)[begin : begin + rank + 1]
+    scattered = np.concatenate(
+        [given(r, len(part), 2, seed=7).numpy() for r, part in enumerate(np.array_split(x, size))]
+    )
     even = np.zeros((5, 2))
     even[:size] = weights(size, 2)[:, rank]
     # of alltoall with splits: worker 0 gets 5 - r rows of each worker r, the last one r
-    first, last = given(0, sum(5 - r for r in range(size)), 2, seed=7).numpy(), given(size - 1, sum(range(size)), 2, seed=7).numpy()
+    first, last = (
+        given(0, sum(5 - r for r in range(size)), 2, seed=7).numpy(),
+        given(size - 1, sum(range(size)), 2, seed=7).numpy(),
+    )
     before, before_last = sum(5 - r for r in range(rank)), sum(range(rank))
-    back = np.concatenate([first[before:before + 5 - rank], last[before_last:before_last + rank]])
+    back = np.concatenate(
+        [first[before : before + 5 - rank], last[before_last : before_last + rank]]
+    )
     return [
-        0.5 * all_rows.sum(axis=0), all_rows.mean(axis=0), 2 * x * all_rows.sum(axis=0), uneven,
-        2 * weights(5 * size, 2).mean(axis=0)[5 * rank:5 * rank + 5], all_rows.mean(axis=0) * (rank == size - 1), size * scattered, 2 * scattered,
-        2 * scattered, even, back,
+        0.5 * all_rows.sum(axis=0),
+        all_rows.mean(axis=0),
+        2 * x * all_rows.sum(axis=0),
+        uneven,
+        2 * weights(5 * size, 2).mean(axis=0)[5 * rank : 5 * rank + 5],
+        all_rows.mean(axis=0) * (rank == size - 1),
+        size * scattered,
+        2 * scattered,
+        2 * scattered,
+        even,
+        back,
     ]
 
 
@@ -388,12 +543,17 @@ def check_training(job: Finished) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         for step in range(4):
             optimizer.zero_grad()
-            (model(torch.cat([given(r, 5, 4, seed=step) for r in range(size)])).pow(2).mean() * scale).backward()
+            (
+                model(torch.cat([given(r, 5, 4, seed=step) for r in range(size)])).pow(2).mean()
+                * scale
+            ).backward()
             optimizer.step()
         for found in of_all(job, "job_training"):
             for weight, expected in zip(found[way], model.parameters(), strict=True):
                 near(weight, expected.detach().numpy())
-    assert of_all(job, "job_training")[0]["sparse"][0].tolist() == [[1 - size] * 2] * 2 + [[1, 1]] * 2
+    assert (
+        of_all(job, "job_training")[0]["sparse"][0].tolist() == [[1 - size] * 2] * 2 + [[1, 1]] * 2
+    )
 
 
 def check_state_and_objects(job: Finished) -> None:
@@ -405,16 +565,24 @@ def check_state_and_objects(job: Finished) -> None:
 
 #: By job. An optimizer's first step imports seconds of PyTorch, so that is left to two workers.
 CHECKS = {
-    "job_who": check_who_and_join, "job_allreduce": check_allreduce, "job_unnamed": check_calls_without_a_name, "job_grouped": check_grouped,
-    "job_sparse": check_sparse, "job_gathers": check_gathers, "job_gradients": check_gradients, "job_training": check_training,
+    "job_who": check_who_and_join,
+    "job_allreduce": check_allreduce,
+    "job_unnamed": check_calls_without_a_name,
+    "job_grouped": check_grouped,
+    "job_sparse": check_sparse,
+    "job_gathers": check_gathers,
+    "job_gradients": check_gradients,
+    "job_training": check_training,
     "job_state": check_state_and_objects,
 }
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_what_comes_back(tmp_path: Path, workers: int) -> None:
-    """One test: cut into several, each of xdist's processes would start the job for its own share of them."""
-    jobs = list(CHECKS)[:9 if workers == 2 else 7]
+    """One test: cut into several, each of xdist's processes would start the job for its own share
+    of them.
+    """
+    jobs = list(CHECKS)[: 9 if workers == 2 else 7]
     finished = run_job(__file__, jobs, tmp_path, workers)
     assert finished.status == 0, finished.output[-5000:]
     for job in jobs:

@@ -1,4 +1,5 @@
-"""Ctrl-C, or what else a signal's handler raises, while a worker waits for the others: it goes on, and nothing is paired with another step.
+"""Ctrl-C, or what else a signal's handler raises, while a worker waits for the others: it goes on,
+and nothing is paired with another step.
 
 Worker 0's wait is interrupted in step 1; worker 1 lets it wait until then.
 """
@@ -23,7 +24,16 @@ from bpsx.torch.parallel import DistributedDataParallel
 
 STEPS = 4
 INTERRUPTED = 1
-SCENES = ["step_again", "zero_grad", "another_exception", "kinds", "backward_is_refused", "synchronize", "cross_barrier", "ddp"]
+SCENES = [
+    "step_again",
+    "zero_grad",
+    "another_exception",
+    "kinds",
+    "backward_is_refused",
+    "synchronize",
+    "cross_barrier",
+    "ddp",
+]
 
 
 class _Alarm(Exception):
@@ -58,8 +68,14 @@ class _Interruption:
         signal.signal(signal.SIGUSR1, self._before)
 
 
-def _interrupted(wait: Callable[[], object], scene: str, what: type[BaseException] = KeyboardInterrupt) -> None:
-    """Worker 0 is interrupted in ``wait()``, then lets worker 1, which has pushed nothing of this step yet, go on. No-op on worker 1."""
+def _interrupted(
+    wait: Callable[[], object], scene: str, what: type[BaseException] = KeyboardInterrupt
+) -> None:
+    """Worker 0 is interrupted in ``wait()``, then lets worker 1, which has pushed nothing of this
+    step yet, go on.
+
+    No-op on worker 1.
+    """
     if bps.rank() == 0:
         with pytest.raises(what), _Interruption(what):
             wait()
@@ -69,18 +85,22 @@ def _interrupted(wait: Callable[[], object], scene: str, what: type[BaseExceptio
 
 def _held_back(scene: str, step: int) -> None:
     if bps.rank() == 1 and step == INTERRUPTED:
-        with Path(os.environ["FIFOS"], scene).open():     # until the other side is opened too
+        with Path(os.environ["FIFOS"], scene).open():  # until the other side is opened too
             pass
 
 
 def _model() -> torch.nn.Module:
-    return torch.nn.ModuleList([torch.nn.Linear(3, 1, bias=False, dtype=torch.float64) for _ in range(3)])
+    return torch.nn.ModuleList(
+        [torch.nn.Linear(3, 1, bias=False, dtype=torch.float64) for _ in range(3)]
+    )
 
 
 def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """The gradient of each weight is 10 to the power of ``step``, times 1 or 3 by worker, so 2 on the average."""
+    """The gradient of each weight is 10 to the power of ``step``, times 1 or 3 by worker, so 2 on
+    the average.
+    """
     x = torch.ones(1, 3, dtype=torch.float64)
-    total: torch.Tensor = sum(layer(x).sum() for layer in model) * 10.0 ** step * (1 + 2 * bps.rank())     # type: ignore[union-attr,misc]
+    total: torch.Tensor = sum(layer(x).sum() for layer in model) * 10.0**step * (1 + 2 * bps.rank())  # type: ignore[union-attr,misc]
     return total
 
 
@@ -88,9 +108,16 @@ def _gradients(model: torch.nn.Module) -> list[float]:
     return [float(p.grad[0, 0]) for p in model.parameters() if p.grad is not None]
 
 
-def _train(scene: str, act: Callable[[Any, torch.nn.Module], object], what: type[BaseException] = KeyboardInterrupt) -> list[list[float]]:
+def _train(
+    scene: str,
+    act: Callable[[Any, torch.nn.Module], object],
+    what: type[BaseException] = KeyboardInterrupt,
+) -> list[list[float]]:
     model = _model()
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), [(f"{scene}.{n}", p) for n, p in model.named_parameters()])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        [(f"{scene}.{n}", p) for n, p in model.named_parameters()],
+    )
     seen = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -125,20 +152,24 @@ def job_backward_is_refused() -> list[list[float]]:
     def act(optimizer: Any, model: torch.nn.Module) -> None:
         with pytest.raises(bps.GradientOrderError, match="interrupted"):
             _loss(model, 9).backward()
-        optimizer.zero_grad()       # what has been added counts for nothing
+        optimizer.zero_grad()  # what has been added counts for nothing
 
     return _train("backward_is_refused", act)
 
 
 def job_kinds() -> list[list[float]]:
-    """The workers do not know yet whether the gradients are sparse: the interruption meets the question."""
+    """The workers do not know yet whether the gradients are sparse: the interruption meets the
+    question.
+    """
     model = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), [("kinds", model.weight)])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), [("kinds", model.weight)]
+    )
     seen = []
     for step in (INTERRUPTED, INTERRUPTED + 1):
         optimizer.zero_grad()
         _held_back("kinds", step)
-        (model(torch.tensor([bps.rank()])).sum() * 10.0 ** step).backward()
+        (model(torch.tensor([bps.rank()])).sum() * 10.0**step).backward()
         if step == INTERRUPTED:
             _interrupted(optimizer.step, "kinds")
         optimizer.step()
@@ -155,11 +186,15 @@ def job_cross_barrier() -> tuple[list[float], list[float]]:
         model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)])
         names = [(f"crossing {crossing}.{n}", p) for n, p in model.named_parameters()]
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer: Any = CrossBarrier(model, plain, names) if crossing else bps.DistributedOptimizer(plain, names)
+        optimizer: Any = (
+            CrossBarrier(model, plain, names)
+            if crossing
+            else bps.DistributedOptimizer(plain, names)
+        )
         for step in range(STEPS):
             x = torch.full((2, 3), 1.0 + step + bps.rank(), dtype=torch.float64)
             if step == INTERRUPTED + 1 and crossing:
-                _interrupted(lambda x=x, model=model: model(x), "cross_barrier")    # type: ignore[misc]
+                _interrupted(lambda x=x, model=model: model(x), "cross_barrier")  # type: ignore[misc]
             model(x).pow(2).mean().backward()
             if crossing:
                 _held_back("cross_barrier", step)
@@ -173,7 +208,7 @@ def job_cross_barrier() -> tuple[list[float], list[float]]:
 def job_ddp() -> list[list[float]]:
     inner = _model()
     model = DistributedDataParallel(inner)
-    inner.forward = lambda step: _loss(inner, step)     # type: ignore[method-assign]
+    inner.forward = lambda step: _loss(inner, step)  # type: ignore[method-assign]
     seen = []
     for step in range(STEPS):
         inner.zero_grad()
@@ -198,10 +233,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run_job(__file__, [f"job_{s}" for s in SCENES], tmp_path_factory, FIFOS=str(folder))
 
 
-@pytest.mark.parametrize("scene", ["step_again", "zero_grad", "another_exception", "synchronize", "backward_is_refused", "ddp"])
+@pytest.mark.parametrize(
+    "scene",
+    ["step_again", "zero_grad", "another_exception", "synchronize", "backward_is_refused", "ddp"],
+)
 def test_every_sum_is_of_one_step(job: Finished, scene: str) -> None:
     assert job.status == 0, job.output
-    right = [[2.0 * 10.0 ** step] * 3 for step in range(STEPS)]
+    right = [[2.0 * 10.0**step] * 3 for step in range(STEPS)]
     ours, theirs = each(job, f"job_{scene}")
     assert theirs == right
     if scene in ("zero_grad", "backward_is_refused"):

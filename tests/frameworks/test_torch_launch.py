@@ -1,4 +1,6 @@
-"""Scripts that say no more than ``init_process_group`` or ``init()``, under bpsx-run and under torchrun; and what is left when they die."""
+"""Scripts that say no more than ``init_process_group`` or ``init()``, under bpsx-run and under
+torchrun; and what is left when they die.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ GROUPS = """
             dist.barrier()
             dist.destroy_process_group()
         assert bps.push_pull(torch.ones(2), average=False).eq(bps.size()).all()
-        sys.stdout.write(f"worked: {backend} {bps.rank()} {bps.size()}\\n")     # at once: torchrun's workers share a pipe
+        # at once: torchrun's workers share a pipe
+        sys.stdout.write(f"worked: {backend} {bps.rank()} {bps.size()}\\n")
 """
 
 PLACES = """
@@ -37,16 +40,23 @@ PLACES = """
     import bpsx.torch as bps
     from bpsx.api.verbs import session
 
+
     def say(word, value):
-        sys.stdout.write(f"{word} {json.dumps(value)}\\n")      # at once: torchrun's workers share a pipe
+        # at once: torchrun's workers share a pipe
+        sys.stdout.write(f"{word} {json.dumps(value)}\\n")
         sys.stdout.flush()
+
 
     for turn in range(3):
         if turn < 2:
             bps.init()
             bps.init()
         else:
-            for resume, *numbers in ((bpsx.resume, 1, 0), (bps.resume, 7, 0), (bps.resume, config.num_worker, 0, 100)):
+            for resume, *numbers in (
+                (bpsx.resume, 1, 0),
+                (bps.resume, 7, 0),
+                (bps.resume, config.num_worker, 0, 100),
+            ):
                 try:
                     resume(*numbers)
                 except bpsx.BpsxError as e:
@@ -54,8 +64,22 @@ PLACES = """
             bps.resume(config.num_worker, 0)
         config = session().config
         total = bps.push_pull(torch.ones(2), name=f"turn {turn}", average=False)[0].item()
-        say("PLACE", [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
-                      config.servers, bool(config.secret), bps.declare(f"turn {turn}"), total])
+        say(
+            "PLACE",
+            [
+                turn,
+                int(os.environ["RANK"]),
+                bps.rank(),
+                bps.size(),
+                bps.local_rank(),
+                bps.local_size(),
+                config.num_worker,
+                config.servers,
+                bool(config.secret),
+                bps.declare(f"turn {turn}"),
+                total,
+            ],
+        )
         bps.suspend() if turn == 1 else bps.shutdown()
 """
 
@@ -64,13 +88,17 @@ DYING = """
     import torch
     import bpsx.torch as bps
 
+
     def pause(**_):
         print("READY", flush=True)
         signal.pause()
 
+
     if sys.argv[1] == "before" and os.environ["RANK"] == "1":
         import bpsx.api.verbs
-        bpsx.api.verbs.begin = pause      # where it would join the job for which the scheduler has been started
+
+        # where it would join the job for which the scheduler has been started
+        bpsx.api.verbs.begin = pause
     bps.init()
     bps.push_pull(torch.ones(2))
     print("READY", flush=True)
@@ -81,21 +109,35 @@ DYING = """
 """
 
 
-def check_places(text: str, size: int, each: int, machines: int, servers: int, secret: bool = True) -> None:
-    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of names from turn 1, and after three refusals."""
+def check_places(
+    text: str, size: int, each: int, machines: int, servers: int, secret: bool = True
+) -> None:
+    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of
+    names from turn 1, and after three refusals.
+    """
     found = sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
-    assert found == [[turn, rank, rank, size, rank % each, each, machines, servers, secret, turn == 2, size]
-                     for turn in range(3) for rank in range(size)]
+    assert found == [
+        [turn, rank, rank, size, rank % each, each, machines, servers, secret, turn == 2, size]
+        for turn in range(3)
+        for rank in range(size)
+    ]
     assert text.count(f"resume: num_workers=7, but torchrun's machines are {machines}") == size
-    assert text.count("resume: global_rank=100, but for torchrun this is worker") == text.count("call bpsx.torch.resume") == size
+    assert (
+        text.count("resume: global_rank=100, but for torchrun this is worker")
+        == text.count("call bpsx.torch.resume")
+        == size
+    )
 
 
 # ---- under bpsx-run
 
+
 def test_init_process_group_alone_under_bpsx_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(GROUPS))
-    status, output = launch([sys.executable, str(script), "bpsx", "gloo", "cpu:bpsx"], workers=2, servers=1, processes=2)
+    status, output = launch(
+        [sys.executable, str(script), "bpsx", "gloo", "cpu:bpsx"], workers=2, servers=1, processes=2
+    )
     assert status == 0, output[-3000:]
     for backend in ("bpsx", "gloo", "cpu:bpsx"):
         for rank in range(4):
@@ -105,28 +147,51 @@ def test_init_process_group_alone_under_bpsx_run(tmp_path: Path) -> None:
 def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
     """A user who has set them up under bpsx-run gets the store that they name."""
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         import torch.distributed as dist
         import bpsx.torch as bps
 
-        dist.init_process_group("bpsx", rank=int(__import__("os").environ["DMLC_WORKER_ID"]), world_size=2)
-        print("store:", type(dist.distributed_c10d._get_default_store().underlying_store.underlying_store).__name__,
-              dist.distributed_c10d._get_default_store().underlying_store.underlying_store.port, flush=True)
+        dist.init_process_group(
+            "bpsx", rank=int(__import__("os").environ["DMLC_WORKER_ID"]), world_size=2
+        )
+        print(
+            "store:",
+            type(
+                dist.distributed_c10d._get_default_store().underlying_store.underlying_store
+            ).__name__,
+            dist.distributed_c10d._get_default_store().underlying_store.underlying_store.port,
+            flush=True,
+        )
         dist.barrier()
-    """))
+    """)
+    )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    status, output = launch([sys.executable, str(script)], workers=2, servers=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    status, output = launch(
+        [sys.executable, str(script)],
+        workers=2,
+        servers=1,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     assert status == 0, output[-3000:]
     assert output.count(f"store: TCPStore {port}") == 2
 
 
 # ---- under torchrun
 
+
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
-    """Three times in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
-    with Torchrun(tmp_path, textwrap.dedent(PLACES) + textwrap.dedent(GROUPS).replace("range(2)", "range(1)"), "bpsx") as job:
+    """Three times in a process, then as a backend: a scheduler for each, no server, and nothing is
+    left.
+    """
+    with Torchrun(
+        tmp_path,
+        textwrap.dedent(PLACES) + textwrap.dedent(GROUPS).replace("range(2)", "range(1)"),
+        "bpsx",
+    ) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
         check_places(output, 2, 2, 1, 0)
@@ -161,7 +226,9 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "running"])
 def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
     """What they had started sees that by itself: before the job has begun, and after."""
-    with Torchrun(tmp_path, DYING, when, by_hand=True, BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info") as job:
+    with Torchrun(
+        tmp_path, DYING, when, by_hand=True, BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info"
+    ) as job:
         ready = ("READY", "has come: server 0") if when == "before" else ("READY", "READY")
         seen = ""
         for line in job.output:
@@ -171,24 +238,41 @@ def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
         assert len(job.left()) == 4, seen
         for process in job.processes:
             process.kill()
-        rest = job.output.read()        # to its end, which comes when scheduler and server, too, have closed it
+        # to its end, which comes when scheduler and server, too, have closed it
+        rest = job.output.read()
         assert not job.left()
-        assert "the end of the worker that had started it" in rest if when == "before" else "is gone" in rest, rest
+        assert (
+            "the end of the worker that had started it" in rest
+            if when == "before"
+            else "is gone" in rest
+        ), rest
 
 
 def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
     with Torchrun(tmp_path, DYING, "raises", by_hand=True) as job:
         statuses, output = job.wait()
-        assert statuses == [1, 1] and "ended by ValueError: worker 1 has had enough" in output, output[-3000:]
+        assert statuses == [1, 1] and "ended by ValueError: worker 1 has had enough" in output, (
+            output[-3000:]
+        )
         assert not job.left()
 
 
 def test_what_does_not_fit_is_refused_on_all(tmp_path: Path) -> None:
     """The user's own scheduler: its variables are used, and have to fit torchrun's machines."""
-    with Torchrun(tmp_path, "import bpsx.torch as bps\nbps.init()", by_hand=True, DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT="1",
-                  DMLC_NUM_WORKER="7", DMLC_NUM_SERVER="1") as job:
+    with Torchrun(
+        tmp_path,
+        "import bpsx.torch as bps\nbps.init()",
+        by_hand=True,
+        DMLC_PS_ROOT_URI="127.0.0.1",
+        DMLC_PS_ROOT_PORT="1",
+        DMLC_NUM_WORKER="7",
+        DMLC_NUM_SERVER="1",
+    ) as job:
         statuses, output = job.wait()
-        assert statuses == [1, 1] and output.count("DMLC_NUM_WORKER=7, but torchrun has 1 machines") == 2, output[-3000:]
+        assert (
+            statuses == [1, 1]
+            and output.count("DMLC_NUM_WORKER=7, but torchrun has 1 machines") == 2
+        ), output[-3000:]
 
 
 pytestmark = pytest.mark.timeout(300)

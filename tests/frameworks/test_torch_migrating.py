@@ -1,6 +1,8 @@
-"""Scripts for BytePS, Horovod and DDP, and what they become: docs/migrating.md shows the difference, and they train.
+"""Scripts for BytePS, Horovod and DDP, and what they become: docs/migrating.md shows the
+difference, and they train.
 
-    PYTHONPATH=tests python tests/frameworks/test_torch_migrating.py         # write the differences into the page
+``PYTHONPATH=tests python tests/frameworks/test_torch_migrating.py`` writes the differences into the
+page.
 """
 
 from __future__ import annotations
@@ -30,8 +32,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 SHOWN = re.compile(r"<!-- (\S+) (\S+) -->\n(?:\n```diff\n.*?```\n)?", re.S)
 #: What can be imported from byteps.torch.
 BYTEPS = [
-    "Compression", "DistributedOptimizer", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "declare",
-    "init", "local_rank", "local_size", "poll", "push_pull", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
+    "Compression",
+    "DistributedOptimizer",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "declare",
+    "init",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
 ]
 
 
@@ -42,10 +60,13 @@ def difference(before: str, after: str) -> str:
 
 def written(text: str) -> str:
     """The page as it has to be."""
-    return SHOWN.sub(lambda m: f"<!-- {m[1]} {m[2]} -->\n\n```diff\n{difference(m[1], m[2])}```\n", text)
+    return SHOWN.sub(
+        lambda m: f"<!-- {m[1]} {m[2]} -->\n\n```diff\n{difference(m[1], m[2])}```\n", text
+    )
 
 
 # ---- the page
+
 
 def test_the_page_shows_the_differences() -> None:
     text = PAGE.read_text()
@@ -55,12 +76,17 @@ def test_the_page_shows_the_differences() -> None:
 
 def test_the_page_names_what_there_is() -> None:
     text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.S)
-    named = {(module, name) for module, name in re.findall(r"\b(bps|bpsx|dist|hvd)\.([a-zA-Z_]\w*)", text)} - {("hvd", "elastic")}
+    named = {
+        (module, name)
+        for module, name in re.findall(r"\b(bps|bpsx|dist|hvd)\.([a-zA-Z_]\w*)", text)
+    } - {("hvd", "elastic")}
     named -= {("bpsx", package) for package in ("torch", "tensorflow", "keras")}
     places = {"bps": bps, "bpsx": bpsx, "dist": torch.distributed, "hvd": hvd}
     assert len(named) > 50
-    words = set(re.findall(r"\w+", text[text.index("## From Horovod"):]))
-    assert [name for name in hvd.__all__ if name not in words] == [], "all of Horovod's names are in its table"
+    words = set(re.findall(r"\w+", text[text.index("## From Horovod") :]))
+    assert [name for name in hvd.__all__ if name not in words] == [], (
+        "all of Horovod's names are in its table"
+    )
     assert [n for n in named if not hasattr(places[n[0]], n[1])] == []
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert (PAGE.parent / link).exists(), link
@@ -69,19 +95,31 @@ def test_the_page_names_what_there_is() -> None:
 def test_only_imports_differ_from_byteps() -> None:
     before, after = ((SCRIPTS / f"byteps_{which}.py").read_text() for which in ("before", "after"))
     assert after == before.replace("byteps.torch", "bpsx.torch")
-    changed = [line for line in difference("byteps_before.py", "byteps_after.py").splitlines()[2:] if line.startswith("+")]
+    changed = [
+        line
+        for line in difference("byteps_before.py", "byteps_after.py").splitlines()[2:]
+        if line.startswith("+")
+    ]
     assert len(changed) == 3 and all("import" in line for line in changed)
     assert len(BYTEPS) == 18 and not [name for name in BYTEPS if not hasattr(bps, name)]
 
 
 def test_only_the_import_differs_from_horovod() -> None:
     before, after = ((SCRIPTS / f"horovod_{which}.py").read_text() for which in ("before", "after"))
-    assert after == before.replace("import horovod.torch as hvd", "import bpsx.torch.horovod as hvd") and after != before
+    assert (
+        after == before.replace("import horovod.torch as hvd", "import bpsx.torch.horovod as hvd")
+        and after != before
+    )
 
 
 def test_what_has_got_into_the_place_of_average_is_refused() -> None:
     for wrong in (None, "loss", torch.distributed.ReduceOp.SUM):
-        for verb in (bps.push_pull, bps.push_pull_inplace, bps.push_pull_async, bps.push_pull_async_inplace):
+        for verb in (
+            bps.push_pull,
+            bps.push_pull_inplace,
+            bps.push_pull_async,
+            bps.push_pull_async_inplace,
+        ):
             with pytest.raises(bpsx.ConfigError, match="average must be True or False"):
                 verb(torch.ones(2), wrong)
     with pytest.raises(bpsx.ConfigError, match="average must be True or False"):
@@ -90,8 +128,11 @@ def test_what_has_got_into_the_place_of_average_is_refused() -> None:
 
 # ---- the scripts
 
+
 def losses(output: str, epochs: int = 3) -> list[float]:
-    """The loss before and after each epoch, once it is sure that it has fallen and that workers have the same weights at the end."""
+    """The loss before and after each epoch, once it is sure that it has fallen and that workers
+    have the same weights at the end.
+    """
     found = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
     weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
     assert len(found) == epochs + 1 and found[-1] < 0.7 * found[0], output
@@ -99,32 +140,45 @@ def losses(output: str, epochs: int = 3) -> list[float]:
     return found
 
 
-#: Runs scripts one after another in one process, each as ``__main__``: importing PyTorch takes longer than what they do.
+#: Runs scripts one after another in one process, each as ``__main__``: importing PyTorch takes
+#: longer than what they do.
 RUN = """
 import gc, runpy, sys
+
 models = []
 for line in sys.argv[1:]:
     print("script", line, flush=True)
     sys.argv = line.split()
     found = runpy.run_path(sys.argv[0], run_name="__main__")
-    if "dist" in found:     # With the model goes its group. Gloo's thread (PyTorch 2.13) may still be about to let go of the last tensor, which takes
-        models.append(found["model"])       # the GIL; who frees the group has the GIL, and waits for that thread: for ever.
+    # With the model goes its group. Gloo's thread (PyTorch 2.13) may still be about to let go of
+    # the last tensor, which takes
+    if "dist" in found:
+        # the GIL; who frees the group has the GIL, and waits for that thread: for ever.
+        models.append(found["model"])
     del found
     gc.collect()
 """
-AFTER = ["byteps_after.py --way cross-barrier", "byteps_after.py --way module", "byteps_after.py --fp16-pushpull", "ddp_after_backend.py",
-         "ddp_after_hook.py", "horovod_after.py --fp16-allreduce --gradient-predivide-factor 2"]
+AFTER = [
+    "byteps_after.py --way cross-barrier",
+    "byteps_after.py --way module",
+    "byteps_after.py --fp16-pushpull",
+    "ddp_after_backend.py",
+    "ddp_after_hook.py",
+    "horovod_after.py --fp16-allreduce --gradient-predivide-factor 2",
+]
 
 
 def trained() -> dict[str, list[float]]:
     """The losses of all scripts, with two workers."""
-    status, output = launch([sys.executable, "-c", RUN, *(f"{SCRIPTS}/{line}" for line in AFTER)], workers=2, servers=1)
+    status, output = launch(
+        [sys.executable, "-c", RUN, *(f"{SCRIPTS}/{line}" for line in AFTER)], workers=2, servers=1
+    )
     assert status == 0, output[-3000:]
     told: dict[str, dict[str, str]] = {line: {"0": "", "1": ""} for line in AFTER}
     script = {"0": "", "1": ""}
     for line in output.splitlines():
         match = re.fullmatch(r"\[worker (\d)\] (script \S*/(.*)|(epoch \d|worker \d): .*)", line)
-        assert match, output      # and nothing on the way out
+        assert match, output  # and nothing on the way out
         if match[3]:
             script[match[1]] = match[3]
         else:
@@ -137,15 +191,30 @@ def trained_with_gloo() -> list[float]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    place = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [subprocess.Popen([sys.executable, str(SCRIPTS / "ddp_before.py")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              env={**place, "RANK": str(rank)}) for rank in range(2)]
+    place = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "ddp_before.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**place, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
     try:
         output = "".join(p.communicate(timeout=120)[0] for p in ranks)
     finally:
         for p in ranks:
             p.kill()
-    # Under load a rank, which has nothing of bpsx, has been seen to die at its very end, in PyTorch's C++: what it had to say is what counts.
+    # Under load a rank, which has nothing of bpsx, has been seen to die at its very end, in
+    # PyTorch's C++: what it had to say is what counts.
     return losses(output)
 
 

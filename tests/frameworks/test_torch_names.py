@@ -7,7 +7,7 @@ import pytest
 
 from jobs import run
 
-_MODELS = '''
+_MODELS = """
     import warnings
     import torch
     import bpsx
@@ -25,30 +25,36 @@ _MODELS = '''
 
     def average(scale):
         return [[scale * 1.5] * 3] * 2      # of workers 0 and 1
-'''
+"""
 
 
 def test_models_whose_backward_passes_come_in_another_order():
-    source = _MODELS + '''
+    source = (
+        _MODELS
+        + """
     def pair(name):
         models = [net(1), net(2)]
         made = []
         for i, model in enumerate(models):
             bps.broadcast_parameters(model.state_dict(), 0, prefix=f"{name}{i}.")
             given = [(f"{name}{i}.weight", model.weight)] if name == "named" else None
-            made.append(bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), given))
+            made.append(
+                bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), given)
+            )
         return models, made
+
 
     def steps(models, optimizers, extra=()):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for i in (0, 1) if rank == 0 else (1, 0):
-            backward(models[i], 10.0 ** i)
-            for added in extra[i:i + 1]:
-                (added * (rank + 1) * 10.0 ** i).sum().backward()
+            backward(models[i], 10.0**i)
+            for added in extra[i : i + 1]:
+                (added * (rank + 1) * 10.0**i).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
         return [m.weight.grad.tolist() for m in models] + [e.grad.tolist() for e in extra]
+
 
     wanted = [average(1.0), average(10.0)]
     models, optimizers = pair("unnamed")
@@ -59,12 +65,15 @@ def test_models_whose_backward_passes_come_in_another_order():
         optimizer.add_param_group({"params": [added]})
     report(steps(models, named, extra) == wanted + [[1.5, 1.5], [15.0, 15.0]])
     bps.shutdown()
-    '''
+    """
+    )
     assert run(source) == [[[True, True], True]] * 2
 
 
 def test_two_ddp_models_with_the_default_hook(tmp_path):
-    source = _MODELS + f'''
+    source = (
+        _MODELS
+        + f"""
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
     models = [torch.nn.parallel.DistributedDataParallel(net(i)) for i in range(2)]
@@ -93,30 +102,44 @@ def test_two_ddp_models_with_the_default_hook(tmp_path):
         report("another model, which is still alive, has its buckets under 'one name'" in str(e))
     dist.destroy_process_group()
     bps.shutdown()
-    '''
+    """
+    )
     assert run(source) == [[[True, True], True]] * 2
 
 
-@pytest.mark.parametrize("other", [
-    # the same names and shapes, in another order: what counts the workers with a gradient goes by
-    # place
-    "[('a', models[0].weight), ('b', models[1].weight)][::1 if rank == 0 else -1]",
-    # generated names, and a set whose order differs between workers
-    None,
-])
+@pytest.mark.parametrize(
+    "other",
+    [
+        # the same names and shapes, in another order: what counts the workers with a gradient goes
+        # by place
+        "[('a', models[0].weight), ('b', models[1].weight)][::1 if rank == 0 else -1]",
+        # generated names, and a set whose order differs between workers
+        None,
+    ],
+)
 def test_workers_that_mean_different_things(other):
-    given = '''
+    given = (
+        """
         parameters = [m.weight for m in models]
         optimizers = [bps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), OTHER)]
-    '''.replace("OTHER", str(other)) if other else '''
+    """.replace("OTHER", str(other))
+        if other
+        else """
         order = models if rank == 0 else models[::-1]
-        optimizers = [bps.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in order]
-    '''
-    source = _MODELS + '''
+        optimizers = [
+            bps.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in order
+        ]
+    """
+    )
+    source = (
+        _MODELS
+        + """
     models = [net(1), net(2)]
     for i, model in enumerate(models):
         bps.broadcast_parameters(model.state_dict(), 0, prefix=f"{i}.")
-    if True:''' + given + '''
+    if True:"""
+        + given
+        + """
     before = [m.weight.tolist() for m in models]
     for i, model in enumerate(models):
         backward(model, 1.0)
@@ -129,16 +152,23 @@ def test_workers_that_mean_different_things(other):
             report(str(e))
     report([m.weight.tolist() for m in models] == before)
     bps.shutdown()
-    '''
+    """
+    )
     for text, unchanged in run(source):
-        wanted = "worker 1 has other names of parameters, or the same in another order" if other \
+        wanted = (
+            "worker 1 has other names of parameters, or the same in another order"
+            if other
             else "the workers have made their optimizers in different orders; give named_parameters"
+        )
         assert wanted in text and unchanged
 
 
-_WEIGHTS = _MODELS + '''
+_WEIGHTS = (
+    _MODELS
+    + """
     from bpsx.torch.cross_barrier import CrossBarrier
     from bpsx.torch.parallel import DistributedDataParallel
+
 
     def train(kind, broadcast):
         model = net(7 + (rank if broadcast != "equal seeds" else 0))
@@ -149,11 +179,14 @@ _WEIGHTS = _MODELS + '''
             backward(model, 1.0)
             return
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = kind(model, sgd) if kind is CrossBarrier else kind(sgd, model.named_parameters())
+        optimizer = (
+            kind(model, sgd) if kind is CrossBarrier else kind(sgd, model.named_parameters())
+        )
         for step in range(2):
             backward(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
+
 
     for kind in bps.DistributedOptimizer, CrossBarrier, DistributedDataParallel:
         for broadcast in True, "equal seeds", False:
@@ -166,7 +199,8 @@ _WEIGHTS = _MODELS + '''
                     error = str(e)
             report([error, [str(w.message) for w in heard if "weights" in str(w.message)]])
     bps.shutdown()
-'''
+"""
+)
 
 
 @pytest.mark.parametrize("option", [None, "error", "off"])
@@ -177,7 +211,7 @@ def test_weights_that_differ_before_the_first_step(option):
             if i % 3 < 2 or option == "off":
                 assert (error, heard) == ("", []), i
                 continue
-            text, = [error] if option == "error" else heard
+            (text,) = [error] if option == "error" else heard
             assert (error == "") == (option is None)
             assert "worker 1 has other weights than worker 0 before the first step" in text
             assert "broadcast_parameters(model.state_dict(), root_rank=0)" in text

@@ -1,4 +1,6 @@
-"""torchrun's agents on machines of their own: a namespace each, with a host name and an /etc/hosts of its own."""
+"""torchrun's agents on machines of their own: a namespace each, with a host name and an /etc/hosts
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from bench.network import Links, why_not
 _WHY_NOT = why_not() or ("" if shutil.which("unshare") else "not installed: unshare")
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(300)]
 MACHINES = ("alpha", "beta")
-#: Run with a host name, a file for /etc/hosts, and a command. Its mounts are its own: ``ip netns exec`` has seen to that.
+#: Run with a host name, a file for /etc/hosts, and a command. Its mounts are its own: ``ip netns
+#: exec`` has seen to that.
 _AS_MACHINE = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
@@ -31,12 +34,19 @@ class Both(Links):
             self._ip(name, "addr", "add", f"{address}/64", "dev", "net0", "nodad")
 
     def prefixes(self, folder: Path, family: dict[str, str]) -> list[list[str]]:
-        """One for each machine, which knows itself as a loopback address, as many systems do, and the other by ``family``."""
+        """One for each machine, which knows itself as a loopback address, as many systems do, and
+        the other by ``family``.
+        """
         found = []
         for name in MACHINES:
             hosts = folder / f"hosts-{name}"
-            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{'127.0.1.1' if n == name else family[n]} {n}\n" for n in MACHINES))
-            found.append([*self.prefix(name), "unshare", "--uts", "sh", "-c", _AS_MACHINE, name, str(hosts)])
+            hosts.write_text(
+                "127.0.0.1 localhost\n"
+                + "".join(f"{'127.0.1.1' if n == name else family[n]} {n}\n" for n in MACHINES)
+            )
+            found.append(
+                [*self.prefix(name), "unshare", "--uts", "sh", "-c", _AS_MACHINE, name, str(hosts)]
+            )
         return found
 
 
@@ -47,11 +57,17 @@ def net() -> Iterator[Both]:
 
 
 def test_machines_that_know_each_other_by_name(tmp_path: Path, net: Both) -> None:
-    begins = train(tmp_path, [], each=(1, 1), endpoint="alpha", prefixes=net.prefixes(tmp_path, net.address))
-    assert {facts[4] for facts in begins[0]} <= set(net.address.values()), "the scheduler's address, on the machine of rank 0"
+    begins = train(
+        tmp_path, [], each=(1, 1), endpoint="alpha", prefixes=net.prefixes(tmp_path, net.address)
+    )
+    assert {facts[4] for facts in begins[0]} <= set(net.address.values()), (
+        "the scheduler's address, on the machine of rank 0"
+    )
 
 
 def test_machines_with_ipv6(tmp_path: Path, net: Both) -> None:
     master = net.address6["alpha"]
-    begins = train(tmp_path, [], each=(1, 1), master=master, prefixes=net.prefixes(tmp_path, net.address6))
+    begins = train(
+        tmp_path, [], each=(1, 1), master=master, prefixes=net.prefixes(tmp_path, net.address6)
+    )
     assert {facts[4] for facts in begins[0]} == {master}

@@ -1,4 +1,7 @@
-"""broadcast_object and all_gather_object between real workers, with a job secret and without. ``job_*`` functions run in the workers."""
+"""broadcast_object and all_gather_object between real workers, with a job secret and without.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,29 @@ def plain(rank: int) -> dict[Any, Any]:
     """One of everything, and something of each worker's own."""
     state = torch.nn.Linear(2, 2).state_dict()
     return {
-        "rank": rank, None: [True, 1.5, -0.0, math.inf, "ü\ud800", 10**400, -(2**63), 3 - 4j], (1, "a"): (b"\0bytes", bytearray(b"xyz"), b""),
-        "sets": {1, "two", (3,)}, "frozen": frozenset({1}), "nothing": ((), [], {}, set()), "numpy": np.arange(6, dtype=">i2").reshape(2, 3).T,
-        "scalars": [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("text"), np.datetime64("2026-11-21", "D"), np.array(2.5)],
-        "tensors": [torch.arange(6.0).reshape(2, 3).t(), torch.tensor(True), torch.zeros(0, 3), torch.ones(2, dtype=torch.bfloat16),
-                    torch.ones(2, dtype=torch.complex64).conj() * 1j, torch.tensor(7, dtype=torch.int16)],
+        "rank": rank,
+        None: [True, 1.5, -0.0, math.inf, "ü\ud800", 10**400, -(2**63), 3 - 4j],
+        (1, "a"): (b"\0bytes", bytearray(b"xyz"), b""),
+        "sets": {1, "two", (3,)},
+        "frozen": frozenset({1}),
+        "nothing": ((), [], {}, set()),
+        "numpy": np.arange(6, dtype=">i2").reshape(2, 3).T,
+        "scalars": [
+            np.float32(1.5),
+            np.int64(-3),
+            np.bool_(True),
+            np.str_("text"),
+            np.datetime64("2026-11-21", "D"),
+            np.array(2.5),
+        ],
+        "tensors": [
+            torch.arange(6.0).reshape(2, 3).t(),
+            torch.tensor(True),
+            torch.zeros(0, 3),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(2, dtype=torch.complex64).conj() * 1j,
+            torch.tensor(7, dtype=torch.int16),
+        ],
         "state": OrderedDict((k, torch.full_like(v, rank)) for k, v in state.items()),
     }
 
@@ -84,14 +105,18 @@ def job_plain() -> Any:
     assert bps.broadcast_object(mine, rank) is mine if size == 1 else True
     found = bps.all_gather_object(mine)
     assert all(alike(found[r], plain(r)) for r in range(size)) and found[rank] is mine
-    for n in (0, 1, 5, 100_000, 3):        # other sizes, and other types, under one name
+    for n in (0, 1, 5, 100_000, 3):  # other sizes, and other types, under one name
         assert bps.broadcast_object("x" * n if rank == 0 else None, name="sizes") == "x" * n
-        assert bps.all_gather_object(list(range(n * rank)), "sizes") == [list(range(n * r)) for r in range(size)]
-    assert bps.broadcast_object([1] if rank == 0 else [2, 3]) == [1] and bps.broadcast_object({} if rank else [2]) == [2]
+        assert bps.all_gather_object(list(range(n * rank)), "sizes") == [
+            list(range(n * r)) for r in range(size)
+        ]
+    assert bps.broadcast_object([1] if rank == 0 else [2, 3]) == [1] and bps.broadcast_object(
+        {} if rank else [2]
+    ) == [2]
     model = torch.nn.BatchNorm1d(2)
     model.load_state_dict(bps.broadcast_object(model.state_dict()))
     arrived = bps.broadcast_object({"array": np.zeros(2), "tensor": torch.zeros(2)})
-    arrived["array"] += 1       # writable
+    arrived["array"] += 1  # writable
     arrived["tensor"] += 1
     return True
 
@@ -107,13 +132,20 @@ def job_pickled() -> Any:
     assert arrived[0] == 0 and arrived[1] is arrived
     everybody = bps.all_gather_object([slice(rank), Fraction(rank)] if rank else "a plain one")
     assert everybody == ["a plain one", *([slice(r), Fraction(r)] for r in range(1, size))]
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5), None)
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5), None
+    )
     assert type(bps.broadcast_object(optimizer)).__name__ == "SGD"
-    assert bps.broadcast_object(torch.nn.Parameter(torch.full((2,), float(rank)))).tolist() == [0, 0]
-    return [error_of(lambda: bps.broadcast_object(Unwilling() if rank == 0 else 3)),
-            error_of(lambda: bps.broadcast_object((lambda: 0) if rank == 1 else None, 1)),
-            error_of(lambda: bps.all_gather_object(Unwilling() if rank == size - 1 else 3)),
-            bps.broadcast_object("goes on")]
+    assert bps.broadcast_object(torch.nn.Parameter(torch.full((2,), float(rank)))).tolist() == [
+        0,
+        0,
+    ]
+    return [
+        error_of(lambda: bps.broadcast_object(Unwilling() if rank == 0 else 3)),
+        error_of(lambda: bps.broadcast_object((lambda: 0) if rank == 1 else None, 1)),
+        error_of(lambda: bps.all_gather_object(Unwilling() if rank == size - 1 else 3)),
+        bps.broadcast_object("goes on"),
+    ]
 
 
 def state_error(optimizer: Any, root: int) -> str:
@@ -126,7 +158,9 @@ def state_error(optimizer: Any, root: int) -> str:
 
 
 def job_states() -> Any:
-    """Optimizer states that cannot travel, and optimizers that are not alike, are an error on all workers; then the job goes on."""
+    """Optimizer states that cannot travel, and optimizers that are not alike, are an error on all
+    workers; then the job goes on.
+    """
     rank, size, found = bps.rank(), bps.size(), []
     endless: list[Any] = []
     endless.append(endless)
@@ -151,16 +185,34 @@ def test_with_a_secret(tmp_path: Any, size: int) -> None:
     assert finished.status == 0, finished.output[-5000:]
     for result in finished.results.values():
         unwilling, function, gathered, after = result["job_pickled"]
-        assert unwilling == "ObjectError: broadcast_object: Unwilling cannot be pickled: OSError: no copies of me"
+        assert (
+            unwilling
+            == "ObjectError: broadcast_object: Unwilling cannot be pickled: OSError: no copies"
+            " of me"
+        )
         assert function.startswith("ObjectError: broadcast_object: function cannot be pickled")
-        assert gathered.startswith(f"ObjectError: worker {size - 1}: all_gather_object: Unwilling cannot be pickled")
+        assert gathered.startswith(
+            f"ObjectError: worker {size - 1}: all_gather_object: Unwilling cannot be pickled"
+        )
         assert after == "goes on"
         (endless, odd, function, other, groups), rate = result["job_states"]
         assert endless.startswith("StateError: worker 0's state cannot be sent: RecursionError")
-        assert odd.startswith("StateError: broadcast_optimizer_state: group 0.odd is a Unwilling") and "group 0.odd is a function" in function
-        differ = "MismatchError: broadcast_optimizer_state: the optimizers differ: worker 0 has SGD with groups of"
-        assert other == f"{differ} [1] parameters, worker {size - 1} Adam with groups of [1] parameters"
-        assert groups == f"{differ} [2] parameters, worker 1 SGD with groups of [1, 1] parameters" and rate == 0.1
+        assert (
+            odd.startswith("StateError: broadcast_optimizer_state: group 0.odd is a Unwilling")
+            and "group 0.odd is a function" in function
+        )
+        differ = (
+            "MismatchError: broadcast_optimizer_state: the optimizers differ: worker 0 has SGD with"
+            " groups of"
+        )
+        assert (
+            other
+            == f"{differ} [1] parameters, worker {size - 1} Adam with groups of [1] parameters"
+        )
+        assert (
+            groups == f"{differ} [2] parameters, worker 1 SGD with groups of [1, 1] parameters"
+            and rate == 0.1
+        )
 
 
 WITHOUT = """
@@ -188,16 +240,24 @@ WITHOUT = """
 
 @pytest.mark.parametrize("secret", ["", "a secret that is long enough"])
 def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None:
-    source = WITHOUT.replace("FOLDERS", repr([str(HERE), str(HERE.parent)])).replace("BOMB", repr(str(tmp_path / "bomb")))
+    source = WITHOUT.replace("FOLDERS", repr([str(HERE), str(HERE.parent)])).replace(
+        "BOMB", repr(str(tmp_path / "bomb"))
+    )
     if secret:
-        source = source.replace("report([t.error_of", "[lambda: [t.error_of").replace("rank == 0 else 1))])", "rank == 0 else 1))]]")
+        source = source.replace("report([t.error_of", "[lambda: [t.error_of").replace(
+            "rank == 0 else 1))])", "rank == 0 else 1))]]"
+        )
     with Job(source, env={"BPSX_SECRET": secret} if secret else None) as job:
         reports = job.results()
     if not secret:
         for first, second, third in (r[0] for r in reports):
-            assert "the object is a Point" in first and "BPSX_SECRET" in first and "--local" in first
+            assert (
+                "the object is a Point" in first and "BPSX_SECRET" in first and "--local" in first
+            )
             assert "the object.a.0 is a Colour" in second and "BPSX_SECRET" in second
-            assert third.startswith("ObjectError: worker 0: all_gather_object: the object is a Point")
+            assert third.startswith(
+                "ObjectError: worker 0: all_gather_object: the object is a Point"
+            )
     assert "does not prove that it knows the job secret" in reports[1][-1]
     assert not (tmp_path / "bomb").exists()
 
@@ -207,7 +267,7 @@ def job_replayed() -> Any:
 
     sent: list[bytes] = []
     pack = objects._pack
-    objects._pack = lambda *given: (sent.append(pack(*given)), sent[0])[1]      # type: ignore[assignment]
+    objects._pack = lambda *given: (sent.append(pack(*given)), sent[0])[1]  # type: ignore[assignment]
     try:
         said = []
         for name in ("again", "again", "other"):
@@ -230,8 +290,10 @@ def test_what_was_proven_for_one_call_is_refused_in_another(tmp_path: Any) -> No
 
 
 def job_wrong_arguments() -> Any:
-    return [str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, 7)).value),
-            str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, name=3)).value)]     # type: ignore[arg-type]
+    return [
+        str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, 7)).value),
+        str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, name=3)).value),
+    ]  # type: ignore[arg-type]
 
 
 def job_root_dies() -> Any:

@@ -1,4 +1,6 @@
-"""Scripts that give ``init_process_group`` rank and world_size: a URL, a store, another backend's store."""
+"""Scripts that give ``init_process_group`` rank and world_size: a URL, a store, another backend's
+store.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,26 @@ import pytest
 from frameworks.test_torch_places import free_port, reports, run
 
 INIT = {
-    "tcp": 'dist.init_process_group("bpsx", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")',
-    "environment": 'os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)\n'
-                   'dist.init_process_group("bpsx", rank=rank, world_size=2)',
-    "store": 'store = dist.TCPStore("127.0.0.1", int(port), 2, rank == 0)\n'
-             'dist.init_process_group("bpsx", rank=rank, world_size=2, store=store)',
-    "file": 'dist.init_process_group("bpsx", rank=rank, world_size=2, store=dist.FileStore(os.environ["BYTEPS_SOCKET_PATH"] + "/store", 2))',
-    "another backend": 'dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")\nbps.init()',
+    "tcp": (
+        'dist.init_process_group("bpsx", rank=rank, world_size=2,'
+        ' init_method=f"tcp://127.0.0.1:{port}")'
+    ),
+    "environment": (
+        'os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)\n'
+        'dist.init_process_group("bpsx", rank=rank, world_size=2)'
+    ),
+    "store": (
+        'store = dist.TCPStore("127.0.0.1", int(port), 2, rank == 0)\n'
+        'dist.init_process_group("bpsx", rank=rank, world_size=2, store=store)'
+    ),
+    "file": (
+        'dist.init_process_group("bpsx", rank=rank, world_size=2,'
+        ' store=dist.FileStore(os.environ["BYTEPS_SOCKET_PATH"] + "/store", 2))'
+    ),
+    "another backend": (
+        'dist.init_process_group("gloo", rank=rank, world_size=2,'
+        ' init_method=f"tcp://127.0.0.1:{port}")\nbps.init()'
+    ),
 }
 WORK = """
 import os, sys
@@ -47,7 +62,11 @@ import bpsx
 import bpsx.torch as bps
 
 bps.init()
-group = dict(rank=int(os.environ["TEST_RANK"]), world_size=2, init_method=f"tcp://127.0.0.1:{os.environ['TEST_PORT']}")
+group = dict(
+    rank=int(os.environ["TEST_RANK"]),
+    world_size=2,
+    init_method=f"tcp://127.0.0.1:{os.environ['TEST_PORT']}",
+)
 dist.init_process_group("gloo", **group)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 model.register_comm_hook(None, bps.ddp_comm_hook)
@@ -56,7 +75,8 @@ try:
 except (RuntimeError, bpsx.ConfigError) as e:
     report(str(e))
 dist.destroy_process_group()
-group["init_method"] = "file://" + os.environ["BYTEPS_SOCKET_PATH"] + "/store"      # which nobody's end closes
+# which nobody's end closes
+group["init_method"] = "file://" + os.environ["BYTEPS_SOCKET_PATH"] + "/store"
 try:
     dist.init_process_group("bpsx", **group)
 except bpsx.ConfigError as e:
@@ -87,26 +107,48 @@ if __name__ == "__main__":
 
 
 def two(source: str, folder: Path, **environment: str) -> list[object]:
-    return reports(run([{"TEST_RANK": str(rank)} for rank in range(2)], folder, source, TEST_PORT=free_port(), **environment))
+    return reports(
+        run(
+            [{"TEST_RANK": str(rank)} for rank in range(2)],
+            folder,
+            source,
+            TEST_PORT=free_port(),
+            **environment,
+        )
+    )
 
 
 @pytest.mark.parametrize("how", INIT)
 def test_two_meet_at_the_store(tmp_path, how):
     """Also after suspend, and after shutdown, when the process group is gone."""
     expected = [[[rank, 2, rank, 2, [2.0, 2.0]], [2.0], [2.0], 2] for rank in range(2)]
-    assert two(WORK.replace("{init}", INIT[how]), tmp_path) == [report for worker in expected for report in worker]
+    assert two(WORK.replace("{init}", INIT[how]), tmp_path) == [
+        report for worker in expected for report in worker
+    ]
 
 
 def test_what_the_script_says_wins_over_other_launchers(tmp_path):
     """As in PyTorch's imagenet example, where RANK counts machines."""
-    assert two(WORK.replace("{init}", INIT["tcp"]), tmp_path, RANK="0", WORLD_SIZE="1")[0] == [0, 2, 0, 2, [2.0, 2.0]]
+    assert two(WORK.replace("{init}", INIT["tcp"]), tmp_path, RANK="0", WORLD_SIZE="1")[0] == [
+        0,
+        2,
+        0,
+        2,
+        [2.0, 2.0],
+    ]
 
 
 def test_a_job_of_one_under_a_group_of_two_is_refused(tmp_path):
     """bpsx.torch.init() before init_process_group could not know."""
     for told in zip(*[iter(two(LATE, tmp_path))] * 2, strict=True):
-        assert "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has 2" in told[0]
-        assert "call init_process_group before bpsx.torch.init" in told[0] and "call init_process_group before bpsx.torch.init" in told[1]
+        assert (
+            "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has 2"
+            in told[0]
+        )
+        assert (
+            "call init_process_group before bpsx.torch.init" in told[0]
+            and "call init_process_group before bpsx.torch.init" in told[1]
+        )
 
 
 def test_spawned_by_the_script(tmp_path):
@@ -114,9 +156,17 @@ def test_spawned_by_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}
-    done = subprocess.run([sys.executable, str(script), free_port()], capture_output=True, text=True, timeout=120, check=False,
-                          env={**clean, "BYTEPS_SOCKET_PATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and all(f"EQUAL {rank}" in done.stdout for rank in range(2)), done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, str(script), free_port()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**clean, "BYTEPS_SOCKET_PATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0 and all(f"EQUAL {rank}" in done.stdout for rank in range(2)), (
+        done.stdout + done.stderr
+    )
 
 
 pytestmark = pytest.mark.timeout(240)

@@ -1,6 +1,8 @@
-"""bpsx.torch.parallel.DistributedDataParallel: what ``backward()`` leaves in ``grad`` is what one process has with the joined batch.
+"""bpsx.torch.parallel.DistributedDataParallel: what ``backward()`` leaves in ``grad`` is what one
+process has with the joined batch.
 
-Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs from one process, hence 1e-11.
+Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs
+from one process, hence 1e-11.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from bpsx.errors import BpsxError, ConfigError
 from bpsx.plugin import adapter
 from bpsx.torch.parallel import DistributedDataParallel
 
-STEPS, BATCH = 6, 4     # BATCH: of one worker
+STEPS, BATCH = 6, 4  # BATCH: of one worker
 #: One worker's part of a step: (model, its rows, its targets, worker, step) -> backward has run.
 Part = Callable[[nn.Module, torch.Tensor, torch.Tensor, int, int], None]
 
 
 class Branches(nn.Module):
-    """A trunk used twice, tied weights, a frozen layer, two heads of which a batch uses one, and a layer that nobody uses."""
+    """A trunk used twice, tied weights, a frozen layer, two heads of which a batch uses one, and a
+    layer that nobody uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class Branches(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        out: torch.Tensor = self.heads[head](self.tied(torch.tanh(self.trunk(self.trunk(self.frozen(x))))))
+        out: torch.Tensor = self.heads[head](
+            self.tied(torch.tanh(self.trunk(self.trunk(self.frozen(x)))))
+        )
         return out
 
 
@@ -52,7 +58,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        hidden = checkpoint(lambda h: torch.tanh(self.middle(h)), hidden, use_reentrant=self.reentrant)
+        hidden = checkpoint(
+            lambda h: torch.tanh(self.middle(h)), hidden, use_reentrant=self.reentrant
+        )
         out: torch.Tensor = checkpoint(self.last, hidden, use_reentrant=self.reentrant)
         return out
 
@@ -83,7 +91,9 @@ def two_forwards(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, 
 
 
 def two_passes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, step: int) -> None:
-    """Twice backward through one graph: each pass exchanges, the second adds to the average of the first."""
+    """Twice backward through one graph: each pass exchanges, the second adds to the average of the
+    first.
+    """
     loss = (model(x) - y).pow(2).mean()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -107,7 +117,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Part]] = {
     "reentrant": (lambda: Checkpointed(True), mean_square),
     "compiled": (lambda: torch.compile(network(), backend="aot_eager"), mean_square),
 }
-MAKERS: dict[str, Any] = dict.fromkeys(("plain", "compiled"), lambda p: torch.optim.Adam(p, lr=0.01))
+MAKERS: dict[str, Any] = dict.fromkeys(
+    ("plain", "compiled"), lambda p: torch.optim.Adam(p, lr=0.01)
+)
 
 
 def made(name: str, seed: int = 1) -> nn.Module:
@@ -127,11 +139,17 @@ def found_in(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def same_bits(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
-    return all(x is y or x is not None and y is not None and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-               for x, y in zip(a, b, strict=True))
+    return all(
+        x is y
+        or x is not None
+        and y is not None
+        and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 # ---- what the workers do
+
 
 def job_compiled() -> Any:
     return job_models("compiled")
@@ -141,7 +159,9 @@ def job_models(*names: str) -> Any:
     found = {}
     for name in names or [n for n in MODELS if n != "compiled"]:
         part = MODELS[name][1]
-        model = DistributedDataParallel(made(name, seed=1 + bps.rank()))       # the seeds differ: construction has to help
+        model = DistributedDataParallel(
+            made(name, seed=1 + bps.rank())
+        )  # the seeds differ: construction has to help
         optimizer = optimizer_for(name, model)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -152,7 +172,9 @@ def job_models(*names: str) -> Any:
 
 
 def job_no_sync() -> Any:
-    """Two passes of this worker's own, then one that exchanges; the branches differ by worker and pass."""
+    """Two passes of this worker's own, then one that exchanges; the branches differ by worker and
+    pass.
+    """
     model = DistributedDataParallel(made("branches"))
     optimizer = optimizer_for("branches", model)
     for step in range(STEPS):
@@ -166,7 +188,9 @@ def job_no_sync() -> Any:
 
 
 def job_several() -> Any:
-    """Two models in one loss, in opposite orders on the workers; workers that use one, none, or part of them."""
+    """Two models in one loss, in opposite orders on the workers; workers that use one, none, or
+    part of them.
+    """
     a, b = DistributedDataParallel(made("plain")), DistributedDataParallel(made("plain", 7))
     rank, found = bps.rank(), []
     for step in range(STEPS):
@@ -182,8 +206,8 @@ def job_several() -> Any:
     if rank == 0:
         loss.backward()
     else:
-        a.synchronize()             # its loss has nothing to do with the model
-    a.synchronize()                 # nothing more to do
+        a.synchronize()  # its loss has nothing to do with the model
+    a.synchronize()  # nothing more to do
     found.append(found_in(a))
     return found
 
@@ -200,7 +224,9 @@ class Through(nn.Module):
 
 
 def job_uses_nothing() -> Any:
-    """backward passes through a model on all workers, but worker 0's uses none of its parameters."""
+    """backward passes through a model on all workers, but worker 0's uses none of its
+    parameters.
+    """
     model = DistributedDataParallel(Through())
     found = []
     for use in (bps.rank() != 0, False):
@@ -225,7 +251,9 @@ class Buffered(nn.Module):
 
 
 def job_buffers() -> Any:
-    """Buffers are worker 0's before each forward; an own one in between; two forwards before backward; none in eval and no_sync."""
+    """Buffers are worker 0's before each forward; an own one in between; two forwards before
+    backward; none in eval and no_sync.
+    """
     torch.manual_seed(3)
     model = DistributedDataParallel(Buffered().double())
     found: dict[str, Any] = {"mask": model.module.mask.clone()}
@@ -242,7 +270,10 @@ def job_buffers() -> Any:
         model(x)
     found["mine"] = int(model.module.seen)
     model(x)
-    found["mean"], found["seen again"] = model.module.norm.running_mean.clone(), int(model.module.seen)
+    found["mean"], found["seen again"] = (
+        model.module.norm.running_mean.clone(),
+        int(model.module.seen),
+    )
     still = DistributedDataParallel(Buffered().double(), broadcast_buffers=False)
     still(x)
     found["not broadcast"] = int(still.module.seen)
@@ -255,7 +286,9 @@ def job_checkpoint() -> Any:
     optimizer = optimizer_for("plain", model)
     for step in range(STEPS):
         if step == STEPS // 2:
-            state, inner, optim = copy.deepcopy((model.state_dict(), model.module.state_dict(), optimizer.state_dict()))
+            state, inner, optim = copy.deepcopy(
+                (model.state_dict(), model.module.state_dict(), optimizer.state_dict())
+            )
             assert list(state) == [f"module.{k}" for k in inner]
             model = DistributedDataParallel(made("plain", seed=5))
             model.load_state_dict(state)
@@ -282,7 +315,10 @@ def _raised(act: Callable[[], Any]) -> str:
 
 
 def job_failed_pass() -> Any:
-    """backward fails on worker 0 when gradients have left. It is told, takes part by synchronize(), and all go on."""
+    """backward fails on worker 0 when gradients have left.
+
+    It is told, takes part by synchronize(), and all go on.
+    """
     model = DistributedDataParallel(made("plain"))
     x, y = rows(0, bps.rank())
     failing = model.module[0].weight.register_hook(lambda g: 1 / 0) if bps.rank() == 0 else None
@@ -306,12 +342,32 @@ def job_failed_pass() -> Any:
 
 def job_refused() -> Any:
     model, refused = network(), []
-    for options in ({"device_ids": [0]}, {"process_group": object()}, {"output_device": 0}, {"dim": 1}, {"no_such": 1}, {"broadcast_buffers": "no"},
-                    {"init_sync": "no"}):
+    for options in (
+        {"device_ids": [0]},
+        {"process_group": object()},
+        {"output_device": 0},
+        {"dim": 1},
+        {"no_such": 1},
+        {"broadcast_buffers": "no"},
+        {"init_sync": "no"},
+    ):
         refused.append(_raised(lambda options=options: DistributedDataParallel(model, **options)))
-    refused += [_raised(lambda given=given: DistributedDataParallel(given)) for given in (3, network().requires_grad_(False))]
-    fine = DistributedDataParallel(model, None, True, bps.Compression.none, find_unused_parameters=True, gradient_as_bucket_view=True,
-                                   static_graph=False, bucket_cap_mb=25, output_device=None, process_group=None)
+    refused += [
+        _raised(lambda given=given: DistributedDataParallel(given))
+        for given in (3, network().requires_grad_(False))
+    ]
+    fine = DistributedDataParallel(
+        model,
+        None,
+        True,
+        bps.Compression.none,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        static_graph=False,
+        bucket_cap_mb=25,
+        output_device=None,
+        process_group=None,
+    )
     refused.append(_raised(lambda: copy.deepcopy(fine)))
     return refused, copy.deepcopy(fine.module)(torch.ones(1, 6)).shape
 
@@ -326,7 +382,10 @@ def job_worker_dies() -> Any:
 
 # ---- what one process does instead
 
-def alone(name: str, size: int, passes: Callable[[nn.Module, int, int], None]) -> list[torch.Tensor | None]:
+
+def alone(
+    name: str, size: int, passes: Callable[[nn.Module, int, int], None]
+) -> list[torch.Tensor | None]:
     """The same steps, with the gradients of all workers' parts added up and divided."""
     model = made(name)
     optimizer = optimizer_for(name, model)
@@ -358,15 +417,26 @@ def close(ours: list[Any], expected: list[Any]) -> None:
 
 # ---- tests
 
-JOBS = ["job_models", "job_no_sync", "job_several", "job_uses_nothing", "job_buffers", "job_checkpoint", "job_fp16", "job_failed_pass",
-        "job_refused"]
+JOBS = [
+    "job_models",
+    "job_no_sync",
+    "job_several",
+    "job_uses_nothing",
+    "job_buffers",
+    "job_checkpoint",
+    "job_fp16",
+    "job_failed_pass",
+    "job_refused",
+]
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2 workers", "4 workers"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     workers, servers = request.param
     # torch.compile takes seconds to import: once is enough
-    finished = run_job(__file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory, workers, servers)
+    finished = run_job(
+        __file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory, workers, servers
+    )
     assert finished.status == 0, finished.output[-5000:]
     assert sorted(finished.results) == list(range(workers))
     return finished
@@ -379,10 +449,16 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, name: str) -> Non
         if len(job.results) > 2:
             pytest.skip("compiled in the job of two")
         # What the compiled module computes is the plain one's.
-        expected = alone("plain", 2, lambda model, rank, step: part(model, *rows(step, rank), rank, step))
+        expected = alone(
+            "plain", 2, lambda model, rank, step: part(model, *rows(step, rank), rank, step)
+        )
         found = [f[name] for f in each(job, "job_compiled")]
     else:
-        expected = alone(name, len(job.results), lambda model, rank, step: part(model, *rows(step, rank), rank, step))
+        expected = alone(
+            name,
+            len(job.results),
+            lambda model, rank, step: part(model, *rows(step, rank), rank, step),
+        )
         found = [f[name] for f in each(job, "job_models")]
     for ours in found:
         close(ours, expected)
@@ -432,12 +508,14 @@ def test_a_pass_that_uses_no_parameter(job: Finished) -> None:
 def test_buffers(job: Finished) -> None:
     found = each(job, "job_buffers")
     for rank, f in enumerate(found):
-        assert f["mask"].tolist() == [1.0] * 6      # worker 0's, from construction
-        assert f["seen"] == 5 + 1 + rank            # worker 0's 5, and the own forward
+        assert f["mask"].tolist() == [1.0] * 6  # worker 0's, from construction
+        assert f["seen"] == 5 + 1 + rank  # worker 0's 5, and the own forward
         assert f["mine"] == f["seen"] + 2 * (1 + rank)
         assert f["seen again"] == 8 + 1 + rank
         assert f["not broadcast"] == 1 + rank
-    x, _ = rows(2, 0)       # worker 0's running mean after one forward in no_sync, then each worker's own
+    x, _ = rows(
+        2, 0
+    )  # worker 0's running mean after one forward in no_sync, then each worker's own
     mean = 0.9 * (0.1 * x.mean(0))
     for rank, f in enumerate(found):
         torch.testing.assert_close(f["mean"], mean + 0.1 * rows(2, rank)[0].mean(0))
@@ -460,7 +538,9 @@ def test_fp16_on_the_wire(job: Finished) -> None:
 
 def test_a_pass_that_fails_half_way(job: Finished) -> None:
     said = [f[0] for f in each(job, "job_failed_pass")]
-    assert said[0][0] == "ZeroDivisionError" and all("GradientOrderError" in s and "synchronize()" in s for s in said[0][1:])
+    assert said[0][0] == "ZeroDivisionError" and all(
+        "GradientOrderError" in s and "synchronize()" in s for s in said[0][1:]
+    )
     for which in (1, 2):
         found = [f[which] for f in each(job, "job_failed_pass")]
         assert all(same_bits(f, found[0]) for f in found)
@@ -469,11 +549,23 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
 
 def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:
     for refused, shape in each(job, "job_refused"):
-        names = ("device_ids", "process_group", "output_device", "dim=1", "'no_such'", "broadcast_buffers must", "init_sync must", "is a int",
-                 "gradient", ".module")
+        names = (
+            "device_ids",
+            "process_group",
+            "output_device",
+            "dim=1",
+            "'no_such'",
+            "broadcast_buffers must",
+            "init_sync must",
+            "is a int",
+            "gradient",
+            ".module",
+        )
         for said, name in zip(refused, names, strict=True):
             assert name in said, said
-        assert [s.split(":")[0] for s in refused] == ["ConfigError"] * 4 + ["TypeError"] + ["ConfigError"] * 5
+        assert [s.split(":")[0] for s in refused] == ["ConfigError"] * 4 + ["TypeError"] + [
+            "ConfigError"
+        ] * 5
         assert shape == (1, 3)
 
 
@@ -484,7 +576,9 @@ def test_a_dead_worker_is_an_exception_in_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_worker_needs_nobody_and_asynchronous_training_is_refused(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_one_worker_needs_nobody_and_asynchronous_training_is_refused(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
     monkeypatch.setattr(adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
     monkeypatch.setattr(bps, "rank", lambda: 0)
@@ -493,5 +587,7 @@ def test_one_worker_needs_nobody_and_asynchronous_training_is_refused(monkeypatc
             DistributedDataParallel(network())
         return
     part = MODELS["branches"][1]
-    expected = alone("branches", 1, lambda model, rank, step: part(model, *rows(step, rank), rank, step))
+    expected = alone(
+        "branches", 1, lambda model, rank, step: part(model, *rows(step, rank), rank, step)
+    )
     assert same_bits(job_models("branches")["branches"], expected)

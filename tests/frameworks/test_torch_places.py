@@ -37,12 +37,23 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-def run(places: Sequence[dict[str, str]], folder: Path, source: str = WORK, **environment: str) -> list[Process]:
+def run(
+    places: Sequence[dict[str, str]], folder: Path, source: str = WORK, **environment: str
+) -> list[Process]:
     """A process of ``source`` for each of ``places``, which have ended."""
     ours = ("DMLC_", "BYTEPS_", "BPSX_", "PS_", "SLURM_", "OMPI_", "PMI")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(ours) or k == "BPSX_CACHE_DIR"}
-    shared = {**clean, "OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": str(folder), **environment}
-    started = [Process(f"process {i}", [sys.executable, "-c", _PRELUDE + source], {**shared, **place}) for i, place in enumerate(places)]
+    shared = {
+        **clean,
+        "OMP_NUM_THREADS": "1",
+        "BPSX_RENDEZVOUS_TIMEOUT": "60",
+        "BYTEPS_SOCKET_PATH": str(folder),
+        **environment,
+    }
+    started = [
+        Process(f"process {i}", [sys.executable, "-c", _PRELUDE + source], {**shared, **place})
+        for i, place in enumerate(places)
+    ]
     try:
         for process in started:
             process.wait()
@@ -59,44 +70,75 @@ def reports(processes: Sequence[Process]) -> list[object]:
 
 
 def mpi(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    return {MPI.format("RANK"): str(rank), MPI.format("SIZE"): str(size), MPI.format("LOCAL_RANK"): str(local_rank),
-            MPI.format("LOCAL_SIZE"): str(local_size)}
+    return {
+        MPI.format("RANK"): str(rank),
+        MPI.format("SIZE"): str(size),
+        MPI.format("LOCAL_RANK"): str(local_rank),
+        MPI.format("LOCAL_SIZE"): str(local_size),
+    }
 
 
 def slurm(rank: int, size: int, job: str) -> dict[str, str]:
-    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+    }
 
 
 @pytest.mark.parametrize("launcher", ["kubeflow", "mpi", "slurm"])
 def test_two_are_two(tmp_path, launcher):
     """Local ranks are found by the machine where the launcher does not tell them."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    places = {"kubeflow": [{"RANK": str(r), "WORLD_SIZE": "2", **store} for r in range(2)], "mpi": [{**mpi(r, 2, r, 2), **store} for r in range(2)],
-              "slurm": [slurm(r, 2, store["MASTER_PORT"]) for r in range(2)]}[launcher]
+    places = {
+        "kubeflow": [{"RANK": str(r), "WORLD_SIZE": "2", **store} for r in range(2)],
+        "mpi": [{**mpi(r, 2, r, 2), **store} for r in range(2)],
+        "slurm": [slurm(r, 2, store["MASTER_PORT"]) for r in range(2)],
+    }[launcher]
     assert reports(run(places, tmp_path)) == [[rank, 2, rank, 2, [3.0] * 3] for rank in range(2)]
 
 
 def test_processes_apart_are_machines_of_their_own(tmp_path):
-    """As the pods of one node, which do not share the folder in which processes of a machine meet."""
+    """As the pods of one node, which do not share the folder in which processes of a machine
+    meet.
+    """
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    places = [{"RANK": str(r), "WORLD_SIZE": "2", **store, "BYTEPS_SOCKET_PATH": str(tmp_path / str(r))} for r in range(2)]
+    places = [
+        {"RANK": str(r), "WORLD_SIZE": "2", **store, "BYTEPS_SOCKET_PATH": str(tmp_path / str(r))}
+        for r in range(2)
+    ]
     assert reports(run(places, tmp_path)) == [[rank, 2, 0, 1, [3.0] * 3] for rank in range(2)]
 
 
 @pytest.mark.parametrize("module", ["bpsx", "bpsx.torch", "bpsx.tensorflow"])
 def test_a_place_without_a_store_is_refused(tmp_path, module):
     if module == "bpsx.tensorflow":
-        find_spec("tensorflow") or pytest.skip("no TensorFlow")      # not imported: PyTorch is in this process
-    process, = run([mpi(0, 2, 0, 2)], tmp_path, f"import {module} as bps\nbps.init()\nreport(bps.size())")
-    missing = "set MASTER_ADDR and MASTER_PORT" if module == "bpsx.torch" else "DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER"
+        find_spec("tensorflow") or pytest.skip(
+            "no TensorFlow"
+        )  # not imported: PyTorch is in this process
+    (process,) = run(
+        [mpi(0, 2, 0, 2)], tmp_path, f"import {module} as bps\nbps.init()\nreport(bps.size())"
+    )
+    missing = (
+        "set MASTER_ADDR and MASTER_PORT"
+        if module == "bpsx.torch"
+        else "DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER"
+    )
     assert process.popen.returncode == 1 and process.reports() == []
-    assert "one of 2 (OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=2)" in process.text() and missing in process.text()
+    assert (
+        "one of 2 (OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=2)" in process.text()
+        and missing in process.text()
+    )
 
 
 @pytest.mark.parametrize("module", ["bpsx", "bpsx.torch"])
 def test_a_place_and_a_scheduler_are_enough(tmp_path, module):
-    """mpirun with the scheduler and servers of the user's: nobody needs DMLC_NUM_WORKER and DMLC_WORKER_ID."""
+    """mpirun with the scheduler and servers of the user's: nobody needs DMLC_NUM_WORKER and
+    DMLC_WORKER_ID.
+    """
     source = f"""
 import numpy, bpsx
 import {module} as bps
@@ -104,12 +146,24 @@ bps.init()
 report([bps.rank(), bps.size(), bpsx.push_pull(numpy.ones(2), name="x", average=False).tolist()])
 """
     with Servers("", 2, 1) as job:
-        shared = {k: job._env[k] for k in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "BYTEPS_ENABLE_IPC")}
-        assert reports(run([mpi(r, 2, 0, 1) for r in range(2)], tmp_path, source, **shared)) == [[r, 2, [2.0, 2.0]] for r in range(2)]
+        shared = {
+            k: job._env[k]
+            for k in (
+                "DMLC_PS_ROOT_URI",
+                "DMLC_PS_ROOT_PORT",
+                "DMLC_NUM_SERVER",
+                "BYTEPS_ENABLE_IPC",
+            )
+        }
+        assert reports(run([mpi(r, 2, 0, 1) for r in range(2)], tmp_path, source, **shared)) == [
+            [r, 2, [2.0, 2.0]] for r in range(2)
+        ]
 
 
 def test_alone_where_one_is_meant(tmp_path):
-    """One task of srun, a batch script with many tasks to come, and a place that the user overrules."""
+    """One task of srun, a batch script with many tasks to come, and a place that the user
+    overrules.
+    """
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
     for place in (slurm(0, 1, "1"), batch, {**mpi(0, 2, 0, 2), "DMLC_WORKER_ID": "0"}):
         assert reports(run([place], tmp_path)) == [[0, 1, 0, 1, [1.0] * 3]]

@@ -20,7 +20,9 @@ LOOPBACK = ("--local-addr", "127.0.0.1")
 
 
 def train(folder: Path, faults: list[Any], **more: Any) -> dict[int, list[list[Any]]]:
-    """Run the training to its good end; what each attempt's workers said at its begin, by the step from which it went on."""
+    """Run the training to its good end; what each attempt's workers said at its begin, by the step
+    from which it went on.
+    """
     with Torchrun(folder, SOURCE, json.dumps(faults), **more) as job:
         statuses, output = job.wait()
         assert not any(statuses), output[-5000:]
@@ -40,18 +42,40 @@ def train(folder: Path, faults: list[Any], **more: Any) -> dict[int, list[list[A
 
 
 def test_a_machine_restarts_twice_and_goes_on(tmp_path: Path) -> None:
-    """The worker that had started the scheduler is killed; in the next attempt another one raises."""
-    begins = train(tmp_path, [[1, 0, "kill"], [3, 1, "raise"]], endpoint="standalone", options=("--max-restarts", "2"))
+    """The worker that had started the scheduler is killed; in the next attempt another one
+    raises.
+    """
+    begins = train(
+        tmp_path,
+        [[1, 0, "kill"], [3, 1, "raise"]],
+        endpoint="standalone",
+        options=("--max-restarts", "2"),
+    )
     first, second, third = sorted(begins)
-    assert (first, second) == (0, 2) and third in (3, 4)        # worker 0 may not have come to keep what worker 1 had done
+    assert (first, second) == (0, 2) and third in (
+        3,
+        4,
+    )  # worker 0 may not have come to keep what worker 1 had done
     for attempt in begins.values():
-        assert [facts[:5] for facts in attempt] == [[rank, 2, 1, 0, "127.0.0.1"] for rank in range(2)]
-    assert len({facts[-1] for attempt in begins.values() for facts in attempt}) == 3        # secrets
+        assert [facts[:5] for facts in attempt] == [
+            [rank, 2, 1, 0, "127.0.0.1"] for rank in range(2)
+        ]
+    assert len({facts[-1] for attempt in begins.values() for facts in attempt}) == 3  # secrets
 
 
 def test_two_machines_restart_and_go_on(tmp_path: Path) -> None:
-    begins = train(tmp_path, [[2, 1, "kill"]], each=(1, 1), endpoint="127.0.0.1", options=("--max-restarts", "1", *LOOPBACK), BPSX_ENCRYPT="1")
-    assert len(begins) == 2 and all([facts[:4] for facts in attempt] == [[rank, 2, 2, 2] for rank in range(2)] for attempt in begins.values())
+    begins = train(
+        tmp_path,
+        [[2, 1, "kill"]],
+        each=(1, 1),
+        endpoint="127.0.0.1",
+        options=("--max-restarts", "1", *LOOPBACK),
+        BPSX_ENCRYPT="1",
+    )
+    assert len(begins) == 2 and all(
+        [facts[:4] for facts in attempt] == [[rank, 2, 2, 2] for rank in range(2)]
+        for attempt in begins.values()
+    )
     assert len({facts[-1] for attempt in begins.values() for facts in attempt}) == 2
 
 
@@ -62,7 +86,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
             seen += line.count("READY")
             if seen == 2:
                 break
-        assert len(job.left()) == 5        # torchrun, two workers, scheduler, server
+        assert len(job.left()) == 5  # torchrun, two workers, scheduler, server
         os.killpg(job.processes[0].pid, signal.SIGINT)
         statuses, output = job.wait()
         assert statuses != [0] and not job.left(), output

@@ -1,4 +1,6 @@
-"""A worker that takes its time between backward() and step(), as for a checkpoint, while another waits: no stall, and right sums."""
+"""A worker that takes its time between backward() and step(), as for a checkpoint, while another
+waits: no stall, and right sums.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,27 @@ from jobs import Job
 
 _TRAIN = """
     import bpsx, threading, torch, bpsx.torch as bps
+
     bps.init()
     rank, size = bps.rank(), bps.size()
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), compression_params=COMPRESSED)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model.named_parameters(),
+        compression_params=COMPRESSED,
+    )
+
 
     def metric(step):
         return bps.push_pull(torch.full((1,), step + 1.0), average=False, name="metric").item()
 
+
     def train():
         for step in range(4):
             optimizer.zero_grad()
-            found = metric(step) if rank == 1 else None         # the other pushes its gradient first
+            # the other pushes its gradient first
+            found = metric(step) if rank == 1 else None
             if rank == 0 or not COMPRESSED:
                 model(torch.full((1, 2), rank + 1.0)).sum().backward()
             if step == 3 and rank == 0:
@@ -30,11 +40,13 @@ _TRAIN = """
             optimizer.step()
             report([found, model.weight.tolist()])
 
+
     def go():
         try:
             train()
         except bpsx.StallError as e:
             report(str(e))
+
 
     if BESIDE:
         thread = threading.Thread(target=go)
@@ -50,7 +62,11 @@ _TRAIN = """
 def test_who_saves_between_backward_and_step_is_waited_for(beside, compressed):
     params = {"compressor": "onebit", "ef": "vanilla", "scaling": True} if compressed else None
     source = _TRAIN.replace("COMPRESSED", repr(params)).replace("BESIDE", repr(beside))
-    env = {"BPSX_DEADLOCK_SECONDS": "1", "BPSX_STALL_WARN_SECONDS": "0.2", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    env = {
+        "BPSX_DEADLOCK_SECONDS": "1",
+        "BPSX_STALL_WARN_SECONDS": "0.2",
+        "BYTEPS_MIN_COMPRESS_BYTES": "0",
+    }
     with Job(source, env=env) as job:
         job.workers[0].wait_for_line("saves")
         # Worker 1 is warned every two seconds, which is longer than a stall takes.

@@ -1,4 +1,5 @@
-"""Hundreds of small gradients: from the second step on each goes the short way, and all else stays as it is.
+"""Hundreds of small gradients: from the second step on each goes the short way, and all else stays
+as it is.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -46,12 +47,15 @@ def calls_of_push_pull() -> list[str]:
         found.append(name)
         return original(self, name, *args, **more)
 
-    adapter.Session.push_pull = noted      # type: ignore[method-assign]
+    adapter.Session.push_pull = noted  # type: ignore[method-assign]
     return found
 
 
 def job_train() -> tuple[list[torch.Tensor], list[list[str]]]:
-    """The weights at the end, and what went the long way, by step. Memory is new in some steps, and the old one in others."""
+    """The weights at the end, and what went the long way, by step.
+
+    Memory is new in some steps, and the old one in others.
+    """
     model, long_way = Small(), calls_of_push_pull()
     optimizer, steps = optimizer_for(model, "train"), []
     for step in range(STEPS):
@@ -81,7 +85,9 @@ def job_write() -> list[str]:
 
 
 def job_replace() -> list[float]:
-    """A gradient's memory is set to other memory while the sum is under way: the average comes to where it was pushed from."""
+    """A gradient's memory is set to other memory while the sum is under way: the average comes to
+    where it was pushed from.
+    """
     model = Small()
     optimizer = optimizer_for(model, "replace")
     for step in range(STEPS):
@@ -140,7 +146,9 @@ def test_only_what_shares_its_memory_goes_the_long_way(finished: Finished) -> No
             assert len(gradients) <= 2
 
 
-def test_a_write_to_a_gradient_under_way_is_told_and_the_next_step_goes_on(finished: Finished) -> None:
+def test_a_write_to_a_gradient_under_way_is_told_and_the_next_step_goes_on(
+    finished: Finished,
+) -> None:
     for result in finished.results.values():
         said = result["job_write"]
         assert "many.7" in said.pop(STEPS - 2)

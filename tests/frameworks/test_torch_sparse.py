@@ -1,4 +1,7 @@
-"""Sparse tensors and gradients between real workers, against one process on the joined batch. ``job_*`` functions run in the workers."""
+"""Sparse tensors and gradients between real workers, against one process on the joined batch.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ import bpsx.torch.horovod as hvd
 from bpsx.errors import MismatchError, PeerLostError
 
 # PyTorch 2.11 warns of its own use when it loads a sparse tensor.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
 STEPS, ROWS, WIDTH = 6, 12, 3
 
 
@@ -34,13 +40,17 @@ def job_tensors() -> Any:
         mine = given(bps.rank(), dtype)
         found[dtype] = (bps.push_pull(mine, average=False), bps.push_pull(mine, name="mean"))
         assert all(r.is_coalesced() and r.dtype == dtype for r in found[dtype])
-    found["fp16"] = bps.push_pull(given(bps.rank(), torch.float32), average=False, compression=bps.Compression.fp16)
+    found["fp16"] = bps.push_pull(
+        given(bps.rank(), torch.float32), average=False, compression=bps.Compression.fp16
+    )
     errors = []
-    for act in (lambda: bps.push_pull(given(bps.rank(), torch.float32).requires_grad_()),
-                lambda: bps.push_pull(given(bps.rank(), torch.complex64)),
-                lambda: bps.push_pull_async(given(bps.rank(), torch.float32)),
-                lambda: bps.push_pull(torch.eye(3 + bps.rank() % 2).to_sparse(), name="shape"),
-                lambda: bps.push_pull(torch.eye(3).to_sparse(1 + bps.rank() % 2), name="dims")):
+    for act in (
+        lambda: bps.push_pull(given(bps.rank(), torch.float32).requires_grad_()),
+        lambda: bps.push_pull(given(bps.rank(), torch.complex64)),
+        lambda: bps.push_pull_async(given(bps.rank(), torch.float32)),
+        lambda: bps.push_pull(torch.eye(3 + bps.rank() % 2).to_sparse(), name="shape"),
+        lambda: bps.push_pull(torch.eye(3).to_sparse(1 + bps.rank() % 2), name="dims"),
+    ):
         with pytest.raises((TypeError, MismatchError)) as caught:
             act()
         errors.append(str(caught.value))
@@ -54,7 +64,10 @@ class Model(nn.Module):
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.table, self.rare = nn.Embedding(ROWS, WIDTH, sparse=sparse), nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.table, self.rare = (
+            nn.Embedding(ROWS, WIDTH, sparse=sparse),
+            nn.Embedding(ROWS, WIDTH, sparse=sparse),
+        )
         self.out = nn.Linear(WIDTH, 1)
         self.double()
 
@@ -68,7 +81,9 @@ def words(step: int, rank: int) -> torch.Tensor:
 
 
 def uses_table(step: int, rank: int) -> bool:
-    """A worker without a gradient for the table, from the first step on; in step 3 nobody has one."""
+    """A worker without a gradient for the table, from the first step on; in step 3 nobody has
+    one.
+    """
     return step != 3 and (step + rank) % 2 == 0
 
 
@@ -82,13 +97,21 @@ def loss_of(model: Model, step: int, rank: int) -> torch.Tensor:
 def optimizers(model: Model, name: str) -> list[tuple[str, torch.optim.Optimizer]]:
     tables = [model.table.weight, model.rare.weight]
     if name == "SparseAdam":
-        return [("tables", torch.optim.SparseAdam(tables, lr=0.05)), ("out", torch.optim.Adam(model.out.parameters(), lr=0.05))]
+        return [
+            ("tables", torch.optim.SparseAdam(tables, lr=0.05)),
+            ("out", torch.optim.Adam(model.out.parameters(), lr=0.05)),
+        ]
     return [("all", torch.optim.SGD([*tables, *model.out.parameters()], lr=0.05))]
 
 
-def train(name: str, sparse_as_dense: bool = False, distributed: Any = bps.DistributedOptimizer) -> Any:
+def train(
+    name: str, sparse_as_dense: bool = False, distributed: Any = bps.DistributedOptimizer
+) -> Any:
     model = Model()
-    ours: list[Any] = [distributed(o, model.named_parameters(), sparse_as_dense=sparse_as_dense) for _, o in optimizers(model, name)]
+    ours: list[Any] = [
+        distributed(o, model.named_parameters(), sparse_as_dense=sparse_as_dense)
+        for _, o in optimizers(model, name)
+    ]
     layouts = []
     for step in range(STEPS):
         for o in ours:
@@ -124,7 +147,11 @@ def job_passes() -> Any:
     """Sparse gradients of two backward passes are added up, then sent."""
     model = nn.Embedding(ROWS, WIDTH, sparse=True).double()
     nn.init.ones_(model.weight)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), backward_passes_per_step=2)
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model.named_parameters(),
+        backward_passes_per_step=2,
+    )
     for _ in range(3):
         optimizer.zero_grad()
         for word in (bps.rank(), 7):
@@ -134,15 +161,23 @@ def job_passes() -> Any:
 
 
 def job_one_is_dense() -> Any:
-    """In the first step; then in a later one, when it is known to be sparse. Afterwards the job goes on."""
+    """In the first step; then in a later one, when it is known to be sparse.
+
+    Afterwards the job goes on.
+    """
     table = nn.Parameter(torch.ones(4, 2))
     other = nn.Parameter(torch.ones(3))
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([table, other], lr=1.0), [("table", table), ("other", other)])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD([table, other], lr=1.0), [("table", table), ("other", other)]
+    )
     errors = []
     for kinds in ("ds", "ss", "sd"):
         optimizer.zero_grad()
         sparse = kinds[min(bps.rank(), 1)] == "s"
-        (nn.functional.embedding(torch.tensor([bps.rank(), 3]), table, sparse=sparse).sum() + other.sum()).backward()
+        (
+            nn.functional.embedding(torch.tensor([bps.rank(), 3]), table, sparse=sparse).sum()
+            + other.sum()
+        ).backward()
         try:
             optimizer.step()
             errors.append("none")
@@ -154,19 +189,27 @@ def job_one_is_dense() -> Any:
 def job_becomes_sparse() -> Any:
     """Dense so far: it goes on as dense, on all workers."""
     table = nn.Parameter(torch.ones(4, 2))
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([table], lr=1.0), [("becoming", table)])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD([table], lr=1.0), [("becoming", table)]
+    )
     for step in range(2):
         optimizer.zero_grad()
-        nn.functional.embedding(torch.tensor([bps.rank()]), table, sparse=step == 1 and bps.rank() == 0).sum().backward()
+        nn.functional.embedding(
+            torch.tensor([bps.rank()]), table, sparse=step == 1 and bps.rank() == 0
+        ).sum().backward()
         optimizer.step()
     assert table.grad is not None and table.grad.layout == torch.strided
     return table.detach().clone()
 
 
 def job_becomes_dense() -> Any:
-    """Sparse in the first step, dense on all workers from the second on (a penalty on the weights), sparse again on one in the last."""
+    """Sparse in the first step, dense on all workers from the second on (a penalty on the weights),
+    sparse again on one in the last.
+    """
     table = nn.Parameter(torch.ones(ROWS, 2, dtype=torch.float64))
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("no longer sparse", table)])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD([table], lr=0.1), [("no longer sparse", table)]
+    )
     for step in range(4):
         optimizer.zero_grad()
         penalised(table, step, bps.rank()).backward()
@@ -179,9 +222,18 @@ def penalised(table: torch.Tensor, step: int, rank: int) -> torch.Tensor:
     return loss if step == 0 or step == 3 and rank == 0 else loss + table.pow(2).sum() * (rank + 2)
 
 
-JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_adam_as_dense", "job_adam_as_dense_horovod",
-        "job_passes", "job_one_is_dense", "job_becomes_sparse",
-        "job_becomes_dense"]
+JOBS = [
+    "job_tensors",
+    "job_sgd",
+    "job_sparse_adam",
+    "job_as_dense",
+    "job_adam_as_dense",
+    "job_adam_as_dense_horovod",
+    "job_passes",
+    "job_one_is_dense",
+    "job_becomes_sparse",
+    "job_becomes_dense",
+]
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2 workers", "2 machines of 2"])
@@ -196,17 +248,31 @@ def test_sums_and_averages(job: Finished) -> None:
     size = len(job.results)
     for found in each(job, "job_tensors"):
         for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8):
-            total = sum((given(r, torch.float64).to_dense() for r in range(size)), torch.zeros(4, 4, 2, dtype=torch.float64))
-            mean = total / size if dtype.is_floating_point else total.div(size, rounding_mode="floor")
-            assert torch.equal(found[dtype][0].to_dense(), total.to(dtype)) and torch.equal(found[dtype][1].to_dense(), mean.to(dtype))
+            total = sum(
+                (given(r, torch.float64).to_dense() for r in range(size)),
+                torch.zeros(4, 4, 2, dtype=torch.float64),
+            )
+            mean = (
+                total / size if dtype.is_floating_point else total.div(size, rounding_mode="floor")
+            )
+            assert torch.equal(found[dtype][0].to_dense(), total.to(dtype)) and torch.equal(
+                found[dtype][1].to_dense(), mean.to(dtype)
+            )
         assert torch.equal(found["fp16"].to_dense().double(), total)
 
 
 def test_refusals(job: Finished) -> None:
     for found in each(job, "job_tensors"):
         gradient, dtype, asynchronous, shape, dims = found["errors"]
-        assert "no derivative" in gradient and "view_as_real" in dtype and "sparse_coo tensors cannot be sent" in asynchronous
-        assert "worker 0 gives a sparse tensor of shape (3, 3)" in shape and "worker 1 a sparse tensor of shape (4, 4)" in shape
+        assert (
+            "no derivative" in gradient
+            and "view_as_real" in dtype
+            and "sparse_coo tensors cannot be sent" in asynchronous
+        )
+        assert (
+            "worker 0 gives a sparse tensor of shape (3, 3)" in shape
+            and "worker 1 a sparse tensor of shape (4, 4)" in shape
+        )
         assert "with 1 sparse dimensions" in dims and "with 2 sparse dimensions" in dims
 
 
@@ -223,7 +289,16 @@ def alone(name: str, size: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("case", ["job_sgd", "job_sparse_adam", "job_as_dense", "job_adam_as_dense", "job_adam_as_dense_horovod"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "job_sgd",
+        "job_sparse_adam",
+        "job_as_dense",
+        "job_adam_as_dense",
+        "job_adam_as_dense_horovod",
+    ],
+)
 def test_training_equals_one_process(job: Finished, case: str) -> None:
     expected = alone("SparseAdam" if "adam" in case else "SGD", len(job.results))
     everywhere = each(job, case)
@@ -232,7 +307,10 @@ def test_training_equals_one_process(job: Finished, case: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
         assert all(torch.equal(a, b) for a, b in zip(mine, everywhere[0][0]))
         layout = "torch.strided" if case == "job_as_dense" else "torch.sparse_coo"
-        assert layouts == [layout if any(uses_table(step, r) for r in range(len(everywhere))) else "None" for step in range(STEPS)]
+        assert layouts == [
+            layout if any(uses_table(step, r) for r in range(len(everywhere))) else "None"
+            for step in range(STEPS)
+        ]
 
 
 def test_passes_add_up(job: Finished) -> None:
@@ -247,9 +325,16 @@ def test_passes_add_up(job: Finished) -> None:
 def test_dense_here_and_sparse_there(job: Finished) -> None:
     size = len(job.results)
     for (first, second, third), table, after in each(job, "job_one_is_dense"):
-        assert f"'table' is sparse on {size - 1} workers and dense on 1" in first and "sparse_as_dense" in first
+        assert (
+            f"'table' is sparse on {size - 1} workers and dense on 1" in first
+            and "sparse_as_dense" in first
+        )
         assert second == "none"
-        assert "a sparse tensor of shape (4, 2)" in third and "a dense tensor of shape (4, 2)" in third and "Gradient.table" in third
+        assert (
+            "a sparse tensor of shape (4, 2)" in third
+            and "a dense tensor of shape (4, 2)" in third
+            and "Gradient.table" in third
+        )
         assert after.item() == size
         expected = torch.ones(4, 2)
         expected[:size] -= 1 / size
@@ -281,7 +366,9 @@ def job_one_dies() -> Any:
     import os
 
     table = nn.Embedding(ROWS, WIDTH, sparse=True)
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters()
+    )
     for step in range(3):
         optimizer.zero_grad()
         table(torch.tensor([step])).sum().backward()

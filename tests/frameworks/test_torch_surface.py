@@ -1,4 +1,5 @@
-"""Every optimizer of PyTorch's, and what else can be done with a distributed one, against one process on the joined batch.
+"""Every optimizer of PyTorch's, and what else can be done with a distributed one, against one
+process on the joined batch.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -23,13 +24,19 @@ from torch_release import HAS_FUSED
 pytestmark = pytest.mark.timeout(300)
 STEPS, BATCH = 5, 4
 optim = torch.optim
-WEIGHTS_ONLY = "Muon"      # takes matrices only
+WEIGHTS_ONLY = "Muon"  # takes matrices only
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD nesterov foreach": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
-    "SGD maximize dampening": lambda p: optim.SGD(p, lr=0.01, momentum=0.5, dampening=0.1, maximize=True, foreach=False),
+    "SGD nesterov foreach": lambda p: optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True
+    ),
+    "SGD maximize dampening": lambda p: optim.SGD(
+        p, lr=0.01, momentum=0.5, dampening=0.1, maximize=True, foreach=False
+    ),
     "SGD fused": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "Adam amsgrad foreach": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, foreach=True),
+    "Adam amsgrad foreach": lambda p: optim.Adam(
+        p, lr=0.01, amsgrad=True, weight_decay=0.1, foreach=True
+    ),
     "Adam fused maximize": lambda p: optim.Adam(p, lr=0.01, fused=True, maximize=True),
     "Adam tensor lr": lambda p: optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
     "AdamW": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -46,17 +53,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Muon": lambda p: optim.Muon(p, lr=0.02),
 }
 # Adafactor, Muon and fused steps on the CPU came later than PyTorch 2.1.
-OPTIMIZERS = {k: v for k, v in OPTIMIZERS.items()
-              if hasattr(optim, k.split()[0]) and (HAS_FUSED or "fused" not in k)}
+OPTIMIZERS = {
+    k: v
+    for k, v in OPTIMIZERS.items()
+    if hasattr(optim, k.split()[0]) and (HAS_FUSED or "fused" not in k)
+}
 
 
 def network(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
 
 
 def joined(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size * BATCH, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    x = torch.randn(
+        size * BATCH, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return x, torch.sin(x @ torch.ones(6, 3, dtype=torch.float64))
 
 
@@ -91,6 +105,7 @@ def distributed(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
 
 # ---- stories: told by one process with the joined batch, and by workers with their shares
 
+
 def each_optimizer(name: str) -> Story:
     def story(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
         model = network()
@@ -105,15 +120,25 @@ def each_optimizer(name: str) -> Story:
 
 
 def groups_come_and_thaw(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """Two groups, a third later, layers frozen and thawed, a cosine schedule, closures in every other step."""
+    """Two groups, a third later, layers frozen and thawed, a cosine schedule, closures in every
+    other step.
+    """
     model = network()
     model[2].requires_grad_(False)
-    base = optim.SGD([{"params": model[0].weight, "lr": 0.1}, {"params": model[2].parameters(), "momentum": 0.5}], lr=0.05)
+    base = optim.SGD(
+        [
+            {"params": model[0].weight, "lr": 0.1},
+            {"params": model[2].parameters(), "momentum": 0.5},
+        ],
+        lr=0.05,
+    )
     optimizer = distribute(base, model)
     schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     for step in range(8):
         if step == 2:
-            optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02, "momentum": 0.9})
+            optimizer.add_param_group(
+                {"params": list(model[4].parameters()), "lr": 0.02, "momentum": 0.9}
+            )
             schedule.base_lrs.append(0.02)
         if step in (3, 6):
             model[2].requires_grad_(step == 3)
@@ -141,7 +166,11 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.a, self.b, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double(), nn.Linear(6, 3).double()
+        self.a, self.b, self.last = (
+            nn.Linear(6, 6).double(),
+            nn.Linear(6, 6).double(),
+            nn.Linear(6, 3).double(),
+        )
         self.b.weight = self.a.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +200,11 @@ def storage_moves(size: int, mine: slice, distribute: Distribute) -> list[torch.
                 p.data = p.data.clone()
         if step == 3:
             for p in model.parameters():
-                p.grad = torch.zeros_like(p).t().contiguous().t() if p.dim() == 2 else torch.zeros_like(p)
+                p.grad = (
+                    torch.zeros_like(p).t().contiguous().t()
+                    if p.dim() == 2
+                    else torch.zeros_like(p)
+                )
         if step == 4:
             for p in model.parameters():
                 assert p.grad is not None
@@ -187,12 +220,16 @@ def storage_moves(size: int, mine: slice, distribute: Distribute) -> list[torch.
 
 STORIES: dict[str, Story] = {
     **{name: each_optimizer(name) for name in OPTIMIZERS},
-    "groups": groups_come_and_thaw, "shared": shared_parameters, "storage": storage_moves,
+    "groups": groups_come_and_thaw,
+    "shared": shared_parameters,
+    "storage": storage_moves,
 }
 
 
 def frozen_after_backward(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """Between backward and step, on all workers, for one step: the gradient that has left still counts."""
+    """Between backward and step, on all workers, for one step: the gradient that has left still
+    counts.
+    """
     model = network()
     optimizer = distribute(optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
     for step in range(STEPS):
@@ -206,7 +243,9 @@ def frozen_after_backward(size: int, mine: slice, distribute: Distribute) -> lis
 
 
 def unused_and_zeroed(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """A part of the model that no worker uses any more has no gradient, zero_grad(set_to_none=False) or not, so that no momentum moves it."""
+    """A part of the model that no worker uses any more has no gradient,
+    zero_grad(set_to_none=False) or not, so that no momentum moves it.
+    """
     model = network()
     optimizer = distribute(optim.Adam(model.parameters(), lr=0.02), model)
     for step in range(STEPS):
@@ -234,8 +273,11 @@ def crossed(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
 
 
 def job_crossed() -> Any:
-    return {(name, distribute): story(bps.size(), shard(), globals()[distribute])
-            for name, story in CROSSED.items() for distribute in ("distributed", "crossed")}
+    return {
+        (name, distribute): story(bps.size(), shard(), globals()[distribute])
+        for name, story in CROSSED.items()
+        for distribute in ("distributed", "crossed")
+    }
 
 
 def job_stories() -> Any:
@@ -254,7 +296,12 @@ def job_passes() -> Any:
         begin = shard().start
         for part in range(passes):
             rows = BATCH // passes
-            (loss_of(model, step, bps.size(), slice(begin + part * rows, begin + (part + 1) * rows)) / passes).backward()
+            (
+                loss_of(
+                    model, step, bps.size(), slice(begin + part * rows, begin + (part + 1) * rows)
+                )
+                / passes
+            ).backward()
         optimizer.step()
     return weights(model)
 
@@ -267,7 +314,9 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def job_checkpoint() -> Any:
-    """Saved by worker 0 in the middle; gone on with, by new optimizers: read by worker 0 and broadcast, and read by all."""
+    """Saved by worker 0 in the middle; gone on with, by new optimizers: read by worker 0 and
+    broadcast, and read by all.
+    """
     model = network()
     optimizer = distributed(optim.Adam(model.parameters(), lr=0.02), model)
     steps(model, optimizer, 0, 3)
@@ -293,7 +342,11 @@ def job_checkpoint() -> Any:
 
 
 def job_layouts() -> Any:
-    """Workers may lay the same tensor out differently: what travels is the elements in logical order. A result keeps its input's layout."""
+    """Workers may lay the same tensor out differently: what travels is the elements in logical
+    order.
+
+    A result keeps its input's layout.
+    """
     rank, found = bps.rank(), []
     x = torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4)
     mine = x.to(memory_format=torch.channels_last) if rank % 2 else x.clone()
@@ -302,32 +355,53 @@ def job_layouts() -> Any:
     conv = nn.Conv2d(3, 5, 3).double()
     torch.manual_seed(3)
     conv.weight.data.normal_()
-    conv.bias.data.zero_()      # type: ignore[union-attr]
+    conv.bias.data.zero_()  # type: ignore[union-attr]
     if rank % 2:
         conv = conv.to(memory_format=torch.channels_last)
     optimizer = distributed(optim.SGD(conv.parameters(), lr=0.1), conv)
     for step in range(3):
         optimizer.zero_grad()
-        conv(torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)).pow(2).mean().backward()
+        conv(
+            torch.randn(
+                2,
+                3,
+                6,
+                6,
+                generator=torch.Generator().manual_seed(10 * step + rank),
+                dtype=torch.float64,
+            )
+        ).pow(2).mean().backward()
         optimizer.step()
     found += weights(conv)
     for shape in ((), (0,), (3, 0)):
-        assert bps.push_pull(torch.ones(shape, dtype=torch.bfloat16), average=False).tolist() == (torch.ones(shape) * bps.size()).tolist()
+        assert (
+            bps.push_pull(torch.ones(shape, dtype=torch.bfloat16), average=False).tolist()
+            == (torch.ones(shape) * bps.size()).tolist()
+        )
     return found
 
 
 def _frozen_somewhere(kind: str, when: int) -> tuple[str, list[torch.Tensor]]:
-    """The last worker freezes a parameter in step ``when``. What all are told, and the weights after they have gone on together."""
+    """The last worker freezes a parameter in step ``when``.
+
+    What all are told, and the weights after they have gone on together.
+    """
     torch.manual_seed(8)
-    model: Any = nn.ModuleDict({"table": nn.Embedding(5, 4, sparse=kind == "sparse"), "out": nn.Linear(4, 2)}).double()
+    model: Any = nn.ModuleDict(
+        {"table": nn.Embedding(5, 4, sparse=kind == "sparse"), "out": nn.Linear(4, 2)}
+    ).double()
     names = [(f"{kind}.{when}.{n}", p) for n, p in model.named_parameters()]
     plain, inner = optim.SGD(model.parameters(), lr=0.1), model
     if kind == "ddp":
         inner.forward = lambda rows: inner.out(inner.table(rows))
         model, optimizer = DistributedDataParallel(inner), plain
     else:
-        optimizer = CrossBarrier(model, plain, names) if kind == "crossed" else bps.DistributedOptimizer(plain, names)
-        model = lambda rows: inner.out(inner.table(rows))      # noqa: E731
+        optimizer = (
+            CrossBarrier(model, plain, names)
+            if kind == "crossed"
+            else bps.DistributedOptimizer(plain, names)
+        )
+        model = lambda rows: inner.out(inner.table(rows))  # noqa: E731
     said = ""
     for step in range(4):
         inner.table.weight.requires_grad_(not (step == when and bps.rank() == bps.size() - 1))
@@ -346,7 +420,14 @@ def job_frozen_somewhere() -> Any:
 
 
 FROZEN = ["optimizer", "sparse", "crossed", "ddp"]
-JOBS = ["job_frozen_somewhere", "job_stories", "job_crossed", "job_passes", "job_checkpoint", "job_layouts"]
+JOBS = [
+    "job_frozen_somewhere",
+    "job_stories",
+    "job_crossed",
+    "job_passes",
+    "job_checkpoint",
+    "job_layouts",
+]
 
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
@@ -356,10 +437,14 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return finished
 
 
-def check(found: list[list[torch.Tensor]], expected: list[torch.Tensor], near: float = 1e-11) -> None:
+def check(
+    found: list[list[torch.Tensor]], expected: list[torch.Tensor], near: float = 1e-11
+) -> None:
     for mine in found:
         torch.testing.assert_close(mine, expected, rtol=near, atol=near)
-        assert all(torch.equal(a, b) for a, b in zip(mine, found[0])), "the same bits on all workers"
+        assert all(torch.equal(a, b) for a, b in zip(mine, found[0])), (
+            "the same bits on all workers"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
@@ -368,7 +453,11 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> No
     """Muon orthogonalises in bfloat16, which makes a last bit larger."""
     size = len(job.results)
     expected = STORIES[story](size, slice(None), plainly)
-    check([job.results[r]["job_stories"][story] for r in range(size)], expected, 5e-3 if story == "Muon" else 1e-9 if story == "Adadelta" else 1e-11)
+    check(
+        [job.results[r]["job_stories"][story] for r in range(size)],
+        expected,
+        5e-3 if story == "Muon" else 1e-9 if story == "Adadelta" else 1e-11,
+    )
 
 
 @pytest.mark.parametrize("distribute", ["distributed", "crossed"])
@@ -391,7 +480,9 @@ def test_the_number_of_passes_may_change(job: Finished) -> None:
 @pytest.mark.parametrize("read_by", ["worker 0", "all"])
 def test_checkpoint_and_resume(job: Finished, read_by: str) -> None:
     through = job.results[0]["job_checkpoint"][0]
-    check([r["job_checkpoint"][2 if read_by == "all" else 1] for r in job.results.values()], through)
+    check(
+        [r["job_checkpoint"][2 if read_by == "all" else 1] for r in job.results.values()], through
+    )
 
 
 @pytest.mark.parametrize("when", [0, 2])
@@ -399,7 +490,10 @@ def test_checkpoint_and_resume(job: Finished, read_by: str) -> None:
 def test_a_parameter_that_is_frozen_on_one_worker_only(job: Finished, kind: str, when: int) -> None:
     told = [found[kind, when] for found in each(job, "job_frozen_somewhere")]
     for said, mine in told:
-        assert f"table.weight' is trained on {len(told) - 1} workers and frozen (requires_grad=False) on 1" in said
+        assert (
+            f"table.weight' is trained on {len(told) - 1} workers and frozen (requires_grad=False)"
+            " on 1" in said
+        )
         assert all(map(torch.equal, mine, told[0][1])), "the same bits on all workers"
 
 
@@ -409,11 +503,23 @@ def test_layouts(job: Finished) -> None:
     conv = nn.Conv2d(3, 5, 3).double()
     torch.manual_seed(3)
     conv.weight.data.normal_()
-    conv.bias.data.zero_()      # type: ignore[union-attr]
+    conv.bias.data.zero_()  # type: ignore[union-attr]
     optimizer = optim.SGD(conv.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        x = torch.cat([torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + r), dtype=torch.float64) for r in range(size)])
+        x = torch.cat(
+            [
+                torch.randn(
+                    2,
+                    3,
+                    6,
+                    6,
+                    generator=torch.Generator().manual_seed(10 * step + r),
+                    dtype=torch.float64,
+                )
+                for r in range(size)
+            ]
+        )
         conv(x).pow(2).mean().backward()
         optimizer.step()
     check([r["job_layouts"] for r in job.results.values()], weights(conv))

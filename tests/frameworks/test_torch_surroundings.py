@@ -1,4 +1,6 @@
-"""What a script may do around bpsx: a default device, gradients of another dtype or in shared memory, layouts, compiled steps, parameters by hand."""
+"""What a script may do around bpsx: a default device, gradients of another dtype or in shared
+memory, layouts, compiled steps, parameters by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from bpsx.torch.parallel import DistributedDataParallel
 
 
 def job_default_device() -> Any:
-    """All that makes tensors of its own, where tensors are made on another device unless told otherwise."""
+    """All that makes tensors of its own, where tensors are made on another device unless told
+    otherwise.
+    """
     mine = float(bps.rank() + 1)
     rows, values, model = torch.full((bps.rank() + 1, 2), mine), torch.tensor([mine]), tanh_model()
     x, y = torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
@@ -30,7 +34,12 @@ def job_default_device() -> Any:
     with torch.device("meta"):
         bps.broadcast_optimizer_state(optimizer, 0)
         functional.mse_loss(DistributedDataParallel(model)(x), y).backward()
-        found = [bps.all_gather(rows), bps.push_pull(sparse, average=False).to_dense(), *bps.all_gather_object(values), bps.broadcast_object(values)]
+        found = [
+            bps.all_gather(rows),
+            bps.push_pull(sparse, average=False).to_dense(),
+            *bps.all_gather_object(values),
+            bps.broadcast_object(values),
+        ]
     return [*found, *(s["momentum_buffer"] for s in optimizer.state.values())]
 
 
@@ -42,7 +51,7 @@ class OneEach(nn.Module):
         torch.manual_seed(3)
         self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(bps.size())]).to(torch.bfloat16)
         for p in self.parameters():
-            p.grad_dtype = torch.float32    # type: ignore[attr-defined]
+            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[bps.rank()](x)  # type: ignore[no-any-return]
@@ -57,7 +66,9 @@ def job_gradient_dtype() -> Any:
 
 
 def job_compiled_under_cross_barrier() -> Any:
-    """A model that is compiled after CrossBarrier has it: the hooks are not a part of it, nor is the optimizer that they call."""
+    """A model that is compiled after CrossBarrier has it: the hooks are not a part of it, nor is
+    the optimizer that they call.
+    """
     traced: list[str] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -65,25 +76,39 @@ def job_compiled_under_cross_barrier() -> Any:
         return graph.forward
 
     model = tanh_model()
-    optimizer = CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+    optimizer = CrossBarrier(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    )
     train(torch.compile(model, backend=backend), bps.rank(), bps.size(), optimizer=optimizer)
     optimizer.synchronize()  # type: ignore[attr-defined]
-    not_the_model = any(part in t for t in traced for part in ("cross_barrier.py", "exchange.py", "/optim/"))
-    return {"weights": [p.detach().clone() for p in model.parameters()], "traced": not_the_model, "any": bool(traced)}
+    not_the_model = any(
+        part in t for t in traced for part in ("cross_barrier.py", "exchange.py", "/optim/")
+    )
+    return {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "traced": not_the_model,
+        "any": bool(traced),
+    }
 
 
 WAYS = ["optimizer", "crossed", "module"]
 
 
-def _distributed(way: str, model: nn.Module, plain: torch.optim.Optimizer, label: str) -> tuple[nn.Module, Any]:
+def _distributed(
+    way: str, model: nn.Module, plain: torch.optim.Optimizer, label: str
+) -> tuple[nn.Module, Any]:
     names = [(f"{label}.{way}.{n}", p) for n, p in model.named_parameters()]
     if way == "module":
         return DistributedDataParallel(model), plain
-    return model, CrossBarrier(model, plain, names) if way == "crossed" else bps.DistributedOptimizer(plain, names)
+    return model, CrossBarrier(
+        model, plain, names
+    ) if way == "crossed" else bps.DistributedOptimizer(plain, names)
 
 
 def _trained(way: str, inner: nn.Module, label: str) -> list[torch.Tensor]:
-    model, optimizer = _distributed(way, inner, torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9), label)
+    model, optimizer = _distributed(
+        way, inner, torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9), label
+    )
     train(model, bps.rank(), bps.size(), optimizer=optimizer)
     if way == "crossed":
         optimizer.synchronize()
@@ -91,12 +116,16 @@ def _trained(way: str, inner: nn.Module, label: str) -> list[torch.Tensor]:
 
 
 class Summed(nn.Module):
-    """Two parameters whose sum through views autograd differentiates into one memory for both, here a part of larger memory, with layers between."""
+    """Two parameters whose sum through views autograd differentiates into one memory for both, here
+    a part of larger memory, with layers between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(6)
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(rows, 6, dtype=torch.float64)) for rows in (5, 5, 1))
+        self.a, self.b, self.c = (
+            nn.Parameter(torch.randn(rows, 6, dtype=torch.float64)) for rows in (5, 5, 1)
+        )
         self.deep = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)]).double()
         self.last = nn.Linear(6, 3).double()
 
@@ -131,8 +160,10 @@ def job_channels_last() -> Any:
 def job_compiled_step() -> Any:
     """Forward, backward and step in one compiled function."""
     model = tanh_model()
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                                              [(f"compiled.{n}", p) for n, p in model.named_parameters()])
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        [(f"compiled.{n}", p) for n, p in model.named_parameters()],
+    )
 
     @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -148,7 +179,9 @@ def job_compiled_step() -> Any:
 def job_parameter_by_hand() -> Any:
     said = []
     for way in ("optimizer", "crossed"):
-        model, optimizer = _distributed(way, inner := tanh_model(), torch.optim.SGD(inner.parameters(), lr=0.1), "by hand")
+        model, optimizer = _distributed(
+            way, inner := tanh_model(), torch.optim.SGD(inner.parameters(), lr=0.1), "by hand"
+        )
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(7)))
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
@@ -158,7 +191,9 @@ def job_parameter_by_hand() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch_job.Finished]:
-    finished = torch_job.run_job(__file__, [name for name in globals() if name.startswith("job_")], tmp_path_factory)
+    finished = torch_job.run_job(
+        __file__, [name for name in globals() if name.startswith("job_")], tmp_path_factory
+    )
     assert finished.status == 0, finished.output
     yield finished
 
@@ -167,21 +202,33 @@ def test_a_default_device_does_not_reach_what_travels(job: torch_job.Finished) -
     for gathered, total, first, second, root, *momenta in torch_job.each(job, "job_default_device"):
         assert gathered.tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
         assert total.tolist() == [1.0, 2.0, 0.0, 0.0]
-        assert (first, second, root) == (torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([1.0]))
+        assert (first, second, root) == (
+            torch.tensor([1.0]),
+            torch.tensor([2.0]),
+            torch.tensor([1.0]),
+        )
         assert len(momenta) == 6 and all(m.device.type == "cpu" for m in momenta)
 
 
 def test_gradients_of_another_dtype_than_the_weights(job: torch_job.Finished) -> None:
-    """A worker that has not used a parameter sends zeros of the dtype that the others' gradients have."""
+    """A worker that has not used a parameter sends zeros of the dtype that the others' gradients
+    have.
+    """
     for gradients in torch_job.each(job, "job_gradient_dtype"):
         if gradients is None:
             pytest.skip("this PyTorch has no grad_dtype")
-        assert all(g.dtype == torch.float32 and torch.equal(g, torch.ones_like(g)) for g in gradients)
+        assert all(
+            g.dtype == torch.float32 and torch.equal(g, torch.ones_like(g)) for g in gradients
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name, model", [("job_gradients_in_one_memory", Summed), ("job_channels_last", Images)])
-def test_equals_one_process(job: torch_job.Finished, name: str, model: type[nn.Module], way: str) -> None:
+@pytest.mark.parametrize(
+    "name, model", [("job_gradients_in_one_memory", Summed), ("job_channels_last", Images)]
+)
+def test_equals_one_process(
+    job: torch_job.Finished, name: str, model: type[nn.Module], way: str
+) -> None:
     found = {rank: {"weights": results[name][way]} for rank, results in job.results.items()}
     check_all(torch_job.Finished(0, "", found), len(found), "weights", train(model()))
 
@@ -200,6 +247,7 @@ def test_a_parameter_put_into_the_optimizer_by_hand_is_refused(job: torch_job.Fi
 def test_hooks_are_not_compiled(job: torch_job.Finished) -> None:
     results = torch_job.each(job, "job_compiled_under_cross_barrier")
     assert all(r["any"] and not r["traced"] for r in results)
-    finished = torch_job.Finished(0, "", {rank: {"weights": r["weights"]} for rank, r in enumerate(results)})
+    finished = torch_job.Finished(
+        0, "", {rank: {"weights": r["weights"]} for rank, r in enumerate(results)}
+    )
     check_all(finished, len(results), "weights", train(tanh_model()))
-

@@ -1,4 +1,7 @@
-"""push_pull and broadcasts between real workers: dtypes, layouts, handles, resuming. ``job_*`` functions run in the workers."""
+"""push_pull and broadcasts between real workers: dtypes, layouts, handles, resuming.
+
+``job_*`` functions run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,24 @@ import bpsx.torch as bps
 from bpsx.torch.parallel import DistributedDataParallel
 from torch_release import UINT16
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+]
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (33, 5), (5000,), (300, 301)]
 WORKERS = 3
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> torch.Tensor:
-    """Small enough for an 8-bit sum of all workers, negative ones among them where there are any."""
+    """Small enough for an 8-bit sum of all workers, negative ones among them where there are
+    any.
+    """
     source = torch.Generator().manual_seed(rank)
     low = 0 if dtype == torch.uint8 else -40
     return torch.randint(low, 40, shape, generator=source).to(dtype)
@@ -32,19 +46,26 @@ def noncontiguous(rank: int) -> dict[str, torch.Tensor]:
         return torch.arange(24.0) + 100 * rank
 
     return {
-        "transposed": base().reshape(4, 6).t(), "strided": base()[::3], "column": base().reshape(4, 6)[:, 1:2], "scalar": base()[7],
+        "transposed": base().reshape(4, 6).t(),
+        "strided": base()[::3],
+        "column": base().reshape(4, 6)[:, 1:2],
+        "scalar": base()[7],
         "channels last": base().reshape(1, 4, 2, 3).to(memory_format=torch.channels_last),
     }
 
 
 # ---- what the workers do
 
+
 def job_dtypes() -> Any:
     rank, found = bps.rank(), {}
     for dtype in DTYPES:
         for shape in SHAPES:
             mine = values(dtype, shape, rank)
-            total, mean = bps.push_pull(mine, average=False), bps.push_pull(mine, name=f"mean.{dtype}.{shape}")
+            total, mean = (
+                bps.push_pull(mine, average=False),
+                bps.push_pull(mine, name=f"mean.{dtype}.{shape}"),
+            )
             assert torch.equal(mine, values(dtype, shape, rank)), "the input must not change"
             assert bps.push_pull_inplace(mine, average=False) is mine and torch.equal(mine, total)
             found[dtype, shape] = (total, mean)
@@ -64,14 +85,19 @@ def job_noncontiguous() -> Any:
 
 def job_many_handles() -> Any:
     """A hundred without a name, of one shape, waited for in another order than begun."""
-    handles = [bps.push_pull_async(torch.full((50,), float(i * (bps.rank() + 1))), average=False) for i in range(100)]
+    handles = [
+        bps.push_pull_async(torch.full((50,), float(i * (bps.rank() + 1))), average=False)
+        for i in range(100)
+    ]
     results = {i: float(bps.synchronize(handles[i])[49]) for i in reversed(range(100))}
     assert all(bps.poll(h) for h in handles)
     return [results[i] for i in range(100)]
 
 
 def job_data_is_replaced() -> Any:
-    """The memory under way is kept, whatever becomes of the tensor: nothing else may be found there when the sum comes home."""
+    """The memory under way is kept, whatever becomes of the tensor: nothing else may be found there
+    when the sum comes home.
+    """
     damage = 0.0
     for _ in range(3):
         tensor = torch.full((1 << 20,), 1.0)
@@ -84,7 +110,9 @@ def job_data_is_replaced() -> Any:
 
 
 def job_dropped() -> Any:
-    """A module that nobody has any more takes its parameters along: hooks on them do not keep them."""
+    """A module that nobody has any more takes its parameters along: hooks on them do not keep
+    them.
+    """
     model = DistributedDataParallel(nn.Linear(3, 3))
     model(torch.ones(1, 3)).sum().backward()
     memory = [weakref.ref(p) for p in model.parameters()]
@@ -94,7 +122,9 @@ def job_dropped() -> Any:
 
 
 def job_compressed() -> Any:
-    return bps.push_pull(torch.tensor([1.0, 1 / 3, -2.0]) * (bps.rank() + 1), compression=bps.Compression.fp16)
+    return bps.push_pull(
+        torch.tensor([1.0, 1 / 3, -2.0]) * (bps.rank() + 1), compression=bps.Compression.fp16
+    )
 
 
 def job_names() -> Any:
@@ -109,9 +139,21 @@ def job_names() -> Any:
 
 def special(rank: int) -> dict[str, torch.Tensor]:
     """On rank 1 what must arrive bit for bit, elsewhere something else."""
-    nan = torch.tensor([0x7FC00001, 0x7F800001, 0x80000000 - 2**32, 0x3F800000], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    made = {str(d): torch.arange(-3, 4).to(d) for d in [*DTYPES, torch.int16, torch.bool, torch.complex64, *UINT16]}
-    made |= {"nan, -0.0": nan, "scalar": torch.tensor(5), "empty": torch.zeros(0, 2), "large": torch.randn(70000)}
+    nan = (
+        torch.tensor([0x7FC00001, 0x7F800001, 0x80000000 - 2**32, 0x3F800000], dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
+    made = {
+        str(d): torch.arange(-3, 4).to(d)
+        for d in [*DTYPES, torch.int16, torch.bool, torch.complex64, *UINT16]
+    }
+    made |= {
+        "nan, -0.0": nan,
+        "scalar": torch.tensor(5),
+        "empty": torch.zeros(0, 2),
+        "large": torch.randn(70000),
+    }
     made["transposed"] = torch.randn(3, 5).t()
     return made if rank == 1 else {k: torch.zeros_like(v) for k, v in made.items()}
 
@@ -173,8 +215,17 @@ def job_resume() -> Any:
     return found
 
 
-JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_data_is_replaced", "job_dropped", "job_compressed",
-        "job_names", "job_broadcast", "job_resume"]
+JOBS = [
+    "job_dtypes",
+    "job_noncontiguous",
+    "job_many_handles",
+    "job_data_is_replaced",
+    "job_dropped",
+    "job_compressed",
+    "job_names",
+    "job_broadcast",
+    "job_resume",
+]
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +237,38 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_shapes(job: Finished, dtype: torch.dtype) -> None:
-    """The sums are small integers: exact in every dtype. Integer averages round down; half types are divided in float32, then rounded."""
+    """The sums are small integers: exact in every dtype.
+
+    Integer averages round down; half types are divided in float32, then rounded.
+    """
     for shape in SHAPES:
-        total = sum(values(torch.int64, shape, r) if dtype != torch.uint8 else values(dtype, shape, r).long() for r in range(WORKERS))
+        total = sum(
+            (
+                values(torch.int64, shape, r)
+                if dtype != torch.uint8
+                else values(dtype, shape, r).long()
+            )
+            for r in range(WORKERS)
+        )
         assert isinstance(total, torch.Tensor)
-        mean = (total.double() / WORKERS).to(dtype) if dtype.is_floating_point else total.div(WORKERS, rounding_mode="floor").to(dtype)
+        mean = (
+            (total.double() / WORKERS).to(dtype)
+            if dtype.is_floating_point
+            else total.div(WORKERS, rounding_mode="floor").to(dtype)
+        )
         for found in each(job, "job_dtypes"):
             got_total, got_mean = found[dtype, shape]
-            assert got_total.dtype == got_mean.dtype == dtype and got_total.shape == got_mean.shape == torch.Size(shape)
+            assert (
+                got_total.dtype == got_mean.dtype == dtype
+                and got_total.shape == got_mean.shape == torch.Size(shape)
+            )
             assert torch.equal(got_total, total.to(dtype))
-            torch.testing.assert_close(got_mean, mean, rtol=torch.finfo(dtype).eps if dtype.is_floating_point else 0, atol=0)
+            torch.testing.assert_close(
+                got_mean,
+                mean,
+                rtol=torch.finfo(dtype).eps if dtype.is_floating_point else 0,
+                atol=0,
+            )
 
 
 def test_noncontiguous(job: Finished) -> None:
@@ -239,7 +312,9 @@ def test_broadcast_parameters(job: Finished) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_resume(job: Finished, name: str) -> None:
-    """Equal batches: the averaged gradient is each worker's own up to a last bit (three times g over three), hence 1e-12."""
+    """Equal batches: the averaged gradient is each worker's own up to a last bit (three times g
+    over three), hence 1e-12.
+    """
     model, optimizer = checkpoint(MAKERS[name])
     state = str(optimizer.state_dict())
     steps(model, optimizer, 3, 6)
@@ -247,4 +322,6 @@ def test_resume(job: Finished, name: str) -> None:
     assert [f[0] for f in found] == [state] * WORKERS
     for _, got in found:
         assert all(torch.equal(a, b) for a, b in zip(got, found[0][1]))
-        torch.testing.assert_close(got, [p.detach() for p in model.parameters()], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            got, [p.detach() for p in model.parameters()], rtol=1e-12, atol=1e-12
+        )

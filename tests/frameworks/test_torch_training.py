@@ -1,7 +1,9 @@
-"""Training with 2 and 4 workers, on machines of one process or two, is training in one process on the joined batch, with the same bits on all.
+"""Training with 2 and 4 workers, on machines of one process or two, is training in one process on
+the joined batch, with the same bits on all.
 
-Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs from one process, hence 1e-11.
-In float32 the same costs about 1e-6 a step. fp16 on the wire rounds each gradient to 11 bits: 2e-3 after some steps.
+Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs
+from one process, hence 1e-11. In float32 the same costs about 1e-6 a step. fp16 on the wire rounds
+each gradient to 11 bits: 2e-3 after some steps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch_job import Finished, run_job
 
 import bpsx.torch as bps
 
-STEPS, BATCH = 8, 4     # BATCH: of one worker
+STEPS, BATCH = 8, 4  # BATCH: of one worker
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -30,10 +32,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def network(dtype: torch.dtype = torch.float64, seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
+    ).to(dtype)
 
 
-def batch(step: int, size: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    step: int, size: int, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The joined batch of a step; worker r has rows r * BATCH to (r + 1) * BATCH."""
     source = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(size * BATCH, 6, generator=source, dtype=torch.float64)
@@ -50,11 +56,15 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 def shard(step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     mine = slice(bps.rank() * BATCH, (bps.rank() + 1) * BATCH)
-    return tuple(t[mine] for t in batch(step, bps.size(), dtype))      # type: ignore[return-value]
+    return tuple(t[mine] for t in batch(step, bps.size(), dtype))  # type: ignore[return-value]
 
 
-def train_here(model: nn.Module, make: Optimizer, dtype: torch.dtype = torch.float64, **options: Any) -> list[torch.Tensor]:
-    optimizer: Any = bps.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+def train_here(
+    model: nn.Module, make: Optimizer, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[torch.Tensor]:
+    optimizer: Any = bps.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), **options
+    )
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -63,7 +73,9 @@ def train_here(model: nn.Module, make: Optimizer, dtype: torch.dtype = torch.flo
     return weights(model)
 
 
-def train_alone(model: nn.Module, make: Optimizer, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def train_alone(
+    model: nn.Module, make: Optimizer, size: int, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     optimizer = make(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -74,8 +86,11 @@ def train_alone(model: nn.Module, make: Optimizer, size: int, dtype: torch.dtype
 
 # ---- what the workers do
 
+
 def job_sgd() -> Any:
-    return train_here(network(seed=1 + bps.rank()), OPTIMIZERS["sgd"])      # the seeds differ: broadcast_parameters has to help
+    return train_here(
+        network(seed=1 + bps.rank()), OPTIMIZERS["sgd"]
+    )  # the seeds differ: broadcast_parameters has to help
 
 
 def job_momentum() -> Any:
@@ -99,14 +114,20 @@ def job_bfloat16() -> Any:
 
 
 def job_fp16_compression() -> Any:
-    return train_here(network(torch.float32), OPTIMIZERS["sgd"], torch.float32, compression=bps.Compression.fp16)
+    return train_here(
+        network(torch.float32), OPTIMIZERS["sgd"], torch.float32, compression=bps.Compression.fp16
+    )
 
 
 def job_passes() -> Any:
-    """Each worker adds up its batch in two halves; the loss is halved, as the passes are not averaged."""
+    """Each worker adds up its batch in two halves; the loss is halved, as the passes are not
+    averaged.
+    """
     model = network()
     base = OPTIMIZERS["momentum"](model.parameters())
-    optimizer: Any = bps.DistributedOptimizer(base, model.named_parameters(), backward_passes_per_step=2)
+    optimizer: Any = bps.DistributedOptimizer(
+        base, model.named_parameters(), backward_passes_per_step=2
+    )
     for step in range(STEPS):
         optimizer.zero_grad()
         x, y = shard(step)
@@ -117,7 +138,9 @@ def job_passes() -> Any:
 
 
 class Branches(nn.Module):
-    """A trunk, two heads of which a batch uses one, a third that nothing uses, a frozen layer and a layer used twice."""
+    """A trunk, two heads of which a batch uses one, a third that nothing uses, a frozen layer and a
+    layer used twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +153,9 @@ class Branches(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        out: torch.Tensor = self.heads[head](self.tied(self.twice(self.twice(self.frozen(self.trunk(x))))))
+        out: torch.Tensor = self.heads[head](
+            self.tied(self.twice(self.twice(self.frozen(self.trunk(x)))))
+        )
         return out
 
 
@@ -140,7 +165,9 @@ def head_of(rank: int, step: int) -> int:
 
 
 def job_branches() -> Any:
-    """With weight decay and momentum, which move a parameter whose gradient is zero, and not one that has none."""
+    """With weight decay and momentum, which move a parameter whose gradient is zero, and not one
+    that has none.
+    """
     return branches(OPTIMIZERS["momentum"])
 
 
@@ -163,10 +190,12 @@ def job_opposite_orders() -> Any:
     """Workers push tensors of several partitions in opposite orders."""
     torch.manual_seed(5)
     towers = nn.ModuleList(nn.Linear(300, 2000, bias=False) for _ in range(4))
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(towers.parameters(), lr=0.1), towers.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        torch.optim.SGD(towers.parameters(), lr=0.1), towers.named_parameters()
+    )
     for _ in range(3):
         optimizer.zero_grad()
-        for tower in (towers if bps.rank() % 2 else reversed(towers)):
+        for tower in towers if bps.rank() % 2 else reversed(towers):
             tower(torch.ones(1, 300)).sum().backward()
         optimizer.step()
     return [w[:2, :2].clone() for w in weights(towers)]
@@ -174,7 +203,9 @@ def job_opposite_orders() -> Any:
 
 def job_clipping() -> Any:
     model = network()
-    optimizer: Any = bps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters()
+    )
     for step in range(STEPS):
         optimizer.zero_grad()
         mean_square(model, *shard(step)).backward()
@@ -190,6 +221,7 @@ def job_scheduler_and_closure() -> Any:
     optimizer: Any = bps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for step in range(STEPS):
+
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
             loss = mean_square(model, *shard(step))
@@ -202,6 +234,7 @@ def job_scheduler_and_closure() -> Any:
 
 
 # ---- what one process does instead
+
 
 def alone_branches(make: Callable[[Any], torch.optim.Optimizer], size: int) -> list[torch.Tensor]:
     model = Branches()
@@ -250,9 +283,18 @@ CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
     "job_momentum": (lambda n: train_alone(network(), OPTIMIZERS["momentum"], n), 1e-11),
     "job_adam": (lambda n: train_alone(network(), OPTIMIZERS["adam"], n), 1e-11),
     "job_adamw": (lambda n: train_alone(network(), OPTIMIZERS["adamw"], n), 1e-11),
-    "job_float32": (lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32), 1e-5),
-    "job_bfloat16": (lambda n: train_alone(network(torch.bfloat16), OPTIMIZERS["sgd"], n, torch.bfloat16), 2e-2),
-    "job_fp16_compression": (lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32), 2e-3),
+    "job_float32": (
+        lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32),
+        1e-5,
+    ),
+    "job_bfloat16": (
+        lambda n: train_alone(network(torch.bfloat16), OPTIMIZERS["sgd"], n, torch.bfloat16),
+        2e-2,
+    ),
+    "job_fp16_compression": (
+        lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32),
+        2e-3,
+    ),
     "job_passes": (lambda n: train_alone(network(), OPTIMIZERS["momentum"], n), 1e-11),
     "job_branches": (lambda n: alone_branches(OPTIMIZERS["momentum"], n), 1e-11),
     "job_branches_adamw": (lambda n: alone_branches(OPTIMIZERS["adamw"], n), 1e-11),
@@ -262,12 +304,23 @@ CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1), (2, 1, 2), (1, 0, 2)],
-                ids=["2 workers", "4 workers", "2 machines of 2", "1 machine of 2"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, 1, 1), (4, 2, 1), (2, 1, 2), (1, 0, 2)],
+    ids=["2 workers", "4 workers", "2 machines of 2", "1 machine of 2"],
+)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     machines, servers, processes = request.param
-    finished = run_job(__file__, list(CASES), tmp_path_factory, machines, servers, processes, apart=request.param == (2, 1, 1),
-                       BYTEPS_PARTITION_BYTES="65536")
+    finished = run_job(
+        __file__,
+        list(CASES),
+        tmp_path_factory,
+        machines,
+        servers,
+        processes,
+        apart=request.param == (2, 1, 1),
+        BYTEPS_PARTITION_BYTES="65536",
+    )
     assert finished.status == 0, finished.output[-5000:]
     assert sorted(finished.results) == list(range(machines * processes))
     return finished
@@ -286,4 +339,7 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, case: str) -> Non
 def test_all_workers_hold_the_same_bits(job: Finished, case: str) -> None:
     first, *others = (job.results[rank][case] for rank in sorted(job.results))
     for other in others:
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, other, strict=True))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(first, other, strict=True)
+        )

@@ -33,7 +33,9 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     bps.init()
     rank, results = bps.rank(), {}
     for name in functions:
-        torch.manual_seed(100 + rank)       # whatever must be alike on the workers has to be made so by the test
+        torch.manual_seed(
+            100 + rank
+        )  # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
     torch.save(results, running.place(out, rank))
     apart.check("torch")

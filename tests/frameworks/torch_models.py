@@ -1,4 +1,6 @@
-"""Small models in float64, an optimizer that counts, and their training on shares of a joined batch, for comparisons with one process."""
+"""Small models in float64, an optimizer that counts, and their training on shares of a joined
+batch, for comparisons with one process.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-ROWS = 12       # of the joined batch: for 1, 2, 3 or 4 workers
+ROWS = 12  # of the joined batch: for 1, 2, 3 or 4 workers
 STEPS = 4
 
 
 def tanh_model(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    ).double()
 
 
 class Forked(nn.Module):
@@ -23,14 +27,20 @@ class Forked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.left, self.right = tanh_model(2), nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+        self.stem, self.left, self.right = (
+            tanh_model(2),
+            nn.Linear(3, 3).double(),
+            nn.Linear(3, 3).double(),
+        )
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         return (self.right if step % 2 else self.left)(self.stem(x))  # type: ignore[no-any-return]
 
 
 class Counting(torch.optim.SGD):
-    """Counts steps in its groups and on itself, in numbers, in place in tensors and in a list; where it goes depends on all of them."""
+    """Counts steps in its groups and on itself, in numbers, in place in tensors and in a list;
+    where it goes depends on all of them.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -38,7 +48,7 @@ class Counting(torch.optim.SGD):
         for group in self.param_groups:
             group["tensor"] = torch.zeros(1)
 
-    @torch.no_grad()    # type: ignore[untyped-decorator]
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> None:
         self.taken += 1
         self.tensor += 1
@@ -57,14 +67,24 @@ def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.
     torch.manual_seed(1000 + step)
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
     each = ROWS // size
-    return x[rank * each:(rank + 1) * each], y[rank * each:(rank + 1) * each]
+    return x[rank * each : (rank + 1) * each], y[rank * each : (rank + 1) * each]
 
 
 def train(
-    model: nn.Module, rank: int = 0, size: int = 1, *, steps: int = STEPS, optimizer: Any = None, passes: int = 1, with_step: bool = False,
+    model: nn.Module,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    steps: int = STEPS,
+    optimizer: Any = None,
+    passes: int = 1,
+    with_step: bool = False,
     no_sync: Callable[[], Any] = contextlib.nullcontext,
 ) -> list[torch.Tensor]:
-    """Train on this worker's rows; the parameters afterwards. ``passes``: backward passes, of as many steps' batches, per optimizer step."""
+    """Train on this worker's rows; the parameters afterwards.
+
+    ``passes``: backward passes, of as many steps' batches, per optimizer step.
+    """
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -77,11 +97,17 @@ def train(
     return [p.detach().clone() for p in model.parameters()]
 
 
-def check_all(finished: Any, workers: int, name: str, expected: list[torch.Tensor], tolerance: float = 1e-11) -> None:
-    """Whether function ``name`` has given the same bits on all workers, and what one process gets."""
+def check_all(
+    finished: Any, workers: int, name: str, expected: list[torch.Tensor], tolerance: float = 1e-11
+) -> None:
+    """Whether function ``name`` has given the same bits on all workers, and what one process
+    gets.
+    """
     first = finished.results[0][name]
     for rank in range(workers):
         for ours, theirs in zip(finished.results[rank][name], first, strict=True):
             assert torch.equal(ours, theirs), (name, rank)
     for ours, alone in zip(first, expected, strict=True):
-        torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, alone, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+        )

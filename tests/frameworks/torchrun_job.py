@@ -14,27 +14,54 @@ DEADLINE = 120
 
 
 class Torchrun:
-    """A torchrun for each of the machines with ``each`` processes, all of them this one; or, ``by_hand``, the workers as it would start them,
-    without a store of its own. Leaving the block ends what is left of them.
+    """A torchrun for each of the machines with ``each`` processes, all of them this one; or,
+    ``by_hand``, the workers as it would start them, without a store of its own.
 
-    ``options`` are torchrun's. ``endpoint`` makes its rendezvous a c10d one at that host, or "standalone"; by default it is static, at ``master``.
-    ``prefixes[i]`` goes before the command of machine i.
+    Leaving the block ends what is left of them.
+
+    ``options`` are torchrun's. ``endpoint`` makes its rendezvous a c10d one at that host, or
+    "standalone"; by default it is static, at ``master``. ``prefixes[i]`` goes before the command of
+    machine i.
     """
 
     def __init__(
-        self, folder: Path, source: str, *arguments: str, each: tuple[int, ...] = (2,), by_hand: bool = False, options: Sequence[str] = (),
-        endpoint: str = "", master: str = "127.0.0.1", prefixes: Sequence[Sequence[str]] = (), **environment: str,
+        self,
+        folder: Path,
+        source: str,
+        *arguments: str,
+        each: tuple[int, ...] = (2,),
+        by_hand: bool = False,
+        options: Sequence[str] = (),
+        endpoint: str = "",
+        master: str = "127.0.0.1",
+        prefixes: Sequence[Sequence[str]] = (),
+        **environment: str,
     ) -> None:
         script = folder / "script.py"
         script.write_text(textwrap.dedent(source))
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))
+        }
         if "BPSX_CACHE_DIR" in os.environ:
             clean["BPSX_CACHE_DIR"] = os.environ["BPSX_CACHE_DIR"]
-        self._mark = f"TEST_MARK={folder}"       # by which our processes are found
-        self._env = {**clean, "OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": str(folder), "TEST_MARK": str(folder),
-                     **environment}
+        self._mark = f"TEST_MARK={folder}"  # by which our processes are found
+        self._env = {
+            **clean,
+            "OMP_NUM_THREADS": "1",
+            "BPSX_RENDEZVOUS_TIMEOUT": "60",
+            "BYTEPS_SOCKET_PATH": str(folder),
+            "TEST_MARK": str(folder),
+            **environment,
+        }
         self._folder, self._command = folder, [str(script), *arguments]
-        self._options, self._endpoint, self._master, self._prefixes = options, endpoint, master, prefixes
+        self._options, self._endpoint, self._master, self._prefixes = (
+            options,
+            endpoint,
+            master,
+            prefixes,
+        )
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self._port = str(s.getsockname()[1])
@@ -43,9 +70,17 @@ class Torchrun:
         self.processes = self._by_hand(each) if by_hand else self._agents(each)
         os.close(self._writer)
 
-    def _start(self, command: list[str], prefix: Sequence[str] = (), **environment: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*prefix, sys.executable, *command], env={**self._env, **environment}, stdout=self._writer, stderr=self._writer,
-                                start_new_session=True, cwd=self._folder)
+    def _start(
+        self, command: list[str], prefix: Sequence[str] = (), **environment: str
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*prefix, sys.executable, *command],
+            env={**self._env, **environment},
+            stdout=self._writer,
+            stderr=self._writer,
+            start_new_session=True,
+            cwd=self._folder,
+        )
 
     def _agents(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
         if self._endpoint == "standalone":
@@ -54,21 +89,53 @@ class Torchrun:
             way = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._endpoint}:{self._port}"]
         else:
             way = ["--master-addr", self._master, "--master-port", self._port]
-        return [self._start(["-m", "torch.distributed.run", *way, "--nnodes", str(len(each)), "--node-rank", str(i), "--nproc-per-node", str(n),
-                             "--monitor-interval", "0.1", *self._options, *self._command], self._prefixes[i] if self._prefixes else ())
-                for i, n in enumerate(each)]
+        return [
+            self._start(
+                [
+                    "-m",
+                    "torch.distributed.run",
+                    *way,
+                    "--nnodes",
+                    str(len(each)),
+                    "--node-rank",
+                    str(i),
+                    "--nproc-per-node",
+                    str(n),
+                    "--monitor-interval",
+                    "0.1",
+                    *self._options,
+                    *self._command,
+                ],
+                self._prefixes[i] if self._prefixes else (),
+            )
+            for i, n in enumerate(each)
+        ]
 
     def _by_hand(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
         places = [(group, local, n) for group, n in enumerate(each) for local in range(n)]
-        return [self._start(self._command, RANK=str(rank), WORLD_SIZE=str(len(places)), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(n),
-                            GROUP_RANK=str(group), MASTER_ADDR="127.0.0.1", MASTER_PORT=self._port)
-                for rank, (group, local, n) in enumerate(places)]
+        return [
+            self._start(
+                self._command,
+                RANK=str(rank),
+                WORLD_SIZE=str(len(places)),
+                LOCAL_RANK=str(local),
+                LOCAL_WORLD_SIZE=str(n),
+                GROUP_RANK=str(group),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=self._port,
+            )
+            for rank, (group, local, n) in enumerate(places)
+        ]
 
     def __enter__(self) -> Torchrun:
         return self
 
     def wait(self) -> tuple[list[int], str]:
-        """Exit statuses and all output. It ends when the last process that could write to it has ended: what was started beside, too."""
+        """Exit statuses and all output.
+
+        It ends when the last process that could write to it has ended: what was started beside,
+        too.
+        """
         text = self.output.read()
         return [process.wait(DEADLINE) for process in self.processes], text
 
@@ -77,7 +144,9 @@ class Torchrun:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self._mark.encode() in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0"):
                     found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue

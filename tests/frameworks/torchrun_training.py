@@ -1,6 +1,8 @@
-"""A training that goes on from its checkpoint, for tests of torchrun; as a script it is the worker: ``script.py FAULTS``.
+"""A training that goes on from its checkpoint, for tests of torchrun; as a script it is the worker:
+``script.py FAULTS``.
 
-FAULTS is a JSON list of [step, rank, "kill" or "raise"]: each happens once, after that step on that rank.
+FAULTS is a JSON list of [step, rank, "kill" or "raise"]: each happens once, after that step on that
+rank.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1) -> None:
+def take(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1
+) -> None:
     """One step on this worker's part of the step's batch."""
-    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rank::size]
+    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[
+        rank::size
+    ]
     optimizer.zero_grad()
     (model(batch[:, :4]) - batch[:, 4:]).square().mean().backward()
     optimizer.step()
@@ -61,24 +67,43 @@ def main() -> None:
     dist.init_process_group("bpsx")
     rank, size, config = bps.rank(), bps.size(), session().config
     model, optimizer = make()
-    kept = torch.load("state.pt", weights_only=True) if rank == 0 and os.path.exists("state.pt") else None
+    kept = (
+        torch.load("state.pt", weights_only=True)
+        if rank == 0 and os.path.exists("state.pt")
+        else None
+    )
     kept = bps.broadcast_object(kept, root_rank=0, name="kept")
     if kept is not None:
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
     done = kept["step"] if kept is not None else 0
-    facts = [done, rank, size, config.num_worker, config.servers, config.root_uri, hashlib.sha256(str(config.secret).encode()).hexdigest()]
-    sys.stdout.write(f"BEGINS {json.dumps(facts)}\n")       # at once: torchrun's workers share a pipe
+    facts = [
+        done,
+        rank,
+        size,
+        config.num_worker,
+        config.servers,
+        config.root_uri,
+        hashlib.sha256(str(config.secret).encode()).hexdigest(),
+    ]
+    sys.stdout.write(f"BEGINS {json.dumps(facts)}\n")  # at once: torchrun's workers share a pipe
     sys.stdout.flush()
     outer = nn.parallel.DistributedDataParallel(model)
     for step in range(done, STEPS):
-        if step % 2:        # a group and a model of other names, in the middle
+        if step % 2:  # a group and a model of other names, in the middle
             dist.destroy_process_group()
             dist.init_process_group("bpsx")
             outer = nn.parallel.DistributedDataParallel(model)
         take(outer, optimizer, step, rank, size)
         if rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, "state.new")
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step + 1,
+                },
+                "state.new",
+            )
             os.replace("state.new", "state.pt")
         fail(step, rank)
     torch.save([p.detach() for p in model.parameters()], f"weights-{rank}.pt")

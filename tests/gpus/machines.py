@@ -15,22 +15,45 @@ PRELUDE = "from gpus.worker import *\n"
 SHAPES = {"alone": (1, 2, 0), "direct": (2, 1, 1), "machine": (1, 2, 1), "one": (1, 1, 0)}
 
 
-def gpu_job(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, *, env: Mapping[str, object] | None = None,
-            worker_env: Mapping[int, Mapping[str, object]] | None = None) -> Job:
-    """A job of ``machines`` x ``processes`` workers, each with a GPU of its own, which run ``source`` after the names of gpus.worker."""
+def gpu_job(
+    source: str,
+    pretend: Path,
+    machines: int = 1,
+    processes: int = 1,
+    servers: int = 0,
+    *,
+    env: Mapping[str, object] | None = None,
+    worker_env: Mapping[int, Mapping[str, object]] | None = None,
+) -> Job:
+    """A job of ``machines`` x ``processes`` workers, each with a GPU of its own, which run
+    ``source`` after the names of gpus.worker.
+    """
     paths = environment(pretend)
-    everybody = {name: paths[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PRETEND_NCCL")} | {"BPSX_SPIN_US": "0"}
+    everybody = {
+        name: paths[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PRETEND_NCCL")
+    } | {"BPSX_SPIN_US": "0"}
     if servers and machines == 1:
         everybody["BYTEPS_FORCE_DISTRIBUTED"] = "1"
     everybody |= {name: str(value) for name, value in (env or {}).items()}
-    own: dict[int, dict[str, str]] = {i: {"PRETEND_FIRST_GPU": str(i % processes)} for i in range(machines * processes)}
+    own: dict[int, dict[str, str]] = {
+        i: {"PRETEND_FIRST_GPU": str(i % processes)} for i in range(machines * processes)
+    }
     for i, more in (worker_env or {}).items():
         own[i] |= {k: str(v) for k, v in more.items()}
-    return Job(PRELUDE + textwrap.dedent(source), machines * processes, servers, env=everybody, worker_env=own, processes=processes,
-               alone=machines * processes == 1 and not servers)
+    return Job(
+        PRELUDE + textwrap.dedent(source),
+        machines * processes,
+        servers,
+        env=everybody,
+        worker_env=own,
+        processes=processes,
+        alone=machines * processes == 1 and not servers,
+    )
 
 
-def gpu_run(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, **more: Any) -> list[list[Any]]:
+def gpu_run(
+    source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, **more: Any
+) -> list[list[Any]]:
     """Run such a job to its good end; what each worker reported."""
     with gpu_job(source, pretend, machines, processes, servers, **more) as job:
         return job.results()

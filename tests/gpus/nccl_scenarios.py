@@ -1,4 +1,6 @@
-"""What the tests of the pretend NCCL do: ``python -m gpus.nccl_scenarios name rank n folder``, one process per rank; they meet in the folder."""
+"""What the tests of the pretend NCCL do: ``python -m gpus.nccl_scenarios name rank n folder``, one
+process per rank; they meet in the folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ import numpy.typing as npt
 from gpus.pretend.driver import CudaError, driver
 from gpus.pretend.memory import PretendArray
 
-DTYPES = [np.dtype(t) for t in ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)]       # in the order of NCCL's numbers
+DTYPES = [
+    np.dtype(t) for t in ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
+]  # in the order of NCCL's numbers
 SUM, PROD, MAX, MIN, AVG = range(5)
 F32 = 7
 SCENARIOS: dict[str, Callable[[Rank], None]] = {}
@@ -45,7 +49,9 @@ class Rank:
         self.nccl = ctypes.CDLL("libnccl.so.2")
 
     def told(self) -> Id:
-        """Rank 0's unique id, made once: another rank may have read it before it is asked for again."""
+        """Rank 0's unique id, made once: another rank may have read it before it is asked for
+        again.
+        """
         unique, path = Id(), self.folder / "id"
         if self.rank == 0 and not path.exists():
             self.call("ncclGetUniqueId", ctypes.byref(unique))
@@ -63,7 +69,14 @@ class Rank:
         return code
 
     def code(self, name: str, *arguments: Any) -> int:
-        return int(getattr(self.nccl, name)(*(ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a for a in arguments)))
+        return int(
+            getattr(self.nccl, name)(
+                *(
+                    ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a
+                    for a in arguments
+                )
+            )
+        )
 
     def call(self, name: str, *arguments: Any) -> None:
         code = self.code(name, *arguments)
@@ -132,26 +145,36 @@ def collectives(r: Rank) -> None:
         assert equal(y, total) and equal(z, total), (dtype, op)
         r.queue("ncclReduceScatter", x.address, z.address, count, code, op)
         r.queue("ncclReduceScatter", x.address, x.address + k * size, count, code, op)
-        mine = total[k * count:][:count]
+        mine = total[k * count :][:count]
         assert equal(z, np.concatenate([mine, total[count:]])), (dtype, op)
-        assert equal(x, np.concatenate([parts[k][:k * count], mine, parts[k][(k + 1) * count:]])), (dtype, op)
+        assert equal(
+            x, np.concatenate([parts[k][: k * count], mine, parts[k][(k + 1) * count :]])
+        ), (dtype, op)
         r.queue("ncclAllGather", z.address, y.address, count, code)
         r.queue("ncclAllGather", x.address + k * size, x.address, count, code)
         assert equal(x, total) and equal(y, total), (dtype, op)
         x.set(parts[k])
         r.queue("ncclBroadcast", x.address if k == root else 0, z.address, count, code, root)
         r.queue("ncclBroadcast", x.address, x.address, n * count, code, root)
-        assert equal(x, parts[root]) and equal(z, np.concatenate([parts[root][:count], total[count:]])), (dtype, op)
+        assert equal(x, parts[root]) and equal(
+            z, np.concatenate([parts[root][:count], total[count:]])
+        ), (dtype, op)
     r.call("ncclCommDestroy", r.comm)
 
 
 @scenario
 def large(r: Rank) -> None:
-    """More than goes at once, and nothing at all, grouped; by two streams in the order of the calls."""
+    """More than goes at once, and nothing at all, grouped; by two streams in the order of the
+    calls.
+    """
     assert r.meet() == 0
     n, count, other = r.n, 300_001, driver().stream()
     parts = [values(i, n * count, np.dtype("f4"), 1) for i in range(n)]
-    total, x, y = reduced(parts, SUM), r.array(parts[r.rank]), r.array(np.zeros(n * count, np.float32))
+    total, x, y = (
+        reduced(parts, SUM),
+        r.array(parts[r.rank]),
+        r.array(np.zeros(n * count, np.float32)),
+    )
     mine = r.rank * count * 4
     driver().hold(r.stream)
     r.call("ncclGroupStart")
@@ -164,7 +187,7 @@ def large(r: Rank) -> None:
     r.call("ncclGroupEnd")
     r.queue("ncclAllGather", y.address + mine, y.address, count, F32, stream=other)
     time.sleep(0.05)
-    assert not driver().idle(other)         # waits for its turn, though the stream is free
+    assert not driver().idle(other)  # waits for its turn, though the stream is free
     driver().release(r.stream)
     driver().sync(other)
     assert equal(x, total) and equal(y, total)
@@ -178,15 +201,20 @@ def sends(r: Rank) -> None:
     """Everybody to everybody, also to itself, in one group: more than goes at once."""
     assert r.meet() == 0
     count = 200_003
-    parts = [[values(10 * i + j, count, np.dtype("f4"), 2) for j in range(r.n)] for i in range(r.n)]       # from i to j
-    out, into = [r.array(p) for p in parts[r.rank]], [r.array(np.zeros(count, np.float32)) for _ in range(r.n)]
+    parts = [
+        [values(10 * i + j, count, np.dtype("f4"), 2) for j in range(r.n)] for i in range(r.n)
+    ]  # from i to j
+    out, into = (
+        [r.array(p) for p in parts[r.rank]],
+        [r.array(np.zeros(count, np.float32)) for _ in range(r.n)],
+    )
     r.call("ncclGroupStart")
     r.queue("ncclSend", out[0].address, count, F32, 0)
-    r.code("ncclRecv", 1, 1, F32, 0, 5, 0)      # no such communicator: nothing of the group is queued
+    r.code("ncclRecv", 1, 1, F32, 0, 5, 0)  # no such communicator: nothing of the group is queued
     assert r.code("ncclGroupEnd") == 4 and driver().idle(r.stream)
     r.call("ncclGroupStart")
     for other in range(r.n):
-        for size in (count, 5):         # what the second receives is not the first's
+        for size in (count, 5):  # what the second receives is not the first's
             r.queue("ncclRecv", into[other].address, size, F32, other)
             r.queue("ncclSend", out[other].address, size, F32, other)
     r.call("ncclGroupEnd")
@@ -195,7 +223,9 @@ def sends(r: Rank) -> None:
 
 @scenario
 def another_order(r: Rank) -> None:
-    """Two tensors of one size in another order each: seen by their number of elements; the same with roots."""
+    """Two tensors of one size in another order each: seen by their number of elements; the same
+    with roots.
+    """
     assert r.meet() == 0
     x = r.array(np.ones(64, np.float32))
     r.queue("ncclAllReduce", x.address, x.address, 64, F32, SUM)
@@ -225,7 +255,11 @@ def another_size_sent(r: Rank) -> None:
 
 @scenario
 def aborted(r: Rank) -> None:
-    """Rank 1 dies. What rank 0 has queued hangs, on several streams, until the abort; then streams go on, and the communicator is gone."""
+    """Rank 1 dies.
+
+    What rank 0 has queued hangs, on several streams, until the abort; then streams go on, and the
+    communicator is gone.
+    """
     assert r.meet() == 0
     x = r.array(np.ones(8, np.float32))
     if r.rank == 1:
@@ -256,14 +290,24 @@ def asked(r: Rank) -> None:
     assert r.meet() == 2 and r.comm == 0
     assert r.meet() == 0
     found = ctypes.c_int()
-    for name, expected in (("ncclCommCount", r.n), ("ncclCommUserRank", r.rank), ("ncclCommCuDevice", 0), ("ncclCommGetAsyncError", 0)):
+    for name, expected in (
+        ("ncclCommCount", r.n),
+        ("ncclCommUserRank", r.rank),
+        ("ncclCommCuDevice", 0),
+        ("ncclCommGetAsyncError", 0),
+    ):
         r.call(name, r.comm, ctypes.byref(found))
         assert found.value == expected, name
     r.call("pretend_async_error", r.comm, 6)
     r.call("ncclCommGetAsyncError", r.comm, ctypes.byref(found))
     assert found.value == 6
     plain, x = np.ones(8, np.float32), r.array(np.ones(8, np.float32))
-    tries = [(plain.ctypes.data, 8, F32, SUM), (x.address, 9, F32, SUM), (x.address, 8, 10, SUM), (x.address, 8, F32, 5)]
+    tries = [
+        (plain.ctypes.data, 8, F32, SUM),
+        (x.address, 9, F32, SUM),
+        (x.address, 8, 10, SUM),
+        (x.address, 8, F32, 5),
+    ]
     assert [r.code("ncclAllReduce", a, a, *rest, r.comm, r.stream) for a, *rest in tries] == [4] * 4
     assert r.code("ncclGroupEnd") == 5
     driver().capture(r.stream)

@@ -1,4 +1,8 @@
-"""What the tests of the pretend driver do, each in a process of its own: ``python -m gpus.scenarios name``. NCCL's are in nccl_scenarios.py."""
+"""What the tests of the pretend driver do, each in a process of its own: ``python -m gpus.scenarios
+name``.
+
+NCCL's are in nccl_scenarios.py.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +50,26 @@ def needs_a_context() -> None:
     where = ctypes.byref(ctypes.c_uint64())
     memory = np.zeros(64, np.uint8)
     calls: dict[str, tuple[object, ...]] = {
-        "cuStreamCreate": (where, 1), "cuStreamCreateWithPriority": (where, 1, 0), "cuEventCreate": (where, 2), "cuEventRecord": (1, 0),
-        "cuStreamWaitEvent": (0, 1, 0), "cuStreamSynchronize": (0,), "cuStreamQuery": (0,), "cuEventSynchronize": (1,), "cuMemAlloc_v2": (where, 8),
-        "cuMemFree_v2": (8,), "cuMemHostAlloc": (where, 8, 0), "cuMemFreeHost": (8,), "cuMemHostRegister_v2": (place(memory), 64, 0),
-        "cuMemHostUnregister": (place(memory),), "cuMemcpyAsync": (place(memory), place(memory), 8, 0), "cuMemsetD8Async": (place(memory), 1, 8, 0)}
-    assert {name: cuda.code(name, *a) for name, a in calls.items()} == dict.fromkeys(calls, 3)     # cuInit was not called
+        "cuStreamCreate": (where, 1),
+        "cuStreamCreateWithPriority": (where, 1, 0),
+        "cuEventCreate": (where, 2),
+        "cuEventRecord": (1, 0),
+        "cuStreamWaitEvent": (0, 1, 0),
+        "cuStreamSynchronize": (0,),
+        "cuStreamQuery": (0,),
+        "cuEventSynchronize": (1,),
+        "cuMemAlloc_v2": (where, 8),
+        "cuMemFree_v2": (8,),
+        "cuMemHostAlloc": (where, 8, 0),
+        "cuMemFreeHost": (8,),
+        "cuMemHostRegister_v2": (place(memory), 64, 0),
+        "cuMemHostUnregister": (place(memory),),
+        "cuMemcpyAsync": (place(memory), place(memory), 8, 0),
+        "cuMemsetD8Async": (place(memory), 1, 8, 0),
+    }
+    assert {name: cuda.code(name, *a) for name, a in calls.items()} == dict.fromkeys(
+        calls, 3
+    )  # cuInit was not called
     cuda.call("cuInit", 0)
     assert {name: cuda.code(name, *a) for name, a in calls.items()} == dict.fromkeys(calls, 201)
     assert cuda.made("cuCtxGetCurrent") == 0
@@ -83,7 +102,7 @@ def devices() -> None:
     other = cuda.made("cuMemAlloc_v2", 100)
     ordinals = [cuda.made("cuPointerGetAttribute", 9, m + 99) for m in (memory, other)]
     assert ordinals == [0, 1]
-    assert cuda.code("cuEventRecord", event, cuda.stream()) == 400      # another GPU's
+    assert cuda.code("cuEventRecord", event, cuda.stream()) == 400  # another GPU's
     name = ctypes.c_char_p()
     cuda.call("cuGetErrorName", 712, ctypes.byref(name))
     assert name.value == b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
@@ -94,13 +113,13 @@ def events() -> None:
     cuda = driver()
     cuda.enter()
     a, b, event = cuda.stream(), cuda.stream(), cuda.event()
-    assert cuda.come(event)                 # never recorded
+    assert cuda.come(event)  # never recorded
     cuda.wait(a, event)
     cuda.call("cuEventSynchronize", event)
     cuda.hold(a)
     cuda.record(event, a)
     assert not cuda.come(event) and not cuda.idle(a)
-    cuda.wait(b, event)                     # waits for this record, whatever comes later
+    cuda.wait(b, event)  # waits for this record, whatever comes later
     cuda.record(event, 0)
     cuda.call("cuEventSynchronize", event)
     assert cuda.come(event) and cuda.idle() and not cuda.idle(b)
@@ -110,14 +129,14 @@ def events() -> None:
     cuda.sync(b)
     assert cuda.alive("events") == 0 and cuda.alive("streams") == 2
     event = cuda.event()
-    cuda.hold(1)                            # 0, 1 and 2 are one stream
+    cuda.hold(1)  # 0, 1 and 2 are one stream
     cuda.record(event, 2)
     assert not cuda.come(event) and not cuda.idle(0)
     cuda.release(0)
     cuda.sync(2)
     cuda.hold(a)
     cuda.record(event, a)
-    cuda.call("cuStreamDestroy_v2", a)      # nobody could release it any more
+    cuda.call("cuStreamDestroy_v2", a)  # nobody could release it any more
     cuda.call("cuEventSynchronize", event)
     cuda.call("cuStreamDestroy_v2", b)
     assert cuda.code("cuStreamQuery", a) == 400 and cuda.alive("streams") == 0
@@ -125,7 +144,9 @@ def events() -> None:
 
 @scenario
 def order() -> None:
-    """Operations of a stream run in order and one at a time, those of two streams side by side; a hold holds what comes after it alone."""
+    """Operations of a stream run in order and one at a time, those of two streams side by side; a
+    hold holds what comes after it alone.
+    """
     cuda = driver()
     cuda.enter()
     a, b, event = cuda.stream(), cuda.stream(), cuda.event()
@@ -172,25 +193,41 @@ def memory() -> None:
     device, host = cuda.made("cuMemAlloc_v2", 1000), cuda.made("cuMemHostAlloc", 1000, 0)
     plain = np.arange(3000, dtype=np.int16).view(np.uint8)
     x = place(plain)
-    assert [cuda.made("cuPointerGetAttribute", 2, p) for p in (device, device + 999, host)] == [2, 2, 1]
+    assert [cuda.made("cuPointerGetAttribute", 2, p) for p in (device, device + 999, host)] == [
+        2,
+        2,
+        1,
+    ]
     out = ctypes.byref(ctypes.c_uint64())
     assert [cuda.code("cuPointerGetAttribute", out, 2, p) for p in (device + 1000, x)] == [1, 1]
     cuda.copy(device, x, 1000)
     assert (cuda.pageable(), cuda.straddling()) == (1, 0)
     cuda.call("cuMemHostRegister_v2", x, 2000, 0)
     cuda.call("cuMemHostRegister_v2", x + 2000, 2000, 0)
-    assert [cuda.code("cuMemHostRegister_v2", x + k, n, 0) for k, n in ((0, 2000), (1999, 1), (-1, 2), (3000, 5000))] == [712] * 4
+    assert [
+        cuda.code("cuMemHostRegister_v2", x + k, n, 0)
+        for k, n in ((0, 2000), (1999, 1), (-1, 2), (3000, 5000))
+    ] == [712] * 4
     cuda.copy(device, x, 1000)
     cuda.copy(host, device, 1000)
     assert (cuda.pageable(), cuda.straddling()) == (1, 0)
     cuda.copy(device, x + 1500, 1000)
     assert (cuda.pageable(), cuda.straddling()) == (1, 1)
-    assert cuda.code("cuMemcpyAsync", device, x + 3500, 1000, 0) == 1       # the second half of it is not registered
+    assert (
+        cuda.code("cuMemcpyAsync", device, x + 3500, 1000, 0) == 1
+    )  # the second half of it is not registered
     cuda.sync()
-    assert ctypes.string_at(host, 1000) == plain[:1000].tobytes() and ctypes.string_at(device, 1000) == plain[1500:2500].tobytes()
+    assert (
+        ctypes.string_at(host, 1000) == plain[:1000].tobytes()
+        and ctypes.string_at(device, 1000) == plain[1500:2500].tobytes()
+    )
     assert [cuda.alive(k) for k in ("device", "pinned", "registered")] == [1, 1, 2]
     assert [cuda.code("cuMemHostUnregister", x + k) for k in (0, 0, 1, 2000)] == [0, 713, 713, 0]
-    assert [cuda.code("cuMemFree_v2", p) for p in (device, device, host)] == [0, 1, 1] and cuda.code("cuMemFreeHost", host) == 0
+    assert [cuda.code("cuMemFree_v2", p) for p in (device, device, host)] == [
+        0,
+        1,
+        1,
+    ] and cuda.code("cuMemFreeHost", host) == 0
     assert [cuda.alive(k) for k in ("device", "pinned", "registered")] == [0, 0, 0]
 
 
@@ -203,7 +240,11 @@ def failures() -> None:
     cuda.fail("cuMemsetD8Async", 700)
     codes = [cuda.code("cuMemsetD8Async", place(x) + i, i + 1, 1, 0) for i in range(2)]
     cuda.sync()
-    assert codes == [700, 0] and x.tolist() == [0, 2, 0, 0, 0, 0, 0, 0] and cuda.count("cuMemsetD8Async") == 2
+    assert (
+        codes == [700, 0]
+        and x.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
+        and cuda.count("cuMemsetD8Async") == 2
+    )
     cuda.fail("cuStreamQuery", 5, skip=2)
     assert [cuda.code("cuStreamQuery", 0) for _ in range(4)] == [0, 0, 5, 0]
     try:
@@ -224,8 +265,16 @@ def capture() -> None:
         cuda.call("cuStreamIsCapturing", stream, ctypes.byref(status))
         assert status.value == on
         refused = 900 if on else 0
-        assert cuda.code("cuEventRecord", event, stream) == cuda.code("cuMemsetD8Async", place(x), 1, 8, stream) == refused
-        assert cuda.code("cuStreamSynchronize", stream) == cuda.code("cuStreamWaitEvent", stream, event, 0) == refused
+        assert (
+            cuda.code("cuEventRecord", event, stream)
+            == cuda.code("cuMemsetD8Async", place(x), 1, 8, stream)
+            == refused
+        )
+        assert (
+            cuda.code("cuStreamSynchronize", stream)
+            == cuda.code("cuStreamWaitEvent", stream, event, 0)
+            == refused
+        )
 
 
 @scenario
@@ -248,8 +297,17 @@ def arrays() -> None:
     stream = cuda.stream()
     array = PretendArray(np.arange(6, dtype=np.float32).reshape(2, 3), stream)
     told = array.__cuda_array_interface__
-    assert told == {"shape": (2, 3), "typestr": "<f4", "data": (array.address, False), "strides": None, "version": 3, "stream": stream}
-    assert cuda.made("cuPointerGetAttribute", 2, array.address + 23) == 2 and cuda.alive("device") == 1
+    assert told == {
+        "shape": (2, 3),
+        "typestr": "<f4",
+        "data": (array.address, False),
+        "strides": None,
+        "version": 3,
+        "stream": stream,
+    }
+    assert (
+        cuda.made("cuPointerGetAttribute", 2, array.address + 23) == 2 and cuda.alive("device") == 1
+    )
     cuda.call("cuMemsetD8Async", array.address + 12, 0, 12, stream)
     assert array.get().tolist() == [[0, 1, 2], [0, 0, 0]]
     array.set(np.ones((2, 3)))
@@ -264,7 +322,7 @@ def cupy() -> None:
     from cupy.cuda import nccl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     assert nccl.get_version() == 22304
-    assert ctypes.CDLL(None).ncclGetVersion     # it is in the process for all
+    assert ctypes.CDLL(None).ncclGetVersion  # it is in the process for all
     assert driver().count("ncclGetVersion") == 1
 
 

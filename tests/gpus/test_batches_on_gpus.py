@@ -13,21 +13,34 @@ DTYPES = ["bfloat16", "float32", "int64"]
 BATCH = """
 from bpsx.plugin.adapter import Item
 
+
 def begin(arrays, average=False, stream=None):
-    items, on = [Item(name, view(a)) for name, a in arrays.items()], main if stream is None else stream
+    items, on = (
+        [Item(name, view(a)) for name, a in arrays.items()],
+        main if stream is None else stream,
+    )
     verbs.session().push_pull_all(items, 0, lambda: main, on, average=average)
     return [item.begun for item in items]
 """
 
 
-# Workers put the same tensors into different batches, by steps; everything stays in the order of its stream.
-SUMS = BATCH + """
+# Workers put the same tensors into different batches, by steps; everything stays in the order of
+# its stream.
+SUMS = (
+    BATCH
+    + """
 import contextlib, json, os
+
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 for step in range(4):
-    names = [f"{dtype} {size}" for dtype in json.loads(os.environ["DTYPES"]) for size in (0, 1, 40_001)]
-    own = {name: [draw(name.split()[0], int(name.split()[1]), w, step) for w in range(n)] for name in names}
+    names = [
+        f"{dtype} {size}" for dtype in json.loads(os.environ["DTYPES"]) for size in (0, 1, 40_001)
+    ]
+    own = {
+        name: [draw(name.split()[0], int(name.split()[1]), w, step) for w in range(n)]
+        for name in names
+    }
     arrays = {name: PretendArray(own[name][r], main) for name in names}
     average = step % 2 == 1
     names = [name for name in names if not average or average_of(name)]
@@ -46,16 +59,24 @@ for step in range(4):
         assert near(arrays[name].get(), own[name], average), (step, name)
 bpsx.shutdown()
 """
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums(shape: str, pretend: Path) -> None:
-    gpu_run(SUMS, pretend, *SHAPES[shape], env={"DTYPES": str(DTYPES).replace("'", '"'), "BYTEPS_PARTITION_BYTES": 65536})
+    gpu_run(
+        SUMS,
+        pretend,
+        *SHAPES[shape],
+        env={"DTYPES": str(DTYPES).replace("'", '"'), "BYTEPS_PARTITION_BYTES": 65536},
+    )
 
 
 def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
     """NCCL queues a group's sums at the group's end: what divides them has to come after that."""
-    run(BATCH, """
+    run(
+        BATCH,
+        """
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
         push_pull("first", PretendArray(np.ones(10, np.float32), main)).wait(20)
@@ -64,7 +85,9 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
             gpu.take_divider(code, cuda.kernel(f"pretend_divide_{name}"), 64)
         for step in range(3):
             names = [f"{dtype} {i}" for dtype in ("int32", "float32", "int64") for i in range(5)]
-            own = {name: [draw(name.split()[0], 20_000, w, step) for w in range(n)] for name in names}
+            own = {
+                name: [draw(name.split()[0], 20_000, w, step) for w in range(n)] for name in names
+            }
             arrays = {name: PretendArray(own[name][r], main) for name in names}
             with held(main):
                 handles = begin(arrays, average=True)
@@ -75,15 +98,27 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
                 assert near(arrays[name].get(), own[name], True), (step, name)
         assert max(cuda.groups()) > 1, cuda.groups()
         bpsx.shutdown()
-    """, pretend, 1, 2, 0)
+    """,
+        pretend,
+        1,
+        2,
+        0,
+    )
 
 
-def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_others_do(pretend: Path) -> None:
-    run(BATCH, """
+def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_others_do(
+    pretend: Path,
+) -> None:
+    run(
+        BATCH,
+        """
         bpsx.init()
         other = cuda.stream()
         for step in range(3):
-            arrays = {name: PretendArray(np.full(1000, bpsx.rank() + 1.0, np.float32), main) for name in "abcd"}
+            arrays = {
+                name: PretendArray(np.full(1000, bpsx.rank() + 1.0, np.float32), main)
+                for name in "abcd"
+            }
             handles = begin(arrays)
             if step:
                 until(lambda: all(h.done() for h in handles))
@@ -94,44 +129,72 @@ def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_othe
                 assert once <= 1, once
                 moment = cuda.count("cuStreamWaitEvent")
                 sink = PretendArray(np.zeros(1000, np.float32), other)
-                push_pull("x", sink, stream=other).wait(20)         # meets on another stream
-                handles[0].wait(20)                                 # and that is this one's again
+                push_pull("x", sink, stream=other).wait(20)  # meets on another stream
+                handles[0].wait(20)  # and that is this one's again
                 assert cuda.count("cuStreamWaitEvent") > moment
             [h.wait(20) for h in handles]
             cuda.sync(main)
             for a in arrays.values():
                 assert (a.get() == 3).all()
         bpsx.shutdown()
-    """, pretend, 1, 2, 0)
+    """,
+        pretend,
+        1,
+        2,
+        0,
+    )
 
 
 def test_nothing_begins_on_a_stream_that_is_captured(pretend: Path) -> None:
-    run(BATCH, """
+    run(
+        BATCH,
+        """
         bpsx.init()
         arrays = {name: PretendArray(np.ones(10, np.float32), main) for name in "ab"}
         for _ in range(2):
             cuda.capture(main)
-            assert "'a': its stream is being captured into a CUDA graph" in refused(lambda: begin(arrays))
+            assert "'a': its stream is being captured into a CUDA graph" in refused(
+                lambda: begin(arrays)
+            )
             cuda.capture(main, False)
             assert verbs.session()._core.outstanding == 0
             [h.wait(20) for h in begin(arrays)]
         bpsx.shutdown()
-    """, pretend, 1, 2, 0)
+    """,
+        pretend,
+        1,
+        2,
+        0,
+    )
 
 
 def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
-    run(BATCH, """
+    run(
+        BATCH,
+        """
         bpsx.init()
-        arrays = {"a": PretendArray(np.ones(10, np.float32), main), "n" * 5000: PretendArray(np.ones(10, np.float32), main),
-                  "i": PretendArray(np.ones(10, np.int8), main), "b": PretendArray(np.ones(10, np.float32), main)}
+        arrays = {
+            "a": PretendArray(np.ones(10, np.float32), main),
+            "n" * 5000: PretendArray(np.ones(10, np.float32), main),
+            "i": PretendArray(np.ones(10, np.int8), main),
+            "b": PretendArray(np.ones(10, np.float32), main),
+        }
         for _ in range(2):
             a, long, small, b = begin(arrays, average=True)
-            assert "a name is a string of 1 to 4096 bytes" in str(long) and "cannot be averaged on GPUs" in str(small), (long, small)
+            assert "a name is a string of 1 to 4096 bytes" in str(
+                long
+            ) and "cannot be averaged on GPUs" in str(small), (long, small)
             a.wait(20), b.wait(20)
         cuda.sync(main)
         assert (arrays["a"].get() == 1).all() and (arrays["b"].get() == 1).all()
         bpsx.shutdown()
-    """, pretend, 1, 2, 0)
+    """,
+        pretend,
+        1,
+        2,
+        0,
+    )
 
 
-# PyTorch has no GPU here: tensors on the CPU are passed off as the pretend GPU's. What its streams do is waited for by hand.
+# PyTorch has no GPU here: tensors on the CPU are passed off as the pretend GPU's. What its streams
+# do is waited for by hand.

@@ -1,4 +1,6 @@
-"""Gradients compressed on the GPU, by the CUDA kernels on Numba's simulator: what comes out is what the host's compressors make."""
+"""Gradients compressed on the GPU, by the CUDA kernels on Numba's simulator: what comes out is what
+the host's compressors make.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,31 @@ from gpus.machines import gpu_run
 
 WORKER = """
     from bpsx.kernels.cuda import device
+
     launch = device.Kernel.launch
+
 
     def after_the_stream(self, blocks, stream, *arguments):
         # The simulator runs a kernel at once, wherever it is queued.
         cuda.sync(stream)
         launch(self, blocks, stream, *arguments)
 
+
     device.Kernel.launch = after_the_stream
     bpsx.init()
     r = bpsx.rank()
-    # name, element type, compression: known and unknown sizes, halves, a residual, momentum, a learning rate, a counter.
-    for name, kind, params in (("onebit", "float16", {"compressor": "onebit", "ef": "vanilla"}),
-                               ("momentum", "float32", {"compressor": "topk", "k": 0.3, "ef": "vanilla", "momentum": "nesterov", "mu": 0.9}),
-                               ("corrected", "float32", {"compressor": "randomk", "k": 20, "ef": "corrected"}),
-                               ("sizes", "float32", {"compressor": "dithering", "k": 3}))[:int(os.environ["CASES"])]:
+    # name, element type, compression: known and unknown sizes, halves, a residual, momentum, a
+    # learning rate, a counter.
+    for name, kind, params in (
+        ("onebit", "float16", {"compressor": "onebit", "ef": "vanilla"}),
+        (
+            "momentum",
+            "float32",
+            {"compressor": "topk", "k": 0.3, "ef": "vanilla", "momentum": "nesterov", "mu": 0.9},
+        ),
+        ("corrected", "float32", {"compressor": "randomk", "k": 20, "ef": "corrected"}),
+        ("sizes", "float32", {"compressor": "dithering", "k": 3}),
+    )[: int(os.environ["CASES"])]:
         bpsx.declare(name, compression=params)
         for step in range(1 if name == "sizes" else 2):
             # Whole numbers: a machine's sum is the same however it is made.
@@ -37,19 +49,34 @@ WORKER = """
             else:
                 out = bpsx.push_pull(g, name, **rate)
             report([name, step, out.astype(float).tolist()])
-    assert (os.environ["WHERE"] == "gpu" and bool(bpsx.api.verbs.session().compressing._gpu_kernels._room[0])) == (os.environ["CODES"] == "1")
+    assert (
+        os.environ["WHERE"] == "gpu"
+        and bool(bpsx.api.verbs.session().compressing._gpu_kernels._room[0])
+    ) == (os.environ["CODES"] == "1")
     bpsx.shutdown()
 """
 
 
-@pytest.mark.parametrize(("shape", "cases"), [((2, 1, 1), 4), ((2, 2, 1), 1)], ids=["a GPU per machine", "two"])
+@pytest.mark.parametrize(
+    ("shape", "cases"), [((2, 1, 1), 4), ((2, 2, 1), 1)], ids=["a GPU per machine", "two"]
+)
 def test_the_same_as_on_the_host(shape: tuple[int, int, int], cases: int, pretend: Path) -> None:
-    more = {"CASES": str(cases), "NUMBA_ENABLE_CUDASIM": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_PARTITION_BYTES": "4096"}
+    more = {
+        "CASES": str(cases),
+        "NUMBA_ENABLE_CUDASIM": "1",
+        "BYTEPS_MIN_COMPRESS_BYTES": "0",
+        "BYTEPS_PARTITION_BYTES": "4096",
+    }
     machines, processes, _ = shape
     found = {}
     for where in ("gpu", "host"):
-        own = {i: {"CODES": int(where == "gpu" and i % processes == processes - 1)} for i in range(machines * processes)}
-        found[where] = gpu_run(WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own)
+        own = {
+            i: {"CODES": int(where == "gpu" and i % processes == processes - 1)}
+            for i in range(machines * processes)
+        }
+        found[where] = gpu_run(
+            WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own
+        )
     for gpu, host in zip(found["gpu"], found["host"], strict=True):
         for (*case, values), (*same, wanted) in zip(gpu, host, strict=True):
             assert case == same

@@ -10,7 +10,8 @@ from gpus.machines import gpu_job
 
 
 def test_a_result_that_will_not_come_is_nan(pretend: Path) -> None:
-    job = gpu_job("""
+    job = gpu_job(
+        """
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)
         push_pull("first", x).wait(20)
@@ -28,7 +29,11 @@ def test_a_result_that_will_not_come_is_nan(pretend: Path) -> None:
             push_pull("third", x).wait(20)
         except bpsx.errors.PeerLostError as e:
             report(str(e))
-    """, pretend, 1, 2)
+    """,
+        pretend,
+        1,
+        2,
+    )
     with job:
         for worker in job.workers:
             worker.wait_for_line('"queued"')
@@ -37,4 +42,6 @@ def test_a_result_that_will_not_come_is_nan(pretend: Path) -> None:
         left.wait(30)
         assert left.reports()[1] is True, left.text()
         assert "worker 0" in left.reports()[2]
-        assert "'second'" in left.text() or "second" in left.text() and "NaN" in left.text(), left.text()
+        assert "'second'" in left.text() or "second" in left.text() and "NaN" in left.text(), (
+            left.text()
+        )

@@ -1,4 +1,6 @@
-"""An optimizer's gradients on GPUs, which begin together: bpsx.torch, whose tensors are taken for a GPU's."""
+"""An optimizer's gradients on GPUs, which begin together: bpsx.torch, whose tensors are taken for a
+GPU's.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ from bpsx.torch import bucket
 from bpsx.errors import ConfigError
 
 known = {}
+
+
 def take_for_a_gpus(address, nbytes, storage):
-    if nbytes > known.get(address, 0):              # it may have been another's before, which was shorter
+    # it may have been another's before, which was shorter
+    if nbytes > known.get(address, 0):
         cuda.device_memory(address, nbytes)
         known[address] = nbytes
+
 
 def as_on_gpu(tensor, nbytes, dtype, shape):
     take_for_a_gpus(tensor.data_ptr(), nbytes, tensor.untyped_storage())
     return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, 0, lambda: stream[0])
 
+
 _gradients.streams_of, _gradients.ALL_ON_GPU = lambda device: lambda: stream[0], take_for_a_gpus
+
 
 def alone(*arguments, **options):
     ops.view_at = as_on_gpu
@@ -36,52 +44,77 @@ def alone(*arguments, **options):
     finally:
         ops.view_at = view_at
 
-def synchronous(plain):         # what PyTorch does next, to free the memory too, would be on that stream
+
+# what PyTorch does next, to free the memory too, would be on that stream
+def synchronous(plain):
     def call(self, managed):
         pushed = managed.pushed
         pushed.wait()
         cuda.sync(stream[0])
         plain(self, managed)
+
     return call
+
 
 view_at, bucket.submit = ops.view_at, alone
 for name in ("_receive", "_discard"):
     setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
 settle, settled = exchange._settling.settle, []
+
+
 def settle_and_wait(managed):
     settled.append(len(managed))
     rest = settle(managed)
     cuda.sync(stream[0])
     return rest
+
+
 exchange._settling.settle = settle_and_wait
 stream, asked = [main], []
 begin = bucket._adapter.Session.push_pull_all
+
+
 def counted(self, items, *more, **options):
     asked.append([item.name for item in items])
     return begin(self, items, *more, **options)
+
+
 bucket._adapter.Session.push_pull_all = counted
+
 
 class Net(torch.nn.Module):
     def __init__(self, n=7, size=5000):
         super().__init__()
-        self.layers = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size + i)) for i in range(n)])
+        self.layers = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.zeros(size + i)) for i in range(n)]
+        )
+
     def forward(self, value, skip=()):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
-def Parameter(name):            # what a batch needs of one
-    return _gradients.Managed(name, torch.nn.Parameter(torch.zeros(1)), bucket.Named(name, name, 0), 1)
+
+def Parameter(name):  # what a batch needs of one
+    return _gradients.Managed(
+        name, torch.nn.Parameter(torch.zeros(1)), bucket.Named(name, name, 0), 1
+    )
+
 
 def optimizer(net, **options):
-    return bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
+    return bps.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options
+    )
+
 
 def finish(opt):
     opt.synchronize()
     with opt.skip_synchronize():
         opt.step()
 
+
 def check(net, step, times=1):  # the weights after so many steps of all workers
     for i, p in enumerate(net.layers):
         assert (p == -times * (step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+
 
 bps.init()
 r, n = bps.rank(), bps.size()
@@ -89,15 +122,29 @@ r, n = bps.rank(), bps.size()
 
 
 #: A PyTorch from before DLPack's exchange table.
-WITHOUT_TABLE = TORCH.replace("import torch\n", "import torch\ntorch.Tensor.__dlpack_c_exchange_api__ = None\n", 1)
+WITHOUT_TABLE = TORCH.replace(
+    "import torch\n", "import torch\ntorch.Tensor.__dlpack_c_exchange_api__ = None\n", 1
+)
 
 
-@pytest.mark.parametrize(("shape", "most", "batches", "names"),
-                         [("alone", 50 << 20, 1, TORCH), ("machine", 65536, 2, TORCH), ("alone", 50 << 20, 1, WITHOUT_TABLE)],
-                         ids=["alone", "machine", "older PyTorch"])
-def test_gradients_go_together(shape: str, most: int, batches: int, names: str, pretend: Path) -> None:
-    """All of a step in one batch without servers, and by partitions with them; what is summed is right all the same."""
-    run(names, f"""
+@pytest.mark.parametrize(
+    ("shape", "most", "batches", "names"),
+    [
+        ("alone", 50 << 20, 1, TORCH),
+        ("machine", 65536, 2, TORCH),
+        ("alone", 50 << 20, 1, WITHOUT_TABLE),
+    ],
+    ids=["alone", "machine", "older PyTorch"],
+)
+def test_gradients_go_together(
+    shape: str, most: int, batches: int, names: str, pretend: Path
+) -> None:
+    """All of a step in one batch without servers, and by partitions with them; what is summed is
+    right all the same.
+    """
+    run(
+        names,
+        f"""
         assert verbs.session().devices.batch_bytes == {most}
         net = Net()
         opt = optimizer(net)
@@ -110,11 +157,19 @@ def test_gradients_go_together(shape: str, most: int, batches: int, names: str, 
             check(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
-    """, pretend, *SHAPES[shape], env={"BYTEPS_PARTITION_BYTES": 65536})
+    """,
+        pretend,
+        *SHAPES[shape],
+        env={"BYTEPS_PARTITION_BYTES": 65536},
+    )
 
 
-def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_be(pretend: Path) -> None:
-    run(TORCH, """
+def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_be(
+    pretend: Path,
+) -> None:
+    run(
+        TORCH,
+        """
         net = Net()
         opt = optimizer(net)
         for step in range(4):
@@ -133,16 +188,25 @@ def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_b
                 opt.synchronize()
             assert settled[-1] == 7
             for i, p in enumerate(net.layers):
-                assert (p.grad == (i + 1) * (n + 1) / 2).all() or i == 2 and step == 1, (step, i, p.grad)
+                assert (p.grad == (i + 1) * (n + 1) / 2).all() or i == 2 and step == 1, (
+                    step,
+                    i,
+                    p.grad,
+                )
             assert net.layers[3].grad is third
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
-    """, pretend, *SHAPES["machine"])
+    """,
+        pretend,
+        *SHAPES["machine"],
+    )
 
 
 def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> None:
     """Its parameter has other memory by then, into which the gradient does not fit."""
-    run(TORCH, """
+    run(
+        TORCH,
+        """
         net = Net()
         opt = optimizer(net)
         for step in range(3):
@@ -157,14 +221,23 @@ def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> N
             else:
                 opt.synchronize()
             for i, p in enumerate(net.layers):
-                assert p.grad is None if (i, step) == (2, 1) else (p.grad == (i + 1) * (n + 1) / 2).all(), (step, i, p.grad)
+                assert (
+                    p.grad is None
+                    if (i, step) == (2, 1)
+                    else (p.grad == (i + 1) * (n + 1) / 2).all()
+                ), (step, i, p.grad)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
-    run(TORCH, """
+    run(
+        TORCH,
+        """
         import signal
         class Alarm(Exception):
             pass
@@ -187,32 +260,52 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
             check(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: Path) -> None:
-    """A hook of the user's has kept a view meanwhile: what is in there stays this worker's own until it is summed."""
-    run(TORCH, """
+    """A hook of the user's has kept a view meanwhile: what is in there stays this worker's own
+    until it is summed.
+    """
+    run(
+        TORCH,
+        """
         net = Net()
         opt = optimizer(net)
         for step in range(4):
             asked.clear()
             kept = []
-            hook = net.layers[3].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.view(-1)))
+            hook = net.layers[3].register_post_accumulate_grad_hook(
+                lambda p: kept.append(p.grad.view(-1))
+            )
             net(r + 1.0).backward()
             hook.remove()
-            assert sum(map(len, asked)) == (6 if step > 1 else 7), asked      # before, it was looked at at once
+            # before, it was looked at at once
+            assert sum(map(len, asked)) == (6 if step > 1 else 7), asked
             finish(opt)
             check(net, step)
             opt.zero_grad()
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 @pytest.mark.parametrize("default", [False, True], ids=["a stream", "the default stream"])
-def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: bool, pretend: Path) -> None:
-    """Though its batch begins since the next is made on another. PyTorch's own streams are imitated: by the number 0 it would make a new one."""
-    run(TORCH, f"""
+def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(
+    default: bool, pretend: Path
+) -> None:
+    """Though its batch begins since the next is made on another.
+
+    PyTorch's own streams are imitated: by the number 0 it would make a new one.
+    """
+    run(
+        TORCH,
+        f"""
         made_on, other = 0 if {default} else main, cuda.stream()
         @contextlib.contextmanager
         def work_on(number):
@@ -222,7 +315,8 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: 
         def existing(number, device):
             assert number, "a new stream"
             return number
-        torch.cuda.stream, torch.cuda.ExternalStream, torch.cuda.default_stream = work_on, existing, lambda device: 0
+        torch.cuda.stream, torch.cuda.ExternalStream = work_on, existing
+        torch.cuda.default_stream = lambda device: 0
         net = Net()
         opt = optimizer(net)
         for step in range(4):
@@ -245,15 +339,27 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: 
             check(net, step)
             opt.zero_grad()
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Path) -> None:
-    run(TORCH, """
+    run(
+        TORCH,
+        """
         net = Net()
+
+
         def named(prefix):
             return [(f"{prefix}.{i}", p) for i, p in enumerate(net.layers)]
-        opts = [bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named(prefix)) for prefix in "ab"]
+
+
+        opts = [
+            bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named(prefix))
+            for prefix in "ab"
+        ]
         for step in range(5):
             net(r + 1.0).backward()
             for opt in opts:
@@ -262,12 +368,17 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
             for opt in opts:
                 opt.zero_grad()
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
     """A group's sums share an event, which is the next one's once the last of them is let go."""
-    run(TORCH, """
+    run(
+        TORCH,
+        """
         together = bucket.batch_of(False)
         parameters, stay = [Parameter(str(i)) for i in range(8)], []
         def send():
@@ -290,13 +401,22 @@ def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Pat
                 p.pushed.wait()
             cuda.sync(main)
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
     """It is one tensor; both sums are of what it was, and not the one of the other."""
-    run(TORCH, """
-        together, one, both = bucket.batch_of(False), torch.full((5000,), r + 1.0), [Parameter("a"), Parameter("b")]
+    run(
+        TORCH,
+        """
+        together, one, both = (
+            bucket.batch_of(False),
+            torch.full((5000,), r + 1.0),
+            [Parameter("a"), Parameter("b")],
+        )
         with held(main):
             for p in both:
                 together.add(p, one)
@@ -305,11 +425,16 @@ def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
         cuda.sync(main)
         assert all((total == n * (n + 1) / 2).all() for total in sums), sums
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -> None:
-    run(TORCH, """
+    run(
+        TORCH,
+        """
         import gc
         together, expired = bucket.batch_of(False), torch.UntypedStorage._expired
         first = Parameter("a")
@@ -327,7 +452,10 @@ def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -
         cuda.sync(main)
         until(lambda: (verbs.session()._core.reap(), expired(memory))[1])
         bps.shutdown()
-    """, pretend, *SHAPES["alone"])
+    """,
+        pretend,
+        *SHAPES["alone"],
+    )
 
 
 ODD = """
@@ -336,8 +464,10 @@ opt = optimizer(net)
 for step in range(3):
     asked.clear()
     stream[0] = main
+
     def turn(_):
         stream[0] = cuda.stream()
+
     hook = net.layers[3].register_post_accumulate_grad_hook(turn)
     net(r + 1.0, skip=(5, 6) if r else (6,)).backward()
     hook.remove()
@@ -349,19 +479,24 @@ for step in range(3):
     assert net.layers[6].grad is None
     opt.zero_grad(set_to_none=False)
 
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
+
     @staticmethod
     def backward(ctx, g):
         raise ValueError("on purpose")
+
+
 stream[0] = main
 before = [p.detach().clone() for p in net.layers]
 try:
     (net(1.0) + Fails.apply(net.layers[0]).sum()).backward()
 except ValueError:
-    opt.zero_grad(set_to_none=False)        # on all workers: what is under way ends, and is thrown away
+    # on all workers: what is under way ends, and is thrown away
+    opt.zero_grad(set_to_none=False)
 net(r + 1.0).backward()
 finish(opt)
 for i, p in enumerate(net.layers):
@@ -389,7 +524,8 @@ for step in range(2):
 """
 
 FROZEN = """
-# Who has all gradients does not wait for the others' word that one is frozen there, and hears in the next step.
+# Who has all gradients does not wait for the others' word that one is frozen there, and hears in
+# the next step.
 told = []
 for step in range(4):
     net.layers[2].requires_grad_(not (r == 1 and step == 1))
@@ -397,7 +533,9 @@ for step in range(4):
     try:
         finish(opt)
     except bpsx.MismatchError as e:
-        assert "'layers.2' is trained on 1 workers and frozen (requires_grad=False) on 1" in str(e), e
+        assert "'layers.2' is trained on 1 workers and frozen (requires_grad=False) on 1" in str(
+            e
+        ), e
         told.append(step)
     opt.zero_grad(set_to_none=False)
 report(told)
@@ -406,6 +544,8 @@ bps.shutdown()
 
 
 def test_gradients_that_cannot_go_together_go_all_the_same(pretend: Path) -> None:
-    """Of two streams, unused on one worker or on all, after a pass that has failed, while a stream is captured, frozen on one worker."""
+    """Of two streams, unused on one worker or on all, after a pass that has failed, while a stream
+    is captured, frozen on one worker.
+    """
     out = gpu_run(TORCH + ODD + CAPTURED + FROZEN, pretend, 1, 2, 0)
     assert out == [[[2]], [[1]]], out

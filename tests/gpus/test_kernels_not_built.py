@@ -1,4 +1,6 @@
-"""Workers whose GPU kernels cannot be built: one warning, the host compresses, and the sums are those of workers whose GPUs do."""
+"""Workers whose GPU kernels cannot be built: one warning, the host compresses, and the sums are
+those of workers whose GPUs do.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,15 @@ WORKER = """
     bpsx.init()
     r = bpsx.rank()
     # The last is too short to be compressed: its momentum is added before it is pushed.
-    for name, n, params in (("onebit", 40, {"compressor": "onebit", "ef": "vanilla"}),
-                            ("momentum", 40, {"compressor": "topk", "k": 0.3, "ef": "vanilla", "momentum": "nesterov", "mu": 0.5}),
-                            ("short", 6, {"compressor": "onebit", "momentum": "nesterov", "mu": 0.5}))[:int(os.environ["CASES"])]:
+    for name, n, params in (
+        ("onebit", 40, {"compressor": "onebit", "ef": "vanilla"}),
+        (
+            "momentum",
+            40,
+            {"compressor": "topk", "k": 0.3, "ef": "vanilla", "momentum": "nesterov", "mu": 0.5},
+        ),
+        ("short", 6, {"compressor": "onebit", "momentum": "nesterov", "mu": 0.5}),
+    )[: int(os.environ["CASES"])]:
         bpsx.declare(name, compression=params)
         for step in range(2):
             g = np.random.default_rng([step, r]).integers(-9, 9, n).astype("float32")
@@ -56,23 +64,54 @@ WORKER = """
 """
 
 
-def outcome(pretend: Path, where: str, hows: tuple[str, str], cases: int) -> tuple[list[list[object]], list[list[str]]]:
+def outcome(
+    pretend: Path, where: str, hows: tuple[str, str], cases: int
+) -> tuple[list[list[object]], list[list[str]]]:
     """What both workers reported, and the warnings of each."""
     # What is queued takes its time: who does not wait for the result's copy reads the gradient.
-    env = {"NUMBA_ENABLE_CUDASIM": "1", "BYTEPS_MIN_COMPRESS_BYTES": "100", "WHERE": where, "CASES": cases,
-           "PRETEND_DELAY_US": "5000"}
+    env = {
+        "NUMBA_ENABLE_CUDASIM": "1",
+        "BYTEPS_MIN_COMPRESS_BYTES": "100",
+        "WHERE": where,
+        "CASES": cases,
+        "PRETEND_DELAY_US": "5000",
+    }
     source = (BREAK if where == "gpu" else "") + WORKER
-    with gpu_job(source, pretend, 2, 1, 1, env=env, worker_env={i: {"HOW": how} for i, how in enumerate(hows)}) as job:
+    with gpu_job(
+        source,
+        pretend,
+        2,
+        1,
+        1,
+        env=env,
+        worker_env={i: {"HOW": how} for i, how in enumerate(hows)},
+    ) as job:
         found = job.results()
-        return found, [[line for line in worker.text().splitlines() if "compressed on the CPU" in line] for worker in job.workers]
+        return found, [
+            [line for line in worker.text().splitlines() if "compressed on the CPU" in line]
+            for worker in job.workers
+        ]
 
 
-@pytest.mark.parametrize(("hows", "said", "cases"), [
-    (("import", "attribute"), ("numba.cuda", "AttributeError: module 'numpy' has no attribute 'gone'"), 3),
-    (("compile", "launch"), ("ValueError: ptxas: unknown architecture", "RuntimeError: invalid device function"), 3),
-    (("attribute", "works"), ("has no attribute 'gone'", ""), 1),
-])
-def test_one_warning_and_the_same_sums(hows: tuple[str, str], said: tuple[str, str], cases: int, pretend: Path) -> None:
+@pytest.mark.parametrize(
+    ("hows", "said", "cases"),
+    [
+        (
+            ("import", "attribute"),
+            ("numba.cuda", "AttributeError: module 'numpy' has no attribute 'gone'"),
+            3,
+        ),
+        (
+            ("compile", "launch"),
+            ("ValueError: ptxas: unknown architecture", "RuntimeError: invalid device function"),
+            3,
+        ),
+        (("attribute", "works"), ("has no attribute 'gone'", ""), 1),
+    ],
+)
+def test_one_warning_and_the_same_sums(
+    hows: tuple[str, str], said: tuple[str, str], cases: int, pretend: Path
+) -> None:
     wanted, _ = outcome(pretend, "host", ("", ""), cases)
     found, warnings = outcome(pretend, "gpu", hows, cases)
     assert found == wanted

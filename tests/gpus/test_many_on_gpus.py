@@ -1,4 +1,7 @@
-"""Much at once: threads, streams, names, priorities and rounds, in another order on each process. What NCCL is asked for must come in one order."""
+"""Much at once: threads, streams, names, priorities and rounds, in another order on each process.
+
+What NCCL is asked for must come in one order.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,22 @@ from gpus.machines import gpu_job, gpu_run
 # The pretend NCCL aborts the process where the ranks of a communicator queue different collectives.
 CHAOS = """
 import threading
+
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 SIZES = [0, 1, 300, 5000, 70_000, 200_000]
 failures = []
+
 
 def one(thread):
     cuda.enter()
     streams = [cuda.stream(), cuda.stream()]
     names = [(f"{thread}.{size}", size) for size in SIZES]
     # Two tensors of a name: several of its rounds are under way at once.
-    arrays = [[PretendArray(np.zeros(size, np.float32), streams[k % 2]) for k in range(2)] for _, size in names]
+    arrays = [
+        [PretendArray(np.zeros(size, np.float32), streams[k % 2]) for k in range(2)]
+        for _, size in names
+    ]
     rng = np.random.default_rng([r, thread])
     for step in range(4):
         handles = []
@@ -29,9 +37,20 @@ def one(thread):
             name, size = names[i]
             for k in range(2):
                 arrays[i][k].set(np.full(size, r + 1 + 10 * k + step, np.float32))
-                handles.append(push_pull(name, arrays[i][k], stream=streams[k], priority=int(rng.integers(-3, 3))))
+                handles.append(
+                    push_pull(
+                        name, arrays[i][k], stream=streams[k], priority=int(rng.integers(-3, 3))
+                    )
+                )
                 if (thread + i + k + step) % 3 == 0:
-                    handles.append(broadcast(f"b{name}.{k}.{step}", PretendArray(np.zeros(size, np.float32), main), step % n, stream=streams[k]))
+                    handles.append(
+                        broadcast(
+                            f"b{name}.{k}.{step}",
+                            PretendArray(np.zeros(size, np.float32), main),
+                            step % n,
+                            stream=streams[k],
+                        )
+                    )
                 else:
                     handles.append(None)
         for j in rng.permutation(len(handles)):
@@ -43,11 +62,13 @@ def one(thread):
                 if not (arrays[i][k].get() == want).all():
                     failures.append((thread, step, size, k, arrays[i][k].get()[:3].tolist(), want))
 
+
 def guarded(thread):
     try:
         one(thread)
     except BaseException as e:
         failures.append(repr(e))
+
 
 threads = [threading.Thread(target=guarded, args=(t,)) for t in range(3)]
 [t.start() for t in threads]
@@ -63,7 +84,10 @@ LAYOUTS = {
     "1x3/0 slow": ((1, 3, 0), {"PRETEND_DELAY_US": 200}),
     "1x4/1 switches slow": ((1, 4, 1), {"BYTEPS_PCIE_SWITCH_SIZE": 2, "PRETEND_DELAY_US": 100}),
     "1x3/1 roots": ((1, 3, 1), {"BYTEPS_REDUCE_ROOTS": "0,2"}),
-    "1x3/1 groups of 16": ((1, 3, 1), {"BYTEPS_NCCL_GROUP_SIZE": 16, "BYTEPS_PARTITION_BYTES": 65536}),
+    "1x3/1 groups of 16": (
+        (1, 3, 1),
+        {"BYTEPS_NCCL_GROUP_SIZE": 16, "BYTEPS_PARTITION_BYTES": 65536},
+    ),
 }
 
 
@@ -75,6 +99,7 @@ def test_any_order_of_asking_is_one_order_of_collectives(layout: str, pretend: P
 
 VALUES = """
 import os
+
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 seed = 0
@@ -86,18 +111,31 @@ for dtype in ["float32", "float16", "bfloat16", "float64", "int32", "int64", "in
         x, b = PretendArray(parts[r], main), PretendArray(parts[r], main)
         handles = [push_pull(f"x{seed}", x, average=average), broadcast(f"b{seed}", b, seed % n)]
         [h.wait(20) for h in handles]
-        assert near(x.get(), parts, average), (dtype, size, average, x.get()[:4], reference(parts, average)[:4])
+        assert near(x.get(), parts, average), (
+            dtype,
+            size,
+            average,
+            x.get()[:4],
+            reference(parts, average)[:4],
+        )
         assert (b.get() == parts[seed % n]).all(), (dtype, size)
 assert cuda.pageable() == cuda.straddling() == 0
 bpsx.shutdown()
 """
 
 
-@pytest.mark.parametrize(("shape", "env"), [
-    ((1, 4, 1), {"BYTEPS_PCIE_SWITCH_SIZE": 2}),
-    ((1, 3, 1), {"BYTEPS_PCIE_SWITCH_SIZE": 1}),
-    ((1, 3, 1), {"BYTEPS_REDUCE_ROOTS": "0,1", "BYTEPS_PARTITION_BYTES": 262144})], ids=["switches", "a switch each", "roots"])
-def test_layouts_of_a_machine(shape: tuple[int, int, int], env: dict[str, object], pretend: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "env"),
+    [
+        ((1, 4, 1), {"BYTEPS_PCIE_SWITCH_SIZE": 2}),
+        ((1, 3, 1), {"BYTEPS_PCIE_SWITCH_SIZE": 1}),
+        ((1, 3, 1), {"BYTEPS_REDUCE_ROOTS": "0,1", "BYTEPS_PARTITION_BYTES": 262144}),
+    ],
+    ids=["switches", "a switch each", "roots"],
+)
+def test_layouts_of_a_machine(
+    shape: tuple[int, int, int], env: dict[str, object], pretend: Path
+) -> None:
     gpu_run(VALUES, pretend, *shape, env=env)
 
 
@@ -116,8 +154,11 @@ def test_averages_of_halves_do_not_overflow_on_their_way(pretend: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1)], ids=lambda s: "{}x{}/{}".format(*s))
 def test_memory_is_bounded_and_comes_back(shape: tuple[int, int, int], pretend: Path) -> None:
-    """A model's weights, each broadcast once; then rounds that take nothing new; then the session ends, and the GPU's context does not."""
-    gpu_run("""
+    """A model's weights, each broadcast once; then rounds that take nothing new; then the session
+    ends, and the GPU's context does not.
+    """
+    gpu_run(
+        """
         import gc, resource
         bpsx.init()
         for i in range(40):
@@ -139,12 +180,16 @@ def test_memory_is_bounded_and_comes_back(shape: tuple[int, int, int], pretend: 
         bpsx.shutdown()
         left = {what: cuda.alive(what) for what in ("pinned", "registered", "events")}
         assert not any(left.values()) and cuda.alive("streams") == cuda.alive("contexts") == 1, left
-    """, pretend, *shape)
+    """,
+        pretend,
+        *shape,
+    )
 
 
 def test_a_job_that_comes_back_finds_its_gpus_again(pretend: Path) -> None:
     """What the first session has had pinned may lie where the second one's memory comes to lie."""
-    with gpu_job("""
+    with gpu_job(
+        """
         bpsx.init()
         def step(k):
             for size in (1000, 400_000):
@@ -159,7 +204,12 @@ def test_a_job_that_comes_back_finds_its_gpus_again(pretend: Path) -> None:
         bpsx.resume(1, 1)
         step(2)
         bpsx.shutdown()
-    """, pretend, 1, 2, 1) as job:
+    """,
+        pretend,
+        1,
+        2,
+        1,
+    ) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
         assert job.scheduler is not None

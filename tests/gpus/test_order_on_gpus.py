@@ -1,4 +1,6 @@
-"""What comes after what: the user's streams wait for results, and results for what the user's streams have queued; no thread waits for either."""
+"""What comes after what: the user's streams wait for results, and results for what the user's
+streams have queued; no thread waits for either.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ import pytest
 
 from gpus.machines import gpu_run
 
-SHAPES = pytest.mark.parametrize("shape", [(1, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s))
+SHAPES = pytest.mark.parametrize(
+    "shape", [(1, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s)
+)
 
 # What a real script does: queue work, ask, queue more work, and look at the end.
 ORDER = """
 import threading, time
+
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 made, after, other = (PretendArray(np.zeros(50_000, np.float32), main) for _ in range(3))
@@ -51,7 +56,10 @@ with held(main):
     for h in rounds:
         h.wait(20)
 last.wait(20)
-assert (made.get() == n ** 3).all() and (later.get() == 2 * n).all(), (made.get()[:3], later.get()[:3])
+assert (made.get() == n**3).all() and (later.get() == 2 * n).all(), (
+    made.get()[:3],
+    later.get()[:3],
+)
 report("done")
 bpsx.shutdown()
 """
@@ -64,7 +72,8 @@ def test_no_thread_waits_and_streams_do(shape: tuple[int, int, int], pretend: Pa
 
 def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
     """However many there are: what one of them has to make first does not hold up the others."""
-    gpu_run("""
+    gpu_run(
+        """
         bpsx.init()
         streams = [cuda.stream() for _ in range(14)]
         tensors = [PretendArray(np.full(1000, i, np.float32), s) for i, s in enumerate(streams)]
@@ -74,7 +83,11 @@ def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
         for k in range(0, len(streams), 3):
             with held(streams[k]):
                 stuck = push_pull(f"t{k}", tensors[k], stream=streams[k])
-                rest = [push_pull(f"t{i}", tensors[i], stream=s) for i, s in enumerate(streams) if i != k]
+                rest = [
+                    push_pull(f"t{i}", tensors[i], stream=s)
+                    for i, s in enumerate(streams)
+                    if i != k
+                ]
                 for h in rest:
                     h.wait(20)
                 assert not stuck.done()
@@ -82,11 +95,17 @@ def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
         for i, t in enumerate(tensors):
             assert (t.get() == i * 2.0 ** (1 + len(range(0, len(streams), 3)))).all()
         bpsx.shutdown()
-    """, pretend, 2, 1, 1)
+    """,
+        pretend,
+        2,
+        1,
+        1,
+    )
 
 
 def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Path) -> None:
-    gpu_run("""
+    gpu_run(
+        """
         import gc, weakref
         bpsx.init()
         n = bpsx.size()
@@ -106,22 +125,34 @@ def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Pa
         cuda.delay(0)
         until(lambda: gone() is None)
         bpsx.shutdown()
-    """, pretend, 1, 2, 1)
+    """,
+        pretend,
+        1,
+        2,
+        1,
+    )
 
 
 def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -> None:
-    """A name first in the host's memory, then on the GPU, and on one machine here, on the other there."""
-    gpu_run("""
+    """A name first in the host's memory, then on the GPU, and on one machine here, on the other
+    there.
+    """
+    gpu_run(
+        """
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
         machine = r // bpsx.local_size()
         kept = []
         for step in range(12):
             for size in (5, 100_000):
-                on_gpu = (step % 2 if step < 4 else (machine + step) % 2 if step < 8 else machine)
+                on_gpu = step % 2 if step < 4 else (machine + step) % 2 if step < 8 else machine
                 given = np.full(size, (r + 1) * (step + 1), np.float32)
                 x = PretendArray(given, main) if on_gpu else given.copy()
-                y = PretendArray(np.zeros(size, np.float32), main) if on_gpu else np.zeros(size, np.float32)
+                y = (
+                    PretendArray(np.zeros(size, np.float32), main)
+                    if on_gpu
+                    else np.zeros(size, np.float32)
+                )
                 kept.append(x)
                 push_pull(f"x{size}", x, y).wait(20)
                 got = y.get() if on_gpu else y
@@ -132,12 +163,22 @@ def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -
                 assert (got == (step % n + 1) * (step + 1)).all(), (step, size, got[:3])
         assert cuda.pageable() == cuda.straddling() == 0
         bpsx.shutdown()
-    """, pretend, 2, 2, 1)
+    """,
+        pretend,
+        2,
+        2,
+        1,
+    )
 
 
-@pytest.mark.parametrize(("shape", "odd"), [((1, 2, 0), 0), ((1, 2, 0), 1), ((2, 2, 1), 0), ((1, 2, 1), 1)], ids=str)
-def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all(shape: tuple[int, int, int], odd: int, pretend: Path) -> None:
-    found = gpu_run(f"""
+@pytest.mark.parametrize(
+    ("shape", "odd"), [((1, 2, 0), 0), ((1, 2, 0), 1), ((2, 2, 1), 0), ((1, 2, 1), 1)], ids=str
+)
+def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all(
+    shape: tuple[int, int, int], odd: int, pretend: Path
+) -> None:
+    found = gpu_run(
+        f"""
         bpsx.init()
         for known in range(3):
             if known == 1:
@@ -149,32 +190,50 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
             push_pull("x", x).wait(20)
             assert ((x if isinstance(x, np.ndarray) else x.get()) == bpsx.size()).all()
         bpsx.shutdown()
-    """, pretend, *shape)
+    """,
+        pretend,
+        *shape,
+    )
     assert len(found) == shape[0] * shape[1]
     for said in found:
-        assert len(said) == 6 and all(text.startswith("MismatchError: ") and "workers 1 and 0" in text for text in said), said
+        assert len(said) == 6 and all(
+            text.startswith("MismatchError: ") and "workers 1 and 0" in text for text in said
+        ), said
         assert all(repr("xb"[i % 2]) in text for i, text in enumerate(said)), said
 
 
 def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Path) -> None:
-    """What is summed in place again is the sum that was to come, and not what lies there while that is on its way up."""
-    gpu_run("""
+    """What is summed in place again is the sum that was to come, and not what lies there while that
+    is on its way up.
+    """
+    gpu_run(
+        """
         bpsx.init()
         n = bpsx.size()
         others = [PretendArray(np.ones(1000, np.float32), main) for i in range(20)]
         x = PretendArray(np.ones(60_000, np.float32), main)
         cuda.delay(1000)
-        handles = [push_pull(f"y{i}", y, priority=1) for i, y in enumerate(others)] + [push_pull("x", x) for _ in range(3)]
+        handles = [push_pull(f"y{i}", y, priority=1) for i, y in enumerate(others)] + [
+            push_pull("x", x) for _ in range(3)
+        ]
         [h.wait(20) for h in handles]
         cuda.delay(0)
-        assert (x.get() == n ** 3).all(), x.get()[:3]
+        assert (x.get() == n**3).all(), x.get()[:3]
         bpsx.shutdown()
-    """, pretend, 2, 1, 1)
+    """,
+        pretend,
+        2,
+        1,
+        1,
+    )
 
 
 def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -> None:
-    """Who receives a broadcast copies nothing down: what comes must not go where another tensor's sum still lies that the GPU has yet to copy."""
-    gpu_run("""
+    """Who receives a broadcast copies nothing down: what comes must not go where another tensor's
+    sum still lies that the GPU has yet to copy.
+    """
+    gpu_run(
+        """
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
         for step in range(4):
@@ -190,4 +249,9 @@ def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -
                 assert (sums[i].get() == 2 * i + 1).all(), (step, i, sums[i].get()[:3])
                 assert (given[i].get() == -1.0 - i).all(), (step, i, given[i].get()[:3])
         bpsx.shutdown()
-    """, pretend, 2, 1, 1)
+    """,
+        pretend,
+        2,
+        1,
+        1,
+    )

@@ -1,4 +1,6 @@
-"""Tensors on GPUs over RDMA, in the emulated machine of tests/machine: pinned memory is pushed from, and answered into."""
+"""Tensors on GPUs over RDMA, in the emulated machine of tests/machine: pinned memory is pushed
+from, and answered into.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ import pytest
 from cluster.test_rdma import RDMA, with_rdma
 from gpus.machines import gpu_run
 
-# Several rounds of several tensors, so that places in pinned memory pass from one to another; the last are of another size.
+# Several rounds of several tensors, so that places in pinned memory pass from one to another; the
+# last are of another size.
 SUMS = """
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 for step in range(4):
     sizes = [100_000, 100_000, 50_001] if step < 3 else [70_000, 120_000, 20_000]
-    drawn = [[draw("float32", size, w, 10 * step + i) for w in range(n)] for i, size in enumerate(sizes)]
+    drawn = [
+        [draw("float32", size, w, 10 * step + i) for w in range(n)] for i, size in enumerate(sizes)
+    ]
     arrays = [PretendArray(parts[r], main) for parts in drawn]
     handles = [push_pull(f"{i} {a.nbytes}", a) for i, a in enumerate(arrays)]
     for handle in handles:
@@ -31,6 +36,8 @@ assert not cuda.alive("pinned") and not cuda.alive("registered")
 
 @with_rdma
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s))
-def test_over_rdma_pinned_memory_is_copied_by_nobody(shape: tuple[int, int, int], pretend: Path) -> None:
+def test_over_rdma_pinned_memory_is_copied_by_nobody(
+    shape: tuple[int, int, int], pretend: Path
+) -> None:
     found = gpu_run(SUMS, pretend, *shape, env=RDMA)
     assert found == [[0]] * (shape[0] * shape[1])

@@ -10,11 +10,27 @@ import pytest
 from gpus.machines import gpu_job, gpu_run
 
 #: Stands for a real NCCL: it has the functions' names, and no GPU that it could use.
-REAL = "".join(f"int {name}(void) {{ return 1; }}\n" for name in (
-    "ncclGetVersion", "ncclGetUniqueId", "ncclCommInitRank", "ncclCommInitRankConfig", "ncclCommAbort",
-    "ncclGroupStart", "ncclGroupEnd", "ncclAllReduce", "ncclReduce", "ncclBroadcast",
-    "ncclReduceScatter", "ncclAllGather", "ncclCommGetAsyncError")) \
+REAL = (
+    "".join(
+        f"int {name}(void) {{ return 1; }}\n"
+        for name in (
+            "ncclGetVersion",
+            "ncclGetUniqueId",
+            "ncclCommInitRank",
+            "ncclCommInitRankConfig",
+            "ncclCommAbort",
+            "ncclGroupStart",
+            "ncclGroupEnd",
+            "ncclAllReduce",
+            "ncclReduce",
+            "ncclBroadcast",
+            "ncclReduceScatter",
+            "ncclAllGather",
+            "ncclCommGetAsyncError",
+        )
+    )
     + 'const char *ncclGetErrorString(int e) { (void)e; return "the real NCCL"; }\n'
+)
 SUM = """
 import ctypes, os
 ctypes.CDLL(os.environ["REAL"], ctypes.RTLD_GLOBAL)     # before anything of bpsx looks for NCCL
@@ -30,8 +46,19 @@ bpsx.shutdown()
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     (folder / "real.c").write_text(REAL)
-    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o",
-                    folder / "libnccl.so.2", folder / "real.c"], check=True, timeout=60)
+    subprocess.run(
+        [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libnccl.so.2",
+            "-o",
+            folder / "libnccl.so.2",
+            folder / "real.c",
+        ],
+        check=True,
+        timeout=60,
+    )
     return folder / "libnccl.so.2"
 
 

@@ -1,4 +1,7 @@
-"""What workers of the tests' jobs do on their pretend GPU: ``from gpus.worker import *``. It makes the GPU's context this thread's."""
+"""What workers of the tests' jobs do on their pretend GPU: ``from gpus.worker import *``.
+
+It makes the GPU's context this thread's.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,25 @@ from bpsx.plugin.adapter import TensorView
 from gpus.pretend.driver import Driver, driver
 from gpus.pretend.memory import PretendArray
 
-__all__ = ["PretendArray", "ask", "average_of", "bpsx", "broadcast", "cuda", "draw", "held", "main", "near", "np", "push_pull", "reference",
-           "refused", "until", "verbs", "view"]
+__all__ = [
+    "PretendArray",
+    "ask",
+    "average_of",
+    "bpsx",
+    "broadcast",
+    "cuda",
+    "draw",
+    "held",
+    "main",
+    "near",
+    "np",
+    "push_pull",
+    "reference",
+    "refused",
+    "until",
+    "verbs",
+    "view",
+]
 
 cuda: Driver = driver()
 cuda.enter()
@@ -30,7 +50,9 @@ main: int = cuda.stream()
 def view(array: PretendArray, stream: int | None = None, gpu: int = 0) -> TensorView:
     """A tensor on the GPU, asked for by a thread that works on ``stream``."""
     on = main if stream is None else stream
-    return TensorView(array.address, array.nbytes, array.dtype.name, array.shape, array, gpu, lambda: on)
+    return TensorView(
+        array.address, array.nbytes, array.dtype.name, array.shape, array, gpu, lambda: on
+    )
 
 
 def host_view(array: npt.NDArray[Any]) -> TensorView:
@@ -38,14 +60,27 @@ def host_view(array: npt.NDArray[Any]) -> TensorView:
     return TensorView(array.ctypes.data, array.nbytes, array.dtype.name, array.shape, array)
 
 
-def push_pull(name: str, source: Any, target: Any = None, *, average: bool = False, priority: int = 0, stream: int | None = None) -> Handle:
+def push_pull(
+    name: str,
+    source: Any,
+    target: Any = None,
+    *,
+    average: bool = False,
+    priority: int = 0,
+    stream: int | None = None,
+) -> Handle:
     """Of arrays on the GPU or in the host's memory; in place without ``target``."""
-    views = [host_view(a) if isinstance(a, np.ndarray) else view(a, stream) for a in (source, source if target is None else target)]
+    views = [
+        host_view(a) if isinstance(a, np.ndarray) else view(a, stream)
+        for a in (source, source if target is None else target)
+    ]
     return verbs.session().push_pull(name, *views, average=average, priority=priority)
 
 
 def broadcast(name: str, array: Any, root: int, stream: int | None = None) -> Handle:
-    return verbs.session().broadcast(name, host_view(array) if isinstance(array, np.ndarray) else view(array, stream), root)
+    return verbs.session().broadcast(
+        name, host_view(array) if isinstance(array, np.ndarray) else view(array, stream), root
+    )
 
 
 def draw(dtype: str, n: int, rank: int, seed: int) -> npt.NDArray[Any]:
@@ -63,16 +98,28 @@ def reference(parts: list[npt.NDArray[Any]], average: bool) -> npt.NDArray[np.fl
 
 
 def near(got: npt.NDArray[Any], parts: list[npt.NDArray[Any]], average: bool = False) -> bool:
-    """Whether that is their sum (or mean), up to what adding in the type may round; integers wrap, and their means are floors."""
+    """Whether that is their sum (or mean), up to what adding in the type may round; integers wrap,
+    and their means are floors.
+    """
     exact, name = reference(parts, average), got.dtype.name
     if "int" in name:
         bits = 8 * got.dtype.itemsize
         whole = np.floor(exact).astype(np.int64)
-        return bool((got == (whole % (1 << bits) if bits < 64 else whole).astype(np.uint64).astype(got.dtype)).all())
+        return bool(
+            (
+                got
+                == (whole % (1 << bits) if bits < 64 else whole).astype(np.uint64).astype(got.dtype)
+            ).all()
+        )
     eps = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}[name]
     magnitude = np.sum([abs(p.astype(np.float64)) for p in parts], axis=0)
-    # Each of a switch, of the switches and of the machines may round once to the type, and each addition in the accumulator's.
-    bound = eps * abs(exact) + (3 * eps + len(parts) * min(eps, 2**-24)) * magnitude + (6e-8 if name == "float16" else 1e-38)
+    # Each of a switch, of the switches and of the machines may round once to the type, and each
+    # addition in the accumulator's.
+    bound = (
+        eps * abs(exact)
+        + (3 * eps + len(parts) * min(eps, 2**-24)) * magnitude
+        + (6e-8 if name == "float16" else 1e-38)
+    )
     return bool((abs(got.astype(np.float64) - exact) <= bound).all())
 
 

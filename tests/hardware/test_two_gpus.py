@@ -1,4 +1,6 @@
-"""bpsx.torch on real GPUs: one machine, two imitated ones with a GPU each, and two that use both GPUs."""
+"""bpsx.torch on real GPUs: one machine, two imitated ones with a GPU each, and two that use both
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ import torch
 from frameworks.torch_job import Finished, run_job
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed; there are {GPUS}")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed; there are {GPUS}"),
+]
 WORK = str(Path(__file__).parent / "two_gpus_work.py")
 #: (machines, servers, processes of each)
 LAYOUTS = {"one machine": (1, 0, 2), "two machines": (2, 1, 1), "two machines of two": (2, 2, 2)}
@@ -22,7 +27,14 @@ LAYOUTS = {"one machine": (1, 0, 2), "two machines": (2, 1, 1), "two machines of
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     machines, servers, processes = LAYOUTS[request.param]
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    return run_job(WORK, ["all_of_it"], tmp_path_factory.mktemp("gpus"), workers=machines, servers=servers, processes=processes)
+    return run_job(
+        WORK,
+        ["all_of_it"],
+        tmp_path_factory.mktemp("gpus"),
+        workers=machines,
+        servers=servers,
+        processes=processes,
+    )
 
 
 def each(job: Finished, name: str) -> list[Any]:
@@ -34,7 +46,9 @@ def test_sums_of_all_types(job: Finished) -> None:
     assert not any(each(job, "sums")), each(job, "sums")
 
 
-@pytest.mark.parametrize("how", ["DistributedOptimizer", "CrossBarrier", "parallel", "hook", "backend"])
+@pytest.mark.parametrize(
+    "how", ["DistributedOptimizer", "CrossBarrier", "parallel", "hook", "backend"]
+)
 def test_training_is_that_of_one_gpu_on_the_joined_batch(job: Finished, how: str) -> None:
     assert max(each(job, how)) < 1e-9
 
@@ -52,7 +66,10 @@ def test_tensors_on_the_host_and_on_the_gpu(job: Finished) -> None:
 
 
 def test_cuda_graphs_are_refused_by_name(job: Finished) -> None:
-    assert all(told.startswith("ConfigError: 'graph': ") and "CUDA graph" in told for told in each(job, "graph_refused")), each(job, "graph_refused")
+    assert all(
+        told.startswith("ConfigError: 'graph': ") and "CUDA graph" in told
+        for told in each(job, "graph_refused")
+    ), each(job, "graph_refused")
 
 
 def test_compression_on_the_gpu(job: Finished) -> None:

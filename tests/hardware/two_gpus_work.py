@@ -1,4 +1,7 @@
-"""What the workers of tests/hardware do: jobs on real GPUs, several machines imitated on one. See test_two_gpus.py."""
+"""What the workers of tests/hardware do: jobs on real GPUs, several machines imitated on one.
+
+See test_two_gpus.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ import bpsx.torch as bps
 
 def begin() -> torch.device:
     """The GPU of this process: by local rank, or by machine where each has one."""
-    local = int(os.environ["BYTEPS_LOCAL_RANK"]) if int(os.environ["BYTEPS_LOCAL_SIZE"]) > 1 else int(os.environ.get("DMLC_WORKER_ID", "0"))
+    local = (
+        int(os.environ["BYTEPS_LOCAL_RANK"])
+        if int(os.environ["BYTEPS_LOCAL_SIZE"]) > 1
+        else int(os.environ.get("DMLC_WORKER_ID", "0"))
+    )
     torch.cuda.set_device(local)
     bps.init()
     return torch.device("cuda", local)
@@ -22,14 +29,27 @@ def begin() -> torch.device:
 
 def model_of(device: torch.device) -> torch.nn.Module:
     torch.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 300), torch.nn.ReLU(),
-                               torch.nn.Linear(300, 10)).double().to(device)
+    return (
+        torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * 36, 300),
+            torch.nn.ReLU(),
+            torch.nn.Linear(300, 10),
+        )
+        .double()
+        .to(device)
+    )
 
 
 def batch(device: torch.device, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The joined batch of a step, the same on all."""
     made = torch.Generator().manual_seed(step)
-    x, y = torch.randn(4 * size, 3, 8, 8, generator=made, dtype=torch.float64), torch.randint(0, 10, (4 * size,), generator=made)
+    x, y = (
+        torch.randn(4 * size, 3, 8, 8, generator=made, dtype=torch.float64),
+        torch.randint(0, 10, (4 * size,), generator=made),
+    )
     return x.to(device), y.to(device)
 
 
@@ -48,7 +68,9 @@ def reference(device: torch.device, steps: int, size: int) -> list[torch.Tensor]
 
 
 def trained(device: torch.device, how: str, steps: int = 12) -> float:
-    """The largest difference between weights trained by all workers on their parts, and by one on all."""
+    """The largest difference between weights trained by all workers on their parts, and by one on
+    all.
+    """
     r, n = bps.rank(), bps.size()
     model = model_of(device)
     if r:
@@ -63,13 +85,21 @@ def trained(device: torch.device, how: str, steps: int = 12) -> float:
     elif how == "CrossBarrier":
         from bpsx.torch.cross_barrier import CrossBarrier
 
-        optimizer = CrossBarrier(model, base, named_parameters=[(f"crossing.{k}", p) for k, p in model.named_parameters()], num_steps=steps)
+        optimizer = CrossBarrier(
+            model,
+            base,
+            named_parameters=[(f"crossing.{k}", p) for k, p in model.named_parameters()],
+            num_steps=steps,
+        )
     elif how == "parallel":
         from bpsx.torch.parallel import DistributedDataParallel
 
         run, optimizer = DistributedDataParallel(model, device_ids=[device.index]), base
     else:
-        run, optimizer = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index]), base
+        run, optimizer = (
+            torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index]),
+            base,
+        )
         if how == "hook":
             run.register_comm_hook(None, bps.ddp_comm_hook)
     for step in range(steps):
@@ -78,41 +108,75 @@ def trained(device: torch.device, how: str, steps: int = 12) -> float:
         loss_of(run, x[r::n], y[r::n]).backward()
         optimizer.step()
     if how == "CrossBarrier":
-        model.state_dict()      # what looks at the whole gets the whole
-    return max(float((a.detach() - b).abs().max()) for a, b in zip(model.parameters(), reference(device, steps, n), strict=True))
+        model.state_dict()  # what looks at the whole gets the whole
+    return max(
+        float((a.detach() - b).abs().max())
+        for a, b in zip(model.parameters(), reference(device, steps, n), strict=True)
+    )
 
 
 def sums(device: torch.device) -> list[str]:
     """What is wrong in sums and averages of all types and many sizes."""
     r, n = bps.rank(), bps.size()
     wrong = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8):
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.int8,
+    ):
         for size in (0, 1, 5, 1000, 300_001, 3_000_001):
             for average in (False, True):
                 if average and dtype.itemsize == 1 and n > 1 and bps.local_size() > 1:
                     continue
-                x = torch.full((size,), -3 if dtype.is_signed and r == 0 else r + 1, dtype=dtype, device=device)
+                x = torch.full(
+                    (size,), -3 if dtype.is_signed and r == 0 else r + 1, dtype=dtype, device=device
+                )
                 want = (-3 if dtype.is_signed else 1) + sum(range(2, n + 1))
                 want = want / n if average else want
                 want = want if dtype.is_floating_point else int(want // 1)
                 got = bps.push_pull(x, average=average, name=f"{dtype}.{size}")
-                if not bool(torch.all((got.double() - want).abs() <= (0.02 if dtype.itemsize == 2 else 1e-6))):
-                    wrong.append(f"{dtype} {size} average={average}: {got[:3].tolist()} instead of {want}")
+                if not bool(
+                    torch.all(
+                        (got.double() - want).abs() <= (0.02 if dtype.itemsize == 2 else 1e-6)
+                    )
+                ):
+                    wrong.append(
+                        f"{dtype} {size} average={average}: {got[:3].tolist()} instead of {want}"
+                    )
     return wrong + averages_under_way_together(device)
 
 
 def averages_under_way_together(device: torch.device) -> list[str]:
-    """What is wrong in averages that NCCL may put into one group, of integers, which are divided after it, and floats."""
+    """What is wrong in averages that NCCL may put into one group, of integers, which are divided
+    after it, and floats.
+    """
     r, n = bps.rank(), bps.size()
     wrong = []
     for k in range(10):
-        tensors = {f"{dtype}.{i}": torch.full((100_000 + i,), 7 * r + i + k - 20, dtype=dtype, device=device)
-                   for dtype in (torch.int32, torch.float32, torch.int64) for i in range(8)}
-        handles = {name: bps.push_pull_async(x, average=True, name=f"together.{name}") for name, x in tensors.items()}
+        tensors = {
+            f"{dtype}.{i}": torch.full(
+                (100_000 + i,), 7 * r + i + k - 20, dtype=dtype, device=device
+            )
+            for dtype in (torch.int32, torch.float32, torch.int64)
+            for i in range(8)
+        }
+        handles = {
+            name: bps.push_pull_async(x, average=True, name=f"together.{name}")
+            for name, x in tensors.items()
+        }
         for name, x in tensors.items():
             want = sum(7 * w + int(name[-1]) + k - 20 for w in range(n)) / n
             got = bps.synchronize(handles[name])
-            if not bool(torch.all((got.double() - (want if x.is_floating_point() else want // 1)).abs() <= 1e-5)):
+            if not bool(
+                torch.all(
+                    (got.double() - (want if x.is_floating_point() else want // 1)).abs() <= 1e-5
+                )
+            ):
                 wrong.append(f"{name} in round {k}: {got[:3].tolist()} instead of {want}")
     return wrong
 
@@ -138,17 +202,21 @@ def streams(device: torch.device) -> float:
 
 
 def odd_gradients(device: torch.device) -> float:
-    """One that shares its memory when its batch begins, since the next is made on another stream: the largest error of the weights."""
+    """One that shares its memory when its batch begins, since the next is made on another stream:
+    the largest error of the weights.
+    """
     r, n = bps.rank(), bps.size()
     side = torch.cuda.Stream(device)
     odd, other = (torch.nn.Parameter(torch.zeros(1 << 20, device=device)) for _ in range(2))
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD([odd, other], lr=1.0), [("odd", odd), ("other", other)])
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD([odd, other], lr=1.0), [("odd", odd), ("other", other)]
+    )
     kept: list[torch.Tensor] = []
     odd.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.view(-1)))
     for _ in range(5):
         kept.clear()
         side.wait_stream(torch.cuda.current_stream(device))
-        torch.cuda._sleep(50_000_000)           # so that nothing is right by luck
+        torch.cuda._sleep(50_000_000)  # so that nothing is right by luck
         with torch.cuda.stream(side):
             first = (other * (r + 2.0)).sum()
         second = (odd * (r + 1.0)).sum()
@@ -158,7 +226,9 @@ def odd_gradients(device: torch.device) -> float:
         optimizer.zero_grad()
     torch.cuda.synchronize()
     mean = (n - 1) / 2
-    return max(float((odd + 5 * (mean + 1)).abs().max()), float((other + 5 * (mean + 2)).abs().max()))
+    return max(
+        float((odd + 5 * (mean + 1)).abs().max()), float((other + 5 * (mean + 2)).abs().max())
+    )
 
 
 def both_kinds(device: torch.device) -> bool:
@@ -166,8 +236,14 @@ def both_kinds(device: torch.device) -> bool:
     n = bps.size()
     ok = True
     for step in range(3):
-        here, there = torch.full((50_000,), step + 1.0), torch.full((50_000,), step + 2.0, device=device)
-        handles = [bps.push_pull_async(here, average=False, name="host"), bps.push_pull_async(there, average=False, name="gpu")]
+        here, there = (
+            torch.full((50_000,), step + 1.0),
+            torch.full((50_000,), step + 2.0, device=device),
+        )
+        handles = [
+            bps.push_pull_async(here, average=False, name="host"),
+            bps.push_pull_async(there, average=False, name="gpu"),
+        ]
         a, b = (bps.synchronize(h) for h in handles)
         ok = ok and bool((a == n * (step + 1)).all()) and bool((b == n * (step + 2)).all())
         moved = bps.push_pull(here if step % 2 else there, average=False, name="either")
@@ -198,9 +274,12 @@ def compressed(device: torch.device) -> list[str]:
 
     r = bps.rank()
     wrong = []
-    for name, params in {"onebit": {"compressor": "onebit", "ef": "vanilla"}, "topk": {"compressor": "topk", "k": 0.01, "ef": "vanilla"},
-                         "randomk": {"compressor": "randomk", "k": 0.1, "seed": 3, "ef": "vanilla"},
-                         "dithering": {"compressor": "dithering", "k": 3, "seed": 3}}.items():
+    for name, params in {
+        "onebit": {"compressor": "onebit", "ef": "vanilla"},
+        "topk": {"compressor": "topk", "k": 0.01, "ef": "vanilla"},
+        "randomk": {"compressor": "randomk", "k": 0.1, "seed": 3, "ef": "vanilla"},
+        "dithering": {"compressor": "dithering", "k": 3, "seed": 3},
+    }.items():
         for dtype in (torch.float32, torch.float16):
             for place in ("gpu", "host"):
                 bpsx.declare(f"{name}.{dtype}.{place}", compression=params)
@@ -211,8 +290,12 @@ def compressed(device: torch.device) -> list[str]:
                 there = bps.push_pull(g.to(device), average=False, name=f"{name}.{dtype}.gpu").cpu()
                 here = bps.push_pull(g, average=False, name=f"{name}.{dtype}.host")
                 # Who draws at random draws by name, which are two here.
-                if name in ("onebit", "topk") and not torch.allclose(there.double(), here.double(), rtol=1e-3, atol=1e-4):
-                    wrong.append(f"{name} {dtype} {step}: {there[:4].tolist()} and {here[:4].tolist()}")
+                if name in ("onebit", "topk") and not torch.allclose(
+                    there.double(), here.double(), rtol=1e-3, atol=1e-4
+                ):
+                    wrong.append(
+                        f"{name} {dtype} {step}: {there[:4].tolist()} and {here[:4].tolist()}"
+                    )
                 if not bool(there.isfinite().all()) or not bool(there.any()):
                     wrong.append(f"{name} {dtype} {step}: nothing")
     return wrong
@@ -230,8 +313,12 @@ def others(device: torch.device) -> list[str]:
     bps.broadcast_parameters({"x": x}, root_rank=n - 1)
     if not bool((x == n - 1).all()):
         wrong.append("broadcast")
-    sparse = torch.sparse_coo_tensor([[r, n]], torch.ones(2, device=device), (n + 1,), device=device)
-    if bps.push_pull(sparse, average=False, name="sparse").to_dense().tolist() != [1.0] * n + [float(n)]:
+    sparse = torch.sparse_coo_tensor(
+        [[r, n]], torch.ones(2, device=device), (n + 1,), device=device
+    )
+    if bps.push_pull(sparse, average=False, name="sparse").to_dense().tolist() != [1.0] * n + [
+        float(n)
+    ]:
         wrong.append("sparse")
     norm = bps.SyncBatchNorm(4).to(device)
     made = torch.Generator().manual_seed(1)

@@ -1,7 +1,9 @@
-"""A virtual machine with a software RDMA device, for one command: the host's kernel knows no InfiniBand, this one's does.
+"""A virtual machine with a software RDMA device, for one command: the host's kernel knows no
+InfiniBand, this one's does.
 
-The machine sees the host's files at the same paths, read-only under an overlay that is forgotten, so the interpreter and the tree that run the
-tests run there, too. It has no network but its own. Correctness can be tested in it, speed cannot.
+The machine sees the host's files at the same paths, read-only under an overlay that is forgotten,
+so the interpreter and the tree that run the tests run there, too. It has no network but its own.
+Correctness can be tested in it, speed cannot.
 """
 
 from __future__ import annotations
@@ -16,20 +18,35 @@ from pathlib import Path
 
 from machine.preparing import NoPackages, prepare, why_not
 
-__all__ = ["ADDRESS", "CACHE", "DEVICE", "Finished", "MachineError", "NoPackages", "compiling", "run", "why_not"]
+__all__ = [
+    "ADDRESS",
+    "CACHE",
+    "DEVICE",
+    "Finished",
+    "MachineError",
+    "NoPackages",
+    "compiling",
+    "run",
+    "why_not",
+]
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".venv" / "rdma"
 DEVICE, ADDRESS = "rxe0", "192.0.2.1"
-# With frames of 4500 bytes RDMA's packets are the largest there are, 4096: fewer of them to emulate.
+# With frames of 4500 bytes RDMA's packets are the largest there are, 4096: fewer of them to
+# emulate.
 _NETWORK = f"""
 ip link add dummy0 mtu 4500 type dummy
 ip address add {ADDRESS}/24 dev dummy0
 ip link set dummy0 up
 """
 _LINK = f"rdma link add {DEVICE} type rxe netdev dummy0\n"
-#: Words for the kernel. What it need not do in an emulated processor, and clocks that it need not check.
-_QUIET = "quiet loglevel=3 console=ttyS0 rdinit=/init panic=-1 reboot=t nokaslr mitigations=off init_on_alloc=0 tsc=reliable no_timer_check audit=0"
+#: Words for the kernel. What it need not do in an emulated processor, and clocks that it need not
+#: check.
+_QUIET = (
+    "quiet loglevel=3 console=ttyS0 rdinit=/init panic=-1 reboot=t nokaslr mitigations=off"
+    " init_on_alloc=0 tsc=reliable no_timer_check audit=0"
+)
 
 
 class MachineError(AssertionError):
@@ -38,7 +55,9 @@ class MachineError(AssertionError):
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a command: its exit status, what it wrote to stdout and stderr, and what the kernel wrote."""
+    """What came of a command: its exit status, what it wrote to stdout and stderr, and what the
+    kernel wrote.
+    """
 
     status: int
     output: str
@@ -46,31 +65,50 @@ class Finished:
 
 
 def run(
-    command: str, *, environment: Mapping[str, str] | None = None, folder: Path = ROOT, timeout: float = 120.0, memory_mb: int = 2048, cpus: int = 1,
-    device: bool = True, cache: Path = CACHE,
+    command: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    timeout: float = 120.0,
+    memory_mb: int = 2048,
+    cpus: int = 1,
+    device: bool = True,
+    cache: Path = CACHE,
 ) -> Finished:
     """Run ``command`` (of sh) as root in a machine of its own, in ``folder``, with ``environment``.
 
-    ``device``: whether there is an RDMA device, ``rxe0``; the modules are there without, too. ``timeout``, seconds, is the whole machine's;
-    :class:`MachineError` is raised when it is over. The machine ends with this thread. Kernels that Numba compiles in it stay in ``cache``.
-    Two ``cpus`` take half as much again of the host's time for the same work, since each has to mind the other.
+    ``device``: whether there is an RDMA device, ``rxe0``; the modules are there without, too.
+    ``timeout``, seconds, is the whole machine's; :class:`MachineError` is raised when it is over.
+    The machine ends with this thread. Kernels that Numba compiles in it stay in ``cache``. Two
+    ``cpus`` take half as much again of the host's time for the same work, since each has to mind
+    the other.
     """
     kernel, initramfs = prepare(cache)
     kernels = _kernels(cache)
     with tempfile.TemporaryDirectory(prefix="bpsx-machine-") as share:
         place = Path(share)
-        (place / "start").write_text(_start(command, place, folder, {**compiling(cache), **(environment or {})}, device))
+        (place / "start").write_text(
+            _start(command, place, folder, {**compiling(cache), **(environment or {})}, device)
+        )
         shared = {"share": place, "kernels": kernels}
         console = _emulate(_qemu(kernel, initramfs, shared, memory_mb, cpus), place, timeout)
         try:
             return Finished(int((place / "status").read_text()), _text(place / "output"), console)
         except (OSError, ValueError):
-            raise MachineError(f"the machine ended without an exit status\n{_account(place)}") from None
+            raise MachineError(
+                f"the machine ended without an exit status\n{_account(place)}"
+            ) from None
 
 
 def compiling(cache: Path = CACHE) -> dict[str, str]:
-    """With which environment Numba compiles outside what is used in there: an emulated processor takes half a minute for what takes a second here."""
-    return {"BPSX_CACHE_DIR": str(_kernels(cache)), "NUMBA_CPU_NAME": "ivybridge", "NUMBA_CPU_FEATURES": ""}
+    """With which environment Numba compiles outside what is used in there: an emulated processor
+    takes half a minute for what takes a second here.
+    """
+    return {
+        "BPSX_CACHE_DIR": str(_kernels(cache)),
+        "NUMBA_CPU_NAME": "ivybridge",
+        "NUMBA_CPU_FEATURES": "",
+    }
 
 
 def _kernels(cache: Path) -> Path:
@@ -79,42 +117,86 @@ def _kernels(cache: Path) -> Path:
     return folder
 
 
-def _start(command: str, share: Path, folder: Path, environment: Mapping[str, str], device: bool) -> str:
+def _start(
+    command: str, share: Path, folder: Path, environment: Mapping[str, str], device: bool
+) -> str:
     """The shell script that the machine's first process becomes once it sees the host's files."""
-    around = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"} | dict(environment)
+    around = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+    } | dict(environment)
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in around.items())
     return f"""
 export PATH=/usr/bin:/bin:/usr/sbin:/sbin
 ip link set lo up
 {_NETWORK}{_LINK if device else ""}
 ulimit -l unlimited
-cd {shlex.quote(str(folder))} && env -i {variables} /bin/sh -c {shlex.quote(command)} < /dev/null > {share}/output 2>&1
+cd {shlex.quote(str(folder))} && \\
+  env -i {variables} /bin/sh -c {shlex.quote(command)} < /dev/null > {share}/output 2>&1
 echo $? > {share}/status
 echo b > /proc/sysrq-trigger
 """
 
 
-def _qemu(kernel: Path, initramfs: Path, shared: Mapping[str, Path], memory_mb: int, cpus: int) -> list[str]:
-    """The command; ``shared`` are folders that the machine may write to. `setpriv` has the machine killed when the thread that started it ends."""
+def _qemu(
+    kernel: Path, initramfs: Path, shared: Mapping[str, Path], memory_mb: int, cpus: int
+) -> list[str]:
+    """The command; ``shared`` are folders that the machine may write to.
+
+    `setpriv` has the machine killed when the thread that started it ends.
+    """
     words = " ".join([_QUIET, *(f"{name.upper()}={path}" for name, path in shared.items())])
     return [
-        "setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64",
-        "-machine", "pc,usb=off,vmport=off", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(cpus), "-m", str(memory_mb),
-        "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio",
-        "-kernel", str(kernel), "-initrd", str(initramfs), "-append", words,
-        "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
-        *(word for name, path in shared.items() for word in ("-virtfs", f"local,path={path},mount_tag={name},security_model=none")),
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "qemu-system-x86_64",
+        "-machine",
+        "pc,usb=off,vmport=off",
+        "-accel",
+        "tcg,thread=multi",
+        "-cpu",
+        "max",
+        "-smp",
+        str(cpus),
+        "-m",
+        str(memory_mb),
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+        "-serial",
+        "stdio",
+        "-kernel",
+        str(kernel),
+        "-initrd",
+        str(initramfs),
+        "-append",
+        words,
+        "-virtfs",
+        "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
+        *(
+            word
+            for name, path in shared.items()
+            for word in ("-virtfs", f"local,path={path},mount_tag={name},security_model=none")
+        ),
     ]
 
 
 def _emulate(command: list[str], share: Path, timeout: float) -> str:
     """What the console showed. The machine is gone afterwards, whatever happens."""
     with (share / "console").open("wb") as console:
-        machine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT)
+        machine = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT
+        )
         try:
             machine.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise MachineError(f"the machine has not ended after {timeout} s\n{_account(share)}") from None
+            raise MachineError(
+                f"the machine has not ended after {timeout} s\n{_account(share)}"
+            ) from None
         finally:
             machine.kill()
             machine.wait()
@@ -129,4 +211,7 @@ def _text(path: Path) -> str:
 
 def _account(share: Path) -> str:
     """The last of what it said, for a failure's message."""
-    return f"--- output\n{_text(share / 'output')[-8000:]}\n--- console\n{_text(share / 'console')[-4000:]}"
+    return (
+        f"--- output\n{_text(share / 'output')[-8000:]}\n---"
+        f" console\n{_text(share / 'console')[-4000:]}"
+    )

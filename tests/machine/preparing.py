@@ -1,4 +1,5 @@
-"""What a virtual machine with a software RDMA device starts from: Debian 12's kernel, and an archive of modules and libraries.
+"""What a virtual machine with a software RDMA device starts from: Debian 12's kernel, and an
+archive of modules and libraries.
 
 Packages are unpacked into a folder of ours, never installed.
 """
@@ -19,21 +20,41 @@ from pathlib import Path
 #: The cloud kernel has no rdma_rxe, so the name is what this one depends on.
 _KERNEL = "linux-image-amd64"
 _LIBRARIES = ["ibverbs-providers", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]
-#: In the order in which they are wanted; what they depend on is added. rdma_rxe asks for "crc32" by name, which depends on nothing by name.
-_MODULES = ["virtio_pci", "9p", "9pnet_virtio", "overlay", "dummy", "crc32_generic", "ib_uverbs", "rdma_rxe"]
+#: In the order in which they are wanted; what they depend on is added. rdma_rxe asks for "crc32" by
+#: name, which depends on nothing by name.
+_MODULES = [
+    "virtio_pci",
+    "9p",
+    "9pnet_virtio",
+    "overlay",
+    "dummy",
+    "crc32_generic",
+    "ib_uverbs",
+    "rdma_rxe",
+]
 #: "dummy" makes a device when it loads, unless told not to.
 _PARAMETERS = {"dummy": "numdummies=0"}
 _FILES = ["kernel", "initramfs"]
 _INIT = Path(__file__).with_name("init.sh")
-_TOOLS = {"qemu-system-x86_64": "qemu-system-x86 seabios", "busybox": "busybox-static", "cpio": "cpio", "apt-get": "apt", "dpkg-deb": "dpkg",
-          "setpriv": "util-linux", "rdma": "iproute2"}
+_TOOLS = {
+    "qemu-system-x86_64": "qemu-system-x86 seabios",
+    "busybox": "busybox-static",
+    "cpio": "cpio",
+    "apt-get": "apt",
+    "dpkg-deb": "dpkg",
+    "setpriv": "util-linux",
+    "rdma": "iproute2",
+}
 
 
 def why_not() -> str:
     """Why there can be no such machine here, as one line; empty if there can."""
     missing = [package for tool, package in _TOOLS.items() if shutil.which(tool) is None]
     if missing:
-        return f"no virtual machine for RDMA: apt-get install --no-install-recommends {' '.join(missing)}"
+        return (
+            "no virtual machine for RDMA: apt-get install --no-install-recommends"
+            f" {' '.join(missing)}"
+        )
     return ""
 
 
@@ -42,12 +63,18 @@ class NoPackages(RuntimeError):
 
 
 def prepare(cache: Path) -> tuple[Path, Path]:
-    """(kernel, initramfs) in ``cache``, made there if need be. Whoever comes second waits for the first."""
+    """(kernel, initramfs) in ``cache``, made there if need be.
+
+    Whoever comes second waits for the first.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     ready = cache / f"machine-{_version()}"
     with _locked(cache / "lock"):
         if not ready.exists():
-            for old in [*cache.glob("machine-*"), *cache.glob("making-*")]:     # of other versions; of somebody who was killed
+            for old in [
+                *cache.glob("machine-*"),
+                *cache.glob("making-*"),
+            ]:  # of other versions; of somebody who was killed
                 shutil.rmtree(old)
             with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
                 _make(Path(making))
@@ -76,7 +103,16 @@ def _make(folder: Path) -> None:
     packages, system = folder / "packages", folder / "system"
     packages.mkdir()
     try:
-        _said("apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", _kernel_package(), *_LIBRARIES, cwd=packages)
+        _said(
+            "apt-get",
+            "-q",
+            "-o",
+            "APT::Sandbox::User=root",
+            "download",
+            _kernel_package(),
+            *_LIBRARIES,
+            cwd=packages,
+        )
     except RuntimeError as e:
         raise NoPackages(f"no virtual machine for RDMA: {e}") from e
     for package in packages.iterdir():
@@ -88,33 +124,62 @@ def _make(folder: Path) -> None:
     names = "\n".join(sorted(str(p.relative_to(tree)) for p in tree.rglob("*")))
     # Not compressed: reading it costs nothing, and an emulated processor is slow at unpacking.
     with (folder / "initramfs").open("wb") as archive:
-        subprocess.run(["cpio", "--create", "--format=newc", "--owner=0:0", "--quiet"], cwd=tree, input=names.encode(), stdout=archive, check=True)
+        subprocess.run(
+            ["cpio", "--create", "--format=newc", "--owner=0:0", "--quiet"],
+            cwd=tree,
+            input=names.encode(),
+            stdout=archive,
+            check=True,
+        )
 
 
 def _said(*command: str, cwd: Path | None = None) -> str:
     """What a command writes; an error that has all it said, if it fails."""
-    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
 def _kernel_package() -> str:
-    found = re.search(r"Depends: (linux-image-6\.1\.\S+-amd64)$", _said("apt-cache", "depends", _KERNEL), re.MULTILINE)
+    found = re.search(
+        r"Depends: (linux-image-6\.1\.\S+-amd64)$",
+        _said("apt-cache", "depends", _KERNEL),
+        re.MULTILINE,
+    )
     if found is None:
         raise RuntimeError(f"{_KERNEL} is not known here, or is not Debian 12's: apt-get update?")
     return found[1]
 
 
 def _plain_kernel(image: bytes) -> bytes:
-    """The ELF file in a bzImage (Linux's Documentation/x86/boot.rst): QEMU starts it as it is, which saves seconds of unpacking in the machine."""
+    """The ELF file in a bzImage (Linux's Documentation/x86/boot.rst): QEMU starts it as it is,
+    which saves seconds of unpacking in the machine.
+    """
     start = (image[0x1F1] + 1) * 512 + int.from_bytes(image[0x248:0x24C], "little")
     return lzma.LZMADecompressor().decompress(image[start:])
 
 
 def _fill(tree: Path, system: Path) -> None:
-    """The first file system: busybox, modules in the order in which they load, and ``layer``, which is laid over the host's files."""
-    for name in ("bin", "dev", "proc", "sys", "host", "changes", "root", "modules", "layer/etc", "layer/usr/lib"):
+    """The first file system: busybox, modules in the order in which they load, and ``layer``, which
+    is laid over the host's files.
+    """
+    for name in (
+        "bin",
+        "dev",
+        "proc",
+        "sys",
+        "host",
+        "changes",
+        "root",
+        "modules",
+        "layer/etc",
+        "layer/usr/lib",
+    ):
         (tree / name).mkdir(parents=True)
     busybox = shutil.which("busybox")
     assert busybox is not None
@@ -123,18 +188,35 @@ def _fill(tree: Path, system: Path) -> None:
         (tree / "bin" / applet).symlink_to("busybox")
     shutil.copy(_INIT, tree / "init")
     (tree / "init").chmod(0o755)
-    modules = list(_in_order(_MODULES, {p.stem.replace("-", "_"): p for p in (system / "lib/modules").rglob("*.ko")}))
+    modules = list(
+        _in_order(
+            _MODULES, {p.stem.replace("-", "_"): p for p in (system / "lib/modules").rglob("*.ko")}
+        )
+    )
     for module in modules:
         shutil.copy(module, tree / "modules")
-    (tree / "modules" / "order").write_text("".join(f"{module.name} {_PARAMETERS.get(module.stem, '')}\n" for module in modules))
+    (tree / "modules" / "order").write_text(
+        "".join(f"{module.name} {_PARAMETERS.get(module.stem, '')}\n" for module in modules)
+    )
     shutil.copytree(system / "etc/libibverbs.d", tree / "layer/etc/libibverbs.d")
-    for libraries in (system / "usr/lib/x86_64-linux-gnu", system / "lib/x86_64-linux-gnu"):      # on the host /lib is /usr/lib
+    for libraries in (
+        system / "usr/lib/x86_64-linux-gnu",
+        system / "lib/x86_64-linux-gnu",
+    ):  # on the host /lib is /usr/lib
         if libraries.is_dir():
-            shutil.copytree(libraries, tree / "layer/usr/lib/x86_64-linux-gnu", symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(
+                libraries,
+                tree / "layer/usr/lib/x86_64-linux-gnu",
+                symlinks=True,
+                dirs_exist_ok=True,
+            )
 
 
 def _in_order(names: Iterable[str], have: dict[str, Path]) -> Iterator[Path]:
-    """The modules, each after those that it says it depends on. Packages come without modules.dep."""
+    """The modules, each after those that it says it depends on.
+
+    Packages come without modules.dep.
+    """
     done: set[str] = set()
 
     def visit(name: str) -> Iterator[Path]:

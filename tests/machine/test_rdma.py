@@ -15,8 +15,12 @@ from machine.emulated import Finished, MachineError, NoPackages, compiling, run,
 
 _WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(1600)]
-_SUITES = ["tests/conformance/test_transports.py", "tests/conformance/test_lent_memory.py", "tests/cluster/test_rdma.py",
-           "tests/gpus/test_rdma_on_gpus.py"]
+_SUITES = [
+    "tests/conformance/test_transports.py",
+    "tests/conformance/test_lent_memory.py",
+    "tests/cluster/test_rdma.py",
+    "tests/gpus/test_rdma_on_gpus.py",
+]
 
 
 # What these suites push.
@@ -30,28 +34,50 @@ make(compression({"compressor": "onebit", "ef": "vanilla"}), "float32", 4096, 0,
 """
 
 
-def in_machine(*words: str, timeout: float = 1500, device: bool = True, environment: Mapping[str, str] | None = None) -> Finished:
+def in_machine(
+    *words: str,
+    timeout: float = 1500,
+    device: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
     """What came of a Python command there."""
     try:
-        return run(shlex.join([sys.executable, *words]), timeout=timeout, device=device, memory_mb=4096, environment=environment)
+        return run(
+            shlex.join([sys.executable, *words]),
+            timeout=timeout,
+            device=device,
+            memory_mb=4096,
+            environment=environment,
+        )
     except NoPackages as e:
         pytest.skip(str(e))
 
 
 def test_the_suites_that_need_an_adapter_pass() -> None:
     """All transports' conformance; sums, training, deaths, limits in whole jobs."""
-    subprocess.run([sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120)
-    done = in_machine("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "240", *_SUITES)
+    subprocess.run(
+        [sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120
+    )
+    done = in_machine(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "240", *_SUITES
+    )
     assert done.status == 0, done.output[-6000:]
-    passed = re.search(r"(\d+) passed, 1 skipped", done.output)      # of a machine without
+    passed = re.search(r"(\d+) passed, 1 skipped", done.output)  # of a machine without
     assert passed and int(passed[1]) >= 50, done.output[-3000:]
 
 
 def test_a_machine_without_an_adapter() -> None:
     """Whose kernel knows RDMA."""
-    done = in_machine("-c", "from bpsx.transports.rdma.endpoint import RdmaEndpoint\n"
-                      "RdmaEndpoint(heartbeat_interval=5, heartbeat_timeout=30)", device=False)
-    assert done.status == 1 and "TransportError: there is no RDMA adapter on this machine" in done.output, done.output
+    done = in_machine(
+        "-c",
+        "from bpsx.transports.rdma.endpoint import RdmaEndpoint\n"
+        "RdmaEndpoint(heartbeat_interval=5, heartbeat_timeout=30)",
+        device=False,
+    )
+    assert (
+        done.status == 1
+        and "TransportError: there is no RDMA adapter on this machine" in done.output
+    ), done.output
 
 
 def test_a_machine_that_does_not_end_is_ended() -> None:

@@ -13,7 +13,12 @@ SOURCE = ROOT / "src" / "bpsx"
 
 def files(*folders: str, endings: tuple[str, ...] = (".py", ".pyx", ".pxd")) -> list[Path]:
     """All source files below ``folders`` of the repository."""
-    return sorted(p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in endings and "__pycache__" not in p.parts)
+    return sorted(
+        p
+        for f in folders
+        for p in (ROOT / f).rglob("*")
+        if p.suffix in endings and "__pycache__" not in p.parts
+    )
 
 
 def module_of(path: Path) -> str:
@@ -32,9 +37,12 @@ def _python_imports(path: Path) -> Iterator[str]:
     package = module_of(path.parent / "__init__.py").split(".")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            above = package[:len(package) - node.level + 1] if node.level else []
+            above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join(above + ([node.module] if node.module else []))
-            yield from {_module_in(module, a.name) if node.module else f"{module}.{a.name}" for a in node.names}
+            yield from {
+                _module_in(module, a.name) if node.module else f"{module}.{a.name}"
+                for a in node.names
+            }
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
 
@@ -48,7 +56,13 @@ def _cython_imports(path: Path) -> Iterator[str]:
 
 
 def _module_in(package: str, name: str) -> str:
-    """What `from package import name` imports: a module of the package's, or the package, which has that name."""
+    """What `from package import name` imports: a module of the package's, or the package, which has
+    that name.
+    """
     place = ROOT / "src" / package.replace(".", "/") / name
-    found = name and (package == "bpsx" or place.is_dir() or any(place.with_suffix(s).exists() for s in (".py", ".pyx", ".pxd")))
+    found = name and (
+        package == "bpsx"
+        or place.is_dir()
+        or any(place.with_suffix(s).exists() for s in (".py", ".pyx", ".pxd"))
+    )
     return f"{package}.{name}" if found else package

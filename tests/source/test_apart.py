@@ -66,26 +66,38 @@ def test_pytest_does_not_import_tensorflow_or_mxnet(path: Path) -> None:
     assert not names, f"{path.name} imports {names}: do so under `if WORKER:` or in a job"
 
 
-@pytest.mark.parametrize(("text", "names"), [
-    ("import keras", ["keras"]),
-    ("def test_x():\n    import tensorflow.data", ["tensorflow.data"]),
-    ("from bpsx import mxnet", ["bpsx.mxnet"]),
-    ("@pytest.fixture\ndef job():\n    from bpsx.tensorflow import ops",
-     ["bpsx.tensorflow", "bpsx.tensorflow.ops"]),
-    ("def job_x():\n    import tensorflow", []),
-    ("if WORKER:\n    import tensorflow", []),
-    ("import tensorflow_models, torch", []),
-])
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import keras", ["keras"]),
+        ("def test_x():\n    import tensorflow.data", ["tensorflow.data"]),
+        ("from bpsx import mxnet", ["bpsx.mxnet"]),
+        (
+            "@pytest.fixture\ndef job():\n    from bpsx.tensorflow import ops",
+            ["bpsx.tensorflow", "bpsx.tensorflow.ops"],
+        ),
+        ("def job_x():\n    import tensorflow", []),
+        ("if WORKER:\n    import tensorflow", []),
+        ("import tensorflow_models, torch", []),
+    ],
+)
 def test_the_rule_bites(text: str, names: list[str]) -> None:
     assert list(found(ast.parse(text))) == names
 
 
 def test_a_process_with_two_frameworks_is_noticed() -> None:
     """With modules of their names: that a real pair may crash is why they are kept apart."""
-    source = "import sys, types, apart\n" \
-             "sys.modules.update(torch=types.ModuleType('torch'))\napart.check('torch')\n" \
-             "sys.modules.update(tensorflow=types.ModuleType('tensorflow'))\napart.check('torch')\n"
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT / "tests", text=True,
-                          capture_output=True, check=False)
+    source = (
+        "import sys, types, apart\n"
+        "sys.modules.update(torch=types.ModuleType('torch'))\napart.check('torch')\n"
+        "sys.modules.update(tensorflow=types.ModuleType('tensorflow'))\napart.check('torch')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT / "tests",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert "this process has loaded tensorflow; it may have torch only" in done.stderr

@@ -1,4 +1,6 @@
-"""The combination that CI runs besides its own: each has its turn, and what cannot be had is skipped."""
+"""The combination that CI runs besides its own: each has its turn, and what cannot be had is
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_loader("combination", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "combination", module)     # dataclasses look there
+    monkeypatch.setitem(sys.modules, "combination", module)  # dataclasses look there
     loader.exec_module(module)
     return module
 
 
-def test_each_combination_has_its_turn(
-        script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_combination_has_its_turn(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr(script, "run", lambda combination, folder: ran.append(combination) or 0)
     for number in range(len(script.COMBINATIONS)):
@@ -39,7 +40,8 @@ def test_each_combination_has_its_turn(
 
 
 def test_an_interpreter_that_is_not_there_is_a_reason_to_skip(
-        script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(script, "COMBINATIONS", [script.Combination("the oldest", python="3.99")])
     monkeypatch.setattr(sys, "argv", ["combination", "0"])
     assert script.main() == 0
@@ -47,11 +49,14 @@ def test_an_interpreter_that_is_not_there_is_a_reason_to_skip(
 
 
 def test_a_test_that_fails_fails_the_combination(
-        script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With a `make` that tells what it is asked for, and a pytest that fails."""
     (bin_ := tmp_path / "tree" / ".venv" / "bin").mkdir(parents=True)
-    for program, text in ((tmp_path / "make", f'echo "$2" >> {tmp_path}/asked'),
-                          (bin_ / "python", "exit 1")):
+    for program, text in (
+        (tmp_path / "make", f'echo "$2" >> {tmp_path}/asked'),
+        (bin_ / "python", "exit 1"),
+    ):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -61,7 +66,8 @@ def test_a_test_that_fails_fails_the_combination(
 
 
 def test_a_step_that_takes_too_long_ends_with_all_it_started(
-        script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """conftest looks for processes that are left."""
     (tmp_path / "tree").mkdir()
     (tmp_path / "make").write_text("#!/bin/sh\nsleep 100 & sleep 100\n")

@@ -8,19 +8,29 @@ from source.places import ROOT, files, imports, module_of
 
 # A smaller number is a higher layer. One whole number per package, or per file of the top folder.
 LAYERS = {
-    "__main__": 1, "keras": 1,
-    "torch": 2, "tensorflow": 2, "mxnet": 2,
-    "plugin": 3, "launch": 3,
+    "__main__": 1,
+    "keras": 1,
+    "torch": 2,
+    "tensorflow": 2,
+    "mxnet": 2,
+    "plugin": 3,
+    "launch": 3,
     "api": 4,
-    "session": 5, "server": 5,
+    "session": 5,
+    "server": 5,
     "compression": 6,
     "local": 7,
-    "_core": 8, "telemetry": 8,
-    "core": 9, "scheduler": 9,
+    "_core": 8,
+    "telemetry": 8,
+    "core": 9,
+    "scheduler": 9,
     "transports": 10,
-    "kernels": 11, "system": 11,
+    "kernels": 11,
+    "system": 11,
     "config": 12,
-    "dtypes": 13, "secret": 13, "planning": 13,
+    "dtypes": 13,
+    "secret": 13,
+    "planning": 13,
     "errors": 14,
 }
 #: The face: it gives the verbs of ``api``, lazily.
@@ -38,20 +48,39 @@ def test_imports_go_down(path):
     for imported in imports(path):
         here, there = room(module), room(imported)
         if imported != "bpsx.__version__" and here != there:
-            assert LAYERS[there] > LAYERS[here], f"{module} ({LAYERS[here]}) imports {imported} ({LAYERS[there]})"
+            assert LAYERS[there] > LAYERS[here], (
+                f"{module} ({LAYERS[here]}) imports {imported} ({LAYERS[there]})"
+            )
 
 
 def test_there_are_few_rooms_and_each_has_a_layer():
-    rooms = {p.stem for p in (ROOT / "src" / "bpsx").iterdir()
-             if p.is_dir() and any(p.glob("*.py")) or p.suffix in (".py", ".pyx")} - {"__init__"}
+    rooms = {
+        p.stem
+        for p in (ROOT / "src" / "bpsx").iterdir()
+        if p.is_dir() and any(p.glob("*.py")) or p.suffix in (".py", ".pyx")
+    } - {"__init__"}
     assert rooms == set(LAYERS)
     assert len(rooms) <= 24
 
 
 def test_the_plugin_package_is_a_frameworks_only_way_in():
-    shared = ("bpsx.plugin", "bpsx.api.verbs", "bpsx.api.staged", "bpsx.session.refusals", "bpsx.system.tracebacks", "bpsx.system.sync",
-              "bpsx.errors", "bpsx.dtypes", "bpsx._core")
-    for framework, more in (("torch", ()), ("tensorflow", ()), ("mxnet", ()), ("keras", ("bpsx.tensorflow",))):
+    shared = (
+        "bpsx.plugin",
+        "bpsx.api.verbs",
+        "bpsx.api.staged",
+        "bpsx.session.refusals",
+        "bpsx.system.tracebacks",
+        "bpsx.system.sync",
+        "bpsx.errors",
+        "bpsx.dtypes",
+        "bpsx._core",
+    )
+    for framework, more in (
+        ("torch", ()),
+        ("tensorflow", ()),
+        ("mxnet", ()),
+        ("keras", ("bpsx.tensorflow",)),
+    ):
         for path in files(f"src/bpsx/{framework}"):
             for imported in imports(path):
                 assert imported.startswith((f"bpsx.{framework}", *shared, *more)), (path, imported)
@@ -60,5 +89,10 @@ def test_the_plugin_package_is_a_frameworks_only_way_in():
 def test_the_tree_in_the_architecture_page_is_there():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     for path in (ROOT / "src" / "bpsx").iterdir():
-        if path.suffix in (".py", ".pyx") and not path.name.startswith("__") or path.is_dir() and path.name != "__pycache__":
+        if (
+            path.suffix in (".py", ".pyx")
+            and not path.name.startswith("__")
+            or path.is_dir()
+            and path.name != "__pycache__"
+        ):
             assert path.name in text, f"ARCHITECTURE.md does not mention {path.name}"

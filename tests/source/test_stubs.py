@@ -17,16 +17,23 @@ from source.places import SOURCE, files, module_of
 COMPILED = [path for path in files("src") if path.suffix == ".pyx"]
 #: Built only where libibverbs' headers are.
 WHERE_HEADERS_ARE = SOURCE / "transports" / "rdma"
-#: Prints, for each module that is named and was built, its functions and classes, and each class's attributes.
+#: Prints, for each module that is named and was built, its functions and classes, and each class's
+#: attributes.
 _OFFERS = """
 import importlib, importlib.util, json, sys
+
 offers = {}
 for name in filter(importlib.util.find_spec, sys.argv[1:]):
     here = importlib.import_module(name)
-    own = {n: v for n, v in vars(here).items()
-           if not n.startswith("_") and getattr(v, "__module__", None) == name}
-    offers[name] = {n: [a for a in vars(v) if not a.startswith("_")] if isinstance(v, type) else None
-                    for n, v in own.items()}
+    own = {
+        n: v
+        for n, v in vars(here).items()
+        if not n.startswith("_") and getattr(v, "__module__", None) == name
+    }
+    offers[name] = {
+        n: [a for a in vars(v) if not a.startswith("_")] if isinstance(v, type) else None
+        for n, v in own.items()
+    }
 print(json.dumps(offers))
 """
 
@@ -41,8 +48,9 @@ def framework_of(path: Path) -> str:
 def offers(framework: str) -> dict[str, dict[str, list[str] | None]]:
     """What the modules of one framework offer, told by a process of its own."""
     names = [module_of(path) for path in COMPILED if framework_of(path) == framework]
-    done = subprocess.run([sys.executable, "-c", _OFFERS, *names], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _OFFERS, *names], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, list[str] | None]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -64,10 +72,15 @@ def test_every_compiled_module_has_a_stub_that_names_all_it_offers(path: Path) -
     assert set(module) == named, f"{path.name}: {set(module) ^ named}"
     for name, node in classes.items():
         functions = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
-        fields = {n.target.id for n in node.body
-                  if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        fields = {
+            n.target.id
+            for n in node.body
+            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        }
         told = {n for n in functions if not n.startswith("_")} | fields
-        assert set(module[name] or ()) == told, f"{path.name}: {name}: {set(module[name] or ()) ^ told}"
+        assert set(module[name] or ()) == told, (
+            f"{path.name}: {name}: {set(module[name] or ()) ^ told}"
+        )
 
 
 def test_the_package_says_that_it_has_types() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from source import places
 from source.places import imports
-from source.test_rules import functions
+from source.test_rules import functions, statements
 
 PYTHON = """
 import os, bpsx.api.verbs
@@ -33,11 +33,37 @@ import bpsx.config
 """
 
 
-@pytest.mark.parametrize(("name", "text", "found"), [
-    ("client.py", PYTHON, {"bpsx.api.verbs", "bpsx.errors", "bpsx.session", "bpsx.system.sync", "bpsx.torch.ops", "bpsx.scheduler.hub",
-                           "bpsx.scheduler.messages", "bpsx.placement", "bpsx.transports"}),
-    ("x.pyx", CYTHON, {"bpsx.system.sync", "bpsx.core.queue", "bpsx.core.state", "bpsx.errors", "bpsx.config"}),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        (
+            "client.py",
+            PYTHON,
+            {
+                "bpsx.api.verbs",
+                "bpsx.errors",
+                "bpsx.session",
+                "bpsx.system.sync",
+                "bpsx.torch.ops",
+                "bpsx.scheduler.hub",
+                "bpsx.scheduler.messages",
+                "bpsx.placement",
+                "bpsx.transports",
+            },
+        ),
+        (
+            "x.pyx",
+            CYTHON,
+            {
+                "bpsx.system.sync",
+                "bpsx.core.queue",
+                "bpsx.core.state",
+                "bpsx.errors",
+                "bpsx.config",
+            },
+        ),
+    ],
+)
 def test_every_kind_of_import_is_seen(tmp_path, monkeypatch, name, text, found):
     path = tmp_path / "src" / "bpsx" / "scheduler" / name
     path.parent.mkdir(parents=True)
@@ -50,6 +76,19 @@ def test_every_kind_of_import_is_seen(tmp_path, monkeypatch, name, text, found):
 
 def test_functions_are_measured():
     body = "    x = 1\n"
-    text = ("def a():\n" + body * 3 + "\n\ncdef inline int b(\n    int y,\n) noexcept nogil:\n" + body * 2 + "\n"
-            "class C:\n    def c(self):\n" + ("    " + body) * 4 + "\n    async def d(self):\n        pass\n")
+    text = (
+        "def a():\n"
+        + body * 3
+        + "\n\ncdef inline int b(\n    int y,\n) noexcept nogil:\n"
+        + body * 2
+        + "\n"
+        "class C:\n    def c(self):\n"
+        + ("    " + body) * 4
+        + "\n    async def d(self):\n        pass\n"
+    )
     assert [n for _, n in functions(text)] == [4, 5, 5, 2]
+
+
+def test_statements_are_counted():
+    text = "def a():\n    if x:\n        y()\n    def b():\n        return 1\n"
+    assert list(statements(text)) == [("a", 4), ("b", 1)]

@@ -1,4 +1,6 @@
-"""What the tests of compressors share: a codec's functions, called as the core calls them, in memory whose edges are watched; and data for them."""
+"""What the tests of compressors share: a codec's functions, called as the core calls them, in
+memory whose edges are watched; and data for them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,29 @@ _ENCODE = C.CFUNCTYPE(C.c_int64, *[C.c_void_p] * 7, C.c_int64, C.c_uint64, C.c_d
 _DECODE = C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_int64, *[C.c_void_p] * 3, C.c_int64, C.c_int64)
 GUARD = 64
 #: Sizes around words, blocks and samples.
-SIZES = [1, 2, 3, 5, 31, 32, 33, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2047, 2049, 4095, 16383, 16385, 40_001]
+SIZES = [
+    1,
+    2,
+    3,
+    5,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    100,
+    1000,
+    1023,
+    1024,
+    1025,
+    2047,
+    2049,
+    4095,
+    16383,
+    16385,
+    40_001,
+]
 sizes = st.one_of(st.integers(1, 70), st.sampled_from(SIZES))
 wides = st.sampled_from(["float32", "float64"])
 
@@ -25,19 +49,22 @@ class Edge:
     def __init__(self, size: int) -> None:
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, self.size + mmap.PAGESIZE)
-        self.bytes = np.frombuffer(self._map, np.uint8)[:self.size]
+        self.bytes = np.frombuffer(self._map, np.uint8)[: self.size]
         protect = C.CDLL(None, use_errno=True).mprotect
-        assert protect(C.c_void_p(self.bytes.ctypes.data + self.size), C.c_size_t(mmap.PAGESIZE), 0) == 0
+        assert (
+            protect(C.c_void_p(self.bytes.ctypes.data + self.size), C.c_size_t(mmap.PAGESIZE), 0)
+            == 0
+        )
 
     def last(self, size: int) -> np.ndarray:
         """The last ``size`` bytes."""
-        return self.bytes[self.size - size:]
+        return self.bytes[self.size - size :]
 
 
 def guarded(n: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """A buffer full of a pattern, and n elements in its middle."""
     whole = np.full((n + 2 * GUARD) * np.dtype(kind).itemsize, 0xA5, np.uint8).view(kind)
-    return whole, whole[GUARD:GUARD + n]
+    return whole, whole[GUARD : GUARD + n]
 
 
 def unharmed(whole: np.ndarray) -> bool:
@@ -50,8 +77,16 @@ def unharmed(whole: np.ndarray) -> bool:
 class Coder:
     """One partition's codec. ``residual`` and ``momentum`` are what the core keeps, as arrays."""
 
-    def __init__(self, name: str, options: dict, n: int, wide: str = "float32",
-                 residual: bool = False, momentum: bool = False, seed: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: dict,
+        n: int,
+        wide: str = "float32",
+        residual: bool = False,
+        momentum: bool = False,
+        seed: int = 1,
+    ) -> None:
         made = codec(name)
         numbers = made.numbers(made.options(options))
         assert len(numbers) <= ALIKE
@@ -69,7 +104,10 @@ class Coder:
         self.state = np.zeros(N_STATE)
 
     def _scratch_at(self) -> int:
-        """Aligned to 64 bytes, and as near to the end as that allows. What lies there is nobody's."""
+        """Aligned to 64 bytes, and as near to the end as that allows.
+
+        What lies there is nobody's.
+        """
         room = self._scratch.last(-(-self._room // 64) * 64)
         room[:] = 0xEE
         return room.ctypes.data
@@ -79,8 +117,19 @@ class Coder:
         self.counter += 1
         wire, before = self._wire.last(self.capacity + SLACK), g.tobytes()
         wire[:] = 0xEE
-        size = self._encode(g.ctypes.data, self.residual.ctypes.data, self.momentum.ctypes.data, wire.ctypes.data, self._scratch_at(),
-                            self.state.ctypes.data, self.options.ctypes.data, self.n, self.counter, factor, mu)
+        size = self._encode(
+            g.ctypes.data,
+            self.residual.ctypes.data,
+            self.momentum.ctypes.data,
+            wire.ctypes.data,
+            self._scratch_at(),
+            self.state.ctypes.data,
+            self.options.ctypes.data,
+            self.n,
+            self.counter,
+            factor,
+            mu,
+        )
         assert 0 <= size <= self.capacity
         assert g.tobytes() == before, "the gradient was written to"
         assert all(unharmed(kept[0]) for kept in self._kept)
@@ -93,12 +142,20 @@ class Coder:
             out[:] = add_to
         edge = Edge(len(wire) + SLACK)
         room = edge.last(len(wire) + SLACK)
-        room[:len(wire)] = np.frombuffer(wire, np.uint8)
-        room[len(wire):] = 0x77
-        done = self._decode(room.ctypes.data, len(wire), out.ctypes.data, self._scratch_at(), self.options.ctypes.data, self.n, add_to is not None)
+        room[: len(wire)] = np.frombuffer(wire, np.uint8)
+        room[len(wire) :] = 0x77
+        done = self._decode(
+            room.ctypes.data,
+            len(wire),
+            out.ctypes.data,
+            self._scratch_at(),
+            self.options.ctypes.data,
+            self.n,
+            add_to is not None,
+        )
         assert done in (0, -1)
         assert unharmed(whole), "written outside out"
-        assert room[:len(wire)].tobytes() == wire, "the wire was written to"
+        assert room[: len(wire)].tobytes() == wire, "the wire was written to"
         return None if done else out.copy()
 
 
@@ -106,7 +163,9 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
     """Equal bits; of a NaN only that it is one."""
     nan = np.isnan(want)
     bits = f"u{want.itemsize}"
-    return got.dtype == want.dtype and bool((np.isnan(got) == nan).all() and (got.view(bits)[~nan] == want.view(bits)[~nan]).all())
+    return got.dtype == want.dtype and bool(
+        (np.isnan(got) == nan).all() and (got.view(bits)[~nan] == want.view(bits)[~nan]).all()
+    )
 
 
 def _few(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -122,16 +181,12 @@ KINDS = {
     "zero": lambda rng, n: np.zeros(n),
     "minus zero": lambda rng, n: np.full(n, -0.0),
     "ascending": lambda rng, n: np.sort(rng.standard_normal(n) ** 2),
-    "descending": lambda rng, n: -np.sort(-rng.standard_normal(n) ** 2),
+    "descending": lambda rng, n: -np.sort(-(rng.standard_normal(n) ** 2)),
     "sparse": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < 0.01),
     "denormal": lambda rng, n: rng.integers(-9, 10, n) * 1e-45,
     "huge": lambda rng, n: np.full(n, 3e38) * rng.choice([-1, 1], n),
 }
-OVERFLOWS = {
-    "infinity": np.inf,
-    "minus infinity": -np.inf,
-    "nan": np.nan,
-}
+OVERFLOWS = {"infinity": np.inf, "minus infinity": -np.inf, "nan": np.nan}
 kinds = st.sampled_from([*KINDS, *OVERFLOWS])
 
 
@@ -146,7 +201,9 @@ def gradient(kind: str, n: int, wide: str, seed: int) -> np.ndarray:
 
 
 def corrupt(wire: bytes, seed: int) -> bytes:
-    """Bytes that are nearly those: shortened, lengthened, with bits or words changed, or of nothing but chance."""
+    """Bytes that are nearly those: shortened, lengthened, with bits or words changed, or of nothing
+    but chance.
+    """
     rng = np.random.default_rng(seed)
     changed = bytearray(wire)
     for _ in range(int(rng.integers(1, 4))):
@@ -159,7 +216,11 @@ def corrupt(wire: bytes, seed: int) -> bytes:
         elif what == 2 and changed:
             changed[at] ^= 1 << int(rng.integers(0, 8))
         elif what == 3:
-            changed[at:at + 4] = rng.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF]).astype("<u4").tobytes()[:len(changed) - at]
+            changed[at : at + 4] = (
+                rng.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF])
+                .astype("<u4")
+                .tobytes()[: len(changed) - at]
+            )
         elif what == 4:
             changed[at:] = rng.bytes(len(changed) - at)
         elif what == 5:
@@ -175,4 +236,6 @@ def check_nothing_is_lost(name: str, options: dict, n: int, wide: str, seed: int
         g = gradient("normal", n, wide, 100 * seed + i)
         given += g
         sent += coder.decode(coder.encode(g))
-    assert np.allclose(sent + coder.residual, given, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
+    assert np.allclose(
+        sent + coder.residual, given, rtol=0, atol=1e-5 if wide == "float32" else 1e-13
+    )

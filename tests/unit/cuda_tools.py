@@ -1,4 +1,6 @@
-"""What the tests of CUDA kernels share: coders that live in a process of their own, see ``cuda_worker.py``, and the comparison with the CPU's."""
+"""What the tests of CUDA kernels share: coders that live in a process of their own, see
+``cuda_worker.py``, and the comparison with the CPU's.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,42 @@ from unit.codec_tools import Coder, same
 #: What is compared on the simulator, which is slow, and with ``-m gpu`` on a GPU.
 DEVICES = ["simulator", pytest.param("gpu", marks=pytest.mark.gpu)]
 #: Around words, warps' and blocks' tiles, and chunks; the simulator's are the smaller.
-SIZES = {"simulator": [1, 33, 300], "gpu": [1, 2, 31, 32, 33, 255, 257, 1023, 1025, 2047, 2049, 8191, 8193, 16383, 40_001, 1_000_003]}
+SIZES = {
+    "simulator": [1, 33, 300],
+    "gpu": [
+        1,
+        2,
+        31,
+        32,
+        33,
+        255,
+        257,
+        1023,
+        1025,
+        2047,
+        2049,
+        8191,
+        8193,
+        16383,
+        40_001,
+        1_000_003,
+    ],
+}
 
 
 def rounds(worker: Worker) -> list[tuple[str, float]]:
     """Kinds of gradients, and factors of the residual."""
-    return [("normal", 1.0), ("wild", 0.5), ("few", 3.0)][:2 if worker.kind == "simulator" else 3]
+    return [("normal", 1.0), ("wild", 0.5), ("few", 3.0)][: 2 if worker.kind == "simulator" else 3]
 
 
 @functools.cache
 def why_no_gpu() -> str:
     """Empty if there is one."""
-    done = subprocess.run([sys.executable, "-c", "import numba_cuda; from numba import cuda; cuda.current_context()"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import numba_cuda; from numba import cuda; cuda.current_context()"],
+        capture_output=True,
+        text=True,
+    )
     return done.stderr.strip().rsplit("\n", 1)[-1] if done.returncode else ""
 
 
@@ -39,10 +65,18 @@ class Worker:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         source = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
-        env = {**os.environ, "NUMBA_ENABLE_CUDASIM": str(int(kind == "simulator")), "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0",
-               "PYTHONPATH": os.pathsep.join([*source, os.environ.get("PYTHONPATH", "")])}
-        self._process = subprocess.Popen([sys.executable, str(Path(__file__).parent / "cuda_worker.py")], env=env,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        env = {
+            **os.environ,
+            "NUMBA_ENABLE_CUDASIM": str(int(kind == "simulator")),
+            "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0",
+            "PYTHONPATH": os.pathsep.join([*source, os.environ.get("PYTHONPATH", "")]),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "cuda_worker.py")],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def call(self, number: int | None, method: str, *arguments: object):
         """What the other side answers."""
@@ -54,7 +88,15 @@ class Worker:
             raise answer
         return answer
 
-    def launch(self, module: str, path: str, dtype: str, blocks: int, given: list[np.ndarray | int], *numbers: int | float) -> list[np.ndarray]:
+    def launch(
+        self,
+        module: str,
+        path: str,
+        dtype: str,
+        blocks: int,
+        given: list[np.ndarray | int],
+        *numbers: int | float,
+    ) -> list[np.ndarray]:
         """What a kernel makes of arrays: see ``cuda_worker.launched``."""
         return self.call(None, "launch", module, path, dtype, blocks, given, list(numbers))
 
@@ -78,10 +120,25 @@ def workers(kind: str) -> Iterator[Worker]:
 class Pair:
     """A coder on the device and one on the CPU that get the same, and must do the same."""
 
-    def __init__(self, worker: Worker, name: str, options: dict, n: int, wide: str = "float32",
-                 residual: bool = False, momentum: bool = False, seed: int = 1) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        options: dict,
+        n: int,
+        wide: str = "float32",
+        residual: bool = False,
+        momentum: bool = False,
+        seed: int = 1,
+    ) -> None:
         self.cpu = Coder(name, options, n, wide, residual, momentum, seed)
-        self.worker, self.name, self.n, self.wide, self.kept = worker, name, n, wide, (residual, momentum)
+        self.worker, self.name, self.n, self.wide, self.kept = (
+            worker,
+            name,
+            n,
+            wide,
+            (residual, momentum),
+        )
         self.number = worker.call(None, "", name, options, n, wide, residual, momentum, seed)
         self.residual = self.momentum = self.state = np.zeros(0)
 
@@ -89,7 +146,9 @@ class Pair:
         """The device's bytes; its residual and momentum are the CPU's."""
         with np.errstate(all="ignore"):
             want = self.cpu.encode(g, factor, mu)
-        got, self.residual, self.momentum, self.state = self.worker.call(self.number, "encode", g, factor, mu)
+        got, self.residual, self.momentum, self.state = self.worker.call(
+            self.number, "encode", g, factor, mu
+        )
         self.compare(got, want)
         assert same(self.residual, self.cpu.residual), "residual"
         assert same(self.momentum, self.cpu.momentum), "momentum"

@@ -1,7 +1,9 @@
-"""A process that runs the CUDA kernels for tests: on a GPU, or on Numba's simulator if NUMBA_ENABLE_CUDASIM=1 was set for it.
+"""A process that runs the CUDA kernels for tests: on a GPU, or on Numba's simulator if
+NUMBA_ENABLE_CUDASIM=1 was set for it.
 
-Whether the simulator is on is settled when Numba is imported, and where it is the CPU's kernels are not what they are elsewhere: hence the process of
-its own. It answers pickled calls on its standard streams, ``(number of the coder or None, method, arguments)``, by what they return or raise.
+Whether the simulator is on is settled when Numba is imported, and where it is the CPU's kernels are
+not what they are elsewhere: hence the process of its own. It answers pickled calls on its standard
+streams, ``(number of the coder or None, method, arguments)``, by what they return or raise.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ _lock = threading.Lock()
 
 
 def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
-    """The simulator's shared.array, where two threads that come at once get one array, as they should, not two."""
+    """The simulator's shared.array, where two threads that come at once get one array, as they
+    should, not two.
+    """
     frame = sys._getframe(1)
     with _lock:
-        return self._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))     # type: ignore[attr-defined]
+        return self._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))  # type: ignore[attr-defined]
 
 
 class Memory:
@@ -39,7 +43,7 @@ class Memory:
         self._host = np.full(size + 2 * GUARD, PATTERN, np.uint8)
         if SIMULATED:
             raw = np.full(size + 2 * GUARD + 64, PATTERN, np.uint8)
-            self._whole = raw[-raw.ctypes.data % 64:][:size + 2 * GUARD]
+            self._whole = raw[-raw.ctypes.data % 64 :][: size + 2 * GUARD]
             self.address = self._whole.ctypes.data + GUARD
         else:
             from numba import cuda
@@ -51,7 +55,7 @@ class Memory:
     def put(self, content: bytes) -> None:
         """From the beginning on; the rest is the pattern."""
         self._host[:] = PATTERN
-        self._host[GUARD:GUARD + len(content)] = np.frombuffer(content, np.uint8)
+        self._host[GUARD : GUARD + len(content)] = np.frombuffer(content, np.uint8)
         if SIMULATED:
             self._whole[:] = self._host
         else:
@@ -60,14 +64,18 @@ class Memory:
     def get(self) -> bytes:
         """All of it. Nothing around it has been written to."""
         whole = self._whole.copy() if SIMULATED else self._whole.copy_to_host()
-        assert (whole[:GUARD] == PATTERN).all() and (whole[-GUARD:] == PATTERN).all(), "written outside"
+        assert (whole[:GUARD] == PATTERN).all() and (whole[-GUARD:] == PATTERN).all(), (
+            "written outside"
+        )
         return whole[GUARD:-GUARD].tobytes()
 
 
 class Coder:
     """As ``codec_tools.Coder``, whose arrays are the device's."""
 
-    def __init__(self, name: str, options: dict, n: int, wide: str, residual: bool, momentum: bool, seed: int) -> None:
+    def __init__(
+        self, name: str, options: dict, n: int, wide: str, residual: bool, momentum: bool, seed: int
+    ) -> None:
         numbers = codec(name).numbers(codec(name).options(options))
         self.options = [*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed]
         self.codec, self.n, self.wide, self.counter = device_codec(name), n, wide, 0
@@ -78,7 +86,12 @@ class Coder:
         for kept in (self.e, self.m):
             if kept:
                 kept.put(bytes(n * width))
-        self.wire, self.written, self.state, self.status = Memory(self.capacity + SLACK), Memory(8), Memory(8 * N_STATE), Memory(4)
+        self.wire, self.written, self.state, self.status = (
+            Memory(self.capacity + SLACK),
+            Memory(8),
+            Memory(8 * N_STATE),
+            Memory(4),
+        )
         self.scratch = Memory(self.codec.scratch(n, self.options))
         self.state.put(bytes(8 * N_STATE))
         self.stream = 0
@@ -92,15 +105,31 @@ class Coder:
         if not SIMULATED:
             self._stream.synchronize()
 
-    def encode(self, g: np.ndarray, factor: float, mu: float, state: bytes | None = None) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
+    def encode(
+        self, g: np.ndarray, factor: float, mu: float, state: bytes | None = None
+    ) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
         """The wire, the residual, the momentum and the state."""
         self.counter += 1
         self.g.put(g.tobytes())
         for memory in (self.wire, self.written, self.scratch):
             memory.put(b"")
         e, m = (kept.address if kept else None for kept in (self.e, self.m))
-        self.codec.encode(self.wide, self.g.address, e, m, self.wire.address, self.written.address, self.scratch.address, self.state.address,
-                          self.options, self.n, self.counter, factor, mu, self.stream)
+        self.codec.encode(
+            self.wide,
+            self.g.address,
+            e,
+            m,
+            self.wire.address,
+            self.written.address,
+            self.scratch.address,
+            self.state.address,
+            self.options,
+            self.n,
+            self.counter,
+            factor,
+            mu,
+            self.stream,
+        )
         self._done()
         size = self.codec.size(self.wide, self.n, self.options)
         if size is None:
@@ -108,7 +137,10 @@ class Coder:
         assert 0 <= size <= self.capacity
         assert self.g.get() == g.tobytes(), "the gradient was written to"
         self.scratch.get()
-        kept = [np.frombuffer(k.get(), self.wide) if k else np.zeros(0, self.wide) for k in (self.e, self.m)]
+        kept = [
+            np.frombuffer(k.get(), self.wide) if k else np.zeros(0, self.wide)
+            for k in (self.e, self.m)
+        ]
         return self.wire.get()[:size], kept[0], kept[1], np.frombuffer(self.state.get(), np.float64)
 
     def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
@@ -118,20 +150,42 @@ class Coder:
         self.out.put(b"" if add_to is None else add_to.tobytes())
         self.scratch.put(b"")
         self.status.put(bytes(4))
-        self.codec.decode(self.wide, room.address, len(wire), self.out.address, self.scratch.address, self.status.address, self.options, self.n,
-                          add_to is not None, self.stream)
+        self.codec.decode(
+            self.wide,
+            room.address,
+            len(wire),
+            self.out.address,
+            self.scratch.address,
+            self.status.address,
+            self.options,
+            self.n,
+            add_to is not None,
+            self.stream,
+        )
         self._done()
         self.scratch.get()
-        assert room.get()[:len(wire)] == wire, "the wire was written to"
-        status, out = int(np.frombuffer(self.status.get(), np.int32)[0]), np.frombuffer(self.out.get(), self.wide)
+        assert room.get()[: len(wire)] == wire, "the wire was written to"
+        status, out = (
+            int(np.frombuffer(self.status.get(), np.int32)[0]),
+            np.frombuffer(self.out.get(), self.wide),
+        )
         assert status in (0, -1)
         return None if status else out
 
 
-def launched(module: str, path: str, dtype: str, blocks: int, given: list[np.ndarray | int], numbers: list[int | float]) -> list[np.ndarray]:
-    """What a kernel of ``bpsx.kernels.cuda`` makes of arrays, which are its addresses in turn; an integer is the array with that index once more.
+def launched(
+    module: str,
+    path: str,
+    dtype: str,
+    blocks: int,
+    given: list[np.ndarray | int],
+    numbers: list[int | float],
+) -> list[np.ndarray]:
+    """What a kernel of ``bpsx.kernels.cuda`` makes of arrays, which are its addresses in turn; an
+    integer is the array with that index once more.
 
-    ``path``: the function that makes it, and where that makes several, which; as in ``conversion.widen``.
+    ``path``: the function that makes it, and where that makes several, which; as in
+    ``conversion.widen``.
     """
     make, *which = path.split(".")
     kernel = getattr(importlib.import_module(f"bpsx.kernels.cuda.{module}"), make)(dtype)
@@ -147,17 +201,21 @@ def launched(module: str, path: str, dtype: str, blocks: int, given: list[np.nda
         from numba import cuda
 
         cuda.synchronize()
-    return [np.frombuffer(memory.get(), array.dtype) for memory, array in zip(memories, given) if not isinstance(array, int)]
+    return [
+        np.frombuffer(memory.get(), array.dtype)
+        for memory, array in zip(memories, given)
+        if not isinstance(array, int)
+    ]
 
 
 def main() -> None:
     """Until the other side closes."""
-    warnings.simplefilter("ignore")     # integers wrap, infinities come and go
+    warnings.simplefilter("ignore")  # integers wrap, infinities come and go
     if SIMULATED:
         from numba.cuda.simulator import kernelapi
 
         kernelapi.FakeCUDAShared.array = _shared
-    sys.setswitchinterval(2e-5)         # the simulator waits for its threads by asking again and again
+    sys.setswitchinterval(2e-5)  # the simulator waits for its threads by asking again and again
     coders: list[Coder] = []
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
@@ -177,7 +235,7 @@ def main() -> None:
                 coders.append(Coder(*arguments))
                 answer = len(coders) - 1
             elif method == "close":
-                answer, coders[number] = None, None     # type: ignore[call-overload]
+                answer, coders[number] = None, None  # type: ignore[call-overload]
             else:
                 answer = getattr(coders[number], method)(*arguments)
         except BaseException as e:

@@ -1,4 +1,6 @@
-"""Sizes of the float32 parameters of well-known networks, in bytes, in the order of their layers; from their published shapes."""
+"""Sizes of the float32 parameters of well-known networks, in bytes, in the order of their layers;
+from their published shapes.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,7 @@ def _gpt2() -> list[int]:
     return [50257 * h, 1024 * h, *layer * 12, h, h]
 
 
-RESNET50, VGG16, BERT_LARGE, GPT2 = ([4 * n for n in made()] for made in (_resnet50, _vgg16, _bert_large, _gpt2))
+RESNET50, VGG16, BERT_LARGE, GPT2 = (
+    [4 * n for n in made()] for made in (_resnet50, _vgg16, _bert_large, _gpt2)
+)
 MODELS = {"resnet50": RESNET50, "vgg16": VGG16, "bert-large": BERT_LARGE, "gpt2": GPT2}

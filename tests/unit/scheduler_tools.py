@@ -1,6 +1,5 @@
 """Messages that nodes send to the scheduler, and jobs in a state to begin from."""
 
-
 from __future__ import annotations
 
 from bpsx.config import Config
@@ -10,27 +9,58 @@ from bpsx.scheduler.messages import PROTOCOL
 
 
 def config(workers: int, servers: int, **changes) -> dict:
-    return {**fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)})), **changes}
+    return {
+        **fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)})),
+        **changes,
+    }
 
 
-def hello(role: str, rank: int, workers: int = 2, servers: int = 1, pid: int | None = None, **changes) -> dict:
+def hello(
+    role: str, rank: int, workers: int = 2, servers: int = 1, pid: int | None = None, **changes
+) -> dict:
     made_up = 100 + rank + (50 if role == "server" else 0)
-    return {"type": "HELLO", "protocol": PROTOCOL, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
-            "lanes": [f"h:{rank}"] if role == "server" else [], "config": config(workers, servers), **changes}
+    return {
+        "type": "HELLO",
+        "protocol": PROTOCOL,
+        "role": role,
+        "rank": rank,
+        "host": "h",
+        "pid": made_up if pid is None else pid,
+        "lanes": [f"h:{rank}"] if role == "server" else [],
+        "config": config(workers, servers),
+        **changes,
+    }
 
 
 def declare(name: str, shape: list[int], generation: int = 0, dtype: int = 3) -> dict:
     nbytes = 4
     for d in shape:
         nbytes *= d
-    return {"type": "DECLARE", "name": name, "generation": generation, "nbytes": nbytes, "dtype": dtype, "shape": shape, "codec": "",
-            "epoch": 0}
+    return {
+        "type": "DECLARE",
+        "name": name,
+        "generation": generation,
+        "nbytes": nbytes,
+        "dtype": dtype,
+        "shape": shape,
+        "codec": "",
+        "epoch": 0,
+    }
 
 
 def waiting(*new: list, over: list = (), busy: bool = False, epoch: int = 0) -> dict:
-    """A worker's report of what it has pushed; of each, unless it says more, it has waited since it was pushed."""
-    return {"type": "WAITING", "new": [[*item, item[3]] if len(item) == 4 else list(item) for item in new], "over": list(over),
-            "busy": busy, "epoch": epoch, "calls": 0, "last": True}
+    """A worker's report of what it has pushed; of each, unless it says more, it has waited since it
+    was pushed.
+    """
+    return {
+        "type": "WAITING",
+        "new": [[*item, item[3]] if len(item) == 4 else list(item) for item in new],
+        "over": list(over),
+        "busy": busy,
+        "epoch": epoch,
+        "calls": 0,
+        "last": True,
+    }
 
 
 def members(workers: int = 2, servers: int = 1) -> Membership:

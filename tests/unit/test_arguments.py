@@ -1,4 +1,6 @@
-"""Bad names, priorities and ranks, and what counts as an integer; on a session of one worker, which sends nothing."""
+"""Bad names, priorities and ranks, and what counts as an integer; on a session of one worker, which
+sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,25 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     ours.close()
 
 
-@pytest.mark.parametrize("value, expected", [
-    (3, 3), (-2**70, -2**70), (np.int64(3), 3), (np.uint8(3), 3), (np.array(3), 3),
-    (True, None), (np.True_, None), (3.0, None), (np.float32(3), None), ("3", None), (None, None), ([3], None), (np.array([3, 4]), None),
-], ids=repr)
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (3, 3),
+        (-(2**70), -(2**70)),
+        (np.int64(3), 3),
+        (np.uint8(3), 3),
+        (np.array(3), 3),
+        (True, None),
+        (np.True_, None),
+        (3.0, None),
+        (np.float32(3), None),
+        ("3", None),
+        (None, None),
+        ([3], None),
+        (np.array([3, 4]), None),
+    ],
+    ids=repr,
+)
 def test_what_is_an_integer(value: Any, expected: int | None) -> None:
     found = integer(value)
     assert found == expected and type(found) is type(expected)
@@ -43,23 +60,44 @@ def test_roots(root: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", [bpsx.push_pull, bpsx.push_pull_async])
-@pytest.mark.parametrize("options, message", [
-    *(({"priority": p}, "push_pull: priority=.*: allowed are integers from -2147483648 to 2147483647")
-      for p in ("high", 1.5, None, True, 2**31, -2**40)),
-    ({"name": ""}, "push_pull: name must be a string, not an empty one"), ({"name": 5}, "push_pull: name must be a string, not int"),
-    ({"name": ["a"]}, "push_pull: name must be a string, not list"),
-    ({"name": "\ud800"}, "a name is a string of 1 to 4096 bytes of UTF-8"), ({"name": "x" * 4097}, "a name is a string of 1 to 4096 bytes"),
-], ids=lambda v: repr(v)[:40])
-def test_push_pull(alone: Session, verb: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        *(
+            (
+                {"priority": p},
+                "push_pull: priority=.*: allowed are integers from -2147483648 to 2147483647",
+            )
+            for p in ("high", 1.5, None, True, 2**31, -(2**40))
+        ),
+        ({"name": ""}, "push_pull: name must be a string, not an empty one"),
+        ({"name": 5}, "push_pull: name must be a string, not int"),
+        ({"name": ["a"]}, "push_pull: name must be a string, not list"),
+        ({"name": "\ud800"}, "a name is a string of 1 to 4096 bytes of UTF-8"),
+        ({"name": "x" * 4097}, "a name is a string of 1 to 4096 bytes"),
+    ],
+    ids=lambda v: repr(v)[:40],
+)
+def test_push_pull(
+    alone: Session, verb: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         verb(ARRAY, **options)
-    for priority in (np.int64(2**31 - 1), -2**31):
-        assert bpsx.synchronize(bpsx.push_pull_async(ARRAY, priority=priority)).tolist() == [1, 1, 1]
+    for priority in (np.int64(2**31 - 1), -(2**31)):
+        assert bpsx.synchronize(bpsx.push_pull_async(ARRAY, priority=priority)).tolist() == [
+            1,
+            1,
+            1,
+        ]
 
 
-@pytest.mark.parametrize("name", [5, None, "", "\ud800", "ü" * 2049, ["a"]], ids=lambda v: repr(v)[:10])
+@pytest.mark.parametrize(
+    "name", [5, None, "", "\ud800", "ü" * 2049, ["a"]], ids=lambda v: repr(v)[:10]
+)
 def test_declare(alone: Session, name: Any) -> None:
-    with pytest.raises(ConfigError, match="^declare: name .*: a name is a string of 1 to 4096 bytes of UTF-8$"):
+    with pytest.raises(
+        ConfigError, match="^declare: name .*: a name is a string of 1 to 4096 bytes of UTF-8$"
+    ):
         bpsx.declare(name)
     assert bpsx.declare("ü" * 2048) == 0
 
@@ -67,12 +105,18 @@ def test_declare(alone: Session, name: Any) -> None:
 def test_broadcast(alone: Session) -> None:
     for root in (True, "0", 0.0, None, 1):
         with pytest.raises(ConfigError, match="^broadcast: root_rank=.*: allowed are 0 to 0$"):
-            bpsx.broadcast(ARRAY, root)     # type: ignore[arg-type]
+            bpsx.broadcast(ARRAY, root)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="^broadcast: name must be a string, not int"):
-        bpsx.broadcast(ARRAY, name=5)       # type: ignore[arg-type]
-    assert bpsx.broadcast(ARRAY, np.int64(0)).tolist() == [1, 1, 1]    # type: ignore[arg-type]
+        bpsx.broadcast(ARRAY, name=5)  # type: ignore[arg-type]
+    assert bpsx.broadcast(ARRAY, np.int64(0)).tolist() == [1, 1, 1]  # type: ignore[arg-type]
 
 
 def test_what_belongs_to_a_framework_is_said_to():
-    with pytest.raises(AttributeError, match=r"no attribute 'DistributedOptimizer'; what belongs to a framework is in bpsx\.torch, bpsx\.tensorflow"):
+    with pytest.raises(
+        AttributeError,
+        match=(
+            r"no attribute 'DistributedOptimizer'; what belongs to a framework is in bpsx\.torch,"
+            r" bpsx\.tensorflow"
+        ),
+    ):
         bpsx.DistributedOptimizer  # noqa: B018

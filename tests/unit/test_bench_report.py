@@ -1,4 +1,7 @@
-"""The benchmarks' report: shape of the JSON object, ratios, targets, the table. No figure is measured here."""
+"""The benchmarks' report: shape of the JSON object, ratios, targets, the table.
+
+No figure is measured here.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,34 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_json_is_one_object_with_the_agreed_keys(report: ModuleType) -> None:
-    cases = [report.median_case("rate", [1.0, 3.0, 2.0], "GB/s", peer=4.0, target=">= 0.70", note="n"), report.Case("wall", 9.0, "GB/s")]
+    cases = [
+        report.median_case("rate", [1.0, 3.0, 2.0], "GB/s", peer=4.0, target=">= 0.70", note="n"),
+        report.Case("wall", 9.0, "GB/s"),
+    ]
     text = report.as_json("push_pull", {"cores": 2}, cases)
     assert "\n" not in text
     shown = json.loads(text)
     assert list(shown) == ["bench", "machine", "cases"]
     assert (shown["bench"], shown["machine"]) == ("push_pull", {"cores": 2})
     assert [list(c) for c in shown["cases"]] == [KEYS, KEYS]
-    assert shown["cases"][0] == {"case": "rate", "value": 2.0, "unit": "GB/s", "peer": 4.0, "ratio": 0.5, "target": ">= 0.70",
-                                 "samples": [1.0, 3.0, 2.0]}
-    assert shown["cases"][1] == {"case": "wall", "value": 9.0, "unit": "GB/s", "peer": None, "ratio": None, "target": None, "samples": []}
+    assert shown["cases"][0] == {
+        "case": "rate",
+        "value": 2.0,
+        "unit": "GB/s",
+        "peer": 4.0,
+        "ratio": 0.5,
+        "target": ">= 0.70",
+        "samples": [1.0, 3.0, 2.0],
+    }
+    assert shown["cases"][1] == {
+        "case": "wall",
+        "value": 9.0,
+        "unit": "GB/s",
+        "peer": None,
+        "ratio": None,
+        "target": None,
+        "samples": [],
+    }
 
 
 def test_ratio_is_value_over_peer(report: ModuleType) -> None:
@@ -56,12 +77,14 @@ def test_ratio_is_value_over_peer(report: ModuleType) -> None:
         (1.1, 10.0, "<= 0.10", False),
         (1.0, 1.0, "< 1", False),
         (2.0, 1.0, "> 1", True),
-        (1.9, None, "<= 2", True),      # without a peer the target is about the value
+        (1.9, None, "<= 2", True),  # without a peer the target is about the value
         (2.1, None, "<= 2", False),
         (5.0, 1.0, None, None),
     ],
 )
-def test_target_is_about_the_ratio(report: ModuleType, value: float, peer: float | None, target: str | None, met: bool | None) -> None:
+def test_target_is_about_the_ratio(
+    report: ModuleType, value: float, peer: float | None, target: str | None, met: bool | None
+) -> None:
     assert report.Case("c", value, "x", peer=peer, target=target).met is met
 
 
@@ -83,8 +106,11 @@ def test_a_target_that_cannot_be_compared_is_refused(report: ModuleType) -> None
 
 
 def test_table_has_a_line_per_case_and_says_whether_targets_are_met(report: ModuleType) -> None:
-    cases = [report.Case("good", 2.0, "x", peer=1.0, target=">= 1"), report.Case("bad", 1.0, "x", peer=2.0, target=">= 1"),
-             report.Case("bare", 1.0, "x", note="why")]
+    cases = [
+        report.Case("good", 2.0, "x", peer=1.0, target=">= 1"),
+        report.Case("bad", 1.0, "x", peer=2.0, target=">= 1"),
+        report.Case("bare", 1.0, "x", note="why"),
+    ]
     lines = report.as_table("b", {"cores": 2, "torch": None}, cases).splitlines()
     assert lines[0] == "bench b: cores 2"
     assert [line.split()[0] for line in lines[-3:]] == ["good", "bad", "bare"]
@@ -93,7 +119,18 @@ def test_table_has_a_line_per_case_and_says_whether_targets_are_met(report: Modu
 
 def test_machine_says_what_a_figure_depends_on(machine: ModuleType) -> None:
     about = machine.describe()
-    assert list(about) == ["cores", "cpu", "kernel", "python", "bpsx", "numpy", "numba", "pyzmq", "torch", "load"]
+    assert list(about) == [
+        "cores",
+        "cpu",
+        "kernel",
+        "python",
+        "bpsx",
+        "numpy",
+        "numba",
+        "pyzmq",
+        "torch",
+        "load",
+    ]
     assert about["cores"] >= 1 and about["numpy"]
     json.dumps(about)
 
@@ -113,7 +150,13 @@ def test_benchmarks_are_listed_without_any_framework() -> None:
         "from bench.__main__ import main\n"
         "sys.exit(main([]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"push_pull", "torch", "tensorflow"} <= {x.split()[0] for x in done.stdout.splitlines()}

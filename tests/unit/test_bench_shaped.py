@@ -20,16 +20,31 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("spare", "seconds"), [(0, 1.2), (1, 24 / 18 * 0.8), (2, 0.96), (4, 0.8)])
 def test_the_optimum(scaling: Any, spare: int, seconds: float) -> None:
-    """Of 100 MB at 1 Gbit/s: without spare machines a ring's; with as many as workers what all bytes of one take."""
-    assert scaling.optimum(4, spare, 100_000_000, scaling.bytes_per_second("1gbit")) == pytest.approx(seconds)
+    """Of 100 MB at 1 Gbit/s: without spare machines a ring's; with as many as workers what all
+    bytes of one take.
+    """
+    assert scaling.optimum(
+        4, spare, 100_000_000, scaling.bytes_per_second("1gbit")
+    ) == pytest.approx(seconds)
 
 
 def test_rates(scaling: Any) -> None:
-    assert [scaling.bytes_per_second(rate) for rate in ("8kbit", "200mbit", "1.6gbit")] == [1e3, 25e6, 2e8]
+    assert [scaling.bytes_per_second(rate) for rate in ("8kbit", "200mbit", "1.6gbit")] == [
+        1e3,
+        25e6,
+        2e8,
+    ]
 
 
-@pytest.mark.parametrize(("given", "text"), [({"rate": "fast"}, "--rate 'fast': allowed"), ({"rate": "0mbit"}, "--rate '0mbit'"),
-                                             ({"spare": "0,5"}, "--spare '5': allowed are 0 to 4"), ({"spare": "-1"}, "--spare '-1'")])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rate": "fast"}, "--rate 'fast': allowed"),
+        ({"rate": "0mbit"}, "--rate '0mbit'"),
+        ({"spare": "0,5"}, "--spare '5': allowed are 0 to 4"),
+        ({"spare": "-1"}, "--spare '-1'"),
+    ],
+)
 def test_wrong_arguments_are_named(scaling: Any, given: dict[str, str], text: str) -> None:
     from bench.report import BenchError
 

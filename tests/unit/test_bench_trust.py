@@ -23,12 +23,22 @@ def test_a_role_is_its_worst_stage(trust: ModuleType, monkeypatch: pytest.Monkey
     cases = {c.case: c for c in trust.kills(["worker", "server", "scheduler"], turns=3)}
     for role in ("worker", "server", "scheduler"):
         case = cases[f"kill-{role}"]
-        assert (case.value, case.peer, case.ratio, case.target, case.met) == (6.0, 5.0, 1.2, "<= 1", False)
+        assert (case.value, case.peer, case.ratio, case.target, case.met) == (
+            6.0,
+            5.0,
+            1.2,
+            "<= 1",
+            False,
+        )
         assert len(case.samples) == 3 and "pull" in case.note
-        assert [n for n in cases if n.startswith(f"kill-{role}.")] == [f"kill-{role}.{stage}" for stage in seconds]
+        assert [n for n in cases if n.startswith(f"kill-{role}.")] == [
+            f"kill-{role}.{stage}" for stage in seconds
+        ]
 
 
-def test_the_time_in_which_silence_is_allowed_is_taken_off(trust: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_silence_is_allowed_is_taken_off(
+    trust: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trust, "strike", lambda *_, **__: trust.Outcome(3.0, 9.0))
     (case,) = trust.stops(["server"], turns=2)
     assert (case.case, case.value) == ("stop-server", 0.5)
@@ -36,7 +46,9 @@ def test_the_time_in_which_silence_is_allowed_is_taken_off(trust: ModuleType, mo
 
 def test_what_is_not_there_is_not_offered(trust: ModuleType) -> None:
     offered = trust._offered()
-    assert {"kill-worker", "kill-server", "kill-scheduler", "handshake", "start-stop"} <= set(offered)
+    assert {"kill-worker", "kill-server", "kill-scheduler", "handshake", "start-stop"} <= set(
+        offered
+    )
     for name, module in trust._OTHERS.items():
         assert (name in offered) == (ROOT / f"{module.replace('.', '/')}.py").exists()
 

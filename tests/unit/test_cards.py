@@ -14,14 +14,21 @@ BOTH, SERVER = Machine(1, (1.0,)), Machine(0, (1.0,))
 
 
 def test_the_models_have_their_published_sizes():
-    assert [sum(sizes) // 4 for sizes in (RESNET50, VGG16, BERT_LARGE, GPT2)] == [25_557_032, 138_357_544, 335_141_888, 124_439_808]
+    assert [sum(sizes) // 4 for sizes in (RESNET50, VGG16, BERT_LARGE, GPT2)] == [
+        25_557_032,
+        138_357_544,
+        335_141_888,
+        124_439_808,
+    ]
 
 
 @pytest.mark.parametrize("n", range(2, 33))
 def test_shares_are_the_papers(n):
     for k in range(n + 1):
         beside, alone = (n - k) / (n * n + k * n - 2 * k), 2 * (n - 1) / (n * n + k * n - 2 * k)
-        assert level([BOTH] * n + [SERVER] * k) == pytest.approx([beside] * n + [alone] * k, abs=1e-12)
+        assert level([BOTH] * n + [SERVER] * k) == pytest.approx(
+            [beside] * n + [alone] * k, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 3), (3, 4), (8, 20), (31, 60)])
@@ -32,8 +39,12 @@ def test_with_more_servers_than_workers_those_beside_workers_do_nothing(n, k):
 _WEIGHTS = st.lists(st.floats(0.1, 10), max_size=3).map(tuple)
 
 
-@given(st.lists(st.builds(Machine, st.integers(0, 4), _WEIGHTS), min_size=1, max_size=7).filter(lambda ms: any(m.servers for m in ms)),
-       st.lists(st.floats(0, 1), min_size=7, max_size=7))
+@given(
+    st.lists(st.builds(Machine, st.integers(0, 4), _WEIGHTS), min_size=1, max_size=7).filter(
+        lambda ms: any(m.servers for m in ms)
+    ),
+    st.lists(st.floats(0, 1), min_size=7, max_size=7),
+)
 def test_no_other_division_has_a_less_loaded_worst_card(machines, others):
     """Whatever stands on which machine, and however fast cards are."""
     if not any(m.workers for m in machines):
@@ -41,17 +52,25 @@ def test_no_other_division_has_a_less_loaded_worst_card(machines, others):
     workers = sum(m.workers for m in machines)
 
     def worst(parts):
-        return max(load(m, workers, part) / m.speed for m, part in zip(machines, parts, strict=True))
+        return max(
+            load(m, workers, part) / m.speed for m, part in zip(machines, parts, strict=True)
+        )
+
     found = level(machines)
-    assert sum(found) == pytest.approx(1) and all(part >= 0 and (part == 0 or m.servers) for part, m in zip(found, machines, strict=True))
+    assert sum(found) == pytest.approx(1) and all(
+        part >= 0 and (part == 0 or m.servers) for part, m in zip(found, machines, strict=True)
+    )
     given = [o if m.servers else 0.0 for o, m in zip([*others, 0.0], machines, strict=False)]
     if sum(given) > 0:
         assert worst(found) <= worst([g / sum(given) for g in given]) + 1e-9
 
 
 def test_hosts_are_machines():
-    assert shares_by_host(["a", "b", "a", "b"], [("a", 1), ("c", 3), ("c", 1), ("b", 1)]) == pytest.approx(
-        [0, 0.75, 0.25, 0])       # c's card is twice as fast: 4 shares of 1/2 each way as the others carry 2
+    assert shares_by_host(
+        ["a", "b", "a", "b"], [("a", 1), ("c", 3), ("c", 1), ("b", 1)]
+    ) == pytest.approx(
+        [0, 0.75, 0.25, 0]
+    )  # c's card is twice as fast: 4 shares of 1/2 each way as the others carry 2
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
@@ -66,8 +85,13 @@ def test_the_most_loaded_card_carries_no_more_than_1_03_of_the_optimum(model, or
             placed = Placement([1] * (n + k), shares=best)
             for number, nbytes in enumerate(sizes):
                 placed.place(number, nbytes)
-            carried = max(load(m, n, part / sum(sizes)) for m, part in zip(machines, placed.server_bytes, strict=True))
-            assert carried <= 1.03 * max(load(m, n, part) for m, part in zip(machines, best, strict=True)), (n, k)
+            carried = max(
+                load(m, n, part / sum(sizes))
+                for m, part in zip(machines, placed.server_bytes, strict=True)
+            )
+            assert carried <= 1.03 * max(
+                load(m, n, part) for m, part in zip(machines, best, strict=True)
+            ), (n, k)
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
@@ -81,7 +105,10 @@ def test_no_server_has_more_than_1_03_of_its_share(model, order, weights):
         placed = Placement([1] * servers, shares=shares)
         for number, nbytes in enumerate(MODELS[model][::order]):
             placed.place(number, nbytes)
-        assert all(got <= 1.03 * share * sum(MODELS[model]) for got, share in zip(placed.server_bytes, shares, strict=True)), servers
+        assert all(
+            got <= 1.03 * share * sum(MODELS[model])
+            for got, share in zip(placed.server_bytes, shares, strict=True)
+        ), servers
 
 
 @pytest.mark.parametrize("nbytes", [1024 * 65536, 1024 * 32768, 1024 * 32768 - 1])

@@ -16,9 +16,20 @@ from unit.codec_tools import SIZES, Coder, corrupt, gradient, kinds, same, sizes
 N = 1_024_000
 chunked = st.one_of(sizes, st.sampled_from([8191, 8192, 8193, 16_384, 16_447]))
 choices = st.one_of(
-    st.fixed_dictionaries({"k": st.sampled_from([1, 2, 3, 4, 5, 8, 9, 100, 128, 254, 255]), "normalize": st.sampled_from(["max", "l2"])}),
-    st.fixed_dictionaries({"k": st.sampled_from([1, 2, 4, 15, 16, 31]), "normalize": st.sampled_from(["max", "l2"]),
-                           "partition": st.just("natural")}))
+    st.fixed_dictionaries(
+        {
+            "k": st.sampled_from([1, 2, 3, 4, 5, 8, 9, 100, 128, 254, 255]),
+            "normalize": st.sampled_from(["max", "l2"]),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "k": st.sampled_from([1, 2, 4, 15, 16, 31]),
+            "normalize": st.sampled_from(["max", "l2"]),
+            "partition": st.just("natural"),
+        }
+    ),
+)
 
 
 def flags(options: dict) -> tuple[int, bool, bool]:
@@ -30,27 +41,36 @@ def norm_of(wire: bytes) -> float:
 
 
 class Compared:
-    """A partition's codec and its oracle, which is told the l2 norm that the codec found if that is near enough to its own."""
+    """A partition's codec and its oracle, which is told the l2 norm that the codec found if that is
+    near enough to its own.
+    """
 
     def __init__(self, options: dict, n: int, wide: str, residual: bool, momentum: bool) -> None:
         self.k, self.natural, self.l2 = flags(options)
         self.wanted = {"residual": residual, "momentum": momentum}
         self.coder = Coder("dithering", options, n, wide, **self.wanted, seed=-5)
-        self.reference = Reference(self._encode, lambda wire, m: oracle.decode(wire, m, self.k, self.natural, wide), n, wide)
+        self.reference = Reference(
+            self._encode,
+            lambda wire, m: oracle.decode(wire, m, self.k, self.natural, wide),
+            n,
+            wide,
+        )
         self.norm = 0.0
 
     def _encode(self, p: np.ndarray, counter: int) -> bytes:
         mine = oracle.norm_of(p, self.l2)
         known = self.l2 and np.isfinite(self.norm)
         assert not known or abs(self.norm - mine) <= 2 * len(p) * 2.0**-53 * mine
-        return oracle.encode(p, self.k, self.natural, self.l2, -5, counter, self.norm if known else mine)
+        return oracle.encode(
+            p, self.k, self.natural, self.l2, -5, counter, self.norm if known else mine
+        )
 
     def round(self, g: np.ndarray, factor: float, mu: float) -> bytes:
         wire = self.coder.encode(g, factor, mu)
         self.norm = norm_of(wire)
         with np.errstate(all="ignore"):
             assert wire == self.reference.encode(g, factor=factor, mu=mu, **self.wanted)
-        if np.isnan(self.norm):     # also where only the norm overflows
+        if np.isnan(self.norm):  # also where only the norm overflows
             self.reference.residual[:] = self.reference.momentum[:] = 0
         if self.wanted["residual"]:
             assert np.array_equal(self.coder.residual, self.reference.residual)
@@ -60,8 +80,16 @@ class Compared:
 
 
 @settings(max_examples=120, deadline=None)
-@given(n=chunked, wide=wides, options=choices, kind=kinds, residual=st.booleans(), momentum=st.booleans(),
-       factor=st.sampled_from([1.0, 0.1, 3.0]), seed=st.integers(0, 999))
+@given(
+    n=chunked,
+    wide=wides,
+    options=choices,
+    kind=kinds,
+    residual=st.booleans(),
+    momentum=st.booleans(),
+    factor=st.sampled_from([1.0, 0.1, 3.0]),
+    seed=st.integers(0, 999),
+)
 def test_the_oracle_makes_the_same_bytes(n, wide, options, kind, residual, momentum, factor, seed):
     compared = Compared(options, n, wide, residual, momentum)
     for step, what in enumerate([kind, "normal", kind]):
@@ -73,28 +101,45 @@ def test_the_oracle_makes_the_same_bytes(n, wide, options, kind, residual, momen
 
 
 @settings(max_examples=150, deadline=None)
-@given(size=st.sampled_from([1, 63, 64, 65, 4000, 8192, 8200]), k=st.integers(1, 255), seed=st.integers(0, 9999),
-       density=st.sampled_from([1.0, 0.5, 0.1, 0.03, 0.01, 0.001]), shape=st.sampled_from(["even", "low", "high", "outlier", "clustered"]))
+@given(
+    size=st.sampled_from([1, 63, 64, 65, 4000, 8192, 8200]),
+    k=st.integers(1, 255),
+    seed=st.integers(0, 9999),
+    density=st.sampled_from([1.0, 0.5, 0.1, 0.03, 0.01, 0.001]),
+    shape=st.sampled_from(["even", "low", "high", "outlier", "clustered"]),
+)
 def test_any_levels_come_back_and_fit(size, k, seed, density, shape):
     # With the largest equal to k the norm is k, a level is 1, and nothing is left to chance.
     rng = np.random.default_rng(seed)
-    levels = {"even": rng.integers(1, k + 1, size), "low": np.minimum(rng.geometric(0.5, size), k), "outlier": np.ones(size, int),
-              "high": k + 1 - np.minimum(rng.geometric(0.5, size), k), "clustered": rng.integers(1, k + 1, size)}[shape]
+    levels = {
+        "even": rng.integers(1, k + 1, size),
+        "low": np.minimum(rng.geometric(0.5, size), k),
+        "outlier": np.ones(size, int),
+        "high": k + 1 - np.minimum(rng.geometric(0.5, size), k),
+        "clustered": rng.integers(1, k + 1, size),
+    }[shape]
     present = rng.random(size) < density
     if shape == "clustered":
         present = np.sort(present)
     g = (levels * present * rng.choice([-1, 1], size)).astype("float32")
     g[rng.integers(0, size)] = k
     coder = Coder("dithering", {"k": k}, size)
-    wire = coder.encode(g)      # checks that it has the room it asked for
-    assert np.array_equal(coder.decode(wire), g / k * k) or np.allclose(coder.decode(wire), g, rtol=3e-7, atol=0)
-    chunks = [oracle.chunk_bytes(abs(g[i:i + 8192]).astype(int), g[i:i + 8192] < 0, k) for i in range(0, size, 8192)]
-    assert wire[8 + 2 * len(chunks):] == b"".join(chunks)
+    wire = coder.encode(g)  # checks that it has the room it asked for
+    assert np.array_equal(coder.decode(wire), g / k * k) or np.allclose(
+        coder.decode(wire), g, rtol=3e-7, atol=0
+    )
+    chunks = [
+        oracle.chunk_bytes(abs(g[i : i + 8192]).astype(int), g[i : i + 8192] < 0, k)
+        for i in range(0, size, 8192)
+    ]
+    assert wire[8 + 2 * len(chunks) :] == b"".join(chunks)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 128, 129, 255])
 def test_the_worst_levels_fit(k):
-    """Of all pairs of levels in all proportions, with all elements there: what Rice's code likes least."""
+    """Of all pairs of levels in all proportions, with all elements there: what Rice's code likes
+    least.
+    """
     rng, n = np.random.default_rng(k), 8192
     coder, most = Coder("dithering", {"k": k}, n), 0
     for high in {2, 3, k // 2, k - 1, k} & set(range(1, k + 1)):
@@ -117,8 +162,18 @@ def test_sum_of_what_was_sent_and_residual_is_sum_of_gradients():
         assert np.allclose(sent + coder.residual, total, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("options", [{"k": 2}, {"k": 7}, {"k": 255}, {"k": 5, "normalize": "l2"}, {"k": 4, "partition": "natural"},
-                                     {"k": 3, "partition": "natural", "normalize": "l2"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 2},
+        {"k": 7},
+        {"k": 255},
+        {"k": 5, "normalize": "l2"},
+        {"k": 4, "partition": "natural"},
+        {"k": 3, "partition": "natural", "normalize": "l2"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("wide", ["float32", "float64"])
 def test_the_mean_is_kept(options, wide):
     n, rounds, (k, natural, l2) = 2048, 800, flags(options)
@@ -140,12 +195,16 @@ def test_the_mean_is_kept(options, wide):
     assert random.sum() > 0.9 * n
     assert abs(z.mean()) < 4 / np.sqrt(len(z)) and 0.85 < z.std() < 1.15
     share = ((y - low) / (high - low))[random]
-    usual = (share > 0.03) & (share < 0.97)     # others are up or down so seldom that their means are far from normal
+    usual = (share > 0.03) & (
+        share < 0.97
+    )  # others are up or down so seldom that their means are far from normal
     assert abs(z[usual]).max() < 5.5
     assert abs(error[~random]).max(initial=0) < 1e-4
 
 
-@pytest.mark.parametrize(("k", "natural"), [(1, False), (2, False), (31, False), (1, True), (4, True), (31, True)])
+@pytest.mark.parametrize(
+    ("k", "natural"), [(1, False), (2, False), (31, False), (1, True), (4, True), (31, True)]
+)
 def test_probabilities_are_exact_to_a_millionth_of_a_level(k, natural):
     """Over all random numbers that there are: 23 bits of them."""
     random = np.arange(2**23, dtype=np.uint32) << np.uint32(9)
@@ -162,7 +221,10 @@ def test_probabilities_are_exact_to_a_millionth_of_a_level(k, natural):
 
 def test_random_numbers_are_independent():
     n = 1 << 16
-    streams = [oracle.noise(n, seed, counter) for seed, counter in ((1, 1), (1, 2), (2, 1), (-1, 1), (1 << 62, 1), (3, 0), (0, 0), (0, 3))]
+    streams = [
+        oracle.noise(n, seed, counter)
+        for seed, counter in ((1, 1), (1, 2), (2, 1), (-1, 1), (1 << 62, 1), (3, 0), (0, 0), (0, 3))
+    ]
     for i, a in enumerate(streams):
         bits = np.unpackbits(a.view(np.uint8)).reshape(n, 32).mean(axis=0)
         assert abs(bits - 0.5).max() < 5 * 0.5 / np.sqrt(n)
@@ -184,12 +246,23 @@ def test_seeds_and_counters_make_different_choices():
     assert len({*wires(1), *wires(2)}) == 6
 
 
-@pytest.mark.parametrize(("options", "share"), [
-    ({"k": 2}, 0.054), ({"k": 4}, 0.083), ({"k": 8}, 0.121), ({"k": 4, "partition": "natural"}, 0.122),
-    ({"k": 2, "normalize": "l2"}, 0.0008)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"k": 2}, 0.054),
+        ({"k": 4}, 0.083),
+        ({"k": 8}, 0.121),
+        ({"k": 4, "partition": "natural"}, 0.122),
+        ({"k": 2, "normalize": "l2"}, 0.0008),
+    ],
+    ids=str,
+)
 def test_no_larger_than_upstreams(options, share):
     for seed in range(3):
-        assert len(Coder("dithering", options, N).encode(gradient("normal", N, "float32", seed))) <= share * 4 * N
+        assert (
+            len(Coder("dithering", options, N).encode(gradient("normal", N, "float32", seed)))
+            <= share * 4 * N
+        )
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
@@ -197,7 +270,14 @@ def test_no_larger_than_upstreams(options, share):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_an_overflow_passes_and_is_forgotten(wide, l2, bad):
     n = 3000
-    coder = Coder("dithering", {"k": 3, "normalize": "l2" if l2 else "max"}, n, wide, residual=True, momentum=True)
+    coder = Coder(
+        "dithering",
+        {"k": 3, "normalize": "l2" if l2 else "max"},
+        n,
+        wide,
+        residual=True,
+        momentum=True,
+    )
     coder.encode(gradient("normal", n, wide, 1))
     assert coder.residual.any() and coder.momentum.any()
     g = gradient("normal", n, wide, 2)
@@ -211,17 +291,39 @@ def test_values_at_the_edges():
     for wide in ("float32", "float64"):
         least, most = np.nextafter(np.zeros(1, wide), np.ones(1, wide))[0], np.finfo(wide).max
         for options in ({"k": 1}, {"k": 3}, {"k": 255}, {"k": 31, "partition": "natural"}):
-            for value in (least, 5 * least, np.finfo(wide).tiny, most / 2, np.dtype(wide).type(2.0) ** 41, np.dtype(wide).type(2.0) ** -41):
+            for value in (
+                least,
+                5 * least,
+                np.finfo(wide).tiny,
+                most / 2,
+                np.dtype(wide).type(2.0) ** 41,
+                np.dtype(wide).type(2.0) ** -41,
+            ):
                 g = np.full(100, value, wide) * np.where(np.arange(100) % 3, 1, -1).astype(wide)
                 coder = Coder("dithering", options, 100, wide)
-                # All are as large as the largest, so all come back, but for the rounding of linear steps, by half a denormal each.
-                assert np.allclose(coder.decode(coder.encode(g)), g, rtol=1e-6, atol=0 if options.get("partition") else options["k"] * least / 2)
-            assert len(coder.encode(np.zeros(100, wide))) == len(coder.encode(np.full(100, -0.0, wide))) == 8
+                # All are as large as the largest, so all come back, but for the rounding of linear
+                # steps, by half a denormal each.
+                assert np.allclose(
+                    coder.decode(coder.encode(g)),
+                    g,
+                    rtol=1e-6,
+                    atol=0 if options.get("partition") else options["k"] * least / 2,
+                )
+            assert (
+                len(coder.encode(np.zeros(100, wide)))
+                == len(coder.encode(np.full(100, -0.0, wide)))
+                == 8
+            )
             assert same(coder.decode(coder.encode(np.full(100, -0.0, wide))), np.zeros(100, wide))
 
 
 @settings(max_examples=300, deadline=None)
-@given(n=st.one_of(st.integers(1, 200), st.sampled_from([*SIZES[-3:], 8193])), options=choices, wide=wides, seed=st.integers(0, 10**6))
+@given(
+    n=st.one_of(st.integers(1, 200), st.sampled_from([*SIZES[-3:], 8193])),
+    options=choices,
+    wide=wides,
+    seed=st.integers(0, 10**6),
+)
 def test_corrupt_bytes_do_no_harm(n, options, wide, seed):
     coder = Coder("dithering", options, n, wide)
     wire = coder.encode(gradient("normal", n, wide, seed % 7))
@@ -230,20 +332,38 @@ def test_corrupt_bytes_do_no_harm(n, options, wide, seed):
 
 
 @settings(max_examples=300, deadline=None)
-@given(n=st.sampled_from([1, 64, 100, 8192, 8200]), options=choices, seed=st.integers(0, 10**6), first=st.integers(0, 255))
+@given(
+    n=st.sampled_from([1, 64, 100, 8192, 8200]),
+    options=choices,
+    seed=st.integers(0, 10**6),
+    first=st.integers(0, 255),
+)
 def test_chunks_of_chance_do_no_harm(n, options, seed, first):
-    """Norm and table are in order; what the chunks hold is chance, also sparse and nearly all ones."""
+    """Norm and table are in order; what the chunks hold is chance, also sparse and nearly all
+    ones.
+    """
     rng, chunks = np.random.default_rng(seed), -(-n // 8192)
     coder, bodies = Coder("dithering", options, n), []
     for _ in range(chunks):
-        body = np.packbits(rng.random(8 * int(rng.choice([1, 2, 9, 40, 300, 1500, 5000]))) < rng.choice([0.01, 0.1, 0.5, 0.99]))
+        body = np.packbits(
+            rng.random(8 * int(rng.choice([1, 2, 9, 40, 300, 1500, 5000])))
+            < rng.choice([0.01, 0.1, 0.5, 0.99])
+        )
         body[0] = first
         bodies.append(body.tobytes())
-    wire = np.float64(1.5).tobytes() + np.array([len(b) for b in bodies], np.uint16).tobytes() + b"".join(bodies)
+    wire = (
+        np.float64(1.5).tobytes()
+        + np.array([len(b) for b in bodies], np.uint16).tobytes()
+        + b"".join(bodies)
+    )
     coder.decode(wire)
 
 
-@pytest.mark.parametrize("options", [{"k": 1}, {"k": 2}, {"k": 100}, {"k": 2, "normalize": "l2"}, {"k": 4, "partition": "natural"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"k": 1}, {"k": 2}, {"k": 100}, {"k": 2, "normalize": "l2"}, {"k": 4, "partition": "natural"}],
+    ids=str,
+)
 def test_exactly_its_bytes_are_taken(options):
     for n in (1, 64, 100, 8192, 16_400):
         coder = Coder("dithering", options, n)
@@ -260,7 +380,9 @@ def test_exactly_its_bytes_are_taken(options):
 
 
 def test_chunks_that_end_too_early():
-    """All elements are said to be there, in as many bytes as that takes, and their signs and levels are not, or not all."""
+    """All elements are said to be there, in as many bytes as that takes, and their signs and levels
+    are not, or not all.
+    """
     for k, r, planes in ((2, 0, 2), (255, 0, 1), (255, 7, 1), (255, 7, 5), (255, 6, 8)):
         body = bytes([r]) + b"\xff" * (1024 * planes)
         wire = np.float64(1.0).tobytes() + np.uint16(len(body)).tobytes() + body
@@ -283,7 +405,12 @@ def test_no_such_first_byte():
         coder = Coder("dithering", {"k": k}, 64)
         for bits in (0, 255):
             for length in (1, 9, 17, 25, 500):
-                wire = np.float64(1.0).tobytes() + np.uint16(length).tobytes() + bytes([first]) + bytes([bits]) * (length - 1)
+                wire = (
+                    np.float64(1.0).tobytes()
+                    + np.uint16(length).tobytes()
+                    + bytes([first])
+                    + bytes([bits]) * (length - 1)
+                )
                 assert coder.decode(wire) is None
 
 
@@ -296,11 +423,23 @@ def test_no_such_norm_with_chunks(norm):
     assert (alone is None) == (not (norm == 0 or np.isnan(norm)))
 
 
-@pytest.mark.parametrize(("given_options", "said"), [
-    ({}, ["k", "1", "255", "linear"]), ({"k": 0}, ["k=0", "255"]), ({"k": 256}, ["k=256", "255"]), ({"k": -1}, ["k=-1"]),
-    ({"k": 2.0}, ["k=2.0"]), ({"k": True}, ["k=True"]), ({"k": "2"}, ["k='2'"]), ({"k": 32, "partition": "natural"}, ["k=32", "31", "natural"]),
-    ({"partition": "natural"}, ["k", "31", "natural"]), ({"k": 2, "partition": "even"}, ["partition='even'", "linear", "natural"]),
-    ({"k": 2, "normalize": "l1"}, ["normalize='l1'", "max", "l2"])], ids=str)
+@pytest.mark.parametrize(
+    ("given_options", "said"),
+    [
+        ({}, ["k", "1", "255", "linear"]),
+        ({"k": 0}, ["k=0", "255"]),
+        ({"k": 256}, ["k=256", "255"]),
+        ({"k": -1}, ["k=-1"]),
+        ({"k": 2.0}, ["k=2.0"]),
+        ({"k": True}, ["k=True"]),
+        ({"k": "2"}, ["k='2'"]),
+        ({"k": 32, "partition": "natural"}, ["k=32", "31", "natural"]),
+        ({"partition": "natural"}, ["k", "31", "natural"]),
+        ({"k": 2, "partition": "even"}, ["partition='even'", "linear", "natural"]),
+        ({"k": 2, "normalize": "l1"}, ["normalize='l1'", "max", "l2"]),
+    ],
+    ids=str,
+)
 def test_wrong_options_are_named(given_options, said):
     with pytest.raises(ConfigError) as e:
         codec("dithering").options(given_options)
@@ -310,4 +449,8 @@ def test_wrong_options_are_named(given_options, said):
 def test_options_are_completed():
     made = codec("dithering")
     assert made.options({"k": 255}) == {"k": 255, "partition": "linear", "normalize": "max"}
-    assert made.numbers(made.options({"k": 31, "partition": "natural", "normalize": "l2"})) == [31, 1, 1]
+    assert made.numbers(made.options({"k": 31, "partition": "natural", "normalize": "l2"})) == [
+        31,
+        1,
+        1,
+    ]

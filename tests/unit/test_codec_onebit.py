@@ -1,4 +1,6 @@
-"""onebit against its oracle: signs bit for bit, the magnitude to rounding; and bytes that are none of its."""
+"""onebit against its oracle: signs bit for bit, the magnitude to rounding; and bytes that are none
+of its.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +19,50 @@ ROUNDING = {"float32": 1e-5, "float64": 1e-13}
 
 
 class Step:
-    """The oracle, with the magnitude that the kernel has found instead of its own if it is the same to rounding: they stay in step."""
+    """The oracle, with the magnitude that the kernel has found instead of its own if it is the same
+    to rounding: they stay in step.
+    """
 
     def __init__(self, n: int, wide: str, scaling: bool) -> None:
         self.wide, self.scaling = wide, scaling
         self.head = b""
-        self.reference = Reference(self._encode, lambda wire, size: onebit_decode(wire, size, wide), n, wide)
+        self.reference = Reference(
+            self._encode, lambda wire, size: onebit_decode(wire, size, wide), n, wide
+        )
 
     def _encode(self, p: np.ndarray, counter: int) -> bytes:
         wire = onebit_encode(p, self.scaling)
         got, want = (np.frombuffer(head[:8], np.float64)[0] for head in (self.head, wire))
-        assert np.isnan(got) if np.isnan(want) else abs(got - want) <= abs(want) * ROUNDING[self.wide], (got, want)
+        assert (
+            np.isnan(got) if np.isnan(want) else abs(got - want) <= abs(want) * ROUNDING[self.wide]
+        ), (got, want)
         return self.head + wire[8:]
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
 @settings(max_examples=80, deadline=None)
-@given(n=sizes, scaling=st.booleans(), wide=wides, kind=st.lists(kinds, min_size=1, max_size=4),
-       factor=st.sampled_from([1.0, 0.5, 3.0]), seed=st.integers(0, 99))
+@given(
+    n=sizes,
+    scaling=st.booleans(),
+    wide=wides,
+    kind=st.lists(kinds, min_size=1, max_size=4),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=st.integers(0, 99),
+)
 def test_as_the_oracle(residual, momentum, n, scaling, wide, kind, factor, seed):
-    coder, step = Coder("onebit", {"scaling": scaling}, n, wide, residual, momentum), Step(n, wide, scaling)
+    coder, step = (
+        Coder("onebit", {"scaling": scaling}, n, wide, residual, momentum),
+        Step(n, wide, scaling),
+    )
     for i, what in enumerate(kind):
         g = gradient(what, n, wide, 10 * seed + i)
         wire = coder.encode(g, factor, 0.9)
         step.head = wire[:8]
         with np.errstate(all="ignore"):
-            want = step.reference.encode(g, residual=residual, momentum=momentum, factor=factor, mu=0.9)
+            want = step.reference.encode(
+                g, residual=residual, momentum=momentum, factor=factor, mu=0.9
+            )
             decoded = onebit_decode(want, n, wide)
             total = g + decoded
         assert wire == want
@@ -54,7 +73,9 @@ def test_as_the_oracle(residual, momentum, n, scaling, wide, kind, factor, seed)
 
 
 def left_of(coder: Coder, wire: bytes) -> np.ndarray:
-    """The residual: the kernel keeps what it sent, and takes off what decodes from it in the next round."""
+    """The residual: the kernel keeps what it sent, and takes off what decodes from it in the next
+    round.
+    """
     return coder.residual - np.copysign(coder.state[0], coder.residual).astype(coder.wide)
 
 
@@ -96,7 +117,9 @@ def test_nothing_is_lost(n, wide, scaling, seed):
         given_ += g
         wire = coder.encode(g)
         sent += coder.decode(wire)
-    assert np.allclose(sent + left_of(coder, wire), given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
+    assert np.allclose(
+        sent + left_of(coder, wire), given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13
+    )
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,21 +8,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.kernels.codecs import ALIKE
-from bpsx.kernels.reference import GAMMA, Reference, amount, randomk_decode, randomk_encode, randomk_places, splitmix64
-from unit.codec_tools import Coder, check_nothing_is_lost, corrupt, gradient, kinds, same, sizes, wides
+from bpsx.kernels.reference import (
+    GAMMA,
+    Reference,
+    amount,
+    randomk_decode,
+    randomk_encode,
+    randomk_places,
+    splitmix64,
+)
+from unit.codec_tools import (
+    Coder,
+    check_nothing_is_lost,
+    corrupt,
+    gradient,
+    kinds,
+    same,
+    sizes,
+    wides,
+)
 
-ks = st.one_of(st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]), st.floats(0, 1, exclude_min=True, exclude_max=True))
-seeds = st.integers(-2**63, 2**63 - 1)
+ks = st.one_of(
+    st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]),
+    st.floats(0, 1, exclude_min=True, exclude_max=True),
+)
+seeds = st.integers(-(2**63), 2**63 - 1)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
 @settings(max_examples=40, deadline=None)
-@given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=seeds)
+@given(
+    n=sizes,
+    k=ks,
+    wide=wides,
+    kind=st.lists(kinds, min_size=1, max_size=3),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=seeds,
+)
 def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
     coder = Coder("randomk", {"k": k}, n, wide, residual, momentum, seed)
-    slow = Reference(lambda p, counter: randomk_encode(p, counter, seed, k, residual or momentum),
-                     lambda wire, size: randomk_decode(wire, size, seed, k, wide), n, wide)
+    slow = Reference(
+        lambda p, counter: randomk_encode(p, counter, seed, k, residual or momentum),
+        lambda wire, size: randomk_decode(wire, size, seed, k, wide),
+        n,
+        wide,
+    )
     for i, what in enumerate(kind):
         g = gradient(what, n, wide, seed % 1000 + i)
         wire = coder.encode(g, factor, 0.9)
@@ -42,7 +73,9 @@ def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("at", [0, 1500, 2999])
 def test_an_overflow_that_is_not_sent(residual, momentum, at):
-    """It is sent all the same, in the first value, if there is anything that must not remember it; elsewhere it is not looked at."""
+    """It is sent all the same, in the first value, if there is anything that must not remember it;
+    elsewhere it is not looked at.
+    """
     coder = Coder("randomk", {"k": 10}, 3000, "float32", residual, momentum)
     g = gradient("normal", 3000, "float32", 1)
     coder.encode(g)
@@ -56,8 +89,12 @@ def test_an_overflow_that_is_not_sent(residual, momentum, at):
 
 
 def _servers(n: int, k: float, wide: str, seed: int) -> list[Coder]:
-    """Two servers' encoders with a residual: vanilla, and sparse in a round whose pushes all had one counter."""
-    vanilla, sparse = (Coder("randomk", {"k": k}, n, wide, residual=True, seed=seed) for _ in range(2))
+    """Two servers' encoders with a residual: vanilla, and sparse in a round whose pushes all had
+    one counter.
+    """
+    vanilla, sparse = (
+        Coder("randomk", {"k": k}, n, wide, residual=True, seed=seed) for _ in range(2)
+    )
     sparse.options[ALIKE] = 1
     return [vanilla, sparse]
 
@@ -65,25 +102,45 @@ def _servers(n: int, k: float, wide: str, seed: int) -> list[Coder]:
 @settings(max_examples=60, deadline=None)
 @given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=4), seed=seeds)
 def test_sparse_is_vanilla_where_all_push_the_same_places(n, k, wide, kind, seed):
-    """The bytes and the residual, and the oracle's. Before that a round whose counters differed has left something in the residuals."""
+    """The bytes and the residual, and the oracle's.
+
+    Before that a round whose counters differed has left something in the residuals.
+    """
     vanilla, sparse = _servers(n, k, wide, seed)
-    slow = Reference(lambda p, counter: randomk_encode(p, counter, seed, k, True), lambda wire, n: randomk_decode(wire, n, seed, k, wide), n, wide)
+    slow = Reference(
+        lambda p, counter: randomk_encode(p, counter, seed, k, True),
+        lambda wire, n: randomk_decode(wire, n, seed, k, wide),
+        n,
+        wide,
+    )
     rest = gradient("normal", n, wide, seed % 1000)
     vanilla.residual[:] = sparse.residual[:] = slow.residual = rest.copy()
     workers = [Coder("randomk", {"k": k}, n, wide, seed=seed) for _ in range(2)]
     for i, what in enumerate(kind):
         total = np.zeros(n, wide)
         for rank, worker in enumerate(workers):
-            total = worker.decode(worker.encode(gradient(what, n, wide, seed % 1000 + 2 * i + rank)), add_to=total)
+            total = worker.decode(
+                worker.encode(gradient(what, n, wide, seed % 1000 + 2 * i + rank)), add_to=total
+            )
         with np.errstate(all="ignore"):
-            want = slow.encode(total, residual=True, only=randomk_places(seed, i + 1, n, amount(n, k)))
+            want = slow.encode(
+                total, residual=True, only=randomk_places(seed, i + 1, n, amount(n, k))
+            )
         wires = [coder.encode(total) for coder in (vanilla, sparse)]
-        assert all(wire[:8] == want[:8] and same(np.frombuffer(wire[8:], wide), np.frombuffer(want[8:], wide)) for wire in wires)
-        assert np.array_equal(vanilla.residual, sparse.residual) and same(sparse.residual, slow.residual)
+        assert all(
+            wire[:8] == want[:8]
+            and same(np.frombuffer(wire[8:], wide), np.frombuffer(want[8:], wide))
+            for wire in wires
+        )
+        assert np.array_equal(vanilla.residual, sparse.residual) and same(
+            sparse.residual, slow.residual
+        )
 
 
 def test_sparse_looks_at_its_places_only():
-    """What lies elsewhere in sum and residual is neither added nor changed, an infinity included."""
+    """What lies elsewhere in sum and residual is neither added nor changed, an infinity
+    included.
+    """
     n, k = 5000, 50
     _, sparse = _servers(n, k, "float32", 3)
     g, before = gradient("normal", n, "float32", 1), gradient("normal", n, "float32", 2)
@@ -94,7 +151,7 @@ def test_sparse_looks_at_its_places_only():
     assert (values == g[places] + before[places]).all()
     before[places] = 0
     assert same(sparse.residual, before)
-    g[places[7]] = np.nan       # but of an overflow at one of its places all is forgotten, as ever
+    g[places[7]] = np.nan  # but of an overflow at one of its places all is forgotten, as ever
     sparse.counter = 0
     sparse.encode(g)
     assert not sparse.residual.any()
@@ -104,7 +161,13 @@ def test_the_generator():
     """The first numbers of splitmix64 with seed 1234567, as its author's C program prints them."""
     from bpsx.kernels.cpu.randomk import mixed
 
-    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    known = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     states = [(1234567 + i * GAMMA) % 2**64 for i in range(1, 6)]
     assert [splitmix64(state) for state in states] == known
     assert [int(mixed(np.uint64(state))) for state in states] == known
@@ -120,7 +183,9 @@ def test_places_are_distinct(n, k, seed, counter):
 
 @pytest.mark.parametrize(("n", "k"), [(10, 3), (10, 9), (7, 7), (64, 5), (97, 13)])
 def test_all_elements_are_as_likely(n, k):
-    """5 standard deviations of a binomial; and decoded values, n / k times as large, have the gradient as their mean."""
+    """5 standard deviations of a binomial; and decoded values, n / k times as large, have the
+    gradient as their mean.
+    """
     rounds = 4000
     coder = Coder("randomk", {"k": k}, n)
     g = np.arange(1, n + 1, dtype=np.float32)
@@ -132,7 +197,11 @@ def test_all_elements_are_as_likely(n, k):
 
 
 def test_rounds_and_seeds_differ():
-    rounds = {tuple(randomk_places(seed, counter, 1000, 10)) for seed in range(-5, 5) for counter in range(50)}
+    rounds = {
+        tuple(randomk_places(seed, counter, 1000, 10))
+        for seed in range(-5, 5)
+        for counter in range(50)
+    }
     assert len(rounds) == 500
 
 
@@ -168,4 +237,6 @@ def test_corrupt_bytes(n, k, wide, seed, add):
     except ValueError:
         assert got is None
     else:
-        assert got is not None and (np.array_equal(got, want, equal_nan=True) if add else same(got, want))
+        assert got is not None and (
+            np.array_equal(got, want, equal_nan=True) if add else same(got, want)
+        )

@@ -10,25 +10,49 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import amount_numbers, amount_of, codec
 from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
-from unit.codec_tools import Coder, check_nothing_is_lost, corrupt, gradient, kinds, same, sizes, wides
+from unit.codec_tools import (
+    Coder,
+    check_nothing_is_lost,
+    corrupt,
+    gradient,
+    kinds,
+    same,
+    sizes,
+    wides,
+)
 
-ks = st.one_of(st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]), st.floats(0, 1, exclude_min=True, exclude_max=True))
+ks = st.one_of(
+    st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]),
+    st.floats(0, 1, exclude_min=True, exclude_max=True),
+)
 
 
 def oracle(k, n: int, wide: str) -> Reference:
-    return Reference(lambda p, counter: topk_encode(p, k), lambda wire, size: topk_decode(wire, size, k, wide), n, wide)
+    return Reference(
+        lambda p, counter: topk_encode(p, k),
+        lambda wire, size: topk_decode(wire, size, k, wide),
+        n,
+        wide,
+    )
 
 
 def parts(wire: bytes, n: int, k, wide: str) -> tuple[bytes, np.ndarray]:
     """Indices and values."""
     count = amount(n, k)
-    return wire[:4 * count], np.frombuffer(wire[4 * count:], wide)
+    return wire[: 4 * count], np.frombuffer(wire[4 * count :], wide)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
 @settings(max_examples=40, deadline=None)
-@given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=st.integers(0, 99))
+@given(
+    n=sizes,
+    k=ks,
+    wide=wides,
+    kind=st.lists(kinds, min_size=1, max_size=3),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=st.integers(0, 99),
+)
 def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
     coder, slow = Coder("topk", {"k": k}, n, wide, residual, momentum), oracle(k, n, wide)
     for i, what in enumerate(kind):
@@ -39,7 +63,10 @@ def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
             total = g + slow.decode(want, n)
         indices, values = parts(wire, n, k, wide)
         assert len(wire) == len(want)
-        assert (indices, True) == (parts(want, n, k, wide)[0], same(values, parts(want, n, k, wide)[1]))
+        assert (indices, True) == (
+            parts(want, n, k, wide)[0],
+            same(values, parts(want, n, k, wide)[1]),
+        )
         assert not residual or same(coder.residual, slow.residual)
         assert not momentum or same(coder.momentum, slow.momentum)
         assert same(coder.decode(wire), slow.decode(want, n))
@@ -56,7 +83,9 @@ def test_a_sample_of_nothing_but_the_largest(k, wide):
     rng = np.random.default_rng(3)
     g = rng.standard_normal(n).astype(wide)
     stride = n // (SAMPLE // RUN)
-    sampled = np.array([[sample_at(r, stride) + i for i in range(RUN)] for r in range(SAMPLE // RUN)]).reshape(-1)
+    sampled = np.array(
+        [[sample_at(r, stride) + i for i in range(RUN)] for r in range(SAMPLE // RUN)]
+    ).reshape(-1)
     assert sampled.min() >= 0 and sampled.max() < n and len(set(sampled.tolist())) == SAMPLE
     g[sampled] *= 1000
     for which in (g, 1 / g):
@@ -68,7 +97,9 @@ def test_a_sample_of_nothing_but_the_largest(k, wide):
 @pytest.mark.parametrize("n", [16_383, 40_001])
 @pytest.mark.parametrize("k", [0.01, 0.1, 0.2, 0.5, 0.97])
 def test_magnitudes_that_are_next_to_each_other(k, n, wide):
-    """The same bits but for the last ones, and each many times: the threshold goes up, one by one, while they are collected."""
+    """The same bits but for the last ones, and each many times: the threshold goes up, one by one,
+    while they are collected.
+    """
     rng = np.random.default_rng(5)
     one = np.ones(1, wide).view("u4" if wide == "float32" else "u8")[0]
     steps = np.minimum(np.arange(n) // 2048, rng.integers(0, 10, n)).astype(one.dtype)
@@ -98,10 +129,14 @@ def test_corrupt_bytes(n, k, wide, seed, add):
     except ValueError:
         assert got is None
     else:
-        assert got is not None and (np.array_equal(got, want, equal_nan=True) if add else same(got, want))
+        assert got is not None and (
+            np.array_equal(got, want, equal_nan=True) if add else same(got, want)
+        )
 
 
-@pytest.mark.parametrize("indices", [[3, 3], [4, 3], [0, 10], [10, 11], [0, 2**31], [2**32 - 1, 0], [0, 2**32 - 1]])
+@pytest.mark.parametrize(
+    "indices", [[3, 3], [4, 3], [0, 10], [10, 11], [0, 2**31], [2**32 - 1, 0], [0, 2**32 - 1]]
+)
 def test_indices_that_are_not_ascending_or_too_large(indices):
     coder = Coder("topk", {"k": 2}, 10)
     values = np.ones(2, np.float32).tobytes()
@@ -110,7 +145,26 @@ def test_indices_that_are_not_ascending_or_too_large(indices):
 
 
 @pytest.mark.parametrize("name", ["topk", "randomk"])
-@pytest.mark.parametrize("k", [None, 0, 0.0, -1, -0.5, True, False, float("nan"), float("inf"), 2.5, 1.0000001, "3", [1], 2**63, 1e30])
+@pytest.mark.parametrize(
+    "k",
+    [
+        None,
+        0,
+        0.0,
+        -1,
+        -0.5,
+        True,
+        False,
+        float("nan"),
+        float("inf"),
+        2.5,
+        1.0000001,
+        "3",
+        [1],
+        2**63,
+        1e30,
+    ],
+)
 def test_a_wrong_k(name, k):
     for given_ in ({"k": k}, {}) if k is None else ({"k": k},):
         with pytest.raises(ConfigError, match="allowed are") as error:
@@ -118,7 +172,9 @@ def test_a_wrong_k(name, k):
         assert str(error.value).startswith("k is missing: " if k is None else f"k={k!r}: ")
 
 
-@pytest.mark.parametrize(("k", "kept"), [(1, 1), (1.0, 1), (3.0, 3), (2**62, 2**62), (0.5, 0.5), (5e-324, 5e-324)])
+@pytest.mark.parametrize(
+    ("k", "kept"), [(1, 1), (1.0, 1), (3.0, 3), (2**62, 2**62), (0.5, 0.5), (5e-324, 5e-324)]
+)
 def test_a_right_k(k, kept):
     for name in ("topk", "randomk"):
         got = codec(name).options({"k": k})

@@ -1,4 +1,6 @@
-"""Options: defaults, refusals that name variable, value and what is allowed, and what must fit together."""
+"""Options: defaults, refusals that name variable, value and what is allowed, and what must fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +14,102 @@ from bpsx.config.fingerprint import fingerprint
 from bpsx.config.ignored import NOT_USED
 from bpsx.errors import ConfigError
 
-WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
-          "DMLC_WORKER_ID": "1"}
+WORKER = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "h",
+    "DMLC_PS_ROOT_PORT": "1",
+    "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_SERVER": "1",
+    "DMLC_WORKER_ID": "1",
+}
 # What each kind of option refuses.
 REFUSED = {
-    "DMLC_ROLE": "boss", "DMLC_PS_ROOT_PORT": "65536", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "-1", "DMLC_WORKER_ID": "one",
-    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BPSX_LOCAL_REDUCE": "half", "BYTEPS_FORCE_DISTRIBUTED": "maybe",
-    "BYTEPS_ENABLE_ASYNC": "2", "BYTEPS_ENABLE_IPC": "2", "DMLC_ENABLE_RDMA": "carrier-pigeon",
-    "BYTEPS_RDMA_RX_DEPTH": "15", "BYTEPS_RDMA_START_DEPTH": "0", "BPSX_RDMA_INBOX_MB": "3", "BPSX_RDMA_GID_INDEX": "-1",
+    "DMLC_ROLE": "boss",
+    "DMLC_PS_ROOT_PORT": "65536",
+    "DMLC_NUM_WORKER": "0",
+    "DMLC_NUM_SERVER": "-1",
+    "DMLC_WORKER_ID": "one",
+    "BYTEPS_LOCAL_RANK": "-1",
+    "BYTEPS_LOCAL_SIZE": "0",
+    "BPSX_LOCAL_REDUCE": "half",
+    "BYTEPS_FORCE_DISTRIBUTED": "maybe",
+    "BYTEPS_ENABLE_ASYNC": "2",
+    "BYTEPS_ENABLE_IPC": "2",
+    "DMLC_ENABLE_RDMA": "carrier-pigeon",
+    "BYTEPS_RDMA_RX_DEPTH": "15",
+    "BYTEPS_RDMA_START_DEPTH": "0",
+    "BPSX_RDMA_INBOX_MB": "3",
+    "BPSX_RDMA_GID_INDEX": "-1",
     "BYTEPS_PARTITION_BYTES": "4095",
-    "BYTEPS_MIN_COMPRESS_BYTES": "-1", "BYTEPS_THREADPOOL_SIZE": "0", "BPSX_COMPRESSORS": "a.b,./c.py",
-    "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_ENABLE_MIXED_MODE": "k", "BPSX_SERVER_WEIGHT": "0",
+    "BYTEPS_MIN_COMPRESS_BYTES": "-1",
+    "BYTEPS_THREADPOOL_SIZE": "0",
+    "BPSX_COMPRESSORS": "a.b,./c.py",
+    "BYTEPS_KEY_HASH_FN": "md5",
+    "BYTEPS_BUILT_IN_HASH_COEF": "0",
+    "BYTEPS_ENABLE_MIXED_MODE": "k",
+    "BPSX_SERVER_WEIGHT": "0",
     "BYTEPS_SCHEDULING_CREDIT": "-1",
-    "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "63",
-    "BPSX_SEND_AHEAD_MS": "-1", "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
+    "BYTEPS_SERVER_ENGINE_THREAD": "0",
+    "BYTEPS_SERVER_ENABLE_SCHEDULE": "2",
+    "BYTEPS_ZMQ_NTHREADS": "x",
+    "BPSX_SEND_BUFFER_KB": "63",
+    "BPSX_SEND_AHEAD_MS": "-1",
+    "BPSX_SPIN_US": "-1",
+    "BPSX_FIXED_ORDER": "2",
+    "BPSX_KEEP_MEMORY_MB": "1e3",
+    "BPSX_RENDEZVOUS_TIMEOUT": "inf",
     "BPSX_GATHER_GRACE": "-1",
-    "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
-    "BYTEPS_NUMA_ON": "x", "BYTEPS_NUMA_DEFAULT_QUOTA": "-1", "BYTEPS_NUMA_ROOT_QUOTA": "all", "BYTEPS_VISIBLE_CPU_CORES": "0;1",
-    "BYTEPS_REDUCE_ROOTS": "1,1", "BYTEPS_PCIE_SWITCH_SIZE": "0", "BYTEPS_NCCL_GROUP_SIZE": "0", "BYTEPS_NCCL_NUM_RINGS": "-1",
-    "BYTEPS_CPU_BLACKLIST": "3-1", "BYTEPS_MULTITHREADED_CPU": "2", "BYTEPS_ENABLE_GDB": "gdb", "BPSX_STATE_FD": "-2", "BPSX_LIFELINE_FD": "-2",
-    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps", "BPSX_INSECURE": "2", "BPSX_ENCRYPT": "2",
-    "PS_VERBOSE": "3", "PS_KEY_LOG": "2", "BYTEPS_DEBUG_SAMPLE_TENSOR": "grad", "BYTEPS_SERVER_DEBUG": "2", "BYTEPS_SERVER_DEBUG_KEY": "-2",
-    "BYTEPS_TELEMETRY_ON": "2", "BYTEPS_TRACE_ON": "2", "BYTEPS_TRACE_START_STEP": "0", "BYTEPS_TRACE_END_STEP": "1",
+    "PS_HEARTBEAT_INTERVAL": "nan",
+    "PS_HEARTBEAT_TIMEOUT": "-2",
+    "BPSX_STALL_WARN_SECONDS": "0",
+    "BPSX_DEADLOCK_SECONDS": "0",
+    "BYTEPS_NUMA_ON": "x",
+    "BYTEPS_NUMA_DEFAULT_QUOTA": "-1",
+    "BYTEPS_NUMA_ROOT_QUOTA": "all",
+    "BYTEPS_VISIBLE_CPU_CORES": "0;1",
+    "BYTEPS_REDUCE_ROOTS": "1,1",
+    "BYTEPS_PCIE_SWITCH_SIZE": "0",
+    "BYTEPS_NCCL_GROUP_SIZE": "0",
+    "BYTEPS_NCCL_NUM_RINGS": "-1",
+    "BYTEPS_CPU_BLACKLIST": "3-1",
+    "BYTEPS_MULTITHREADED_CPU": "2",
+    "BYTEPS_ENABLE_GDB": "gdb",
+    "BPSX_STATE_FD": "-2",
+    "BPSX_LIFELINE_FD": "-2",
+    "BPSX_SHUTDOWN_TIMEOUT": "soon",
+    "BYTEPS_LOG_LEVEL": "loud",
+    "BYTEPS_LOG_HIDE_TIME": "perhaps",
+    "BPSX_INSECURE": "2",
+    "BPSX_ENCRYPT": "2",
+    "PS_VERBOSE": "3",
+    "PS_KEY_LOG": "2",
+    "BYTEPS_DEBUG_SAMPLE_TENSOR": "grad",
+    "BYTEPS_SERVER_DEBUG": "2",
+    "BYTEPS_SERVER_DEBUG_KEY": "-2",
+    "BYTEPS_TELEMETRY_ON": "2",
+    "BYTEPS_TRACE_ON": "2",
+    "BYTEPS_TRACE_START_STEP": "0",
+    "BYTEPS_TRACE_END_STEP": "1",
     "BPSX_METRICS_PORT": "host:port",
-    "BPSX_ANNOUNCE": "loudly", "BPSX_FULL_TRACEBACKS": "some", "BPSX_TERM_GRACE": "-1", "BPSX_CHECK_WEIGHTS": "maybe", "BPSX_PORTS": "30063-30000",
+    "BPSX_ANNOUNCE": "loudly",
+    "BPSX_FULL_TRACEBACKS": "some",
+    "BPSX_TERM_GRACE": "-1",
+    "BPSX_CHECK_WEIGHTS": "maybe",
+    "BPSX_PORTS": "30063-30000",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_RDMA_DEVICE", "BPSX_SECRET",
-             "BPSX_SECRET_FILE", "NVIDIA_VISIBLE_DEVICES", "BYTEPS_SOCKET_PATH", "BYTEPS_TRACE_DIR"}
+FREE_TEXT = {
+    "DMLC_PS_ROOT_URI",
+    "DMLC_NODE_HOST",
+    "DMLC_INTERFACE",
+    "BPSX_CACHE_DIR",
+    "BPSX_PORT_FILE",
+    "BPSX_RDMA_DEVICE",
+    "BPSX_SECRET",
+    "BPSX_SECRET_FILE",
+    "NVIDIA_VISIBLE_DEVICES",
+    "BYTEPS_SOCKET_PATH",
+    "BYTEPS_TRACE_DIR",
+}
 
 
 def test_every_option_has_a_case_here():
@@ -52,12 +123,21 @@ def test_a_malformed_value_names_variable_value_and_what_is_allowed(name):
     option = next(o for o in OPTIONS if o.env == name)
     with pytest.raises(ConfigError) as e:
         Config({**WORKER, name: REFUSED[name]})
-    assert name in str(e.value) and repr(REFUSED[name]) in str(e.value) and option.allowed in str(e.value)
+    assert (
+        name in str(e.value)
+        and repr(REFUSED[name]) in str(e.value)
+        and option.allowed in str(e.value)
+    )
 
 
 def test_defaults_alone_are_a_configuration():
     config = Config({})
-    assert (config.partition_bytes, config.size, config.rank, config.distributed) == (2 << 20, 1, 0, False)
+    assert (config.partition_bytes, config.size, config.rank, config.distributed) == (
+        2 << 20,
+        1,
+        0,
+        False,
+    )
     assert 1 <= config.engine_threads <= 4 and not config.unknown
 
 
@@ -71,10 +151,21 @@ def test_an_empty_variable_is_as_good_as_none(text):
 def test_a_send_buffer_is_the_systems_or_not_too_small(text):
     assert Config({"BPSX_SEND_BUFFER_KB": text}).send_buffer == int(text)
     for wrong in ("-1", "1", "1048577", "0.5"):
-        assert any("BPSX_SEND_BUFFER_KB" in fault for fault in faults({"BPSX_SEND_BUFFER_KB": wrong}))
+        assert any(
+            "BPSX_SEND_BUFFER_KB" in fault for fault in faults({"BPSX_SEND_BUFFER_KB": wrong})
+        )
 
 
-@pytest.mark.parametrize("name", ["BPSX_SECRET_FILE", "BYTEPS_TRACE_DIR", "BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH", "BPSX_PORT_FILE"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BPSX_SECRET_FILE",
+        "BYTEPS_TRACE_DIR",
+        "BPSX_CACHE_DIR",
+        "BYTEPS_SOCKET_PATH",
+        "BPSX_PORT_FILE",
+    ],
+)
 def test_the_home_folder_may_be_written_as_a_tilde(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     option = next(o for o in OPTIONS if o.env == name)
@@ -94,14 +185,26 @@ def test_rank_and_size():
     assert (config.rank, config.size, config.distributed) == (7, 8, True)
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    ({"DMLC_ROLE": None}, "DMLC_ROLE"), ({"DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"), ({"DMLC_PS_ROOT_PORT": None}, "DMLC_PS_ROOT_PORT"),
-    ({"DMLC_NUM_SERVER": None}, "DMLC_NUM_SERVER"), ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER=0"), ({"DMLC_WORKER_ID": None}, "DMLC_WORKER_ID"),
-    ({"DMLC_WORKER_ID": "2"}, "0..1"), ({"BYTEPS_LOCAL_RANK": "1"}, "0..0"), ({"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
-    ({"BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
-    ({"DMLC_ROLE": "server", "BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
-    ({"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_KEY_HASH_FN": "djb2"}, "BYTEPS_KEY_HASH_FN=djb2"),
-])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"DMLC_ROLE": None}, "DMLC_ROLE"),
+        ({"DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
+        ({"DMLC_PS_ROOT_PORT": None}, "DMLC_PS_ROOT_PORT"),
+        ({"DMLC_NUM_SERVER": None}, "DMLC_NUM_SERVER"),
+        ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER=0"),
+        ({"DMLC_WORKER_ID": None}, "DMLC_WORKER_ID"),
+        ({"DMLC_WORKER_ID": "2"}, "0..1"),
+        ({"BYTEPS_LOCAL_RANK": "1"}, "0..0"),
+        ({"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
+        ({"BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
+        ({"DMLC_ROLE": "server", "BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
+        (
+            {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_KEY_HASH_FN": "djb2"},
+            "BYTEPS_KEY_HASH_FN=djb2",
+        ),
+    ],
+)
 def test_what_is_missing_or_does_not_fit_is_named(change, text):
     environment = {k: v for k, v in {**WORKER, **change}.items() if v is not None}
     with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
@@ -110,8 +213,14 @@ def test_what_is_missing_or_does_not_fit_is_named(change, text):
 
 def test_all_faults_are_told_at_once():
     assert faults({}) == [] == faults(WORKER)
-    found = faults({**WORKER, "DMLC_WORKER_ID": "7", "BYTEPS_LOCAL_RANK": "1", "BYTEPS_LOG_LEVEL": "loud"})
-    assert [f.split("=")[0] for f in found] == ["BYTEPS_LOG_LEVEL", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK"]
+    found = faults(
+        {**WORKER, "DMLC_WORKER_ID": "7", "BYTEPS_LOCAL_RANK": "1", "BYTEPS_LOG_LEVEL": "loud"}
+    )
+    assert [f.split("=")[0] for f in found] == [
+        "BYTEPS_LOG_LEVEL",
+        "DMLC_WORKER_ID",
+        "BYTEPS_LOCAL_RANK",
+    ]
 
 
 def test_a_single_worker_needs_nothing_else():
@@ -121,10 +230,21 @@ def test_a_single_worker_needs_nothing_else():
 
 
 def test_unknown_and_idle_names_get_a_warning():
-    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_OMP_THREAD_PER_GPU": "1", "PATH": "x"})
+    config = Config(
+        {
+            "BYTEPS_PARTITON_BYTES": "1",
+            "BPSX_NO_SUCH_THING_AT_ALL": "1",
+            "BYTEPS_OMP_THREAD_PER_GPU": "1",
+            "PATH": "x",
+        }
+    )
     text = "\n".join(config.unknown)
     assert "BYTEPS_PARTITON_BYTES" in text and "did you mean BYTEPS_PARTITION_BYTES?" in text
-    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_OMP_THREAD_PER_GPU" in text and "no effect" in text
+    assert (
+        "BPSX_NO_SUCH_THING_AT_ALL" in text
+        and "BYTEPS_OMP_THREAD_PER_GPU" in text
+        and "no effect" in text
+    )
     assert len(config.unknown) == 3
 
 
@@ -137,17 +257,36 @@ def test_given_values_win_and_must_exist():
 
 
 def test_the_fingerprint_holds_what_workers_must_share():
-    assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
-                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE",
-                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT", "BYTEPS_ENABLE_MIXED_MODE", "BPSX_SERVER_WEIGHT",
-                                                  "DMLC_ENABLE_RDMA"}
+    assert fingerprint(Config(WORKER)).keys() == {
+        "DMLC_NUM_WORKER",
+        "DMLC_NUM_SERVER",
+        "BYTEPS_LOCAL_SIZE",
+        "BYTEPS_PARTITION_BYTES",
+        "BYTEPS_KEY_HASH_FN",
+        "BYTEPS_BUILT_IN_HASH_COEF",
+        "BPSX_LOCAL_REDUCE",
+        "BYTEPS_ENABLE_ASYNC",
+        "BPSX_ENCRYPT",
+        "BYTEPS_ENABLE_MIXED_MODE",
+        "BPSX_SERVER_WEIGHT",
+        "DMLC_ENABLE_RDMA",
+    }
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():
-    several = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "BYTEPS_LOCAL_SIZE": "2"}
+    several = {
+        "DMLC_ROLE": "worker",
+        "DMLC_PS_ROOT_URI": "h",
+        "DMLC_PS_ROOT_PORT": "1",
+        "BYTEPS_LOCAL_SIZE": "2",
+    }
     Config(several).check()
-    assert Config({**several, "DMLC_NUM_SERVER": "1"}).servers == 0        # as with BytePS
-    for change in ({"BPSX_LOCAL_REDUCE": "0"}, {"BYTEPS_FORCE_DISTRIBUTED": "1"}, {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0"}):
+    assert Config({**several, "DMLC_NUM_SERVER": "1"}).servers == 0  # as with BytePS
+    for change in (
+        {"BPSX_LOCAL_REDUCE": "0"},
+        {"BYTEPS_FORCE_DISTRIBUTED": "1"},
+        {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0"},
+    ):
         with pytest.raises(ConfigError, match="DMLC_NUM_SERVER"):
             Config({**several, **change}).check()
         assert Config({**several, **change, "DMLC_NUM_SERVER": "3"}).servers == 3
@@ -155,7 +294,9 @@ def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():
 
 def test_the_runtime_folder_is_private(tmp_path):
     folder = runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)})
-    assert folder == tmp_path / f"bpsx-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        folder == tmp_path / f"bpsx-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
         runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)})
@@ -167,11 +308,15 @@ def test_the_runtime_folder_is_private(tmp_path):
 
 def test_the_reference_tells_every_option():
     page = reference()
-    assert all(f"`{o.env}`" in page and o.help in page for o in OPTIONS) and all(f"`{n}`" in page for n in NOT_USED)
+    assert all(f"`{o.env}`" in page and o.help in page for o in OPTIONS) and all(
+        f"`{n}`" in page for n in NOT_USED
+    )
 
 
 def test_cache_folder_is_private_and_falls_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: pytest.fail("looked for where it was not needed"))
+    monkeypatch.setattr(
+        "tempfile.gettempdir", lambda: pytest.fail("looked for where it was not needed")
+    )
     folder = cache_dir({"XDG_CACHE_HOME": str(tmp_path)})
     assert folder == tmp_path / "bpsx" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert cache_dir({"BPSX_CACHE_DIR": str(tmp_path / "a" / "b")}) == tmp_path / "a" / "b"
@@ -184,17 +329,29 @@ def test_cache_folder_is_private_and_falls_back(tmp_path, monkeypatch):
         cache_dir({"BPSX_CACHE_DIR": str(blocked / "x")})
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if not callable(o.default) and o.default not in (None, "")], ids=lambda o: o.env)
+@pytest.mark.parametrize(
+    "option",
+    [o for o in OPTIONS if not callable(o.default) and o.default not in (None, "")],
+    ids=lambda o: o.env,
+)
 def test_a_default_is_a_value_that_one_may_write(option):
-    assert getattr(Config({option.env: str(option.default)}), option.field) == getattr(Config({}), option.field)
+    assert getattr(Config({option.env: str(option.default)}), option.field) == getattr(
+        Config({}), option.field
+    )
 
 
-@pytest.mark.parametrize("name", [n for n, o in ((o.env, o) for o in OPTIONS) if n not in FREE_TEXT])
+@pytest.mark.parametrize(
+    "name", [n for n, o in ((o.env, o) for o in OPTIONS) if n not in FREE_TEXT]
+)
 def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
     option = next(o for o in OPTIONS if o.env == name)
     known = {"DMLC_ROLE": "worker", "BPSX_SEND_BUFFER_KB": "64"}
-    good = known.get(name, "1" if option.default is None or callable(option.default) else str(option.default))
-    assert getattr(Config({name: f" {good}\t"}), option.field) == getattr(Config({name: good}), option.field)
+    good = known.get(
+        name, "1" if option.default is None or callable(option.default) else str(option.default)
+    )
+    assert getattr(Config({name: f" {good}\t"}), option.field) == getattr(
+        Config({name: good}), option.field
+    )
 
 
 def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
@@ -204,7 +361,10 @@ def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
     assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bpsx"
     us = os.getuid()
     monkeypatch.setattr("bpsx.config.folders.os.getuid", lambda: us + 1)
-    for environment in ({"XDG_CACHE_HOME": str(tmp_path)}, {"BPSX_CACHE_DIR": str(tmp_path / "bpsx")}):
+    for environment in (
+        {"XDG_CACHE_HOME": str(tmp_path)},
+        {"BPSX_CACHE_DIR": str(tmp_path / "bpsx")},
+    ):
         with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
             cache_dir(environment)
 

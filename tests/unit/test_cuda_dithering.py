@@ -1,4 +1,6 @@
-"""dithering's CUDA kernels against the CPU's: the same bytes, residual and momentum; with the l2 norm against the oracle, given the device's norm."""
+"""dithering's CUDA kernels against the CPU's: the same bytes, residual and momentum; with the l2
+norm against the oracle, given the device's norm.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,23 @@ def worker(request):
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-@pytest.mark.parametrize("residual,momentum", [(False, False), (True, False), (False, True), (True, True)], ids=["", "ef", "nesterov", "ef-nesterov"])
+@pytest.mark.parametrize(
+    "residual,momentum",
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["", "ef", "nesterov", "ef-nesterov"],
+)
 def test_as_on_the_cpu(worker, wide, residual, momentum):
     for i, n in enumerate(SIZES[worker.kind]):
-        pair = Dithering(worker, "dithering", OPTIONS[(i + residual + 2 * momentum) % 6], n, wide, residual, momentum, seed=7 * i - 3)
+        pair = Dithering(
+            worker,
+            "dithering",
+            OPTIONS[(i + residual + 2 * momentum) % 6],
+            n,
+            wide,
+            residual,
+            momentum,
+            seed=7 * i - 3,
+        )
         for turn, (kind, factor) in enumerate(rounds(worker)):
             g = gradient(kind, n, wide, turn)
             wire = pair.encode(g, factor)
@@ -42,7 +57,7 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
 def test_more_than_a_chunk(worker, options):
     """Few and many that are not 0, and chunks of zeros."""
     n = 8192 + 700
-    for density in [0.001, 0.02, 0.1][:1 if worker.kind == "simulator" else 3]:
+    for density in [0.001, 0.02, 0.1][: 1 if worker.kind == "simulator" else 3]:
         g = gradient("normal", n, "float32", 1)
         rng = np.random.default_rng(2)
         g[rng.random(n) > density] *= 1e-6
@@ -56,7 +71,11 @@ def test_more_than_a_chunk(worker, options):
 def test_sparse(worker):
     """Places as Rice-coded numbers, short and long ones."""
     for n, density, seed in [(300, 0.01, 1), (1100, 0.05, 2), (1100, 0.003, 3)]:
-        g = np.where(np.random.default_rng(seed).random(n) < density, gradient("normal", n, "float32", seed), 0).astype(np.float32)
+        g = np.where(
+            np.random.default_rng(seed).random(n) < density,
+            gradient("normal", n, "float32", seed),
+            0,
+        ).astype(np.float32)
         g[7] = 1.0
         pair = Dithering(worker, "dithering", {"k": 255}, n)
         pair.decode(pair.encode(g), add_to=g)
@@ -65,7 +84,11 @@ def test_sparse(worker):
 
 @pytest.mark.parametrize("kind", ["zero", "minus zero", "denormal", "huge", "infinity", "nan"])
 def test_special_values(worker, kind):
-    for wide, options in [("float32", LINEAR), ("float64", NATURAL), ("float32", {"k": 2, "normalize": "l2"})]:
+    for wide, options in [
+        ("float32", LINEAR),
+        ("float64", NATURAL),
+        ("float32", {"k": 2, "normalize": "l2"}),
+    ]:
         if "normalize" in options and kind in ("denormal", "huge"):
             continue
         pair = Dithering(worker, "dithering", options, 100, wide, True, True)
@@ -80,7 +103,10 @@ def test_l2(worker):
     for n in SIZES[worker.kind][-2:]:
         if n > 50_000:
             continue
-        for wide, options in [("float32", {"k": 255, "normalize": "l2"}), ("float64", {"k": 20, "partition": "natural", "normalize": "l2"})]:
+        for wide, options in [
+            ("float32", {"k": 255, "normalize": "l2"}),
+            ("float64", {"k": 20, "partition": "natural", "normalize": "l2"}),
+        ]:
             pair = Dithering(worker, "dithering", options, n, wide, True, True)
             natural, norms = "partition" in options, []
 
@@ -88,7 +114,14 @@ def test_l2(worker):
                 assert abs(norms[-1] / oracle.norm_of(p, True) - 1) < 1e-12
                 return oracle.encode(p, k, natural, True, 1, counter, norms[-1])
 
-            step = Reference(encode, lambda wire, n, k=options["k"], natural=natural, wide=wide: oracle.decode(wire, n, k, natural, wide), n, wide)
+            step = Reference(
+                encode,
+                lambda wire, n, k=options["k"], natural=natural, wide=wide: oracle.decode(
+                    wire, n, k, natural, wide
+                ),
+                n,
+                wide,
+            )
             for turn in range(2):
                 g = gradient("normal", n, wide, turn)
                 got, e, m, _ = worker.call(pair.number, "encode", g, 0.5, 0.9)
@@ -102,7 +135,9 @@ def test_l2(worker):
 def test_other_bytes(worker):
     for seed in range(24 if worker.kind == "simulator" else 400):
         n = [1, 33, 300][seed % 3]
-        pair = Dithering(worker, "dithering", OPTIONS[seed % 6], n, ["float32", "float64"][seed % 2])
+        pair = Dithering(
+            worker, "dithering", OPTIONS[seed % 6], n, ["float32", "float64"][seed % 2]
+        )
         g = gradient("normal", n, pair.wide, seed)
         if seed % 4 == 0:
             g[1:] *= 1e-4

@@ -16,7 +16,10 @@ from unit.cuda_tools import DEVICES, Worker, workers
 
 NAMES = ["float16", "bfloat16", "float32", "float64"]
 #: Around a warp's and a block's tile, of the simulator (128) and of a GPU (256 and 2048).
-SIZES = {"simulator": [0, 1, 33, 127, 128, 257], "gpu": [0, 1, 2, 33, 127, 255, 256, 257, 2047, 2048, 2049, 8191, 40_001, 1_000_003]}
+SIZES = {
+    "simulator": [0, 1, 33, 127, 128, 257],
+    "gpu": [0, 1, 2, 33, 127, 255, 256, 257, 2047, 2048, 2049, 8191, 40_001, 1_000_003],
+}
 _NESTEROV = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int64, C.c_double)
 
 
@@ -28,7 +31,11 @@ def worker(request):
 def stored(values: np.ndarray, name: str) -> np.ndarray:
     """Values as elements of ``name``, those of bfloat16 as uint16."""
     with np.errstate(all="ignore"):
-        return float32_to_bfloat16(values.astype(np.float32)) if name == "bfloat16" else values.astype(name)
+        return (
+            float32_to_bfloat16(values.astype(np.float32))
+            if name == "bfloat16"
+            else values.astype(name)
+        )
 
 
 def numbers(elements: np.ndarray) -> np.ndarray:
@@ -49,7 +56,9 @@ class Tensor:
         want = np.empty_like(g)
         self._run(want.ctypes.data, g.ctypes.data, self._other.ctypes.data, self.n, mu)
         memories = [g, self.momentum, 0 if in_place else np.zeros_like(g), self.state]
-        after, self.momentum, *out, self.state = self.worker.launch("momentum", "nesterov", self.name, blocks, memories, self.n, mu)
+        after, self.momentum, *out, self.state = self.worker.launch(
+            "momentum", "nesterov", self.name, blocks, memories, self.n, mu
+        )
         assert in_place or after.tobytes() == g.tobytes(), "the gradient was written to"
         got = after if in_place else out[0]
         assert same(numbers(got), numbers(want))
@@ -64,7 +73,12 @@ def test_as_on_the_cpu(worker, name):
     for i, n in enumerate(SIZES[worker.kind]):
         tensor = Tensor(worker, name, n)
         for turn in range(2):
-            tensor.add(stored(rng.standard_normal(n), name), [0.9, 1 / 3][turn], [1, 2, 3, 7][(i + turn) % (3 if n < 1000 else 4)], turn == 1)
+            tensor.add(
+                stored(rng.standard_normal(n), name),
+                [0.9, 1 / 3][turn],
+                [1, 2, 3, 7][(i + turn) % (3 if n < 1000 else 4)],
+                turn == 1,
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +92,7 @@ def test_nesterovs_formula(worker, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_overflow_passes_and_is_forgotten(worker, name):
-    n = {"simulator": 300, "gpu": 5000}[worker.kind]        # three tiles, each another block's
+    n = {"simulator": 300, "gpu": 5000}[worker.kind]  # three tiles, each another block's
     tensor, ones = Tensor(worker, name, n), stored(np.ones(n), name)
     tensor.add(ones, 0.9, 3)
     for where, bad in ((0, np.inf), (n // 2, -np.inf), (n - 1, np.nan)):
@@ -94,7 +108,10 @@ def test_an_overflow_passes_and_is_forgotten(worker, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sum_that_overflows(worker, name):
-    """All that is given is finite. Of float16 the sum is, too, though no element can be what it is: that is remembered."""
+    """All that is given is finite.
+
+    Of float16 the sum is, too, though no element can be what it is: that is remembered.
+    """
     tensor = Tensor(worker, name, 40)
     g = np.ones(40)
     g[7] = {"float16": 65504, "bfloat16": 3.3e38, "float32": 3.4e38, "float64": 1.7e308}[name]
@@ -105,7 +122,9 @@ def test_a_sum_that_overflows(worker, name):
 
 
 def test_nothing_behind_the_last_one_counts(worker):
-    """Threads without elements read the last one, here when it has been replaced: with momentum once more it would overflow."""
+    """Threads without elements read the last one, here when it has been replaced: with momentum
+    once more it would overflow.
+    """
     for n in (1, 7, 40):
         tensor = Tensor(worker, "float32", n)
         for _ in range(4):
@@ -115,8 +134,14 @@ def test_nothing_behind_the_last_one_counts(worker):
 
 
 @settings(max_examples=15, deadline=None)
-@given(name=st.sampled_from(NAMES), blocks=st.integers(1, 3), n=st.integers(0, 140), mu=st.floats(0, 1), in_place=st.booleans(),
-       rounds=st.lists(st.tuples(kinds, st.integers(0, 1000)), min_size=1, max_size=3))
+@given(
+    name=st.sampled_from(NAMES),
+    blocks=st.integers(1, 3),
+    n=st.integers(0, 140),
+    mu=st.floats(0, 1),
+    in_place=st.booleans(),
+    rounds=st.lists(st.tuples(kinds, st.integers(0, 1000)), min_size=1, max_size=3),
+)
 def test_any_rounds(worker, name, blocks, n, mu, in_place, rounds):
     tensor = Tensor(worker, name, n)
     for kind, seed in rounds:
@@ -126,9 +151,16 @@ def test_any_rounds(worker, name, blocks, n, mu, in_place, rounds):
 
 
 @settings(max_examples=10, deadline=None)
-@given(name=st.sampled_from(["float16", "bfloat16"]), mu=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
-       halves=st.lists(st.tuples(st.integers(0, 65535), st.integers(0, 65535)), min_size=1, max_size=70))
+@given(
+    name=st.sampled_from(["float16", "bfloat16"]),
+    mu=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
+    halves=st.lists(
+        st.tuples(st.integers(0, 65535), st.integers(0, 65535)), min_size=1, max_size=70
+    ),
+)
 def test_any_halves(worker, name, mu, halves):
     tensor = Tensor(worker, name, len(halves))
     for g in np.array(halves, np.uint16).T:
-        tensor.add(np.ascontiguousarray(g).view("float16" if name == "float16" else "uint16"), mu, 1)
+        tensor.add(
+            np.ascontiguousarray(g).view("float16" if name == "float16" else "uint16"), mu, 1
+        )

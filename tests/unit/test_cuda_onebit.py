@@ -10,16 +10,23 @@ from bpsx.kernels.codecs import device_codec
 from unit.codec_tools import corrupt, gradient
 from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
-#: Both sum up magnitudes, each in an order of its own; the CPU's of float32 in float32, within a block of 1024.
+#: Both sum up magnitudes, each in an order of its own; the CPU's of float32 in float32, within a
+#: block of 1024.
 ROUNDING = {"float32": 1e-5, "float64": 1e-13}
 
 
 class OneBit(Pair):
-    """The CPU goes on with the device's magnitude, if that is the same to rounding: they stay in step."""
+    """The CPU goes on with the device's magnitude, if that is the same to rounding: they stay in
+    step.
+    """
 
     def compare(self, got: bytes, want: bytes) -> None:
         found, other = (np.frombuffer(wire[:8], np.float64)[0] for wire in (got, want))
-        assert np.isnan(found) if np.isnan(other) else abs(found - other) <= abs(other) * ROUNDING[self.wide], (found, other)
+        assert (
+            np.isnan(found)
+            if np.isnan(other)
+            else abs(found - other) <= abs(other) * ROUNDING[self.wide]
+        ), (found, other)
         assert got[8:] == want[8:]
         assert self.state[0] == (0.0 if np.isnan(found) else found)
         self.cpu.state[0] = self.state[0]
@@ -31,7 +38,11 @@ def worker(request):
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-@pytest.mark.parametrize("residual,momentum", [(False, False), (True, False), (False, True), (True, True)], ids=["", "ef", "nesterov", "ef-nesterov"])
+@pytest.mark.parametrize(
+    "residual,momentum",
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["", "ef", "nesterov", "ef-nesterov"],
+)
 def test_as_on_the_cpu(worker, wide, residual, momentum):
     for i, n in enumerate(SIZES[worker.kind]):
         pair = OneBit(worker, "onebit", {"scaling": i % 2 == 0}, n, wide, residual, momentum)
@@ -43,7 +54,9 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
         pair.close()
 
 
-@pytest.mark.parametrize("kind", ["zero", "minus zero", "equal", "denormal", "huge", "infinity", "minus infinity", "nan"])
+@pytest.mark.parametrize(
+    "kind", ["zero", "minus zero", "equal", "denormal", "huge", "infinity", "minus infinity", "nan"]
+)
 def test_special_values(worker, kind):
     for wide in ("float32", "float64"):
         pair = OneBit(worker, "onebit", {"scaling": True}, 300, wide, True, True)
@@ -55,7 +68,12 @@ def test_special_values(worker, kind):
 
 
 def test_no_kernels():
-    with pytest.raises(ConfigError, match="'nobody' has no kernels for GPUs; those that have are onebit, topk, randomk, dithering"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "'nobody' has no kernels for GPUs; those that have are onebit, topk, randomk, dithering"
+        ),
+    ):
         device_codec("nobody")
 
 

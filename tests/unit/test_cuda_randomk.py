@@ -24,10 +24,23 @@ AMOUNTS = [0.01, 1, 0.3, 0.999, 10**6]
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-@pytest.mark.parametrize("residual,momentum", [(False, False), (True, False), (False, True), (True, True)], ids=["", "ef", "nesterov", "ef-nesterov"])
+@pytest.mark.parametrize(
+    "residual,momentum",
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["", "ef", "nesterov", "ef-nesterov"],
+)
 def test_as_on_the_cpu(worker, wide, residual, momentum):
     for i, n in enumerate(SIZES[worker.kind]):
-        pair = RandomK(worker, "randomk", {"k": AMOUNTS[(i + residual + 2 * momentum) % 5]}, n, wide, residual, momentum, seed=7 * i - 3)
+        pair = RandomK(
+            worker,
+            "randomk",
+            {"k": AMOUNTS[(i + residual + 2 * momentum) % 5]},
+            n,
+            wide,
+            residual,
+            momentum,
+            seed=7 * i - 3,
+        )
         for turn, (kind, factor) in enumerate(rounds(worker)):
             g = gradient(kind, n, wide, turn)
             wire = pair.encode(g, factor)
@@ -37,7 +50,11 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
 
 @pytest.mark.parametrize("kind", ["minus zero", "denormal", "huge", "infinity", "nan"])
 def test_special_values(worker, kind):
-    for wide, k, residual in [("float32", 0.05, True), ("float64", 70, False), ("float32", 0.999, True)]:
+    for wide, k, residual in [
+        ("float32", 0.05, True),
+        ("float64", 70, False),
+        ("float32", 0.999, True),
+    ]:
         pair = RandomK(worker, "randomk", {"k": k}, 300, wide, residual, True)
         for turn, one in enumerate([kind, "normal"]):
             pair.decode(pair.encode(gradient(one, 300, wide, turn)))

@@ -32,12 +32,24 @@ AMOUNTS = [0.01, 1, 0.3, 0.999, 10**6]
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-@pytest.mark.parametrize("residual,momentum", [(False, False), (True, False), (False, True), (True, True)], ids=["", "ef", "nesterov", "ef-nesterov"])
+@pytest.mark.parametrize(
+    "residual,momentum",
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["", "ef", "nesterov", "ef-nesterov"],
+)
 def test_as_on_the_cpu(worker, wide, residual, momentum):
     if worker.kind == "simulator" and wide == "float64" and not (residual and momentum):
         pytest.skip("the simulator is slow, and the type makes no difference to what is kept")
     for i, n in enumerate([*SIZES[worker.kind], *[1100] * (residual == momentum)]):
-        pair = TopK(worker, "topk", {"k": AMOUNTS[(i + residual + 2 * momentum) % 5] if n != 1100 else 0.02}, n, wide, residual, momentum)
+        pair = TopK(
+            worker,
+            "topk",
+            {"k": AMOUNTS[(i + residual + 2 * momentum) % 5] if n != 1100 else 0.02},
+            n,
+            wide,
+            residual,
+            momentum,
+        )
         for turn, (kind, factor) in enumerate(rounds(worker)):
             g = gradient(kind, n, wide, turn)
             wire = pair.encode(g, factor)
@@ -45,9 +57,25 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
         pair.close()
 
 
-@pytest.mark.parametrize("kind", ["zero", "minus zero", "equal", "sparse", "ascending", "descending", "denormal", "huge", "infinity", "nan"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "zero",
+        "minus zero",
+        "equal",
+        "sparse",
+        "ascending",
+        "descending",
+        "denormal",
+        "huge",
+        "infinity",
+        "nan",
+    ],
+)
 def test_special_values(worker, kind):
-    for wide, n, k in [("float64", 300, 70)] + [("float32", 100_000, 0.01)] * (worker.kind != "simulator"):
+    for wide, n, k in [("float64", 300, 70)] + [("float32", 100_000, 0.01)] * (
+        worker.kind != "simulator"
+    ):
         pair = TopK(worker, "topk", {"k": k}, n, wide, True, True)
         for turn, one in enumerate([kind, "normal"]):
             wire = pair.encode(gradient(one, n, wide, turn))
@@ -61,11 +89,13 @@ def test_an_unlucky_sample(worker):
     n = 1100 if worker.kind == "simulator" else 50_000
     sample, run = (256, 4) if worker.kind == "simulator" else (4096, 4)
     stride = n // (sample // run)
-    for residual, momentum in [(True, False)] + [(False, False), (False, True)] * (worker.kind != "simulator"):
+    for residual, momentum in [(True, False)] + [(False, False), (False, True)] * (
+        worker.kind != "simulator"
+    ):
         g = gradient("normal", n, "float32", 1)
         for r in range(sample // run):
             first = r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - run + 1) >> 32)
-            g[first:first + run] *= 100
+            g[first : first + run] *= 100
         pair = TopK(worker, "topk", {"k": 0.4}, n, "float32", residual, momentum)
         pair.encode(g)
         pair.close()

@@ -15,15 +15,28 @@ from unit.scheduler_tools import declare, running, waiting
 
 # A code's name in core/status.pxd -> the exception a user sees.
 MEANT = {
-    "E_PEER_LOST": errors.PeerLostError, "E_MISMATCH": errors.MismatchError, "E_LEFT": errors.PeerLeftError, "E_STALL": errors.StallError,
-    "E_PROTOCOL": errors.ProtocolError, "E_SHUTDOWN": errors.ShutdownError, "E_MEMORY": errors.OutOfMemoryError,
-    "E_JOINED": errors.JoinedError, "E_KERNELS": errors.KernelError, "E_CODEC": errors.ProtocolError, "E_COMPRESSOR": errors.ConfigError,
+    "E_PEER_LOST": errors.PeerLostError,
+    "E_MISMATCH": errors.MismatchError,
+    "E_LEFT": errors.PeerLeftError,
+    "E_STALL": errors.StallError,
+    "E_PROTOCOL": errors.ProtocolError,
+    "E_SHUTDOWN": errors.ShutdownError,
+    "E_MEMORY": errors.OutOfMemoryError,
+    "E_JOINED": errors.JoinedError,
+    "E_KERNELS": errors.KernelError,
+    "E_CODEC": errors.ProtocolError,
+    "E_COMPRESSOR": errors.ConfigError,
     "E_DEVICE": errors.DeviceError,
 }
 
 
 def test_every_code_becomes_the_exception_of_its_name():
-    codes = {name: int(value) for name, value in re.findall(r"^ {4}(\w+) = (-?\d+)", (SOURCE / "core" / "status.pxd").read_text(), re.M)}
+    codes = {
+        name: int(value)
+        for name, value in re.findall(
+            r"^ {4}(\w+) = (-?\d+)", (SOURCE / "core" / "status.pxd").read_text(), re.M
+        )
+    }
     assert codes.pop("PENDING") == 0 and codes.pop("DONE") == 1
     assert {errors.STATUS[code][0] for code in codes.values()} == set(MEANT.values())
     assert {name: errors.STATUS[code][0] for name, code in codes.items()} == MEANT
@@ -34,7 +47,10 @@ def test_every_code_becomes_the_exception_of_its_name():
 def test_a_status_has_a_text_of_its_own_and_gives_way_to_a_better_one(status):
     kind, text = errors.STATUS[status]
     assert type(errors.from_status(status)) is kind and str(errors.from_status(status)) == text
-    assert str(errors.from_status(status, "worker 3 (h, pid 4) is gone")) == "worker 3 (h, pid 4) is gone"
+    assert (
+        str(errors.from_status(status, "worker 3 (h, pid 4) is gone"))
+        == "worker 3 (h, pid 4) is gone"
+    )
     assert len({t for _, t in errors.STATUS.values()}) == len(errors.STATUS)
 
 
@@ -44,12 +60,18 @@ def test_an_explanation_names_the_tensor(status):
 
 
 def test_an_explanation_names_the_ranks_where_it_knows_them():
-    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2, "", True, 2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2)
-    assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
+    assert "its root, worker 2" in errors.explain(
+        -9, "w", 2, 2, "", True, 2
+    ) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2)
+    assert "workers 2 and 5" in errors.explain(
+        -2, "w", 2, 5
+    ) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
 
 
 def test_what_workers_disagree_about_says_what_this_one_asked_for():
-    assert "this worker for a broadcast from worker 5;" in errors.explain(-2, "w", 2, 5, "", True, 5)
+    assert "this worker for a broadcast from worker 5;" in errors.explain(
+        -2, "w", 2, 5, "", True, 5
+    )
     assert "this worker for push_pull with op=Sum;" in errors.explain(-2, "w", 2, 5)
     assert "this worker for push_pull with op=Average;" in errors.explain(-2, "w", 2, 5, divisor=6)
 
@@ -63,14 +85,28 @@ Detected at node BpsxPushPull defined at (most recent call last):
 \t [[{{node BpsxPushPull}}]] [Op:__inference_step_11]"""
 
 
-@pytest.mark.parametrize(("error", "short"), [
-    (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (ValueError("own"), "ValueError: own"),
-    (errors.MismatchError("tensor 'w': two\nlines"), "MismatchError: tensor 'w': two\nlines"),
-    (RuntimeError(OF_TENSORFLOW % "MismatchError: tensor 'w': a, b"), "RuntimeError: MismatchError: tensor 'w': a, b"),
-    (RuntimeError("{{function_node x}} PeerLostError: worker 1 is gone [Op:BpsxBroadcast] name: "), "RuntimeError: PeerLostError: worker 1 is gone"),
-    (RuntimeError("nothing of ours:\nSomeError: b"), "RuntimeError: nothing of ours:\nSomeError: b"),
-])
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("own"), "ValueError: own"),
+        (errors.MismatchError("tensor 'w': two\nlines"), "MismatchError: tensor 'w': two\nlines"),
+        (
+            RuntimeError(OF_TENSORFLOW % "MismatchError: tensor 'w': a, b"),
+            "RuntimeError: MismatchError: tensor 'w': a, b",
+        ),
+        (
+            RuntimeError(
+                "{{function_node x}} PeerLostError: worker 1 is gone [Op:BpsxBroadcast] name: "
+            ),
+            "RuntimeError: PeerLostError: worker 1 is gone",
+        ),
+        (
+            RuntimeError("nothing of ours:\nSomeError: b"),
+            "RuntimeError: nothing of ours:\nSomeError: b",
+        ),
+    ],
+)
 def test_a_report_has_the_line_that_says_what_happened(error, short):
     assert errors.in_short(error) == short
 
@@ -78,9 +114,15 @@ def test_a_report_has_the_line_that_says_what_happened(error, short):
 def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():
     kinds = [k for k in vars(errors).values() if isinstance(k, type)]
     assert all(issubclass(k, errors.BpsxError) for k in kinds) and all(k.__doc__ for k in kinds)
-    assert issubclass(errors.PeerLeftError, errors.PeerLostError) and issubclass(errors.PeerLostError, ConnectionError)
-    assert issubclass(errors.StallError, TimeoutError) and issubclass(errors.RendezvousError, TimeoutError)
-    assert issubclass(errors.ConfigError, ValueError) and issubclass(errors.MismatchError, ValueError)
+    assert issubclass(errors.PeerLeftError, errors.PeerLostError) and issubclass(
+        errors.PeerLostError, ConnectionError
+    )
+    assert issubclass(errors.StallError, TimeoutError) and issubclass(
+        errors.RendezvousError, TimeoutError
+    )
+    assert issubclass(errors.ConfigError, ValueError) and issubclass(
+        errors.MismatchError, ValueError
+    )
 
 
 def test_an_unknown_status_is_no_error_of_the_users():
@@ -91,7 +133,11 @@ def test_an_unknown_status_is_no_error_of_the_users():
 def test_every_error_is_a_runtime_error_as_scripts_for_horovod_and_pytorch_catch_it():
     from bpsx import errors
 
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BpsxError)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.BpsxError)
+    ]
     assert len(kinds) > 10
     assert all(issubclass(kind, RuntimeError) for kind in kinds)
 
@@ -109,14 +155,23 @@ def all_kinds() -> list[type[errors.BpsxError]]:
 
 
 def test_all_errors_have_the_attributes_and_copies_keep_them():
-    text = "tensor \"layer 1's\": worker 2 (10.0.0.1, pid 3) is gone"
+    text = 'tensor "layer 1\'s": worker 2 (10.0.0.1, pid 3) is gone'
     kinds = all_kinds()
     assert len(kinds) > 20
     for kind in kinds:
         error = kind(text)
         error.add_note("noted")
-        for same in (error, copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
-            assert type(same) is kind and same.reason == str(same) == text and same.__notes__ == ["noted"]
+        for same in (
+            error,
+            copy.copy(error),
+            copy.deepcopy(error),
+            pickle.loads(pickle.dumps(error)),
+        ):
+            assert (
+                type(same) is kind
+                and same.reason == str(same) == text
+                and same.__notes__ == ["noted"]
+            )
             if kind is not errors.StallError:
                 assert (same.role, same.rank, same.address) == ("worker", 2, "10.0.0.1")
                 assert (same.tensor, same.tensors) == ("layer 1's", ("layer 1's",))
@@ -124,7 +179,13 @@ def test_all_errors_have_the_attributes_and_copies_keep_them():
 
 def test_an_error_about_nobody_says_so():
     error = errors.ConfigError("BYTEPS_LOCAL_RANK='x': allowed is 0 or more")
-    assert (error.role, error.rank, error.address, error.tensor, error.tensors) == (None, None, None, None, ())
+    assert (error.role, error.rank, error.address, error.tensor, error.tensors) == (
+        None,
+        None,
+        None,
+        None,
+        (),
+    )
 
 
 def test_a_stall_says_what_is_waited_for_and_who_lacks_it():
@@ -132,10 +193,16 @@ def test_a_stall_says_what_is_waited_for_and_who_lacks_it():
     wire = Compression("onebit", ef="vanilla").text()
     for rank, names in enumerate((["it's", "b"], ["c"], ["c"])):
         for name in names:
-            m.declare(b"w%d" % rank, {**declare(name, [3, 4]), "codec": wire if name == "b" else ""})
+            m.declare(
+                b"w%d" % rank, {**declare(name, [3, 4]), "codec": wire if name == "b" else ""}
+            )
         out = m.waiting(b"w%d" % rank, waiting(*([name, 0, 0, 31.0] for name in names)), 100.0)
     text = next(message["text"] for _, message in out if message["type"] == "RESET")
     for error in (errors.StallError(text), pickle.loads(pickle.dumps(errors.StallError(text)))):
         assert error.tensors == ("it's", "b", "c") and error.tensor == "it's", text
         assert (error.role, error.rank, error.reason) == ("worker", 1, text)
-    assert (errors.StallError("x").role, errors.StallError("x").rank, errors.StallError("x").tensors) == (None, None, ())
+    assert (
+        errors.StallError("x").role,
+        errors.StallError("x").rank,
+        errors.StallError("x").tensors,
+    ) == (None, None, ())

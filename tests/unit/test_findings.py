@@ -28,40 +28,79 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
     return report
 
 
-@pytest.mark.parametrize(("environment", "said"), [
-    ({"BYTEPS_PARTITION_BYTES": "much"}, "BYTEPS_PARTITION_BYTES='much': allowed is"),
-    ({"DMLC_PS_ROOT_URI": "no-such-host.invalid"}, "DMLC_PS_ROOT_URI='no-such-host.invalid' does not resolve"),
-    ({"DMLC_NODE_HOST": "203.0.113.77"}, "nothing can listen on the own address 203.0.113.77"),
-    ({"DMLC_INTERFACE": "nosuch0"}, "interface 'nosuch0' has no address or does not exist; interfaces here: "),
-    ({"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"}, "the own address 127.0.0.1 is loopback, but the scheduler"),
-    ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no folder that this user"),
-    ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot make /dev/null/x"),
-])
-def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str) -> None:
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"BYTEPS_PARTITION_BYTES": "much"}, "BYTEPS_PARTITION_BYTES='much': allowed is"),
+        (
+            {"DMLC_PS_ROOT_URI": "no-such-host.invalid"},
+            "DMLC_PS_ROOT_URI='no-such-host.invalid' does not resolve",
+        ),
+        ({"DMLC_NODE_HOST": "203.0.113.77"}, "nothing can listen on the own address 203.0.113.77"),
+        (
+            {"DMLC_INTERFACE": "nosuch0"},
+            "interface 'nosuch0' has no address or does not exist; interfaces here: ",
+        ),
+        (
+            {"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"},
+            "the own address 127.0.0.1 is loopback, but the scheduler",
+        ),
+        ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no folder that this user"),
+        ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot make /dev/null/x"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+) -> None:
     report = examine(monkeypatch, environment)
     assert len([p for p in report.problems if said in p]) == 1, report.problems
 
 
-def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     secret = {"BPSX_SECRET": "what the scheduler knows"}
-    hub = Hub(Config({"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", **secret},
-                     role="scheduler"))
-    given = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(hub.port), "DMLC_ROLE": "worker"}
+    hub = Hub(
+        Config(
+            {
+                "DMLC_PS_ROOT_URI": "127.0.0.1",
+                "DMLC_PS_ROOT_PORT": "0",
+                "DMLC_NUM_WORKER": "2",
+                "DMLC_NUM_SERVER": "1",
+                **secret,
+            },
+            role="scheduler",
+        )
+    )
+    given = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(hub.port),
+        "DMLC_ROLE": "worker",
+    }
     running = threading.Thread(target=hub.run)
     running.start()
     try:
         report = examine(monkeypatch, {**given, **secret})
         assert report.problems == []
         assert report.found["network"]["scheduler answers"] == "yes, the job is waiting"
-        assert report.found["network"]["own address"].startswith("127.0.0.1 on lo: the one from which the scheduler at 127.0.0.1 is reached")
+        assert report.found["network"]["own address"].startswith(
+            "127.0.0.1 on lo: the one from which the scheduler at 127.0.0.1 is reached"
+        )
         report = examine(monkeypatch, {**given, "BPSX_SECRET": "what somebody else knows"})
-        assert len(report.problems) == 1 and "does not share our job secret" in report.problems[0], report.problems
+        assert (
+            len(report.problems) == 1 and "does not share our job secret" in report.problems[0]
+        ), report.problems
     finally:
         hub.interrupt("the test")
         running.join()
     report = examine(monkeypatch, given)
-    assert len(report.problems) == 1 and f"the scheduler at 127.0.0.1:{hub.port} does not answer" in report.problems[0]
-    assert examine(monkeypatch, {"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "1"}).problems == []      # it is the one that will
+    assert (
+        len(report.problems) == 1
+        and f"the scheduler at 127.0.0.1:{hub.port} does not answer" in report.problems[0]
+    )
+    assert (
+        examine(monkeypatch, {"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "1"}).problems == []
+    )  # it is the one that will
 
 
 def test_the_values_of_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,34 +110,85 @@ def test_the_values_of_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_numbers_and_booleans_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"BYTEPS_TRACE_ON": "yes", "BYTEPS_PARTITION_BYTES": "8192", "BPSX_SPIN_US": "1.5", "DMLC_NODE_HOST": "127.0.0.1",
-             "BYTEPS_LOCAL_RANK": "x"}
+    given = {
+        "BYTEPS_TRACE_ON": "yes",
+        "BYTEPS_PARTITION_BYTES": "8192",
+        "BPSX_SPIN_US": "1.5",
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "BYTEPS_LOCAL_RANK": "x",
+    }
     found = examine(monkeypatch, given).found["options"]
-    assert found == {**given, "BYTEPS_TRACE_ON": True, "BYTEPS_PARTITION_BYTES": 8192, "BPSX_SPIN_US": 1.5}
+    assert found == {
+        **given,
+        "BYTEPS_TRACE_ON": True,
+        "BYTEPS_PARTITION_BYTES": 8192,
+        "BPSX_SPIN_US": 1.5,
+    }
     report = Report()
     checks.limits(report)
-    assert all(isinstance(value, int) or value == "unlimited" for value in report.found["limits"].values()), report.found
+    assert all(
+        isinstance(value, int) or value == "unlimited" for value in report.found["limits"].values()
+    ), report.found
 
 
-_WORKER = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1"}
+_WORKER = {
+    "DMLC_ROLE": "worker",
+    "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_SERVER": "1",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+}
 
 
-@pytest.mark.parametrize(("environment", "said"), [
-    ({**_WORKER, "DMLC_PS_ROOT_PORT": "0"}, ["not set: DMLC_WORKER_ID (Which worker machine this is; 0..DMLC_NUM_WORKER-1): set it"]),
-    ({**_WORKER, "DMLC_PS_ROOT_PORT": "0", "DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID=2: allowed are 0..1 (DMLC_NUM_WORKER=2): correct"]),
-    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID=2: allowed are 0..1"]),     # no role is named yet
-    # All of them, and nothing that only follows from another.
-    ({**_WORKER, "DMLC_NUM_WORKER": "two", "DMLC_WORKER_ID": "5", "BYTEPS_TRACE_ON": "perhaps", "BPSX_SECRET": "short"},
-     ["DMLC_NUM_WORKER='two'", "BYTEPS_TRACE_ON='perhaps'", "BPSX_SECRET: the job secret has 5 bytes"]),
-    ({**_WORKER, "DMLC_WORKER_ID": "one"}, ["DMLC_WORKER_ID='one'", "not set: DMLC_PS_ROOT_PORT"]),
-    ({"DMLC_ROLE": "server"}, ["not set: DMLC_PS_ROOT_URI", "not set: DMLC_NUM_SERVER"]),
-])
-def test_all_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {**_WORKER, "DMLC_PS_ROOT_PORT": "0"},
+            [
+                "not set: DMLC_WORKER_ID (Which worker machine this is; 0..DMLC_NUM_WORKER-1):"
+                " set it"
+            ],
+        ),
+        (
+            {**_WORKER, "DMLC_PS_ROOT_PORT": "0", "DMLC_WORKER_ID": "2"},
+            ["DMLC_WORKER_ID=2: allowed are 0..1 (DMLC_NUM_WORKER=2): correct"],
+        ),
+        (
+            {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "2"},
+            ["DMLC_WORKER_ID=2: allowed are 0..1"],
+        ),  # no role is named yet
+        # All of them, and nothing that only follows from another.
+        (
+            {
+                **_WORKER,
+                "DMLC_NUM_WORKER": "two",
+                "DMLC_WORKER_ID": "5",
+                "BYTEPS_TRACE_ON": "perhaps",
+                "BPSX_SECRET": "short",
+            },
+            [
+                "DMLC_NUM_WORKER='two'",
+                "BYTEPS_TRACE_ON='perhaps'",
+                "BPSX_SECRET: the job secret has 5 bytes",
+            ],
+        ),
+        (
+            {**_WORKER, "DMLC_WORKER_ID": "one"},
+            ["DMLC_WORKER_ID='one'", "not set: DMLC_PS_ROOT_PORT"],
+        ),
+        ({"DMLC_ROLE": "server"}, ["not set: DMLC_PS_ROOT_URI", "not set: DMLC_NUM_SERVER"]),
+    ],
+)
+def test_all_bad_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: list[str]
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     report = Report()
     checks.options(report)
-    assert len(report.problems) == len(said) and all(p.startswith(s) for p, s in zip(report.problems, said)), report.problems
+    assert len(report.problems) == len(said) and all(
+        p.startswith(s) for p, s in zip(report.problems, said)
+    ), report.problems
 
 
 def test_a_package_that_is_not_there_and_one_without_version() -> None:
@@ -107,12 +197,20 @@ def test_a_package_that_is_not_there_and_one_without_version() -> None:
     assert checks._version("numpy")
 
 
-@pytest.mark.parametrize(("status", "out", "err", "said"), [
-    (0, '[worker 0] {"right": true}\n', "", ""),
-    (0, '[worker 0] {"right": false}\n', "", "a push_pull on this machine failed (status 0): nothing was said"),
-    (1, "", "[server 0] no library\n", "failed (status 1): [server 0] no library"),
-    (0, "", "", "failed (status 0): nothing was said"),
-])
+@pytest.mark.parametrize(
+    ("status", "out", "err", "said"),
+    [
+        (0, '[worker 0] {"right": true}\n', "", ""),
+        (
+            0,
+            '[worker 0] {"right": false}\n',
+            "",
+            "a push_pull on this machine failed (status 0): nothing was said",
+        ),
+        (1, "", "[server 0] no library\n", "failed (status 1): [server 0] no library"),
+        (0, "", "", "failed (status 0): nothing was said"),
+    ],
+)
 def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None:
     report = Report()
     doctor._judge(report, status, out, err)
@@ -123,9 +221,14 @@ def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None
 
 def test_the_verdict_counts_hints() -> None:
     report = Report(hints=["one"])
-    assert doctor.text(report).splitlines()[-1] == "nothing is wrong; 1 thing is worth a look (above)"
+    assert (
+        doctor.text(report).splitlines()[-1] == "nothing is wrong; 1 thing is worth a look (above)"
+    )
     report.hints.append("two")
-    assert doctor.text(report).splitlines()[-1] == "nothing is wrong; 2 things are worth a look (above)"
+    assert (
+        doctor.text(report).splitlines()[-1]
+        == "nothing is wrong; 2 things are worth a look (above)"
+    )
     report.problems.append("three")
     assert doctor.text(report).splitlines()[-1] == "1 thing is wrong"
 

@@ -18,7 +18,15 @@ def mapped(address: str) -> str:
     return f"0000:0000:0000:0000:0000:ffff:{a:02x}{b:02x}:{c:02x}{d:02x}"
 
 
-def put(root: Path, adapter: str, table: list[tuple[str, str]], *, port: int = 1, state: str = "4: ACTIVE", layer: str = "Ethernet") -> None:
+def put(
+    root: Path,
+    adapter: str,
+    table: list[tuple[str, str]],
+    *,
+    port: int = 1,
+    state: str = "4: ACTIVE",
+    layer: str = "Ethernet",
+) -> None:
     """A port with these GIDs, each with its type, as the kernel shows them."""
     at = root / adapter / "ports" / str(port)
     for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
@@ -35,7 +43,12 @@ def put(root: Path, adapter: str, table: list[tuple[str, str]], *, port: int = 1
 
 def roce(address: str) -> list[tuple[str, str]]:
     """As of a card with one address."""
-    return [(LINK_LOCAL, "IB/RoCE v1"), (LINK_LOCAL, "RoCE v2"), (mapped(address), "IB/RoCE v1"), (mapped(address), "RoCE v2")]
+    return [
+        (LINK_LOCAL, "IB/RoCE v1"),
+        (LINK_LOCAL, "RoCE v2"),
+        (mapped(address), "IB/RoCE v1"),
+        (mapped(address), "RoCE v2"),
+    ]
 
 
 @pytest.fixture
@@ -50,18 +63,31 @@ def chosen(host: str, root: Path, adapter: str = "", index: int | None = None) -
     return port.name, gid.index
 
 
-@pytest.mark.parametrize(("host", "name"), [("10.0.0.7", "mlx5_0:1"), ("10.1.0.7", "mlx5_1:1"), ("::ffff:10.1.0.7", "mlx5_1:1")])
-def test_the_adapter_of_the_own_address_and_the_newer_version(two: Path, host: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("10.0.0.7", "mlx5_0:1"), ("10.1.0.7", "mlx5_1:1"), ("::ffff:10.1.0.7", "mlx5_1:1")],
+)
+def test_the_adapter_of_the_own_address_and_the_newer_version(
+    two: Path, host: str, name: str
+) -> None:
     assert chosen(host, two) == (name, 3)
 
 
 def test_an_own_ipv6_address(tmp_path: Path) -> None:
-    put(tmp_path, "mlx5_0", [*roce("10.0.0.7"), ("fd00:0000:0000:0000:0000:0000:0000:0001", "RoCE v2")])
+    put(
+        tmp_path,
+        "mlx5_0",
+        [*roce("10.0.0.7"), ("fd00:0000:0000:0000:0000:0000:0000:0001", "RoCE v2")],
+    )
     assert chosen("[fd00::1]", tmp_path) == ("mlx5_0:1", 4)
 
 
 def test_a_gap_in_the_table_is_no_end(tmp_path: Path) -> None:
-    put(tmp_path, "mlx5_0", [(LINK_LOCAL, "IB/RoCE v1"), *[(ZERO, "")] * 5, (mapped("10.0.0.7"), "RoCE v2")])
+    put(
+        tmp_path,
+        "mlx5_0",
+        [(LINK_LOCAL, "IB/RoCE v1"), *[(ZERO, "")] * 5, (mapped("10.0.0.7"), "RoCE v2")],
+    )
     assert chosen("10.0.0.7", tmp_path) == ("mlx5_0:1", 6)
 
 
@@ -71,7 +97,12 @@ def test_another_address_takes_the_only_port_and_what_leaves_the_link(tmp_path: 
 
 
 def test_infiniband_takes_its_ports_own(tmp_path: Path) -> None:
-    put(tmp_path, "mlx5_0", [("fe80:0000:0000:0000:0002:c903:0000:1234", "IB/RoCE v1")], layer="InfiniBand")
+    put(
+        tmp_path,
+        "mlx5_0",
+        [("fe80:0000:0000:0000:0002:c903:0000:1234", "IB/RoCE v1")],
+        layer="InfiniBand",
+    )
     assert chosen("10.0.0.7", tmp_path) == ("mlx5_0:1", 0)
 
 
@@ -81,13 +112,35 @@ def test_what_is_given_wins(two: Path) -> None:
     assert chosen("10.0.0.7", two, index=2) == ("mlx5_0:1", 2)
 
 
-@pytest.mark.parametrize(("host", "adapter", "index", "text"), [
-    ("192.0.2.9", "", None,
-     "192.0.2.9 cannot be seen from their GIDs: name it with BPSX_RDMA_DEVICE; there are: mlx5_0:1 .*GID 3 10.0.0.7 RoCE v2.*mlx5_1:1"),
-    ("10.0.0.7", "mlx5_9", None, "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: mlx5_0:1"),
-    ("10.0.0.7", "mlx5_1", 7, "BPSX_RDMA_GID_INDEX=7: no GID of that number; there are: mlx5_0:1"),
-])
-def test_what_does_not_fit_is_named_with_what_there_is(two: Path, host: str, adapter: str, index: int | None, text: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "adapter", "index", "text"),
+    [
+        (
+            "192.0.2.9",
+            "",
+            None,
+            (
+                "192.0.2.9 cannot be seen from their GIDs: name it with BPSX_RDMA_DEVICE; there"
+                " are: mlx5_0:1 .*GID 3 10.0.0.7 RoCE v2.*mlx5_1:1"
+            ),
+        ),
+        (
+            "10.0.0.7",
+            "mlx5_9",
+            None,
+            "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: mlx5_0:1",
+        ),
+        (
+            "10.0.0.7",
+            "mlx5_1",
+            7,
+            "BPSX_RDMA_GID_INDEX=7: no GID of that number; there are: mlx5_0:1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_there_is(
+    two: Path, host: str, adapter: str, index: int | None, text: str
+) -> None:
     with pytest.raises(TransportError, match=text):
         gids.choose(host, adapter, index, two)
 
@@ -96,5 +149,7 @@ def test_no_adapter_and_no_active_port(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="no RDMA adapter on this machine"):
         gids.ports(tmp_path / "none")
     put(tmp_path, "mlx5_0", [], state="1: DOWN")
-    with pytest.raises(TransportError, match="no port of an RDMA adapter is active: mlx5_0:1 is DOWN"):
+    with pytest.raises(
+        TransportError, match="no port of an RDMA adapter is active: mlx5_0:1 is DOWN"
+    ):
         gids.ports(tmp_path)

@@ -27,12 +27,28 @@ def write(tmp_path: Path):
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BPSX_SECRET", "BPSX_SECRET_FILE", "PYTHONPATH", "PYTHONUNBUFFERED", "NVIDIA_VISIBLE_DEVICES"):
+    for name in (
+        "BPSX_SECRET",
+        "BPSX_SECRET_FILE",
+        "PYTHONPATH",
+        "PYTHONUNBUFFERED",
+        "NVIDIA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_roles(write) -> None:
-    found = read([(write("# all of it\n\nn0:2222 scheduler server=2\nme@n1 server worker\n[fd00::1]:22 # a worker\nn2 worker slots=4\n"), "")])
+    found = read(
+        [
+            (
+                write(
+                    "# all of it\n\nn0:2222 scheduler server=2\nme@n1 server worker\n"
+                    "[fd00::1]:22 # a worker\nn2 worker slots=4\n"
+                ),
+                "",
+            )
+        ]
+    )
     assert (found.scheduler.name, found.scheduler.port) == ("n0", 2222)
     assert [h.name for h in found.servers] == ["n0", "n0", "me@n1"]
     assert [(h.name, h.port) for h in found.workers] == [("me@n1", 0), ("fd00::1", 22), ("n2", 0)]
@@ -57,19 +73,34 @@ def test_without_servers_each_worker_host_has_one(write) -> None:
 
 def test_files_by_role(write) -> None:
     found = read([(write("a\nb slots=2\n", "w"), "worker"), (write("c\n", "s"), "server")])
-    assert ([h.name for h in found.workers], [h.name for h in found.servers], found.slots) == (["a", "b"], ["c"], 2)
+    assert ([h.name for h in found.workers], [h.name for h in found.servers], found.slots) == (
+        ["a", "b"],
+        ["c"],
+        2,
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "no worker; allowed is host[:port] followed by"),
-    ("a server\n", "no worker"), ("a sever worker\n", "line 1: 'sever' is not known; allowed is"),
-    ("a server=0 worker\n", "line 1: 'server=0': allowed is server=1..65535"),
-    ("a server\nb slots=x\n", "line 2: 'slots=x': allowed is slots=1..65535"),
-    ("a scheduler server\nb scheduler worker\n", "line 2: a second scheduler; the first is in "),
-    ("a server slots=2\nb slots=3\n", "different slots (2 and 3)"), ("a:0 worker\n", "'a:0' is no host"), ("a:b worker\n", "'a:b' is no host"),
-    ("-oProxyCommand=x worker\n", "is no host"), ("me@-x worker\n", "is no host"), ("a@b@c worker\n", "is no host"),
-    ("fd00::1 worker\n", "is no host"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no worker; allowed is host[:port] followed by"),
+        ("a server\n", "no worker"),
+        ("a sever worker\n", "line 1: 'sever' is not known; allowed is"),
+        ("a server=0 worker\n", "line 1: 'server=0': allowed is server=1..65535"),
+        ("a server\nb slots=x\n", "line 2: 'slots=x': allowed is slots=1..65535"),
+        (
+            "a scheduler server\nb scheduler worker\n",
+            "line 2: a second scheduler; the first is in ",
+        ),
+        ("a server slots=2\nb slots=3\n", "different slots (2 and 3)"),
+        ("a:0 worker\n", "'a:0' is no host"),
+        ("a:b worker\n", "'a:b' is no host"),
+        ("-oProxyCommand=x worker\n", "is no host"),
+        ("me@-x worker\n", "is no host"),
+        ("a@b@c worker\n", "is no host"),
+        ("fd00::1 worker\n", "is no host"),
+    ],
+)
 def test_a_mistake_in_a_hostfile(write, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         read([(write(text), "")])
@@ -86,9 +117,16 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read([(str(tmp_path / "no-such-file"), "")])
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("A=b", ("A", "b")), ("A:b", ("A", "b")), ("A=b:c=d", ("A", "b:c=d")), ("A:b=c", ("A", "b=c")), ("_1=", ("_1", "")),
-])
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("A=b", ("A", "b")),
+        ("A:b", ("A", "b")),
+        ("A=b:c=d", ("A", "b:c=d")),
+        ("A:b=c", ("A", "b=c")),
+        ("_1=", ("_1", "")),
+    ],
+)
 def test_assignments(text: str, found: tuple[str, str]) -> None:
     assert assignment(text) == found
 
@@ -104,16 +142,41 @@ def remote(write, text: str = "n0 server\nn1 slots=2\nn2\n", **more) -> Remote:
 
 
 def test_what_a_worker_is_told(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"DMLC_NODE_HOST": "10.9.9.9", "BYTEPS_LOCAL_RANK": "3", "NCCL_DEBUG": "INFO", "KMP_AFFINITY": "k", "OMP_NUM_THREADS": "2",
-             "HOME_MADE": "x", "BYTEPS_PARTITION_BYTES": "8192", "DMLC_ROLE": "server"}
+    given = {
+        "DMLC_NODE_HOST": "10.9.9.9",
+        "BYTEPS_LOCAL_RANK": "3",
+        "NCCL_DEBUG": "INFO",
+        "KMP_AFFINITY": "k",
+        "OMP_NUM_THREADS": "2",
+        "HOME_MADE": "x",
+        "BYTEPS_PARTITION_BYTES": "8192",
+        "DMLC_ROLE": "server",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    job = remote(write, address="10.0.0.1", interface="eth1", given={"BYTEPS_PARTITION_BYTES": "4096", "MINE": "y"})
+    job = remote(
+        write,
+        address="10.0.0.1",
+        interface="eth1",
+        given={"BYTEPS_PARTITION_BYTES": "4096", "MINE": "y"},
+    )
     environment = job.environment("worker", 1, 77)
     expected = {
-        "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "1", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "77", "DMLC_NUM_WORKER": "2",
-        "DMLC_NUM_SERVER": "1", "DMLC_INTERFACE": "eth1", "BYTEPS_LOCAL_SIZE": "2", "BYTEPS_PARTITION_BYTES": "4096", "NCCL_DEBUG": "INFO",
-        "KMP_AFFINITY": "k", "OMP_NUM_THREADS": "2", "MINE": "y", "BPSX_SECRET": job.secret}
+        "DMLC_ROLE": "worker",
+        "DMLC_WORKER_ID": "1",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+        "DMLC_PS_ROOT_PORT": "77",
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_INTERFACE": "eth1",
+        "BYTEPS_LOCAL_SIZE": "2",
+        "BYTEPS_PARTITION_BYTES": "4096",
+        "NCCL_DEBUG": "INFO",
+        "KMP_AFFINITY": "k",
+        "OMP_NUM_THREADS": "2",
+        "MINE": "y",
+        "BPSX_SECRET": job.secret,
+    }
     assert expected.items() <= environment.items()
     assert not {"DMLC_NODE_HOST", "BYTEPS_LOCAL_RANK", "HOME_MADE"} & set(environment)
     assert "BYTEPS_LOCAL_SIZE" not in job.environment("server", 0, 77)
@@ -137,17 +200,44 @@ def test_a_secret_of_the_users_is_kept(write, monkeypatch: pytest.MonkeyPatch, n
 
 def test_the_ssh_command(write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/a b")
-    job = remote(write, "me@n0:2022 server\nn1\n", ssh="ssh -F 'my file'", ssh_port=22022, username="you", python="/opt/python 3")
+    job = remote(
+        write,
+        "me@n0:2022 server\nn1\n",
+        ssh="ssh -F 'my file'",
+        ssh_port=22022,
+        username="you",
+        python="/opt/python 3",
+    )
     server, worker = (process.command for process in job.others(1))
     assert server[:3] == worker[:3] == ("ssh", "-F", "my file")
     assert "BatchMode=yes" in server and not any("StrictHostKeyChecking" in word for word in server)
-    assert server[-5:-1] == ("-p", "2022", "--", "me@n0") and worker[-7:-1] == ("-p", "22022", "-l", "you", "--", "n1")
-    assert shlex.split(server[-1]) == ["env", "PYTHONPATH=/a b", "/opt/python 3", "-P", "-m", "bpsx.launch.ssh.agent"]
+    assert server[-5:-1] == ("-p", "2022", "--", "me@n0") and worker[-7:-1] == (
+        "-p",
+        "22022",
+        "-l",
+        "you",
+        "--",
+        "n1",
+    )
+    assert shlex.split(server[-1]) == [
+        "env",
+        "PYTHONPATH=/a b",
+        "/opt/python 3",
+        "-P",
+        "-m",
+        "bpsx.launch.ssh.agent",
+    ]
     assert job._process("w", "worker", 0, Host("n1", 0, ""), 1).name == "w"
 
 
 def test_loopback_is_no_address_for_others(write) -> None:
-    with pytest.raises(ConfigError, match=r"the scheduler's address is 127\.0\.0\.1, which 203\.0\.113\.7 .* cannot reach; name another with"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"the scheduler's address is 127\.0\.0\.1, which 203\.0\.113\.7 .* cannot reach; name"
+            r" another with"
+        ),
+    ):
         remote(write, "127.0.0.1 server\n203.0.113.7\n").check()
     remote(write, "127.0.0.1 server\n203.0.113.7\n", address="203.0.113.1").check()
 
@@ -155,8 +245,16 @@ def test_loopback_is_no_address_for_others(write) -> None:
 MARKER = b"\x1eabc "
 
 
-@given(st.lists(st.sampled_from([b"x", b"\n", b"\r", b"\x1e", MARKER, b"long line", b"ab"]), max_size=30), st.booleans(), st.randoms())
-def test_where_the_chunks_end_does_not_matter_to_messages(parts: list[bytes], live: bool, random) -> None:
+@given(
+    st.lists(
+        st.sampled_from([b"x", b"\n", b"\r", b"\x1e", MARKER, b"long line", b"ab"]), max_size=30
+    ),
+    st.booleans(),
+    st.randoms(),
+)
+def test_where_the_chunks_end_does_not_matter_to_messages(
+    parts: list[bytes], live: bool, random
+) -> None:
     data = b"".join(parts)
 
     def through(chunks: list[bytes]) -> tuple[bytes, list[bytes]]:

@@ -1,4 +1,6 @@
-"""The hub's part in join() and in asynchronous jobs: who is told what, in which order, and what the end is called."""
+"""The hub's part in join() and in asynchronous jobs: who is told what, in which order, and what the
+end is called.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,15 @@ def test_the_workers_hear_it_when_all_servers_have_cleared():
     assert m.join(b"w1") == [(s, {"type": "JOINED", "rank": 1}) for s in (b"s0", b"s1")]
     assert m.join(b"w1") == [] == m.join(b"s0") == m.join(b"nobody")
     assert m.join(b"w0") == [(s, {"type": "CLEAR", "generation": 0}) for s in (b"s0", b"s1")]
-    assert m.cleared(b"s0", {"generation": 0}) == [] == m.cleared(b"s0", {"generation": 0}) == m.cleared(b"s1", {"generation": 1})
-    assert m.cleared(b"s1", {"generation": 0}) == [(w, {"type": "ALL_JOINED", "last": 0}) for w in (b"w0", b"w1")]
+    assert (
+        m.cleared(b"s0", {"generation": 0})
+        == []
+        == m.cleared(b"s0", {"generation": 0})
+        == m.cleared(b"s1", {"generation": 1})
+    )
+    assert m.cleared(b"s1", {"generation": 0}) == [
+        (w, {"type": "ALL_JOINED", "last": 0}) for w in (b"w0", b"w1")
+    ]
     assert m.cleared(b"s1", {"generation": 0}) == []
     m.join(b"w0")
     assert {o["generation"] for _, o in m.join(b"w1")} == {1}
@@ -38,7 +47,7 @@ def test_leaving_instead_of_joining_is_told_whenever_it_happens():
     m = running(3)
     m.join(b"w1")
     out = m.bye(b"w0", {"failure": ""})
-    (ident, told), = [o for o in out if o[1]["type"] == "UNJOINED"]
+    ((ident, told),) = [o for o in out if o[1]["type"] == "UNJOINED"]
     assert ident == b"w1" and "worker 0" in told["text"]
     assert kinds(m.join(b"w2")) == {b"s0": "JOINED", b"w1": "UNJOINED", b"w2": "UNJOINED"}
 
@@ -46,10 +55,14 @@ def test_leaving_instead_of_joining_is_told_whenever_it_happens():
 def test_a_joined_worker_is_not_among_those_who_wait_or_are_waited_for():
     m = running(3)
     m.join(b"w0")
-    (_, warning), = m.waiting(b"w1", waiting(["t", 0, 0, 40.0]), 0.0)
-    assert warning["text"].startswith("tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2; is it slow")
+    ((_, warning),) = m.waiting(b"w1", waiting(["t", 0, 0, 40.0]), 0.0)
+    assert warning["text"].startswith(
+        "tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2; is it slow"
+    )
     out = m.waiting(b"w2", waiting(["u", 0, 0, 40.0]), 0.0)
-    assert [o["text"] for _, o in out if o["type"] == "RESET"] and all("worker 0" not in o["text"] for _, o in out)
+    assert [o["text"] for _, o in out if o["type"] == "RESET"] and all(
+        "worker 0" not in o["text"] for _, o in out
+    )
 
 
 def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():
@@ -57,14 +70,22 @@ def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():
     out = m.gone(b"w1", "cut")
     assert kinds(out) == {b"w0": "WARN", b"w2": "WARN", b"s0": "LEFT"} and m.state == "running"
     assert all("worker 1 (" in o["text"] for _, o in out if o["type"] == "WARN")
-    assert kinds(m.bye(b"w0", {"failure": "boom"})) == {b"w0": "GOODBYE", b"w2": "WARN", b"s0": "LEFT"}
+    assert kinds(m.bye(b"w0", {"failure": "boom"})) == {
+        b"w0": "GOODBYE",
+        b"w2": "WARN",
+        b"s0": "LEFT",
+    }
     assert kinds(m.bye(b"w2", {"failure": ""}))[b"s0"] == "END"
     assert m.state == "failed" and "worker 1" in m.failure and "boom" in m.failure
 
 
 def test_when_the_last_worker_dies_so_does_the_job():
     m = asynchronous(1)
-    assert kinds(m.gone(b"w0", "cut"))[b"s0"] in ("LOST", "END") and m.state == "failed" and "worker 0" in m.failure
+    assert (
+        kinds(m.gone(b"w0", "cut"))[b"s0"] in ("LOST", "END")
+        and m.state == "failed"
+        and "worker 0" in m.failure
+    )
 
 
 def test_a_server_is_missed_in_an_asynchronous_job_too():
@@ -83,8 +104,12 @@ def test_a_death_completes_a_gathering_of_an_asynchronous_job_without_naming_the
 def test_servers_must_agree_with_workers():
     m = members()
     m.hello(b"w0", hello("worker", 0, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
-    (_, answer), = m.hello(b"s0", hello("server", -1))
-    assert answer["type"] == "REFUSED" and "BYTEPS_ENABLE_ASYNC=0 on this server, 1 on a worker" in answer["reason"] and not answer["over"]
+    ((_, answer),) = m.hello(b"s0", hello("server", -1))
+    assert (
+        answer["type"] == "REFUSED"
+        and "BYTEPS_ENABLE_ASYNC=0 on this server, 1 on a worker" in answer["reason"]
+        and not answer["over"]
+    )
     m = running()
     assert dict(m.hello(b"w9", hello("worker", 1, pid=5)))[b"w9"]["over"] is True
 
@@ -92,17 +117,26 @@ def test_servers_must_agree_with_workers():
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
 def test_marks_never_outlive_their_gathering(workers, servers, data):
-    """Whatever the order: when the workers are told, every server has been told to clear after the last mark it was told of."""
+    """Whatever the order: when the workers are told, every server has been told to clear after the
+    last mark it was told of.
+    """
     joins, marks, told = Joins(), {b"%d" % s: set() for s in range(servers)}, []
     waiting, pending, newest = set(), [], -1
     for _ in range(40):
-        choices = [("join", r) for r in range(workers) if r not in waiting] + [("clear", s) for s in pending]
+        choices = [("join", r) for r in range(workers) if r not in waiting] + [
+            ("clear", s) for s in pending
+        ]
         what, who = data.draw(st.sampled_from(choices))
         if what == "clear":
             pending.remove(who)
             last = joins.cleared(who, joins.generation)
             if last is not None:
-                assert waiting == set(range(workers)) and not any(marks.values()) and not pending and last == newest
+                assert (
+                    waiting == set(range(workers))
+                    and not any(marks.values())
+                    and not pending
+                    and last == newest
+                )
                 told.append(last)
                 waiting.clear()
             continue
@@ -118,7 +152,9 @@ def test_marks_never_outlive_their_gathering(workers, servers, data):
 
 
 def test_a_job_that_has_failed_before_join_is_told_as_that():
-    """What join() then asks for, to hear the failure, must not be refused because this worker has joined."""
+    """What join() then asks for, to hear the failure, must not be refused because this worker has
+    joined.
+    """
     joining = Joining()
     joining.stop()
     assert joining.run(lambda: 0, lambda _: None, lambda _: None) == -1

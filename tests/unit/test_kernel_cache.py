@@ -1,4 +1,6 @@
-"""Compiled kernels that are kept for other processes: whatever happens to their folder, sums are right, and one warning says what happened."""
+"""Compiled kernels that are kept for other processes: whatever happens to their folder, sums are
+right, and one warning says what happened.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ import pytest
 
 CODE = """
 import ctypes, logging, numpy as np
+
 logging.basicConfig(format="%(levelname)s %(message)s")
 from bpsx.kernels import load
 from bpsx.kernels.cpu import compiled
+
 compiling = []
 made = compiled.CFunc._compile_uncached
 compiled.CFunc._compile_uncached = lambda self: compiling.append(1) or made(self)
 P, N = ctypes.c_void_p, ctypes.c_int64
 for code, dtype in ((5, "int32"), (1, "float32"))[:SUMS]:
     from bpsx.dtypes import BY_NAME
+
     a, b = np.arange(9).astype(dtype), np.ones(9, dtype)
-    ctypes.CFUNCTYPE(None, P, P, N, N)(load(BY_NAME[dtype].code).pair)(a.ctypes.data, b.ctypes.data, 9, 1)
+    ctypes.CFUNCTYPE(None, P, P, N, N)(load(BY_NAME[dtype].code).pair)(
+        a.ctypes.data, b.ctypes.data, 9, 1
+    )
     assert (a == np.arange(1, 10)).all(), a
 print(len(compiling))
 """
@@ -31,10 +38,16 @@ print(len(compiling))
 
 def sums(folder: Path, count: int = 1) -> tuple[int, list[str]]:
     """How many functions a process compiled that adds int32 (and float32), and its warnings."""
-    done = subprocess.run([sys.executable, "-c", CODE.replace("SUMS", str(count))], env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.replace("SUMS", str(count))],
+        env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout), [line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
+    return int(done.stdout), [
+        line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +68,11 @@ def folder(filled: Path, tmp_path: Path) -> Path:
 
 
 #: Which byte a bit of is flipped.
-FLIPPED = {"a bit at the beginning": lambda size: 5, "a bit of the code": lambda size: size // 2, "a bit of the checksum": lambda size: size - 1}
+FLIPPED = {
+    "a bit at the beginning": lambda size: 5,
+    "a bit of the code": lambda size: size // 2,
+    "a bit of the checksum": lambda size: size - 1,
+}
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "no checksum", "another's", *FLIPPED])
@@ -66,7 +83,9 @@ def test_damaged_files_are_dropped_and_made_anew(damage: str, folder: Path) -> N
         changed = bytearray(content)
         if damage in FLIPPED:
             changed[FLIPPED[damage](len(content))] ^= 4
-        size = {"empty": 0, "truncated": len(content) // 3, "no checksum": len(content) - 32}.get(damage, len(content))
+        size = {"empty": 0, "truncated": len(content) // 3, "no checksum": len(content) - 32}.get(
+            damage, len(content)
+        )
         file.write_bytes(contents[i - 1] + b"!" if damage == "another's" else changed[:size])
     compiled, warnings = sums(folder)
     assert compiled == 3
@@ -75,9 +94,16 @@ def test_damaged_files_are_dropped_and_made_anew(damage: str, folder: Path) -> N
 
 
 def test_an_entry_is_never_taken_for_anothers(folder: Path) -> None:
-    """Two processes that write at once leave whole files only, under names that say what they are."""
-    running = [subprocess.Popen([sys.executable, "-c", CODE.replace("SUMS", "2")], env={**os.environ, "BPSX_CACHE_DIR": str(folder)})
-               for _ in range(2)]
+    """Two processes that write at once leave whole files only, under names that say what they
+    are.
+    """
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE.replace("SUMS", "2")],
+            env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
+        )
+        for _ in range(2)
+    ]
     assert [process.wait() for process in running] == [0, 0]
     assert sums(folder, 2) == (0, [])
     assert not [path for path in folder.iterdir() if path.suffix != ".nbc"]
@@ -88,7 +114,12 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of one page, which is full."""
     folder = tmp_path / "small"
     folder.mkdir(mode=0o700)
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", folder], capture_output=True).returncode:
+    if (
+        os.getuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", folder], capture_output=True
+        ).returncode
+    ):
         pytest.skip("mounting a small tmpfs needs root")
     (folder / "full").write_bytes(bytes(4096))
     yield folder
@@ -118,20 +149,36 @@ def test_a_folder_in_place_of_a_file(folder: Path) -> None:
 
 
 def test_a_folder_that_vanishes(folder: Path) -> None:
-    gone = CODE.replace("print(len", f"import shutil; shutil.rmtree({str(folder)!r}); load(BY_NAME['float32'].code); print(len")
-    done = subprocess.run([sys.executable, "-c", gone.replace("SUMS", "1")], env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
-                          capture_output=True, text=True)
+    gone = CODE.replace(
+        "print(len",
+        f"import shutil; shutil.rmtree({str(folder)!r}); load(BY_NAME['float32'].code); print(len",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", gone.replace("SUMS", "1")],
+        env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3", "")
     assert len(list(folder.glob("*.nbc"))) == 3
 
 
 def test_no_descriptor_left_to_read_with(folder: Path) -> None:
-    code = CODE.replace("P, N =", "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); P, N =").replace("import ctypes", """
+    code = CODE.replace(
+        "P, N =", "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); P, N ="
+    ).replace(
+        "import ctypes",
+        """
 import numba, bpsx.kernels.cpu.sum, ctypes, numba.core.ccallback
 @numba.cfunc("int32(int32)")
 def warm(x): return x
-import ctypes""")
-    done = subprocess.run([sys.executable, "-c", code.replace("SUMS", "1")], env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
-                          capture_output=True, text=True)
+import ctypes""",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("SUMS", "1")],
+        env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 3 and "Too many open files" in done.stderr

@@ -1,4 +1,6 @@
-"""The summation kernels against the NumPy oracle, bit for bit: every element type, every kernel, odd sizes, unaligned memory."""
+"""The summation kernels against the NumPy oracle, bit for bit: every element type, every kernel,
+odd sizes, unaligned memory.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,22 @@ from bpsx.kernels import load
 from bpsx.kernels.reference import bfloat16_to_float32, float32_to_bfloat16, reduce
 
 P, N = C.c_void_p, C.c_int64
-SIGNATURES = {"pair": (P, P, N, N), "add": (P, P, N, N), "start": (P, P, P, N, N), "finish": (P, P, P, N, N, N), "divide": (P, N, N)}
+SIGNATURES = {
+    "pair": (P, P, N, N),
+    "add": (P, P, N, N),
+    "start": (P, P, P, N, N),
+    "finish": (P, P, P, N, N, N),
+    "divide": (P, N, N),
+}
 NUMPY = {d.name: np.dtype(np.uint16 if d.name == "bfloat16" else d.name) for d in DTYPES}
-WIDE = {d.name: np.dtype({"float16": "float32", "bfloat16": "float32", "uint8": "int32", "int8": "int32"}.get(d.name, d.name)) for d in DTYPES}
+WIDE = {
+    d.name: np.dtype(
+        {"float16": "float32", "bfloat16": "float32", "uint8": "int32", "int8": "int32"}.get(
+            d.name, d.name
+        )
+    )
+    for d in DTYPES
+}
 
 
 def kernel(dtype, name):
@@ -33,7 +48,9 @@ def unaligned(values: np.ndarray) -> np.ndarray:
 
 
 def draw(dtype, n: int, seed: int) -> np.ndarray:
-    """Any bits for halves and integers (NaN, infinities, denormals among them); floats of all magnitudes."""
+    """Any bits for halves and integers (NaN, infinities, denormals among them); floats of all
+    magnitudes.
+    """
     rng = np.random.default_rng(seed)
     if dtype.itemsize <= 2 or "int" in dtype.name:
         return rng.integers(0, 256, n * dtype.itemsize, dtype=np.uint8).view(NUMPY[dtype.name])
@@ -41,11 +58,17 @@ def draw(dtype, n: int, seed: int) -> np.ndarray:
 
 
 def same(got: np.ndarray, want: np.ndarray, dtype) -> None:
-    """Equal bits; of a NaN only that it is one, since which payload survives is the processor's choice."""
+    """Equal bits; of a NaN only that it is one, since which payload survives is the processor's
+    choice.
+    """
     if "float" not in dtype.name:
         assert (got == want).all()
         return
-    as_float = (lambda x: x.view(ml_dtypes.bfloat16).astype(np.float32)) if dtype.name == "bfloat16" else (lambda x: x)
+    as_float = (
+        (lambda x: x.view(ml_dtypes.bfloat16).astype(np.float32))
+        if dtype.name == "bfloat16"
+        else (lambda x: x)
+    )
     nan = np.isnan(as_float(want))
     assert (np.isnan(as_float(got)) == nan).all()
     bits = np.dtype(f"u{dtype.itemsize}")
@@ -54,8 +77,11 @@ def same(got: np.ndarray, want: np.ndarray, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @settings(max_examples=60, deadline=None)
-@given(n=st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 100_003])),
-       divisor=st.sampled_from([1, 2, 3, 7, 1000]), seed=st.integers(0, 99))
+@given(
+    n=st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 100_003])),
+    divisor=st.sampled_from([1, 2, 3, 7, 1000]),
+    seed=st.integers(0, 99),
+)
 def test_pair_and_divide(dtype, n, divisor, seed):
     a, b = draw(dtype, n, seed), draw(dtype, n, seed + 1000)
     with np.errstate(all="ignore"):
@@ -72,7 +98,12 @@ def test_pair_and_divide(dtype, n, divisor, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @settings(max_examples=40, deadline=None)
-@given(n=st.one_of(st.integers(0, 70), st.just(10_007)), workers=st.integers(3, 6), average=st.booleans(), seed=st.integers(0, 99))
+@given(
+    n=st.one_of(st.integers(0, 70), st.just(10_007)),
+    workers=st.integers(3, 6),
+    average=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_three_and_more(dtype, n, workers, average, seed):
     pushes = [draw(dtype, n, seed * 10 + i) for i in range(workers)]
     divisor = workers if average else 1
@@ -95,9 +126,14 @@ def test_three_and_more(dtype, n, workers, average, seed):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-@pytest.mark.parametrize("partner", [0, 1, 0x8000, 0x3C00, 0x3F80, 0x7BFF, 0x7F7F, 0x7C00, 0x7F80, 0xFC00, 0x7E00, 0x7FC0, 0x0400])
+@pytest.mark.parametrize(
+    "partner",
+    [0, 1, 0x8000, 0x3C00, 0x3F80, 0x7BFF, 0x7F7F, 0x7C00, 0x7F80, 0xFC00, 0x7E00, 0x7FC0, 0x0400],
+)
 def test_all_halves(name, partner):
-    """Every half there is plus some that matter: zeros, ones, largest, infinities, NaN, smallest."""
+    """Every half there is plus some that matter: zeros, ones, largest, infinities, NaN,
+    smallest.
+    """
     dtype = next(d for d in DTYPES if d.name == name)
     a = np.arange(65536, dtype=np.uint16).view(NUMPY[name])
     b = np.full(65536, partner, np.uint16).view(NUMPY[name])
@@ -110,10 +146,14 @@ def test_all_halves(name, partner):
 
 def test_the_oracles_bfloat16_is_ml_dtypes():
     bits = np.arange(65536, dtype=np.uint16)
-    np.testing.assert_array_equal(bfloat16_to_float32(bits), bits.view(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(
+        bfloat16_to_float32(bits), bits.view(ml_dtypes.bfloat16).astype(np.float32)
+    )
     values = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     values = values[~np.isnan(values)]
-    np.testing.assert_array_equal(float32_to_bfloat16(values), values.astype(ml_dtypes.bfloat16).view(np.uint16))
+    np.testing.assert_array_equal(
+        float32_to_bfloat16(values), values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    )
 
 
 def test_an_unknown_code_is_a_key_error():

@@ -1,4 +1,6 @@
-"""Averages of bfloat16, whose accumulator reaches no further than they do: finite where the mean is, and the same bits as ever elsewhere."""
+"""Averages of bfloat16, whose accumulator reaches no further than they do: finite where the mean
+is, and the same bits as ever elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ def averaged(pushes: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("of", [2, 3, 4, 5, 17, 300])
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), low=st.sampled_from([0, 1, 100, 200, 230, 252, 254]), n=st.sampled_from([1, 33, 1000]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    low=st.sampled_from([0, 1, 100, 200, 230, 252, 254]),
+    n=st.sampled_from([1, 33, 1000]),
+)
 def test_the_mean_in_float64(of: int, seed: int, low: int, n: int) -> None:
     """Of numbers of any exponent from ``low`` (0: the smallest there are) to the largest."""
     rng = np.random.default_rng(seed)
     exponents = rng.integers(low, min(low + rng.integers(1, 256), 255), (of, n))
-    pushes = (rng.integers(0, 2, (of, n)) << 15 | exponents << 7 | rng.integers(0, 128, (of, n))).astype(np.uint16)
+    pushes = (
+        rng.integers(0, 2, (of, n)) << 15 | exponents << 7 | rng.integers(0, 128, (of, n))
+    ).astype(np.uint16)
     values = bfloat16_to_float32(pushes)
     with np.errstate(all="ignore"):
         plain = values[0]

@@ -1,4 +1,6 @@
-"""bfloat16 sums of two, for this processor and for others: each sum rounded once, ties to even, bit by bit."""
+"""bfloat16 sums of two, for this processor and for others: each sum rounded once, ties to even, bit
+by bit.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,33 @@ import sys
 
 import pytest
 
-#: Every bfloat16 and its sum with others: zeros, infinities, NaN, numbers that are denormal, and some at
-#: random, among which half of the sums of near exponents are ties. Sizes and places that no block fits.
+#: Every bfloat16 and its sum with others: zeros, infinities, NaN, numbers that are denormal, and
+#: some at random, among which half of the sums of near exponents are ties. Sizes and places that no
+#: block fits.
 CODE = """
 import ctypes, ml_dtypes, numpy as np
 from bpsx.dtypes import BY_NAME
 from bpsx.kernels import load
+
 P, N = ctypes.c_void_p, ctypes.c_int64
 pair = ctypes.CFUNCTYPE(None, P, P, N, N)(load(BY_NAME["bfloat16"].code).pair)
 every, ties = np.arange(65536, dtype=np.uint16), 0
-some = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1]
+some = [
+    0,
+    0x8000,
+    1,
+    0x8001,
+    0x7F,
+    0x80,
+    0x3F80,
+    0xBF80,
+    0x7F7F,
+    0xFF7F,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0xFFC1,
+]
 for partner in [*some, *np.random.default_rng(1).integers(0, 65536, 60)]:
     for divisor in (1, 2, 3):
         size, begin = 65536 - int(partner) % 37, int(partner) % 5
@@ -30,7 +49,7 @@ for partner in [*some, *np.random.default_rng(1).integers(0, 65536, 60)]:
             expected = wide.astype(ml_dtypes.bfloat16).view(np.uint16)
         ties += int(((wide.view(np.uint32) & 0xFFFF) == 0x8000).sum())
         room = np.zeros(len(a) + 1, np.uint16)
-        place = room[begin % 2:][:len(a)]
+        place = room[begin % 2 :][: len(a)]
         place[:] = a
         pair(place.ctypes.data, b.ctypes.data, len(a), divisor)
         nan = np.isnan(wide)
@@ -44,6 +63,11 @@ PROCESSORS = {"own": {}, "generic": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEA
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_each_sum_is_rounded_once(processor: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], env={**os.environ, **PROCESSORS[processor]},
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **PROCESSORS[processor]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The summation kernels where floats are strange, and where they must not write: beyond the end, and into what they only read."""
+"""The summation kernels where floats are strange, and where they must not write: beyond the end,
+and into what they only read.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,32 @@ from bpsx.kernels.reference import bfloat16_to_float32, reduce
 
 HALVES = ["float16", "bfloat16"]
 EVERY = np.arange(65536, dtype=np.uint16)
-# zero, smallest denormal, largest denormal, smallest normal, one, largest, infinity, quiet and signalling NaN: of both halves, both signs
-PARTNERS = sorted({p | sign for sign in (0, 0x8000) for p in (0, 1, 0x3FF, 0x7F, 0x400, 0x80, 0x3C00, 0x3F80, 0x7BFF, 0x7F7F, 0x7C00, 0x7F80,
-                                                               0x7E00, 0x7FC0, 0x7D00, 0x7F81)})
+# zero, smallest denormal, largest denormal, smallest normal, one, largest, infinity, quiet and
+# signalling NaN: of both halves, both signs
+PARTNERS = sorted(
+    {
+        p | sign
+        for sign in (0, 0x8000)
+        for p in (
+            0,
+            1,
+            0x3FF,
+            0x7F,
+            0x400,
+            0x80,
+            0x3C00,
+            0x3F80,
+            0x7BFF,
+            0x7F7F,
+            0x7C00,
+            0x7F80,
+            0x7E00,
+            0x7FC0,
+            0x7D00,
+            0x7F81,
+        )
+    }
+)
 GUARD = 0xA5
 
 
@@ -34,7 +59,9 @@ class Guarded:
 
     def values(self) -> np.ndarray:
         """What is there now; fails if a guard byte has changed."""
-        assert (self._raw[:65] == GUARD).all() and (self._raw[self._inside.stop:] == GUARD).all(), "written outside"
+        assert (self._raw[:65] == GUARD).all() and (
+            self._raw[self._inside.stop :] == GUARD
+        ).all(), "written outside"
         return self._raw[self._inside].copy().view(self.dtype)
 
 
@@ -61,7 +88,9 @@ def test_every_half_with_every_kind_of_partner(name, divisor):
         shift = 1 if name == "bfloat16" and divisor != 1 else 0
         with np.errstate(invalid="ignore"):
             acc = widened(a, name) * np.float32(0.5**shift)
-        kernel(dtype, "finish")(out.ctypes.data, acc.ctypes.data, b.ctypes.data, 65536, divisor, shift)
+        kernel(dtype, "finish")(
+            out.ctypes.data, acc.ctypes.data, b.ctypes.data, 65536, divisor, shift
+        )
         same(out, want, dtype)
 
 
@@ -85,8 +114,21 @@ def test_every_half_alone(name):
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_strange_floats_pairwise(name, divisor):
     dtype, info = BY_NAME[name], np.finfo(name)
-    some = [0.0, 1.0, 1 / 3, info.max, info.tiny, info.smallest_subnormal, info.tiny - info.smallest_subnormal, info.eps, np.inf, np.nan]
-    pairs = np.array(list(itertools.product([s * v for v in some for s in (1, -1)], repeat=2)), name)
+    some = [
+        0.0,
+        1.0,
+        1 / 3,
+        info.max,
+        info.tiny,
+        info.smallest_subnormal,
+        info.tiny - info.smallest_subnormal,
+        info.eps,
+        np.inf,
+        np.nan,
+    ]
+    pairs = np.array(
+        list(itertools.product([s * v for v in some for s in (1, -1)], repeat=2)), name
+    )
     a, b = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
     with np.errstate(all="ignore"):
         want, total = reduce([a, b], name, divisor), a + b
@@ -101,7 +143,10 @@ def test_strange_floats_pairwise(name, divisor):
 @pytest.mark.parametrize("divisor", [1, 2, 3, 65535])
 def test_integers_at_their_ends(name, divisor):
     dtype, info = BY_NAME[name], np.iinfo(name)
-    pairs = np.array(list(itertools.product([info.min, info.min + 1, 0, 1, info.max - 1, info.max], repeat=2)), name)
+    pairs = np.array(
+        list(itertools.product([info.min, info.min + 1, 0, 1, info.max - 1, info.max], repeat=2)),
+        name,
+    )
     a, b = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
     with np.errstate(over="ignore"):
         want = reduce([a, b], name, divisor)

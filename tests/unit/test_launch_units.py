@@ -29,7 +29,11 @@ def test_where_the_chunks_end_does_not_matter(chunks: list[bytes], live: bool) -
 @given(st.binary().map(lambda data: data.replace(b">", b"")))
 def test_no_byte_is_lost_and_each_line_has_its_label(data: bytes) -> None:
     text = prefixed([data])
-    lines = text.splitlines(keepends=True) if b"\r" not in data else [line + b"\n" for line in text.split(b"\n")[:-1]]
+    lines = (
+        text.splitlines(keepends=True)
+        if b"\r" not in data
+        else [line + b"\n" for line in text.split(b"\n")[:-1]]
+    )
     assert all(line.startswith(b"> ") for line in lines)
     whole = b"".join(line[2:] for line in lines)
     assert whole == (data if data.endswith(b"\n") or not data else data + b"\n")
@@ -94,7 +98,14 @@ def test_first_a_grace_then_sigterm_then_sigkill() -> None:
     ending.begin(100)
     ending.begin(105)  # the clock runs already
     assert [ending.take(t) for t in (109, 110, 111, 114, 115, 116, 999)] == [
-        None, signal.SIGTERM, None, None, signal.SIGKILL, None, None]
+        None,
+        signal.SIGTERM,
+        None,
+        None,
+        signal.SIGKILL,
+        None,
+        None,
+    ]
 
 
 def test_without_grace() -> None:
@@ -107,15 +118,18 @@ def test_without_grace() -> None:
     assert ending.take(106) is signal.SIGKILL
 
 
-@pytest.mark.parametrize(("words", "options", "command"), [
-    ("", "", ""),
-    ("python train.py --lr 1", "", "python train.py --lr 1"),
-    ("--local --workers 2 python -u x", "--local --workers 2", "python -u x"),
-    ("--workers=2 --local x --workers 3", "--workers=2 --local", "x --workers 3"),
-    ("--local -- --odd -- y", "--local", "--odd -- y"),
-    ("x -- y", "", "x -- y"),
-    ("--local --grace", "--local --grace", ""),
-])
+@pytest.mark.parametrize(
+    ("words", "options", "command"),
+    [
+        ("", "", ""),
+        ("python train.py --lr 1", "", "python train.py --lr 1"),
+        ("--local --workers 2 python -u x", "--local --workers 2", "python -u x"),
+        ("--workers=2 --local x --workers 3", "--workers=2 --local", "x --workers 3"),
+        ("--local -- --odd -- y", "--local", "--odd -- y"),
+        ("x -- y", "", "x -- y"),
+        ("--local --grace", "--local --grace", ""),
+    ],
+)
 def test_where_the_command_begins(words: str, options: str, command: str) -> None:
     assert split(words.split()) == (options.split(), command.split())
 
@@ -123,22 +137,47 @@ def test_where_the_command_begins(words: str, options: str, command: str) -> Non
 def test_several_workers_need_a_server() -> None:
     with pytest.raises(ConfigError, match="--servers 0: 2 workers"):
         Plan(("x",), workers=2, servers=0)
-    assert Plan(("x",), workers=1, servers=0).environment("worker", 0, 0)["BYTEPS_FORCE_DISTRIBUTED"] == "0"
+    assert (
+        Plan(("x",), workers=1, servers=0).environment("worker", 0, 0)["BYTEPS_FORCE_DISTRIBUTED"]
+        == "0"
+    )
 
 
-@pytest.mark.parametrize(("environment", "chosen", "named"), [
-    ({"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "4"}, "", ["DMLC_NUM_WORKER --workers 2", "DMLC_NUM_SERVER --servers 1"]),
-    ({"BYTEPS_LOCAL_SIZE": "4", "NVIDIA_VISIBLE_DEVICES": "all"}, "", ["BYTEPS_LOCAL_SIZE --processes 1", "NVIDIA_VISIBLE_DEVICES --processes 1"]),
-    ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, "workers", ["NVIDIA_VISIBLE_DEVICES --processes 1"]),
-    # What is the same, says nothing, or was given as an option, too.
-    ({"DMLC_NUM_WORKER": "2", "NVIDIA_VISIBLE_DEVICES": "5"}, "", []),
-    ({"NVIDIA_VISIBLE_DEVICES": "void", "BYTEPS_LOCAL_SIZE": ""}, "", []),
-    ({"NVIDIA_VISIBLE_DEVICES": "all", "BYTEPS_LOCAL_SIZE": "4"}, "processes", []),
-])
-def test_variables_that_local_does_not_heed(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], chosen: str, named: list[str]) -> None:
-    for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "NVIDIA_VISIBLE_DEVICES"):
+@pytest.mark.parametrize(
+    ("environment", "chosen", "named"),
+    [
+        (
+            {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "4"},
+            "",
+            ["DMLC_NUM_WORKER --workers 2", "DMLC_NUM_SERVER --servers 1"],
+        ),
+        (
+            {"BYTEPS_LOCAL_SIZE": "4", "NVIDIA_VISIBLE_DEVICES": "all"},
+            "",
+            ["BYTEPS_LOCAL_SIZE --processes 1", "NVIDIA_VISIBLE_DEVICES --processes 1"],
+        ),
+        ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, "workers", ["NVIDIA_VISIBLE_DEVICES --processes 1"]),
+        # What is the same, says nothing, or was given as an option, too.
+        ({"DMLC_NUM_WORKER": "2", "NVIDIA_VISIBLE_DEVICES": "5"}, "", []),
+        ({"NVIDIA_VISIBLE_DEVICES": "void", "BYTEPS_LOCAL_SIZE": ""}, "", []),
+        ({"NVIDIA_VISIBLE_DEVICES": "all", "BYTEPS_LOCAL_SIZE": "4"}, "processes", []),
+    ],
+)
+def test_variables_that_local_does_not_heed(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], chosen: str, named: list[str]
+) -> None:
+    for name in (
+        "DMLC_NUM_WORKER",
+        "DMLC_NUM_SERVER",
+        "BYTEPS_LOCAL_SIZE",
+        "NVIDIA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    wanted = [f"{n.split()[0]} has no effect with --local: {n.split()[1]} N does that ({n.split()[2]} now)" for n in named]
+    wanted = [
+        f"{n.split()[0]} has no effect with --local: {n.split()[1]} N does that ({n.split()[2]}"
+        " now)"
+        for n in named
+    ]
     assert overlooked(Plan(("x",)), chosen.split()) == wanted

@@ -1,4 +1,6 @@
-"""What leaving a job waits for: a framework's engine first, and together no longer than BPSX_SHUTDOWN_TIMEOUT."""
+"""What leaving a job waits for: a framework's engine first, and together no longer than
+BPSX_SHUTDOWN_TIMEOUT.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,23 @@ from bpsx.api import verbs
 
 
 @pytest.mark.parametrize("leave", [verbs.shutdown, verbs.suspend])
-def test_what_the_engine_was_waited_for_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, leave: Any) -> None:
-    """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds each time."""
+def test_what_the_engine_was_waited_for_is_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, leave: Any
+) -> None:
+    """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds
+    each time.
+    """
     clock, closed = iter(range(0, 1000, 2)), []
-    session = SimpleNamespace(config=SimpleNamespace(shutdown_timeout=5.0), failure="", told=True, order={}, local_rank=0, local_size=1,
-                              compressing=SimpleNamespace(remembered=dict), close=lambda waited: closed.append(waited))
+    session = SimpleNamespace(
+        config=SimpleNamespace(shutdown_timeout=5.0),
+        failure="",
+        told=True,
+        order={},
+        local_rank=0,
+        local_size=1,
+        compressing=SimpleNamespace(remembered=dict),
+        close=lambda waited: closed.append(waited),
+    )
     monkeypatch.setattr(verbs, "_session", session)
     monkeypatch.setattr(verbs, "_owner_pid", os.getpid())
     monkeypatch.setattr(verbs, "_engines", [lambda seconds: 1])

@@ -15,21 +15,44 @@ from bpsx.scheduler.sockets import open_socket
 
 
 def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():
-    """The break may be seen before the welcome is read, or after: never may the node go on as if somebody would still tell it anything."""
+    """The break may be seen before the welcome is read, or after: never may the node go on as if
+    somebody would still tell it anything.
+    """
     context = zmq.Context()
     hub = open_socket(context, zmq.ROUTER, Config({}))
     port = hub.bind_to_random_port("tcp://127.0.0.1")
 
     def welcome_and_die() -> None:
         ident, _ = hub.recv_multipart()
-        hub.send_multipart([ident, messages.encode("WELCOME", job=1, rank=0, workers=1, lanes=[], names={"worker": [], "server": []})])
+        hub.send_multipart(
+            [
+                ident,
+                messages.encode(
+                    "WELCOME",
+                    job=1,
+                    rank=0,
+                    workers=1,
+                    lanes=[],
+                    names={"worker": [], "server": []},
+                ),
+            ]
+        )
         hub.close(1000)
         context.term()
 
     hub_thread = threading.Thread(target=welcome_and_die)
     hub_thread.start()
-    link = Link(Config({"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NUM_SERVER": "1",
-                        "BPSX_RENDEZVOUS_TIMEOUT": "60"}))
+    link = Link(
+        Config(
+            {
+                "DMLC_ROLE": "worker",
+                "DMLC_PS_ROOT_URI": "127.0.0.1",
+                "DMLC_PS_ROOT_PORT": str(port),
+                "DMLC_NUM_SERVER": "1",
+                "BPSX_RENDEZVOUS_TIMEOUT": "60",
+            }
+        )
+    )
     try:
         link.join("worker", 0, "127.0.0.1", [])
         hub_thread.join()

@@ -1,4 +1,6 @@
-"""What a message costs the scheduler does not depend on how many workers and tensors there are: counted in calls, not in seconds."""
+"""What a message costs the scheduler does not depend on how many workers and tensors there are:
+counted in calls, not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,14 @@ def steps_per_message(workers: int, processes: int = 1) -> dict[str, float]:
     counter, found = _Counter(), {}
     for phase in PHASES:
         sent = list(simulated.phase(phase))
-        found[phase] = counter.of(lambda sent=sent: [simulated.handle(*message) for message in sent]) / len(sent)
-    assert simulated.hub._members.state == "done" if processes == 1 else simulated.hub._members.state in ("running", "done")
+        found[phase] = counter.of(
+            lambda sent=sent: [simulated.handle(*message) for message in sent]
+        ) / len(sent)
+    assert (
+        simulated.hub._members.state == "done"
+        if processes == 1
+        else simulated.hub._members.state in ("running", "done")
+    )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The job's state machine under every order of events: who is told what, and that no message can upset it."""
+"""The job's state machine under every order of events: who is told what, and that no message can
+upset it.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,21 @@ def test_any_order_of_coming_makes_the_same_job(order):
     m = members(2, 2)
     for i, who in enumerate(order[:-1]):
         assert greet(m, who) == [] and m.state == "waiting"
-        lacking = [f"worker {w[1]}" for w in ("w0", "w1") if w not in order[:i + 1]]
-        servers = len({"s0", "s1"} - set(order[:i + 1]))
+        lacking = [f"worker {w[1]}" for w in ("w0", "w1") if w not in order[: i + 1]]
+        servers = len({"s0", "s1"} - set(order[: i + 1]))
         assert m.missing() == lacking + ([f"{servers} of 2 servers"] if servers else [])
     welcomes = {ident.decode(): w for ident, w in greet(m, order[-1])}
     assert set(welcomes) == set(NODES) and {w["type"] for w in welcomes.values()} == {"WELCOME"}
     assert welcomes["w0"] == welcomes["w1"]
     assert sorted((welcomes["s0"]["rank"], welcomes["s1"]["rank"])) == [0, 1]
-    assert len({(w["job"], w["workers"], str(w["lanes"]), str(w["names"])) for w in welcomes.values()}) == 1
-    assert [n.split()[:2] for n in welcomes["w0"]["names"]["server"]] == [["server", "0"], ["server", "1"]]
+    assert (
+        len({(w["job"], w["workers"], str(w["lanes"]), str(w["names"])) for w in welcomes.values()})
+        == 1
+    )
+    assert [n.split()[:2] for n in welcomes["w0"]["names"]["server"]] == [
+        ["server", "0"],
+        ["server", "1"],
+    ]
 
 
 @pytest.mark.parametrize("said", [{}, {"again": False}, {"again": True}])
@@ -72,7 +80,11 @@ def test_a_third_worker_hears_of_a_mismatch_that_it_had_no_part_in():
     assert kinds(m.declare(b"w0", declare("t", [4]))) == {b"w0": "PLACED"}
     both = dict(m.declare(b"w1", declare("t", [5])))
     assert set(both) == {b"w0", b"w1"} and both[b"w0"] == both[b"w1"]
-    assert both[b"w0"]["status"] == -2 and "worker 0 has float32 of shape (4,), worker 1 has float32 of shape (5,)" in both[b"w0"]["text"]
+    assert (
+        both[b"w0"]["status"] == -2
+        and "worker 0 has float32 of shape (4,), worker 1 has float32 of shape (5,)"
+        in both[b"w0"]["text"]
+    )
     assert dict(m.declare(b"w2", declare("t", [4]))) == {b"w2": both[b"w0"]}
     assert kinds(m.declare(b"w2", declare("t", [4], generation=1))) == {b"w2": "PLACED"}
 
@@ -80,7 +92,9 @@ def test_a_third_worker_hears_of_a_mismatch_that_it_had_no_part_in():
 @pytest.mark.parametrize("who", [b"s0", b"nobody"])
 def test_only_workers_declare_and_wait(who):
     m = running()
-    assert m.declare(who, declare("t", [4])) == [] == m.waiting(who, waiting(["t", 0, 0, 99.0]), 0.0)
+    assert (
+        m.declare(who, declare("t", [4])) == [] == m.waiting(who, waiting(["t", 0, 0, 99.0]), 0.0)
+    )
     assert members().declare(b"w0", declare("t", [4])) == []
 
 
@@ -97,8 +111,13 @@ def test_an_interrupted_scheduler_tells_everybody(state):
     m = running() if state == "running" else members()
     m.hello(b"w0", hello("worker", 0))
     out = m.abort("the scheduler was ended by SIGTERM")
-    want = {"waiting": ("REFUSED", "reason", {b"w0"}), "running": ("LOST", "text", {b"w0", b"w1", b"s0"})}[state]
-    assert kinds(out) == dict.fromkeys(want[2], want[0]) and all(o[want[1]].endswith("SIGTERM") for _, o in out)
+    want = {
+        "waiting": ("REFUSED", "reason", {b"w0"}),
+        "running": ("LOST", "text", {b"w0", b"w1", b"s0"}),
+    }[state]
+    assert kinds(out) == dict.fromkeys(want[2], want[0]) and all(
+        o[want[1]].endswith("SIGTERM") for _, o in out
+    )
     assert m.state == "failed" and "SIGTERM" in m.failure
 
 
@@ -106,23 +125,35 @@ def test_who_comes_too_late_hears_why_the_job_has_failed():
     m = members()
     m.hello(b"w0", hello("worker", 0))
     m.abort("the scheduler was ended by SIGTERM")
-    (_, refused), = m.hello(b"w1", hello("worker", 1))
+    ((_, refused),) = m.hello(b"w1", hello("worker", 1))
     assert refused["type"] == "REFUSED" and refused["over"]
     assert refused["reason"] == f"the job has failed: {m.failure}" and "SIGTERM" in m.failure
 
 
 def test_long_lists_are_cut():
-    assert names(["a"] * 3) == "a, a, a" and names([str(i) for i in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more" and names([]) == ""
+    assert (
+        names(["a"] * 3) == "a, a, a"
+        and names([str(i) for i in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+        and names([]) == ""
+    )
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["hello", "bye", "fail", "gone", "declare", "wait"]), st.sampled_from([*NODES, "x"]),
-                            st.integers(0, 3)), max_size=80)
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["hello", "bye", "fail", "gone", "declare", "wait"]),
+        st.sampled_from([*NODES, "x"]),
+        st.integers(0, 3),
+    ),
+    max_size=80,
+)
 
 
 def step(m: Membership, what: str, who: str, n: int):
     ident = who.encode()
     if what == "hello":
-        return greet(m, who) if who in NODES else m.hello(ident, hello("worker", n, 2, 2, pid=50 + n))
+        return (
+            greet(m, who) if who in NODES else m.hello(ident, hello("worker", n, 2, 2, pid=50 + n))
+        )
     if what in ("bye", "fail"):
         return m.bye(ident, {"failure": "x" if what == "fail" else ""})
     if what == "gone":
@@ -135,7 +166,9 @@ def step(m: Membership, what: str, who: str, n: int):
 @settings(max_examples=400, deadline=None)
 @given(EVENTS)
 def test_what_is_said_holds_whatever_happens(events):
-    """No order of events raises, and: WELCOME is said once; who has left hears nothing but answers; a failed job stays failed."""
+    """No order of events raises, and: WELCOME is said once; who has left hears nothing but answers;
+    a failed job stays failed.
+    """
     m = members(2, 2)
     welcomed, answers = [], {"GOODBYE", "REFUSED", "PLACED", "FAILED"}
     for what, who, n in events:
@@ -144,7 +177,12 @@ def test_what_is_said_holds_whatever_happens(events):
         for ident, message in out:
             kind = message["type"]
             assert kind in answers or ident not in gone or kind == "WELCOME", (ident, message)
-            assert messages.decode(messages.encode(kind, **{k: v for k, v in message.items() if k != "type"}))["type"] == kind
+            assert (
+                messages.decode(
+                    messages.encode(kind, **{k: v for k, v in message.items() if k != "type"})
+                )["type"]
+                == kind
+            )
             if kind == "WELCOME":
                 welcomed.append(ident)
             if kind == "LOST":
@@ -157,7 +195,9 @@ def test_what_is_said_holds_whatever_happens(events):
             assert (m.state, m.failure) == ("failed", failure)
         assert before != "done" or m.state == "done"
         assert (m.state == "waiting") == (not welcomed)
-        assert m.everybody_left() == (m.state in ("done", "failed") and all(n.left for n in m.nodes.values()))
+        assert m.everybody_left() == (
+            m.state in ("done", "failed") and all(n.left for n in m.nodes.values())
+        )
     assert len(welcomed) in (0, 4) and len(set(welcomed)) == len(welcomed)
 
 

@@ -1,4 +1,6 @@
-"""The metrics' text against a strict reader of the format, and the observers' part in the scheduler."""
+"""The metrics' text against a strict reader of the format, and the observers' part in the
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def test_every_figure_can_be_read():
     assert found["bpsx_busy_seconds_total"][1][w1] == 1.5
     assert found["bpsx_sent_bytes_total"][1][w1] == 2.0**60
     assert found["bpsx_report_age_seconds"] == ("gauge", {w1: 2.0, s0: 2.0})
-    assert found["bpsx_worker_late_seconds_total"][1] == {(*s0, ("worker", "0")): 0.0, (*s0, ("worker", "1")): 2.5}
+    assert found["bpsx_worker_late_seconds_total"][1] == {
+        (*s0, ("worker", "0")): 0.0,
+        (*s0, ("worker", "1")): 2.5,
+    }
     assert found["bpsx_worker_last_rounds_total"][1][(*s0, ("worker", "1"))] == 9.0
     assert found["bpsx_round_wait_seconds_total"][1][s0] == pytest.approx(3e-9)
 
@@ -54,7 +59,9 @@ def test_names_follow_the_conventions():
         assert re.fullmatch(r"bpsx_[a-z_]+", metric.name)
         assert (metric.kind == "counter") == metric.name.endswith("_total")
         assert metric.help.endswith(".") and "\n" not in metric.help and "\\" not in metric.help
-        assert not metric.source.endswith("_ns") or ("_seconds" in metric.name and metric.scale == 1e-9)
+        assert not metric.source.endswith("_ns") or (
+            "_seconds" in metric.name and metric.scale == 1e-9
+        )
     assert len({m.name for m in METRICS}) == len(METRICS)
 
 
@@ -66,7 +73,10 @@ def test_the_page_explains_every_metric():
 def test_who_died_is_down():
     members, o = observed()
     members.gone(b"w1", "test")
-    up = {tuple(dict(k).values())[:2]: v for k, v in parse(exposition(o.view(0.0)))["bpsx_up"][1].items()}
+    up = {
+        tuple(dict(k).values())[:2]: v
+        for k, v in parse(exposition(o.view(0.0)))["bpsx_up"][1].items()
+    }
     assert up == {("scheduler", "0"): 1, ("worker", "0"): 0, ("worker", "1"): 0, ("server", "0"): 0}
 
 
@@ -75,7 +85,10 @@ def test_stalls_are_counted():
     members.waiting(b"w0", waiting(["x", 0, 3, 12.0], ["y", 0, 1, 11.0], ["z", 0, 1, 2.0]), 0.0)
     found = parse(exposition(o.view(0.0)))
     w0 = (("role", "worker"), ("rank", "0"), ("host", "h"))
-    assert found["bpsx_stalled_push_pulls"][1][w0] == 2 and found["bpsx_oldest_stall_seconds"][1][w0] == 12.0
+    assert (
+        found["bpsx_stalled_push_pulls"][1][w0] == 2
+        and found["bpsx_oldest_stall_seconds"][1][w0] == 12.0
+    )
     assert o.view(0.0)["nodes"][0]["waits"] == [("x", 3, 12.0), ("y", 1, 11.0)]
 
 
@@ -86,7 +99,12 @@ def test_an_observer_is_no_member_and_nodes_report_while_it_asks():
     members, o = observed()
     before = dict(members.nodes)
     out = o.handle(b"o", OBSERVE, 100.0)
-    assert [(i, m["type"]) for i, m in out] == [(b"s0", "WATCH"), (b"w0", "WATCH"), (b"w1", "WATCH"), (b"o", "VIEW")]
+    assert [(i, m["type"]) for i, m in out] == [
+        (b"s0", "WATCH"),
+        (b"w0", "WATCH"),
+        (b"w1", "WATCH"),
+        (b"o", "VIEW"),
+    ]
     assert out[0][1]["seconds"] == LEASE > RENEW
     assert [m["type"] for _, m in o.handle(b"o", OBSERVE, 101.0)] == ["VIEW"]
     assert "WATCH" in [m["type"] for _, m in o.handle(b"o2", OBSERVE, 100.0 + RENEW)]
@@ -100,7 +118,9 @@ def test_an_observer_may_ask_while_the_job_gathers():
     m = members()
     m.hello(b"w0", hello("worker", 0))
     ((who, view),) = Observers(m, "h").handle(b"o", OBSERVE, 0.0)
-    assert who == b"o" and view["state"] == "waiting" and view["missing"] == ["worker 1", "the server"]
+    assert (
+        who == b"o" and view["state"] == "waiting" and view["missing"] == ["worker 1", "the server"]
+    )
 
 
 def test_another_version_is_refused():
@@ -115,7 +135,9 @@ def test_a_recording_is_asked_of_everybody_and_its_files_are_told():
     assert {i for i, m in out if m == {"type": "TRACE", "seconds": 5}} == {b"s0", b"w0", b"w1"}
     o.handle(b"w1", {"type": "TRACED", "path": "/x", "records": 4}, 0.0)
     o.handle(b"stranger", {"type": "TRACED", "path": "/y", "records": 4}, 0.0)
-    assert o.view(0.0)["traced"] == [{"number": 0, "role": "worker", "rank": 1, "host": "h", "path": "/x", "records": 4}]
+    assert o.view(0.0)["traced"] == [
+        {"number": 0, "role": "worker", "rank": 1, "host": "h", "path": "/x", "records": 4}
+    ]
 
 
 def test_strangers_report_nothing():
@@ -130,12 +152,28 @@ def test_the_clock_is_told_to_anybody():
     assert who == b"w0" and answer["at"] == 5 and answer["wall"] > 1.7e18
 
 
-@pytest.mark.parametrize("message", [
-    stats(**{"x": "1"}), stats(**{"x": True}), stats(**{"x": 1.5}), stats(**{"x" * 64: 1}), stats(x=2**64), stats(late=[(1,)]), stats(late=[(1, -1)]),
-    stats(late=[("a", 1)]), {**stats(), "at": -1}, {**stats(), "values": []}, {**stats(), "late": {}}, {**OBSERVE, "trace": 3601},
-    {**OBSERVE, "trace": -2}, {**OBSERVE, "trace": True}, {"type": "OBSERVE"}, {"type": "CLOCK", "at": None},
-    {"type": "TRACED", "path": 3, "records": 0},
-])
+@pytest.mark.parametrize(
+    "message",
+    [
+        stats(**{"x": "1"}),
+        stats(**{"x": True}),
+        stats(**{"x": 1.5}),
+        stats(**{"x" * 64: 1}),
+        stats(x=2**64),
+        stats(late=[(1,)]),
+        stats(late=[(1, -1)]),
+        stats(late=[("a", 1)]),
+        {**stats(), "at": -1},
+        {**stats(), "values": []},
+        {**stats(), "late": {}},
+        {**OBSERVE, "trace": 3601},
+        {**OBSERVE, "trace": -2},
+        {**OBSERVE, "trace": True},
+        {"type": "OBSERVE"},
+        {"type": "CLOCK", "at": None},
+        {"type": "TRACED", "path": 3, "records": 0},
+    ],
+)
 def test_messages_that_make_no_sense_are_refused(message):
     with pytest.raises(messages.BadMessage):
         messages.check(message)

@@ -36,7 +36,10 @@ def cores(tmp_path: Path) -> list[Core]:
 
 
 def plans(cores: list[Core], processes: int, **variables: str) -> list[str]:
-    return [text(cpus) for cpus in plan(Config({f"BYTEPS_{k}": v for k, v in variables.items()}), processes, cores)]
+    return [
+        text(cpus)
+        for cpus in plan(Config({f"BYTEPS_{k}": v for k, v in variables.items()}), processes, cores)
+    ]
 
 
 def test_topology(tmp_path: Path) -> None:
@@ -75,7 +78,11 @@ def test_the_root_gets_what_is_left(cores: list[Core]) -> None:
     assert plans(cores, 3, NUMA_DEFAULT_QUOTA="1") == ["0,8", "1,9", "2-7,10-15"]
     assert plans(cores, 3, NUMA_ROOT_QUOTA="1") == ["0-1,8-9", "2-3,10-11", "4,12"]
     assert plans(cores, 3, NUMA_ROOT_QUOTA="6") == ["0,8", "1,9", "2-7,10-15"]
-    assert plans(cores, 3, NUMA_DEFAULT_QUOTA="3", NUMA_ROOT_QUOTA="1") == ["0-2,8-10", "4-6,12-14", "3,11"]
+    assert plans(cores, 3, NUMA_DEFAULT_QUOTA="3", NUMA_ROOT_QUOTA="1") == [
+        "0-2,8-10",
+        "4-6,12-14",
+        "3,11",
+    ]
 
 
 def test_one_thread_per_core(cores: list[Core]) -> None:
@@ -89,7 +96,10 @@ def test_a_blacklist(cores: list[Core]) -> None:
 
 def test_explicit_lists(cores: list[Core]) -> None:
     assert plans(cores, 2, VISIBLE_CPU_CORES="0-2,9:4,6") == ["0-2,9", "4,6"]
-    assert plans(cores, 2, VISIBLE_CPU_CORES="0:0", CPU_BLACKLIST="0", NUMA_DEFAULT_QUOTA="99") == ["0", "0"]
+    assert plans(cores, 2, VISIBLE_CPU_CORES="0:0", CPU_BLACKLIST="0", NUMA_DEFAULT_QUOTA="99") == [
+        "0",
+        "0",
+    ]
 
 
 def test_nothing_is_bound_unless_wanted(cores: list[Core]) -> None:
@@ -103,25 +113,72 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
     assert plans(cores[:2], 3) == [""] * 3
 
 
-@pytest.mark.parametrize(("variables", "processes", "said"), [
-    ({"VISIBLE_CPU_CORES": "0:1"}, 3, "BYTEPS_VISIBLE_CPU_CORES=0:1: 2 lists for 3 worker processes; allowed is one per process"),
-    ({"VISIBLE_CPU_CORES": "0:15-16"}, 2, "BYTEPS_VISIBLE_CPU_CORES=0:15-16: this process may not use 16; allowed are 0-15"),
-    ({"CPU_BLACKLIST": "0-15"}, 2, "BYTEPS_CPU_BLACKLIST=0-15: no CPU is left of 0-15"),
-    ({"NUMA_ROOT_QUOTA": "7"}, 3, "BYTEPS_NUMA_ROOT_QUOTA=7: 3 processes share 8 cores, so allowed are 0..6"),
-    ({"NUMA_DEFAULT_QUOTA": "4"}, 3, "BYTEPS_NUMA_DEFAULT_QUOTA=4: 3 processes share 8 cores, so allowed are 0..3"),
-    ({"NUMA_DEFAULT_QUOTA": "3", "NUMA_ROOT_QUOTA": "4"}, 3, "8 cores, 4 of them for the root (BYTEPS_NUMA_ROOT_QUOTA), so allowed are 0..2"),
-    ({"NUMA_DEFAULT_QUOTA": "1"}, 10, "BYTEPS_NUMA_DEFAULT_QUOTA=1: 10 processes share 8 cores, so allowed are 0..0"),
-    ({"NUMA_ROOT_QUOTA": "9"}, 1, "BYTEPS_NUMA_ROOT_QUOTA=9: 1 processes share 8 cores, so allowed are 0..8"),
-])
-def test_the_impossible_is_refused(cores: list[Core], variables: dict[str, str], processes: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("variables", "processes", "said"),
+    [
+        (
+            {"VISIBLE_CPU_CORES": "0:1"},
+            3,
+            (
+                "BYTEPS_VISIBLE_CPU_CORES=0:1: 2 lists for 3 worker processes; allowed is one per"
+                " process"
+            ),
+        ),
+        (
+            {"VISIBLE_CPU_CORES": "0:15-16"},
+            2,
+            "BYTEPS_VISIBLE_CPU_CORES=0:15-16: this process may not use 16; allowed are 0-15",
+        ),
+        ({"CPU_BLACKLIST": "0-15"}, 2, "BYTEPS_CPU_BLACKLIST=0-15: no CPU is left of 0-15"),
+        (
+            {"NUMA_ROOT_QUOTA": "7"},
+            3,
+            "BYTEPS_NUMA_ROOT_QUOTA=7: 3 processes share 8 cores, so allowed are 0..6",
+        ),
+        (
+            {"NUMA_DEFAULT_QUOTA": "4"},
+            3,
+            "BYTEPS_NUMA_DEFAULT_QUOTA=4: 3 processes share 8 cores, so allowed are 0..3",
+        ),
+        (
+            {"NUMA_DEFAULT_QUOTA": "3", "NUMA_ROOT_QUOTA": "4"},
+            3,
+            "8 cores, 4 of them for the root (BYTEPS_NUMA_ROOT_QUOTA), so allowed are 0..2",
+        ),
+        (
+            {"NUMA_DEFAULT_QUOTA": "1"},
+            10,
+            "BYTEPS_NUMA_DEFAULT_QUOTA=1: 10 processes share 8 cores, so allowed are 0..0",
+        ),
+        (
+            {"NUMA_ROOT_QUOTA": "9"},
+            1,
+            "BYTEPS_NUMA_ROOT_QUOTA=9: 1 processes share 8 cores, so allowed are 0..8",
+        ),
+    ],
+)
+def test_the_impossible_is_refused(
+    cores: list[Core], variables: dict[str, str], processes: int, said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         plans(cores, processes, **variables)
     assert said in str(error.value)
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 4), st.integers(0, 4), st.booleans())
-def test_no_cpu_is_shared_and_none_invented(sizes: list[int], processes: int, each: int, root: int, threads: bool) -> None:
-    cores = [Core((2 * i, 2 * i + 1), node) for i, node in enumerate(n for n, size in enumerate(sizes) for _ in range(size))]
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_no_cpu_is_shared_and_none_invented(
+    sizes: list[int], processes: int, each: int, root: int, threads: bool
+) -> None:
+    cores = [
+        Core((2 * i, 2 * i + 1), node)
+        for i, node in enumerate(n for n, size in enumerate(sizes) for _ in range(size))
+    ]
     config = Config({}, numa_default_quota=each, numa_root_quota=root, multithreaded_cpu=threads)
     try:
         bound = plan(config, processes, cores)
@@ -138,7 +195,9 @@ def test_no_cpu_is_shared_and_none_invented(sizes: list[int], processes: int, ea
             assert len(taken) == each, rank
 
 
-@pytest.mark.parametrize(("given_text", "cpus"), [("0", {0}), ("0-2,7", {0, 1, 2, 7}), (" 1 , 3-3", {1, 3})])
+@pytest.mark.parametrize(
+    ("given_text", "cpus"), [("0", {0}), ("0-2,7", {0, 1, 2, 7}), (" 1 , 3-3", {1, 3})]
+)
 def test_lists_of_cpus(given_text: str, cpus: set[int]) -> None:
     assert cpu_list(given_text) == cpus
     assert cpu_list(text(cpus)) == cpus

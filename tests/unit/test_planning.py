@@ -12,7 +12,9 @@ from bpsx.planning.placement import Placement, key_of
 from bpsx.planning.stages import Stage, stages_for
 
 
-@given(nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7), compressed=st.booleans())
+@given(
+    nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7), compressed=st.booleans()
+)
 def test_spans_cover_exactly_in_order_and_begin_at_pages(nbytes, partition_bytes, compressed):
     partition_bytes = max(partition_bytes, nbytes // 5000)
     spans = partition(nbytes, partition_bytes, compressed)
@@ -33,10 +35,14 @@ def test_places_are_in_range_distinct_and_slots_are_dense(function):
     places = [p for tensor in range(300) for p in placement.place(tensor, 5000 * (tensor % 4 + 1))]
     assert len({p.key for p in places}) == len(places)
     for lane in range(6):
-        assert sorted(p.slot for p in places if p.lane == lane) == list(range(sum(p.lane == lane for p in places)))
+        assert sorted(p.slot for p in places if p.lane == lane) == list(
+            range(sum(p.lane == lane for p in places))
+        )
     assert {p.lane for p in places} <= set(range(6))
     again = Placement(lanes, function, partition_bytes=8192)
-    assert [p for tensor in range(300) for p in again.place(tensor, 5000 * (tensor % 4 + 1))] == places
+    assert [
+        p for tensor in range(300) for p in again.place(tensor, 5000 * (tensor % 4 + 1))
+    ] == places
 
 
 @pytest.mark.parametrize("function", ["naive", "built_in", "djb2", "sdbm"])
@@ -47,21 +53,37 @@ def test_a_hash_looks_at_the_key_only(function):
 
 
 def test_the_coefficient_changes_the_built_in_hash_only():
-    lanes = {c: [p.lane for t in range(50) for p in Placement([1] * 5, "built_in", c).place(t, 1)] for c in (1, 3)}
+    lanes = {
+        c: [p.lane for t in range(50) for p in Placement([1] * 5, "built_in", c).place(t, 1)]
+        for c in (1, 3)
+    }
     assert lanes[1] != lanes[3]
 
 
-@given(tensors=st.lists(st.tuples(st.integers(0, 10**8), st.booleans()), max_size=12), shares=st.lists(st.integers(0, 5), min_size=1, max_size=9),
-       partition_bytes=st.integers(4096, 10**7), function=st.sampled_from(["balanced", "djb2"]))
-def test_partitions_cover_exactly_begin_at_pages_and_are_no_more_than_needed(tensors, shares, partition_bytes, function):
+@given(
+    tensors=st.lists(st.tuples(st.integers(0, 10**8), st.booleans()), max_size=12),
+    shares=st.lists(st.integers(0, 5), min_size=1, max_size=9),
+    partition_bytes=st.integers(4096, 10**7),
+    function=st.sampled_from(["balanced", "djb2"]),
+)
+def test_partitions_cover_exactly_begin_at_pages_and_are_no_more_than_needed(
+    tensors, shares, partition_bytes, function
+):
     partition_bytes = max(partition_bytes, 10**8 // 5000)
-    parts = [s / max(1, sum(shares)) for s in shares] if any(shares) else [1 / len(shares)] * len(shares)
+    parts = (
+        [s / max(1, sum(shares)) for s in shares]
+        if any(shares)
+        else [1 / len(shares)] * len(shares)
+    )
     placement = Placement([1] * len(shares), function, 1, parts, partition_bytes)
     for number, (nbytes, compressed) in enumerate(tensors):
         places = placement.place(number, nbytes, compressed)
         assert sum(p.length for p in places) == nbytes
         assert all(p.length % PAGE_BYTES == 0 for p in places[:-1])
-        assert all(0 < p.length <= most_bytes(partition_bytes, compressed) for p in places) or nbytes == 0 == places[0].length
+        assert (
+            all(0 < p.length <= most_bytes(partition_bytes, compressed) for p in places)
+            or nbytes == 0 == places[0].length
+        )
         plain = partition(nbytes, partition_bytes, compressed)
         if compressed or function != "balanced":
             assert [p.length for p in places] == [s.length for s in plain]

@@ -35,17 +35,37 @@ def turn_away(refusals: Refusals, descriptor: int) -> None:
 def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
     refusals = Refusals(every=0.0)
     assert refusals.hint() == ""
-    for _ in range(3):      # of unknown address, as those who are gone at once: told when they come again and again
+    for _ in range(
+        3
+    ):  # of unknown address, as those who are gone at once: told when they come again and again
         turn_away(refusals, 99)
     assert len(said) == 1 and said[0].endswith("or speaks something else; 2 more before it")
     for _ in range(3):
         turn_away(refusals, 99)
-    assert len(said) == 2 and said[1].endswith("or speaks something else; 2 more since the last such line")
+    assert len(said) == 2 and said[1].endswith(
+        "or speaks something else; 2 more since the last such line"
+    )
 
 
-@pytest.mark.parametrize(("count", "text"), [
-    (1, " (1 connection refused for not knowing the job secret, the last from an unknown address)"),
-    (2, " (2 connections refused for not knowing the job secret, the last from an unknown address)")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (
+            1,
+            (
+                " (1 connection refused for not knowing the job secret, the last from an unknown"
+                " address)"
+            ),
+        ),
+        (
+            2,
+            (
+                " (2 connections refused for not knowing the job secret, the last from an unknown"
+                " address)"
+            ),
+        ),
+    ],
+)
 def test_who_waits_hears_how_many(count: int, text: str) -> None:
     refusals = Refusals()
     for _ in range(count):

@@ -1,6 +1,5 @@
 """The scheduler's pure parts: who may join, what names mean, what a message may be."""
 
-
 from __future__ import annotations
 
 import json
@@ -25,12 +24,22 @@ def test_the_last_to_come_starts_the_job_for_all(order):
     m = members()
     outputs = []
     for i, who in enumerate(order):
-        outputs = m.hello(who.encode(), hello("worker" if who[0] == "w" else "server", int(who[1]) if who[0] == "w" else -1))
+        outputs = m.hello(
+            who.encode(),
+            hello("worker" if who[0] == "w" else "server", int(who[1]) if who[0] == "w" else -1),
+        )
         assert (m.state == "running") == (i == 2)
     assert kinds(outputs) == {b"w0": "WELCOME", b"w1": "WELCOME", b"s0": "WELCOME"}
     worker, server = dict(outputs)[b"w1"], dict(outputs)[b"s0"]
-    peers = ["worker 0 (h, pid 100)", "worker 1 (h, pid 101)"]      # a server names a worker that it loses
-    assert (worker["job"], worker["workers"], len(worker["lanes"])) == (9, 2, 1) and {**worker, "rank": 0, "peers": peers} == server
+    peers = [
+        "worker 0 (h, pid 100)",
+        "worker 1 (h, pid 101)",
+    ]  # a server names a worker that it loses
+    assert (worker["job"], worker["workers"], len(worker["lanes"])) == (9, 2, 1) and {
+        **worker,
+        "rank": 0,
+        "peers": peers,
+    } == server
 
 
 def test_who_is_missing_is_known():
@@ -41,15 +50,25 @@ def test_who_is_missing_is_known():
     assert m.present() == ["worker 1 (h, pid 101)", "server 0 (h, pid 149)"]
 
 
-@pytest.mark.parametrize(("message", "text"), [
-    (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"), (hello("worker", 5), "rank 5"), (hello("boss", 0), "'boss'"),
-    (hello("worker", 1, protocol=PROTOCOL + 1), f"protocol version {PROTOCOL + 1}"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
-    (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
-    (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
-    (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),
-    (hello("server", -1, pid=8), "there is a server already"), (hello("server", -1, lanes=[]), "without lanes"),
-    (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),
-])
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"),
+        (hello("worker", 5), "rank 5"),
+        (hello("boss", 0), "'boss'"),
+        (hello("worker", 1, protocol=PROTOCOL + 1), f"protocol version {PROTOCOL + 1}"),
+        (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
+        (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
+        (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
+        (
+            hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)),
+            "BYTEPS_PARTITION_BYTES=8192",
+        ),
+        (hello("server", -1, pid=8), "there is a server already"),
+        (hello("server", -1, lanes=[]), "without lanes"),
+        (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),
+    ],
+)
 def test_a_refusal_says_why_and_changes_nothing(message, text):
     m = members()
     m.hello(b"w0", hello("worker", 0))
@@ -61,21 +80,41 @@ def test_a_refusal_says_why_and_changes_nothing(message, text):
     assert m.present() == before and m.state == "waiting"
 
 
-@pytest.mark.parametrize("message", [hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), hello("worker", 1, protocol=PROTOCOL + 1),
-                                     hello("server", -1, config=config(2, 1, BPSX_ENCRYPT=1)), hello("server", -1, 2, 4)])
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)),
+        hello("worker", 1, protocol=PROTOCOL + 1),
+        hello("server", -1, config=config(2, 1, BPSX_ENCRYPT=1)),
+        hello("server", -1, 2, 4),
+    ],
+)
 def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
     m = members()
     m.hello(b"w0", hello("worker", 0))
     assert kinds(m.hello(b"x", message)) == {b"x": "REFUSED"}
     when, text = m.vanished.due(5.0, 3.0)
     who = "worker 1 (h, pid 101)" if message["role"] == "worker" else "server (h, pid 149)"
-    assert when == 8.0 and text.startswith(f"{who} was refused (") and text.endswith("), and has not come back for 3 s, while the job was gathering")
+    assert (
+        when == 8.0
+        and text.startswith(f"{who} was refused (")
+        and text.endswith("), and has not come back for 3 s, while the job was gathering")
+    )
     m.hello(b"again", hello(message["role"], message["rank"], pid=7))
     assert m.vanished.due(6.0, 3.0) is None
 
 
-@pytest.mark.parametrize("message", [hello("worker", 0, pid=7), hello("worker", 0, protocol=PROTOCOL + 1), hello("worker", 5), hello("boss", 0),
-                                     hello("server", -1, pid=8), hello("worker", 10**6, config=config(2, 1, BYTEPS_LOCAL_SIZE=10**9))])
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello("worker", 0, pid=7),
+        hello("worker", 0, protocol=PROTOCOL + 1),
+        hello("worker", 5),
+        hello("boss", 0),
+        hello("server", -1, pid=8),
+        hello("worker", 10**6, config=config(2, 1, BYTEPS_LOCAL_SIZE=10**9)),
+    ],
+)
 def test_nobody_is_missed_for_whom_there_was_no_place(message):
     m = members()
     m.hello(b"w0", hello("worker", 0))
@@ -116,7 +155,9 @@ def test_a_loss_is_told_to_everybody_else_by_name():
     m = running(3, 2)
     outputs = m.gone(b"w1", "its connection broke")
     assert kinds(outputs) == dict.fromkeys([b"w0", b"w2", b"s0", b"s1"], "LOST")
-    assert all("worker 1 (h, pid 101) is gone: its connection broke" in m["text"] for _, m in outputs)
+    assert all(
+        "worker 1 (h, pid 101) is gone: its connection broke" in m["text"] for _, m in outputs
+    )
     assert m.state == "failed" and not m.everybody_left()
 
 
@@ -127,15 +168,24 @@ def test_leaving_in_good_order():
     assert [o["type"] for i, o in outputs if i == b"s0"][-1] == "END" and m.state == "done"
     m.bye(b"s0", {"failure": ""})
     assert m.everybody_left()
-    assert m.gone(b"w0", "x") == [] and m.bye(b"w0", {"failure": ""}) == [(b"w0", {"type": "GOODBYE"})]
+    assert m.gone(b"w0", "x") == [] and m.bye(b"w0", {"failure": ""}) == [
+        (b"w0", {"type": "GOODBYE"})
+    ]
 
 
-@pytest.mark.parametrize(("who", "failure", "text"), [(b"w1", "RuntimeError: no", "worker 1 (h, pid 101) has failed: RuntimeError: no"),
-                                                      (b"s0", "", "server 0 (h, pid 900) has left while workers were running")])
+@pytest.mark.parametrize(
+    ("who", "failure", "text"),
+    [
+        (b"w1", "RuntimeError: no", "worker 1 (h, pid 101) has failed: RuntimeError: no"),
+        (b"s0", "", "server 0 (h, pid 900) has left while workers were running"),
+    ],
+)
 def test_leaving_work_undone_is_a_failure(who, failure, text):
     m = running()
     outputs = m.bye(who, {"failure": failure})
-    assert any(o["type"] == "LOST" and text in o["text"] for _, o in outputs) and m.state == "failed"
+    assert (
+        any(o["type"] == "LOST" and text in o["text"] for _, o in outputs) and m.state == "failed"
+    )
 
 
 def test_the_first_cause_is_blamed():
@@ -145,8 +195,11 @@ def test_the_first_cause_is_blamed():
     m.bye(b"w0", {"failure": "ended by PeerLeftError: tensor 'a': worker 1 has left"})
     m.gone(b"s0", "x")
     assert str(m.blamed) == "worker 1 (h, pid 101)"
-    for end, who in ((lambda m: m.gone(b"w2", "x"), "w2"), (lambda m: m.bye(b"w2", {"failure": "ended by ValueError: x"}), "w2"),
-                     (lambda m: m.bye(b"s0", {"failure": ""}), "s0")):
+    for end, who in (
+        (lambda m: m.gone(b"w2", "x"), "w2"),
+        (lambda m: m.bye(b"w2", {"failure": "ended by ValueError: x"}), "w2"),
+        (lambda m: m.bye(b"s0", {"failure": ""}), "s0"),
+    ):
         m = running(3, 1)
         m.bye(b"w1", {"failure": ""})
         end(m)
@@ -166,7 +219,11 @@ def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
     assert m.state == "running" and not m.survived
     m.bye(b"w0", {"failure": ""})
     assert m.state == "failed" and m.survived
-    assert m.failure == "worker 1 (h, pid 101) is gone: its connection broke; the others have gone on and left in good order"
+    assert (
+        m.failure
+        == "worker 1 (h, pid 101) is gone: its connection broke; the others have gone on and left"
+        " in good order"
+    )
 
 
 def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failure():
@@ -176,8 +233,15 @@ def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failu
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["hello", "bye", "badbye", "gone", "declare", "waiting"]),
-                          st.sampled_from(["w0", "w1", "w2", "s0", "s1", "x"])), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["hello", "bye", "badbye", "gone", "declare", "waiting"]),
+            st.sampled_from(["w0", "w1", "w2", "s0", "s1", "x"]),
+        ),
+        max_size=60,
+    )
+)
 def test_whatever_happens_it_only_goes_forward(events):
     m = members(3, 2)
     order = ["waiting", "running", "done", "failed"]
@@ -185,7 +249,16 @@ def test_whatever_happens_it_only_goes_forward(events):
         before = m.state
         ident = who.encode()
         if what == "hello":
-            m.hello(ident, hello("worker" if who[0] == "w" else "server", int(who[1:]) if who[0] == "w" else -1, 3, 2, pid=ord(who[-1])))
+            m.hello(
+                ident,
+                hello(
+                    "worker" if who[0] == "w" else "server",
+                    int(who[1:]) if who[0] == "w" else -1,
+                    3,
+                    2,
+                    pid=ord(who[-1]),
+                ),
+            )
         elif what in ("bye", "badbye"):
             m.bye(ident, {"failure": "x" if what == "badbye" else ""})
         elif what == "gone":
@@ -194,7 +267,9 @@ def test_whatever_happens_it_only_goes_forward(events):
             m.declare(ident, declare("t", [n % 2 + 1]))
         else:
             m.waiting(ident, waiting(["t", 0, n, 40.0]), float(n))
-        assert order.index(m.state) >= order.index(before) and not (before == "done" and m.state == "failed")
+        assert order.index(m.state) >= order.index(before) and not (
+            before == "done" and m.state == "failed"
+        )
         assert len(m.missing()) >= 0 and isinstance(m.everybody_left(), bool)
 
 
@@ -209,7 +284,11 @@ def test_the_first_places_and_the_others_get_the_same():
     r = registry()
     first, told = r.declare(1, "w", 0, 20_000, 3, [5000])
     second, told_second = r.declare(0, "w", 0, 20_000, 3, [5000])
-    assert (told, told_second) == ([1], [0]) and second.places == first.places and len(first.places) == 3
+    assert (
+        (told, told_second) == ([1], [0])
+        and second.places == first.places
+        and len(first.places) == 3
+    )
 
 
 def test_a_compressed_tensor_has_partitions_of_twice_the_size():
@@ -222,9 +301,13 @@ def test_a_mismatch_is_told_to_all_who_have_declared_and_will():
     r.declare(0, "w", 0, 16, 3, [4])
     r.declare(1, "w", 0, 16, 3, [4])
     known, told = r.declare(2, "w", 0, 16, 3, [2, 2])
-    assert sorted(told) == [0, 1, 2] and "worker 0 has float32 of shape (4,), worker 2 has float32 of shape (2, 2)" in known.failure
+    assert (
+        sorted(told) == [0, 1, 2]
+        and "worker 0 has float32 of shape (4,), worker 2 has float32 of shape (2, 2)"
+        in known.failure
+    )
     assert r.declare(3, "w", 0, 16, 3, [4])[1] == [3] and known.failure
-    assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure      # the next declaration is another
+    assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure  # the next declaration is another
 
 
 def test_after_a_new_beginning_the_first_of_a_name_is_the_first_and_has_other_keys():
@@ -233,14 +316,19 @@ def test_after_a_new_beginning_the_first_of_a_name_is_the_first_and_has_other_ke
     r.declare(1, "w", 0, 16, 3, [5])
     r.clear()
     after, told = r.declare(1, "w", 0, 16, 3, [4])
-    assert (after.failure, told) == ("", [1]) and {p.key for p in after.places}.isdisjoint(p.key for p in before.places)
+    assert (after.failure, told) == ("", [1]) and {p.key for p in after.places}.isdisjoint(
+        p.key for p in before.places
+    )
     assert r.describe("w", 0) == "'w' (float32 of shape (4,))" and r.describe("x", 0) == "'x'"
 
 
 # ---- the hub
 
+
 class _Deaf:
-    """A socket to a scheduler's nodes of whom some are dead, which is found out by sending to them."""
+    """A socket to a scheduler's nodes of whom some are dead, which is found out by sending to
+    them.
+    """
 
     def __init__(self, dead: set[bytes]) -> None:
         self.dead = dead
@@ -254,7 +342,7 @@ class _Deaf:
 
 def test_a_server_hears_of_the_failure_before_the_end_when_all_workers_die_at_once():
     m = members(2, 1)
-    for r in range(2):      # before the server: so they are the first to be told
+    for r in range(2):  # before the server: so they are the first to be told
         m.hello(b"w%d" % r, hello("worker", r, 2, 1))
     m.hello(b"s0", hello("server", -1, 2, 1))
     hub = object.__new__(Hub)
@@ -269,14 +357,42 @@ def test_a_server_hears_of_the_failure_before_the_end_when_all_workers_die_at_on
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.one_of(st.binary(max_size=300), st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda c: st.lists(c, max_size=5) | st.dictionaries(st.text(max_size=5), c, max_size=5),
-    max_leaves=20).map(lambda x: json.dumps(x).encode()), st.builds(
-        lambda kind, field, value: json.dumps({**hello("worker", 0), **waiting(), "type": kind, field: value}).encode(),
-        st.sampled_from(["HELLO", "DECLARE", "WAITING", "BYE", "WELCOME"]),
-        st.sampled_from(["protocol", "role", "rank", "lanes", "config", "name", "new", "over", "epoch", "shape", "failure"]),
-        st.none() | st.integers() | st.text() | st.lists(st.integers() | st.lists(st.integers() | st.text() | st.floats())) | st.just({}))))
+@given(
+    st.one_of(
+        st.binary(max_size=300),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+            lambda c: st.lists(c, max_size=5) | st.dictionaries(st.text(max_size=5), c, max_size=5),
+            max_leaves=20,
+        ).map(lambda x: json.dumps(x).encode()),
+        st.builds(
+            lambda kind, field, value: json.dumps(
+                {**hello("worker", 0), **waiting(), "type": kind, field: value}
+            ).encode(),
+            st.sampled_from(["HELLO", "DECLARE", "WAITING", "BYE", "WELCOME"]),
+            st.sampled_from(
+                [
+                    "protocol",
+                    "role",
+                    "rank",
+                    "lanes",
+                    "config",
+                    "name",
+                    "new",
+                    "over",
+                    "epoch",
+                    "shape",
+                    "failure",
+                ]
+            ),
+            st.none()
+            | st.integers()
+            | st.text()
+            | st.lists(st.integers() | st.lists(st.integers() | st.text() | st.floats()))
+            | st.just({}),
+        ),
+    )
+)
 def test_anything_is_a_message_or_a_bad_message(data):
     try:
         message = messages.decode(data)

@@ -1,4 +1,6 @@
-"""The scheduler where names collide, options lack and numbers are large: no single process may take the job from the others."""
+"""The scheduler where names collide, options lack and numbers are large: no single process may take
+the job from the others.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def little_memory() -> Iterator[None]:
 
 
 def test_workers_in_containers_on_one_host_are_two():
-    """With host networking and a process namespace each, two containers show the same address and the same pid."""
+    """With host networking and a process namespace each, two containers show the same address and
+    the same pid.
+    """
     m = members(2, 1)
     m.hello(b"w0", hello("worker", 0, pid=1))
     m.hello(b"w1", hello("worker", 1, pid=1))
@@ -42,22 +46,41 @@ def test_servers_in_containers_on_one_host_are_two():
     assert m.missing() == ["worker 0"]
 
 
-@pytest.mark.parametrize("lacking", ["BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BYTEPS_PARTITION_BYTES", "BYTEPS_LOCAL_SIZE"])
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        "BYTEPS_KEY_HASH_FN",
+        "BYTEPS_BUILT_IN_HASH_COEF",
+        "BYTEPS_PARTITION_BYTES",
+        "BYTEPS_LOCAL_SIZE",
+    ],
+)
 def test_a_worker_without_an_option_is_refused_and_does_not_keep_the_place(lacking):
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1))
     incomplete = {k: v for k, v in config(1, 1).items() if k != lacking}
-    assert kinds(m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=incomplete))) == {b"x": "REFUSED"}
+    assert kinds(m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=incomplete))) == {
+        b"x": "REFUSED"
+    }
     assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {b"w0": "WELCOME", b"s0": "WELCOME"}
 
 
-@pytest.mark.parametrize("changes", [
-    {"BYTEPS_PARTITION_BYTES": 0}, {"BYTEPS_PARTITION_BYTES": "x"}, {"BYTEPS_BUILT_IN_HASH_COEF": "x"}, {"BYTEPS_LOCAL_SIZE": 10**12},
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"BYTEPS_PARTITION_BYTES": 0},
+        {"BYTEPS_PARTITION_BYTES": "x"},
+        {"BYTEPS_BUILT_IN_HASH_COEF": "x"},
+        {"BYTEPS_LOCAL_SIZE": 10**12},
+    ],
+    ids=str,
+)
 def test_a_worker_with_an_option_out_of_range_is_refused(little_memory, changes):
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1))
-    assert kinds(m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=config(1, 1, **changes)))) == {b"x": "REFUSED"}
+    assert kinds(
+        m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=config(1, 1, **changes)))
+    ) == {b"x": "REFUSED"}
     assert m.state == "waiting"
 
 
@@ -65,37 +88,72 @@ def test_a_worker_with_an_option_out_of_range_is_refused(little_memory, changes)
 def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowed):
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=4096)))
-    answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=size))))
+    answers = dict(
+        m.hello(b"w0", hello("worker", 0, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=size)))
+    )
     assert (answers[b"w0"]["type"] == "WELCOME") == allowed
     assert allowed or answers[b"w0"]["reason"].endswith(
-        "has BYTEPS_PARTITION_BYTES=16777217 and may send messages of 67108868 bytes, and a server takes at most 67108864: "
-        "set BYTEPS_PARTITION_BYTES on the servers, too"), answers
+        "has BYTEPS_PARTITION_BYTES=16777217 and may send messages of 67108868 bytes, and a server"
+        " takes at most 67108864: set BYTEPS_PARTITION_BYTES on the servers, too"
+    ), answers
 
 
 def test_workers_and_servers_of_different_transports_are_told():
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, DMLC_ENABLE_RDMA="tcp")))
     answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1)))
-    assert answers[b"w0"]["reason"] == ("DMLC_ENABLE_RDMA=zeromq on this worker, tcp on a server: must be the same on all workers and servers")
+    assert (
+        answers[b"w0"]["reason"]
+        == "DMLC_ENABLE_RDMA=zeromq on this worker, tcp on a server: must be the same on all"
+        " workers and servers"
+    )
 
 
-VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just([])
+    | st.just({})
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["worker", "server"]), st.dictionaries(st.sampled_from(sorted(config(1, 1))), VALUES, max_size=3), st.integers(-1, 3))
+@given(
+    st.sampled_from(["worker", "server"]),
+    st.dictionaries(st.sampled_from(sorted(config(1, 1))), VALUES, max_size=3),
+    st.integers(-1, 3),
+)
 def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
-    """Any HELLO that passes the check of its fields is let in or refused; afterwards the real nodes still get their job."""
-    changes = {k: v for k, v in changes.items() if not (k == "BYTEPS_LOCAL_SIZE" and type(v) is int and v > 1000)}     # see above
+    """Any HELLO that passes the check of its fields is let in or refused; afterwards the real nodes
+    still get their job.
+    """
+    changes = {
+        k: v
+        for k, v in changes.items()
+        if not (k == "BYTEPS_LOCAL_SIZE" and type(v) is int and v > 1000)
+    }  # see above
     message = hello(role, rank, 1, 1, pid=7, config=config(1, 1, **changes))
     messages.check(message)
     m = members(1, 1)
     first = kinds(m.hello(b"x", message))
     if first == {b"x": "REFUSED"}:
         m.hello(b"s0", hello("server", -1, 1, 1))
-        assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {b"w0": "WELCOME", b"s0": "WELCOME"}
-    elif role == "worker" and m.size == 1 and not disagreement("worker", message["config"], [("server", config(1, 1))]):
-        assert kinds(m.hello(b"s0", hello("server", -1, 1, 1))) == {b"x": "WELCOME", b"s0": "WELCOME"}
+        assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {
+            b"w0": "WELCOME",
+            b"s0": "WELCOME",
+        }
+    elif (
+        role == "worker"
+        and m.size == 1
+        and not disagreement("worker", message["config"], [("server", config(1, 1))])
+    ):
+        assert kinds(m.hello(b"s0", hello("server", -1, 1, 1))) == {
+            b"x": "WELCOME",
+            b"s0": "WELCOME",
+        }
         assert kinds(m.declare(b"x", declare("t", [5]))) == {b"x": "PLACED"}
 
 
@@ -107,10 +165,15 @@ def test_a_tensor_larger_than_any_memory_is_refused(little_memory, nbytes):
 
 
 def test_a_large_tensor_in_the_smallest_partitions_fits_a_message():
-    """A gibibyte with BYTEPS_PARTITION_BYTES=4096: what is above MAX_BYTES breaks the worker's connection to the scheduler."""
+    """A gibibyte with BYTEPS_PARTITION_BYTES=4096: what is above MAX_BYTES breaks the worker's
+    connection to the scheduler.
+    """
     smallest = Config({"BYTEPS_PARTITION_BYTES": "4096"}).partition_bytes
     places = Placement([1, 1], partition_bytes=smallest).place(3, 1 << 30)
-    assert len(messages.encode("PLACED", name="t", generation=0, places=[list(p) for p in places])) <= messages.MAX_BYTES
+    assert (
+        len(messages.encode("PLACED", name="t", generation=0, places=[list(p) for p in places]))
+        <= messages.MAX_BYTES
+    )
 
 
 def test_a_key_is_unique_however_many_partitions_a_tensor_has():
@@ -118,7 +181,9 @@ def test_a_key_is_unique_however_many_partitions_a_tensor_has():
 
 
 def test_a_job_that_is_done_stays_done():
-    """SIGTERM while the last server is still saying goodbye: all workers have left in good order, and the status says so."""
+    """SIGTERM while the last server is still saying goodbye: all workers have left in good order,
+    and the status says so.
+    """
     m = running(1, 1)
     m.bye(b"w0", {"failure": ""})
     assert m.state == "done"

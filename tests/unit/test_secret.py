@@ -16,7 +16,9 @@ from bpsx.errors import ConfigError
 from bpsx.system.host import require_trust
 
 GOOD = "correct horse battery staple"
-_PARTS = st.lists(st.one_of(st.binary(max_size=9), st.text(max_size=9), st.integers(0, 2**64 - 1)), max_size=4)
+_PARTS = st.lists(
+    st.one_of(st.binary(max_size=9), st.text(max_size=9), st.integers(0, 2**64 - 1)), max_size=4
+)
 
 
 def test_a_secret_is_new_each_time_and_long_enough():
@@ -30,9 +32,20 @@ def test_no_two_lists_of_parts_give_the_same(one, other):
 
 
 def test_everything_counts():
-    found = {secret.derive(k, p, *rest) for k in (b"", b"k") for p in ("a", "b") for rest in ((), (b"x",), ("x",), (1,))}
+    found = {
+        secret.derive(k, p, *rest)
+        for k in (b"", b"k")
+        for p in ("a", "b")
+        for rest in ((), (b"x",), ("x",), (1,))
+    }
     assert len(found) == 16 and all(len(f) == 32 for f in found)
-    proofs = {secret.lane_proof(k, j, a, n) for k in (b"", b"k") for j in (1, 2) for a in ("h:1", "h:2") for n in (b"1", b"2")}
+    proofs = {
+        secret.lane_proof(k, j, a, n)
+        for k in (b"", b"k")
+        for j in (1, 2)
+        for a in ("h:1", "h:2")
+        for n in (b"1", b"2")
+    }
     assert len(proofs) == 16
 
 
@@ -54,8 +67,15 @@ def test_where_it_comes_from(tmp_path):
     file.write_text("  " + GOOD + "\n")
     file.chmod(0o600)
     assert Config({}).secret_bytes == b""
-    assert Config({"BPSX_SECRET": GOOD}).secret_bytes == GOOD.encode() == Config({"BPSX_SECRET_FILE": str(file)}).secret_bytes
-    assert Config({"BPSX_SECRET": GOOD[::-1], "BPSX_SECRET_FILE": str(file)}).secret_bytes == GOOD[::-1].encode()
+    assert (
+        Config({"BPSX_SECRET": GOOD}).secret_bytes
+        == GOOD.encode()
+        == Config({"BPSX_SECRET_FILE": str(file)}).secret_bytes
+    )
+    assert (
+        Config({"BPSX_SECRET": GOOD[::-1], "BPSX_SECRET_FILE": str(file)}).secret_bytes
+        == GOOD[::-1].encode()
+    )
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
@@ -71,7 +91,11 @@ def test_a_file_that_others_may_read_is_refused(tmp_path, mode):
 def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff" * 40)
     (tmp_path / "bytes").chmod(0o600)
-    for name, text in (("missing", "No such file"), ("", "directory|no ordinary"), ("bytes", "UTF-8")):
+    for name, text in (
+        ("missing", "No such file"),
+        ("", "directory|no ordinary"),
+        ("bytes", "UTF-8"),
+    ):
         with pytest.raises(ConfigError, match=text):
             _ = Config({"BPSX_SECRET_FILE": str(tmp_path / name)}).secret_bytes
 
@@ -81,16 +105,27 @@ def test_it_is_not_told(tmp_path):
     assert GOOD not in repr(config) and GOOD not in str(config) and GOOD not in reference()
 
 
-@pytest.mark.parametrize(("address", "env", "refused"), [
-    ("127.0.0.1", {}, False), ("::1", {}, False), ("localhost", {}, False), ("192.0.2.1", {}, True), ("0.0.0.0", {}, True), ("::", {}, True),
-    ("192.0.2.1", {"BPSX_SECRET": GOOD}, False), ("192.0.2.1", {"BPSX_INSECURE": "1"}, False),
-])
+@pytest.mark.parametrize(
+    ("address", "env", "refused"),
+    [
+        ("127.0.0.1", {}, False),
+        ("::1", {}, False),
+        ("localhost", {}, False),
+        ("192.0.2.1", {}, True),
+        ("0.0.0.0", {}, True),
+        ("::", {}, True),
+        ("192.0.2.1", {"BPSX_SECRET": GOOD}, False),
+        ("192.0.2.1", {"BPSX_INSECURE": "1"}, False),
+    ],
+)
 def test_a_job_that_others_can_reach_needs_one(address, env, refused, caplog):
     config = Config({"DMLC_ROLE": "scheduler", **env})
     if not refused:
         require_trust(config, address)
         return
-    with pytest.raises(ConfigError, match="this scheduler uses.*BPSX_SECRET.*token_urlsafe.*BPSX_INSECURE=1"):
+    with pytest.raises(
+        ConfigError, match="this scheduler uses.*BPSX_SECRET.*token_urlsafe.*BPSX_INSECURE=1"
+    ):
         require_trust(config, address)
 
 

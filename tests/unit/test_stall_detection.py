@@ -1,6 +1,5 @@
 """The scheduler's pure parts: who waits for what, who is warned, when nobody can go on."""
 
-
 from __future__ import annotations
 
 import pytest
@@ -30,10 +29,14 @@ def test_a_slow_worker_is_warned_of_now_and_then():
     s = stalls(3)
     assert told(s, 1, now=100.0) == "" == told(s, 0, ["w", 0, 7, 2.0], now=90.0)
     text = told(s, 0, now=100.0)
-    assert "tensor 'w' round 7: pushed 12 s ago by worker 0, not pushed by worker 1, worker 2" in text
-    assert told(s, 0, now=105.0) == told(s, 0, now=111.0) == ""         # once per stall,
-    assert told(s, 0, now=201.0)                                        # ... and again when that lasts
-    assert told(s, 0, ["x", 0, 0, 10.0], over=[["w", 0]], now=210.0) == "" and "'x'" in told(s, 0, now=212.0)
+    assert (
+        "tensor 'w' round 7: pushed 12 s ago by worker 0, not pushed by worker 1, worker 2" in text
+    )
+    assert told(s, 0, now=105.0) == told(s, 0, now=111.0) == ""  # once per stall,
+    assert told(s, 0, now=201.0)  # ... and again when that lasts
+    assert told(s, 0, ["x", 0, 0, 10.0], over=[["w", 0]], now=210.0) == "" and "'x'" in told(
+        s, 0, now=212.0
+    )
     assert s.deadlock() == {}
 
 
@@ -41,14 +44,21 @@ def test_a_slow_worker_is_warned_of_now_and_then():
 def test_any_number_of_tensors_is_one_warning_and_one_deadlock(count):
     s = stalls(2)
     for at in range(0, count, 4096):
-        chunk = [[f"t{i}", 0, 0, 1.0, 1.0 if i == 0 else -1] for i in range(at, min(at + 4096, count))]
+        chunk = [
+            [f"t{i}", 0, 0, 1.0, 1.0 if i == 0 else -1] for i in range(at, min(at + 4096, count))
+        ]
         assert told(s, 0, *chunk, now=1.0) == ""
     told(s, 1, ["other", 0, 0, 1.0], now=1.0)
     warnings = [(r, told(s, r, now=float(t))) for t in range(2, 29) for r in (0, 1)]
     (_, first), (_, second) = [w for w in warnings if w[1]]
     more = f" and {count - 1} more" if count > 1 else ""
-    assert f"tensor 't0' round 0{more}: pushed" in first and "not pushed by worker 1 (which waits for 'other')" in first
-    assert "do all workers use the same names" in first and "'other'" in second and s.deadlock() == {}
+    assert (
+        f"tensor 't0' round 0{more}: pushed" in first
+        and "not pushed by worker 1 (which waits for 'other')" in first
+    )
+    assert (
+        "do all workers use the same names" in first and "'other'" in second and s.deadlock() == {}
+    )
     told(s, 0, now=31.0), told(s, 1, now=31.0)
     stuck = s.deadlock()
     assert len(stuck[0]) == count and stuck[1] == [("other", 0)]
@@ -58,7 +68,9 @@ def test_a_report_in_several_messages_is_warned_of_as_a_whole():
     m = running(2)
     first = waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096)]) | {"last": False}
     assert m.waiting(b"w0", first, 11.0) == []
-    (_, warning), = m.waiting(b"w0", waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096, 5000)]), 11.0)
+    ((_, warning),) = m.waiting(
+        b"w0", waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096, 5000)]), 11.0
+    )
     assert "tensor 't0' round 0 and 4999 more" in warning["text"]
 
 
@@ -71,8 +83,16 @@ def test_all_waiting_for_what_another_has_not_pushed_is_a_deadlock():
     assert s.deadlock() == {}
 
 
-@pytest.mark.parametrize("second", [
-    [["b", 0, 0, 29.0]], [], [["a", 0, 0, 31.0]], [["b", 0, 0, 31.0, -1]], [["b", 0, 0, 31.0, 29.0]]])
+@pytest.mark.parametrize(
+    "second",
+    [
+        [["b", 0, 0, 29.0]],
+        [],
+        [["a", 0, 0, 31.0]],
+        [["b", 0, 0, 31.0, -1]],
+        [["b", 0, 0, 31.0, 29.0]],
+    ],
+)
 def test_no_deadlock_without_certainty(second):
     s = stalls(2)
     told(s, 0, ["a", 0, 0, 31.0])
@@ -94,7 +114,11 @@ def test_workers_that_are_out_of_step_do_not_go_on():
     m.waiting(b"w0", waiting(["a", 0, 0, 31.0]) | {"calls": 3}, 0.0)
     out = m.waiting(b"w1", waiting(["b", 0, 0, 31.0]) | {"calls": 4}, 0.0)
     assert kinds(out) == {b"w0": "LOST", b"w1": "LOST", b"s0": "LOST"} and m.state == "failed"
-    assert all("the job has to end: worker 1 has asked for 4 push_pulls, worker 0 for 3" in o["text"] for _, o in out if o["type"] == "LOST")
+    assert all(
+        "the job has to end: worker 1 has asked for 4 push_pulls, worker 0 for 3" in o["text"]
+        for _, o in out
+        if o["type"] == "LOST"
+    )
 
 
 def test_after_a_stall_all_begin_anew_and_nobody_leaves_before_all_have_heard():
@@ -104,7 +128,11 @@ def test_after_a_stall_all_begin_anew_and_nobody_leaves_before_all_have_heard():
     out = m.waiting(b"w1", waiting(["b", 0, 0, 31.0]), 0.0)
     resets = [(i, o["epoch"], o["status"]) for i, o in out if o["type"] == "RESET"]
     assert resets == [(b"w0", 1, -4), (b"w1", 1, -4)]
-    assert m.declare(b"w0", declare("a", [4])) == [] == m.waiting(b"w0", waiting(["a", 0, 0, 99.0]), 0.0)   # from before
+    assert (
+        m.declare(b"w0", declare("a", [4]))
+        == []
+        == m.waiting(b"w0", waiting(["a", 0, 0, 99.0]), 0.0)
+    )  # from before
     assert m.heard(b"w1") == [] == m.bye(b"w1", {"failure": ""})
     assert kinds(m.heard(b"w0")) == {b"w1": "GOODBYE", b"s0": "LEFT"}
     assert kinds(m.declare(b"w0", declare("a", [5]) | {"epoch": 1})) == {b"w0": "PLACED"}
@@ -128,7 +156,10 @@ def test_who_leaves_after_a_mismatch_waits_until_the_others_have_heard_of_it(how
 def test_who_leaves_is_not_waited_for_to_hear():
     m = running(3)
     m.declare(b"w0", declare("a", [4])), m.declare(b"w1", declare("a", [5]))
-    assert m.bye(b"w0", {"failure": ""}) == [] and kinds(m.bye(b"w1", {"failure": ""}))[b"w1"] == "GOODBYE"
+    assert (
+        m.bye(b"w0", {"failure": ""}) == []
+        and kinds(m.bye(b"w1", {"failure": ""}))[b"w1"] == "GOODBYE"
+    )
     assert m.nodes[b"w0"].left and m.nodes[b"w1"].left
 
 
@@ -146,7 +177,7 @@ def test_pushed_by_all_and_not_answered_is_told_too(ended):
     s = stalls(2)
     for rank in (0, 1):
         s.report(rank, [["a", 0, 0, 5.0, 5.0]], [], 0.0)
-    for rank in ended:      # who has it back does not count as not having pushed it
+    for rank in ended:  # who has it back does not count as not having pushed it
         s.report(rank, [], [["a", 0]], 0.0)
     assert "its sum is not back yet" in told(s, 1, now=30.0)
 
@@ -161,10 +192,16 @@ def test_a_round_that_is_over_elsewhere_does_not_count_for_the_next():
     assert s.deadlock() == {0: [("a", 0)], 1: [("b", 0)]}
 
 
-OPERATIONS = st.lists(st.one_of(
-    st.tuples(st.just("report"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
-    st.tuples(st.just("over"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
-    st.tuples(st.sampled_from(["leave", "enter"]), st.integers(0, 3), st.just(0), st.booleans())), max_size=60)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("report"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
+        st.tuples(st.just("over"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
+        st.tuples(
+            st.sampled_from(["leave", "enter"]), st.integers(0, 3), st.just(0), st.booleans()
+        ),
+    ),
+    max_size=60,
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -184,7 +221,11 @@ def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
             known = pushed.pop((rank, key), None)
             if what == "report":
                 # the same round again changes only whether it is waited for
-                pushed[rank, key] = [now - 1.0, now - 1.0 if waited else None, bool(known and known[2])]
+                pushed[rank, key] = [
+                    now - 1.0,
+                    now - 1.0 if waited else None,
+                    bool(known and known[2]),
+                ]
                 s.report(rank, [[*key, 0, 1.0, 1.0 if waited else -1]], [], now)
             else:
                 s.report(rank, [], [key], now)
@@ -194,9 +235,19 @@ def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
             if live and all((r, key) in pushed for r in live):
                 for r in live:
                     pushed[r, key][2] = True
-        stuck = {r: any(v[1] is not None and not v[2] and now - v[1] >= 30.0 for (q, _), v in pushed.items() if q == r) for r in live}
+        stuck = {
+            r: any(
+                v[1] is not None and not v[2] and now - v[1] >= 30.0
+                for (q, _), v in pushed.items()
+                if q == r
+            )
+            for r in live
+        }
         expected = len(live) > 1 and all(stuck.values())
         found = s.deadlock()
         assert bool(found) == expected
-        assert {r: set(keys) for r, keys in found.items()} == ({
-            r: {k for (q, k), v in pushed.items() if q == r and not v[2]} for r in live} if expected else {})
+        assert {r: set(keys) for r, keys in found.items()} == (
+            {r: {k for (q, k), v in pushed.items() if q == r and not v[2]} for r in live}
+            if expected
+            else {}
+        )

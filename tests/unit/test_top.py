@@ -28,8 +28,12 @@ def drawn(text: list[str], rows: int, columns: int, monkeypatch: pytest.MonkeyPa
     return [line.replace("\x1b[K", "").replace("\x1b[H", "") for line in found.split("\r\n")[:-1]]
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(80, 80), (132, 132), (300, 200), (0, 200)])     # 0: a terminal that does not know
-def test_lines_are_as_long_as_the_terminal_is_wide(columns: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("columns", "shown"), [(80, 80), (132, 132), (300, 200), (0, 200)]
+)  # 0: a terminal that does not know
+def test_lines_are_as_long_as_the_terminal_is_wide(
+    columns: int, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert drawn(["x" * 200, "short"], 10, columns, monkeypatch) == ["x" * shown, "short"]
 
 
@@ -37,13 +41,34 @@ def test_what_does_not_fit_the_height_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert drawn([str(i) for i in range(50)], 5, 80, monkeypatch) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(("workers", "servers", "counts"), [(1, 1, "1 worker, 1 server, 0 tensors"), (2, 3, "2 workers, 3 servers, 0 tensors")])
+@pytest.mark.parametrize(
+    ("workers", "servers", "counts"),
+    [(1, 1, "1 worker, 1 server, 0 tensors"), (2, 3, "2 workers, 3 servers, 0 tensors")],
+)
 def test_one_is_not_several(workers: int, servers: int, counts: str) -> None:
-    view = {"state": "running", "workers": workers, "servers": servers, "tensors": 0, "seconds": 1.0, "nodes": [], "missing": [], "failure": ""}
+    view = {
+        "state": "running",
+        "workers": workers,
+        "servers": servers,
+        "tensors": 0,
+        "seconds": 1.0,
+        "nodes": [],
+        "missing": [],
+        "failure": "",
+    }
     assert top.lines(view, "h:1")[0] == f"job at h:1: running, {counts}, up 1 s"
 
 
 def test_a_file_gets_whole_lines(tmp_path: Path) -> None:
     """Whoever is no terminal gets what lines() makes, which knows no width."""
-    view = {"state": "failed", "workers": 1, "servers": 1, "tensors": 0, "seconds": 1.0, "nodes": [], "missing": [], "failure": "y" * 500}
+    view = {
+        "state": "failed",
+        "workers": 1,
+        "servers": 1,
+        "tensors": 0,
+        "seconds": 1.0,
+        "nodes": [],
+        "missing": [],
+        "failure": "y" * 500,
+    }
     assert "failed: " + "y" * 500 in top.lines(view, "h:1")

@@ -16,20 +16,24 @@ def grouped(found: Plan) -> tuple[int, tuple[int, ...]]:
     return found.group, found.roots
 
 
-@pytest.mark.parametrize(("switches", "linked", "group"), [
-    ("aabb", False, 2),
-    ("aaaa", False, 4),
-    ("abcd", False, 1),
-    ("aabbcc", False, 2),
-    ("aaabbb", False, 3),
-    ("aabb", True, 4),          # NVLink is faster than any switch
-    ("aabb", None, 4),          # nobody knows whether there is NVLink
-    ("aabbb", False, 5),        # switches with different numbers of GPUs: as if nothing were known
-    ("aab", False, 3),
-    ("abab", False, 4),         # a switch's processes are not neighbours
-    ("abba", False, 4),
-    ("aabbaa", False, 6),
-    ("a", False, 1)])
+@pytest.mark.parametrize(
+    ("switches", "linked", "group"),
+    [
+        ("aabb", False, 2),
+        ("aaaa", False, 4),
+        ("abcd", False, 1),
+        ("aabbcc", False, 2),
+        ("aaabbb", False, 3),
+        ("aabb", True, 4),  # NVLink is faster than any switch
+        ("aabb", None, 4),  # nobody knows whether there is NVLink
+        ("aabbb", False, 5),  # switches with different numbers of GPUs: as if nothing were known
+        ("aab", False, 3),
+        ("abab", False, 4),  # a switch's processes are not neighbours
+        ("abba", False, 4),
+        ("aabbaa", False, 6),
+        ("a", False, 1),
+    ],
+)
 def test_switches(switches: str, linked: bool | None, group: int) -> None:
     assert grouped(plan(cards(*switches), linked)) == (group, ())
 
@@ -44,7 +48,10 @@ def test_what_the_user_says_comes_first() -> None:
     assert grouped(plan(four, True, switch_size=1)) == (1, ())
     assert grouped(plan(four, False, switch_size=4)) == (4, ())
     assert grouped(plan(four, False, roots=(3, 1))) == (4, (3, 1))
-    assert "BYTEPS_REDUCE_ROOTS" in plan(four, False, roots=(3, 1)).why and "BYTEPS_PCIE_SWITCH_SIZE" in plan(four, True, switch_size=2).why
+    assert (
+        "BYTEPS_REDUCE_ROOTS" in plan(four, False, roots=(3, 1)).why
+        and "BYTEPS_PCIE_SWITCH_SIZE" in plan(four, True, switch_size=2).why
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"roots": (0,)}, {"switch_size": 2}])
@@ -62,5 +69,7 @@ def test_groups_are_whole(size: int) -> None:
 def test_two_processes_with_one_gpu_are_named(alone: bool) -> None:
     found = cards(*"aabb")
     found[3] = found[1]
-    with pytest.raises(ConfigError, match=r"local ranks 1 and 3 use one GPU \(Pretend at 0000:01:00.0\)"):
+    with pytest.raises(
+        ConfigError, match=r"local ranks 1 and 3 use one GPU \(Pretend at 0000:01:00.0\)"
+    ):
         plan(found, True, alone=alone)

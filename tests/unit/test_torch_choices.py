@@ -17,7 +17,11 @@ def test_choices_follow_into_another_job(monkeypatch: pytest.MonkeyPatch, alone:
     monkeypatch.setattr(adapter, "session", lambda: now[0])
     model = network()
     params = {"0.weight": {"compressor": "topk", "k": 2}}
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression_params=params)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression_params=params,
+    )
     backward(model)
     optimizer.step()
     now[0] = jobs[1]

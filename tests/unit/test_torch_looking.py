@@ -36,7 +36,7 @@ def usr1() -> Iterator[None]:
 def strike() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     for _ in range(3):
-        pass        # the interpreter looks at signals between instructions
+        pass  # the interpreter looks at signals between instructions
 
 
 class Handler:
@@ -63,10 +63,15 @@ def test_a_handler_is_known(usr1: None, kind: str) -> None:
     def with_more(more: str, number: int, frame: Any) -> None:
         act()
 
-    signal.signal(signal.SIGUSR1, {
-        "function": function, "method": Handler(act).method, "object": Handler(act),
-        "partial": functools.partial(with_more, "more"),
-    }[kind])
+    signal.signal(
+        signal.SIGUSR1,
+        {
+            "function": function,
+            "method": Handler(act).method,
+            "object": Handler(act),
+            "partial": functools.partial(with_more, "more"),
+        }[kind],
+    )
     act()
     strike()
     act()
@@ -87,7 +92,7 @@ def in_a_handler(act: Any) -> None:
 @pytest.mark.parametrize("aside", [in_a_thread, in_a_handler])
 @pytest.mark.parametrize("make", ["optimizer", "barrier"])
 def test_looks_besides_the_training_change_nothing(
-    fake: FakeSession, usr1: None, monkeypatch: pytest.MonkeyPatch, aside: Any, make: str,
+    fake: FakeSession, usr1: None, monkeypatch: pytest.MonkeyPatch, aside: Any, make: str
 ) -> None:
     """At every place: in hooks of backward, between backward and step, within step's waits, after
     it."""

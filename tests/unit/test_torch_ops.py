@@ -23,7 +23,16 @@ from bpsx.torch.parallel import DistributedDataParallel
 from torch_release import needs_jagged
 
 VERBS = [bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+]
 
 
 @pytest.fixture
@@ -62,7 +71,9 @@ def layouts() -> dict[str, torch.Tensor]:
 def test_sum_and_average_of_every_dtype(fake: FakeSession, dtype: torch.dtype) -> None:
     fake.others = lambda name, mine: mine * 0 + 3
     tensor = torch.tensor([0, 1, 2, 5]).to(dtype)
-    expected = torch.tensor([1.5, 2, 2.5, 4]) if dtype.is_floating_point else torch.tensor([1, 2, 2, 4])
+    expected = (
+        torch.tensor([1.5, 2, 2.5, 4]) if dtype.is_floating_point else torch.tensor([1, 2, 2, 4])
+    )
     assert torch.equal(bps.push_pull(tensor, average=False), torch.tensor([3, 4, 5, 8]).to(dtype))
     assert torch.equal(bps.push_pull(tensor), expected.to(dtype))
     assert torch.equal(tensor, torch.tensor([0, 1, 2, 5]).to(dtype))
@@ -112,18 +123,25 @@ REFUSED = {
     "bool cannot be summed.*uint8": lambda: torch.zeros(2, dtype=torch.bool),
     "int16 cannot be summed": lambda: torch.zeros(2, dtype=torch.int16),
     "sparse_csr tensors cannot be sent": lambda: torch.eye(3).to_sparse_csr(),
-    "quantized tensors cannot be sent": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-    "nested tensors cannot be sent": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized tensors cannot be sent": lambda: torch.quantize_per_tensor(
+        torch.ones(2), 0.1, 0, torch.qint8
+    ),
+    "nested tensors cannot be sent": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "tensors on meta cannot be sent": lambda: torch.zeros(2, device="meta"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize.*", "ignore:Sparse CSR.*")
-@pytest.mark.parametrize("message", [
-    pytest.param(text, marks=needs_jagged) if "nested" in text else text for text in REFUSED
-])
+@pytest.mark.parametrize(
+    "message",
+    [pytest.param(text, marks=needs_jagged) if "nested" in text else text for text in REFUSED],
+)
 @pytest.mark.parametrize("verb", VERBS)
-def test_refusals_say_whose_what_and_what_is_allowed(fake: FakeSession, message: str, verb: object) -> None:
+def test_refusals_say_whose_what_and_what_is_allowed(
+    fake: FakeSession, message: str, verb: object
+) -> None:
     with pytest.raises(TypeError, match=f"push_pull of 'w'.*{message}") as caught:
         verb(REFUSED[message](), name="w")  # type: ignore[operator]
     assert isinstance(caught.value, BpsxError)
@@ -133,7 +151,9 @@ def test_refusals_say_whose_what_and_what_is_allowed(fake: FakeSession, message:
 
 
 @pytest.mark.parametrize("verb", [bps.push_pull_inplace, bps.push_pull_async_inplace])
-def test_what_autograd_follows_is_not_overwritten_behind_its_back(fake: FakeSession, verb: Callable[[torch.Tensor], object]) -> None:
+def test_what_autograd_follows_is_not_overwritten_behind_its_back(
+    fake: FakeSession, verb: Callable[[torch.Tensor], object]
+) -> None:
     result = torch.ones(3, requires_grad=True) * 2
     with pytest.raises(bps.UnsupportedTensor, match="use push_pull\\(\\)"):
         verb(result)
@@ -150,22 +170,36 @@ def test_refused_names_and_versions(fake: FakeSession) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("options, message", [
-    *(({"priority": p}, rf"push_pull: priority={p!r}: allowed are integers from -2147483648 to 2147483647".replace("**", "."))
-      for p in ("high", 1.5, None, True, 2**31, -2**31 - 1, 2**70)),
-    ({"name": ""}, "push_pull: name must be a string, not an empty one"),
-    ({"name": b"w"}, "push_pull: name must be a string, not bytes"),
-], ids=str)
-def test_refused_options(fake: FakeSession, verb: Callable[..., object], options: dict[str, object], message: str) -> None:
-    for tensor in (torch.zeros(2), torch.eye(2).to_sparse()) if verb is bps.push_pull else (torch.zeros(2),):
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        *(
+            (
+                {"priority": p},
+                rf"push_pull: priority={p!r}: allowed are integers from -2147483648 to "
+                "2147483647".replace("**", "."),
+            )
+            for p in ("high", 1.5, None, True, 2**31, -(2**31) - 1, 2**70)
+        ),
+        ({"name": ""}, "push_pull: name must be a string, not an empty one"),
+        ({"name": b"w"}, "push_pull: name must be a string, not bytes"),
+    ],
+    ids=str,
+)
+def test_refused_options(
+    fake: FakeSession, verb: Callable[..., object], options: dict[str, object], message: str
+) -> None:
+    for tensor in (
+        (torch.zeros(2), torch.eye(2).to_sparse()) if verb is bps.push_pull else (torch.zeros(2),)
+    ):
         with pytest.raises(ConfigError, match=message):
             verb(tensor, **options)
     assert not fake.pushes and not fake.broadcasts
 
 
-@pytest.mark.parametrize("priority", [np.int64(3), torch.tensor(3), 2**31 - 1, -2**31], ids=str)
+@pytest.mark.parametrize("priority", [np.int64(3), torch.tensor(3), 2**31 - 1, -(2**31)], ids=str)
 def test_integers_of_any_kind_are_priorities(fake: FakeSession, priority: object) -> None:
-    bps.push_pull(torch.zeros(2), priority=priority)    # type: ignore[arg-type]
+    bps.push_pull(torch.zeros(2), priority=priority)  # type: ignore[arg-type]
     assert fake.pushes[0].priority == priority
 
 
@@ -173,26 +207,46 @@ class _NoCompressor:
     """Not derived from Compressor."""
 
 
-@pytest.mark.parametrize("compression", ["fp16", None, bps.Compression, bps.Compression.fp16(), _NoCompressor], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "compression",
+    ["fp16", None, bps.Compression, bps.Compression.fp16(), _NoCompressor],
+    ids=lambda c: type(c).__name__,
+)
 def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
     model = torch.nn.Linear(2, 2)
     calls: dict[str, Callable[[], object]] = {
-        "push_pull": lambda: bps.push_pull(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
+        "push_pull": lambda: bps.push_pull(torch.zeros(2), compression=compression),  # type: ignore[arg-type]
         "DistributedOptimizer": lambda: bps.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), compression=compression),      # type: ignore[arg-type]
-        "CrossBarrier": lambda: CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1), compression=compression),    # type: ignore[arg-type]
-        "DistributedDataParallel": lambda: DistributedDataParallel(model, compression=compression),     # type: ignore[arg-type]
-        "DDPHookState": lambda: bps.DDPHookState(compression=compression),      # type: ignore[arg-type]
-        "allreduce": lambda: hvd.allreduce(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
-        "reducescatter": lambda: hvd.reducescatter(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
+            torch.optim.SGD(model.parameters(), lr=0.1), compression=compression
+        ),  # type: ignore[arg-type]
+        "CrossBarrier": lambda: CrossBarrier(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), compression=compression
+        ),  # type: ignore[arg-type]
+        "DistributedDataParallel": lambda: DistributedDataParallel(model, compression=compression),  # type: ignore[arg-type]
+        "DDPHookState": lambda: bps.DDPHookState(compression=compression),  # type: ignore[arg-type]
+        "allreduce": lambda: hvd.allreduce(torch.zeros(2), compression=compression),  # type: ignore[arg-type]
+        "reducescatter": lambda: hvd.reducescatter(torch.zeros(2), compression=compression),  # type: ignore[arg-type]
     }
-    calls["push_pull of a sparse tensor"] = lambda: bps.push_pull(torch.eye(2).to_sparse(), compression=compression)    # type: ignore[arg-type]
-    for verb, of in (("allreduce", hvd.grouped_allreduce), ("reducescatter", hvd.grouped_reducescatter)):
-        calls[f"{verb} of many"] = lambda of=of: of([torch.zeros(2)], compression=compression)    # type: ignore[misc]
+    calls["push_pull of a sparse tensor"] = lambda: bps.push_pull(
+        torch.eye(2).to_sparse(), compression=compression
+    )  # type: ignore[arg-type]
+    for verb, of in (
+        ("allreduce", hvd.grouped_allreduce),
+        ("reducescatter", hvd.grouped_reducescatter),
+    ):
+        calls[f"{verb} of many"] = lambda of=of: of([torch.zeros(2)], compression=compression)  # type: ignore[misc]
     for op in (hvd.Sum, hvd.Max):
-        calls[f"allreduce {op!r}"] = lambda op=op: hvd.allreduce(torch.zeros(2), compression=compression, op=op)    # type: ignore[misc]
+        calls[f"allreduce {op!r}"] = lambda op=op: hvd.allreduce(
+            torch.zeros(2), compression=compression, op=op
+        )  # type: ignore[misc]
     for verb, call in calls.items():
-        with pytest.raises(ConfigError, match=f"^{verb.split()[0]}: compression=.*: allowed are bpsx.torch.Compression.none and .fp16, and"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                f"^{verb.split()[0]}: compression=.*: allowed are bpsx.torch.Compression.none and"
+                " .fp16, and"
+            ),
+        ):
             call()
     assert not fake.pushes and not fake.broadcasts and not fake.declared
 
@@ -200,7 +254,13 @@ def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
 @pytest.mark.parametrize("verb", [bps.poll, bps.synchronize, bpsx.poll, bpsx.synchronize])
 @pytest.mark.parametrize("given", [torch.zeros(2), None, 3], ids=str)
 def test_what_is_no_handle(verb: Callable[[object], object], given: object) -> None:
-    with pytest.raises(ConfigError, match=f"{verb.__name__}: a handle is needed, as the _async verbs return it, not {type(given).__name__}"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            f"{verb.__name__}: a handle is needed, as the _async verbs return it, not"
+            f" {type(given).__name__}"
+        ),
+    ):
         verb(given)
 
 
@@ -210,7 +270,12 @@ def test_before_init() -> None:
 
 
 def test_generated_names_depend_on_dtype_and_shape_only(fake: FakeSession) -> None:
-    for tensor in (torch.zeros(2), torch.zeros(3, 1), torch.ones(2), torch.zeros(2, dtype=torch.int32)):
+    for tensor in (
+        torch.zeros(2),
+        torch.zeros(3, 1),
+        torch.ones(2),
+        torch.zeros(2, dtype=torch.int32),
+    ):
         bps.push_pull_async(tensor)
     assert fake.names[0] == fake.names[2] == "push_pull.noname.float32.(2,)"
     assert len(set(fake.names)) == 3
@@ -219,7 +284,7 @@ def test_generated_names_depend_on_dtype_and_shape_only(fake: FakeSession) -> No
 def test_what_the_session_is_told(fake: FakeSession) -> None:
     tensor = torch.zeros(2, 3)
     bps.push_pull_async_inplace(tensor, False, "w", 4, -7)
-    push, = fake.pushes
+    (push,) = fake.pushes
     assert (push.name, push.average, push.priority, push.will_wait) == ("w", False, -7, False)
     assert push.source[:4] == push.target[:4] == (tensor.data_ptr(), 24, "float32", (2, 3))
     bps.push_pull(tensor, name="x")
@@ -233,7 +298,9 @@ def test_handles(fake: FakeSession) -> None:
     assert bps.synchronize(handle) is tensor
     assert bps.poll(handle)
     tensor.zero_()
-    assert torch.equal(bps.synchronize(handle), torch.zeros(3, 2)), "a second synchronize must not copy again"
+    assert torch.equal(bps.synchronize(handle), torch.zeros(3, 2)), (
+        "a second synchronize must not copy again"
+    )
 
 
 def test_failure_reaches_the_one_who_waits(fake: FakeSession) -> None:
@@ -305,20 +372,35 @@ def test_byteps_name() -> None:
     assert bps.byteps_push_pull is ops.push_pull_async_inplace
 
 
-@pytest.mark.parametrize("torch_module, message", [
-    (None, "bpsx.torch needs PyTorch 2.1 or newer: pip install torch"),
-    ("Tensor = type('Tensor', (), {}); __version__ = '1.13'", "bpsx.torch needs PyTorch 2.1 or newer, this is 1.13"),
-])
+@pytest.mark.parametrize(
+    "torch_module, message",
+    [
+        (None, "bpsx.torch needs PyTorch 2.1 or newer: pip install torch"),
+        (
+            "Tensor = type('Tensor', (), {}); __version__ = '1.13'",
+            "bpsx.torch needs PyTorch 2.1 or newer, this is 1.13",
+        ),
+    ],
+)
 def test_import_without_torch(tmp_path: object, torch_module: str | None, message: str) -> None:
-    blocked = f"sys.modules['torch'] = m = type(sys)('torch'); exec({torch_module!r}, m.__dict__)" if torch_module else (
-        "sys.meta_path.insert(0, type('No', (), {'find_spec': staticmethod(lambda name, *a: (_ for _ in ()).throw("
-        "ModuleNotFoundError(name=name)) if name == 'torch' else None)}))")
+    blocked = (
+        f"sys.modules['torch'] = m = type(sys)('torch'); exec({torch_module!r}, m.__dict__)"
+        if torch_module
+        else (
+            "sys.meta_path.insert(0, type('No', (), {'find_spec': staticmethod(lambda name, *a: (_"
+            " for _ in ()).throw(ModuleNotFoundError(name=name)) if name == 'torch' else None)}))"
+        )
+    )
     code = f"import sys; {blocked}\ntry:\n import bpsx.torch\nexcept ImportError as e: print(e)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.startswith(message) and done.stdout.count("\n") == 1
 
 
-def test_releases_of_pytorch_that_mark_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_of_pytorch_that_mark_one_tensor_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = torch.autograd.graph.increment_version
 
     def one(tensor: torch.Tensor) -> None:

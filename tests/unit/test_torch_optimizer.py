@@ -1,4 +1,6 @@
-"""DistributedOptimizer: when gradients leave, in which order, and what happens when a script does something unusual."""
+"""DistributedOptimizer: when gradients leave, in which order, and what happens when a script does
+something unusual.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 
 # ---- when and how gradients leave
 
+
 def test_gradients_leave_during_backward_in_place_and_most_urgent_first(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
@@ -42,14 +45,25 @@ def test_gradients_leave_during_backward_in_place_and_most_urgent_first(fake: Fa
     assert len(fake.pushes) == 4 and all(p.done() for p in fake.pushes)
 
 
-@pytest.mark.parametrize("kind, options", [
-    (torch.optim.SGD, {"lr": 0.1}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}), (torch.optim.Adam, {}),
-    (torch.optim.AdamW, {"weight_decay": 0.1}), (torch.optim.RMSprop, {}), (torch.optim.Adagrad, {}),
-])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_equal_gradients_train_as_one_process_does(fake: FakeSession, kind: Any, options: dict[str, Any], set_to_none: bool) -> None:
+def test_equal_gradients_train_as_one_process_does(
+    fake: FakeSession, kind: Any, options: dict[str, Any], set_to_none: bool
+) -> None:
     ours, plain = network(), network()
-    distributed: Any = bps.DistributedOptimizer(kind(ours.parameters(), **options), ours.named_parameters())
+    distributed: Any = bps.DistributedOptimizer(
+        kind(ours.parameters(), **options), ours.named_parameters()
+    )
     reference = kind(plain.parameters(), **options)
     assert isinstance(distributed, kind) and type(distributed).__name__ == kind.__name__
     for _ in range(5):
@@ -72,7 +86,9 @@ def test_the_step_takes_the_average(fake: FakeSession) -> None:
 
 
 @pytest.mark.parametrize("distributed, pushes", [(False, 0), (True, 4)])
-def test_a_single_worker_pushes_only_if_forced(fake: FakeSession, distributed: bool, pushes: int) -> None:
+def test_a_single_worker_pushes_only_if_forced(
+    fake: FakeSession, distributed: bool, pushes: int
+) -> None:
     fake.size, fake.distributed = 1, distributed
     model = network()
     optimizer = sgd(model)
@@ -94,16 +110,21 @@ def test_generated_names(fake: FakeSession) -> None:
 
 # ---- parameters that are special
 
+
 def test_parameters_without_gradient_are_pushed_as_zeros(fake: FakeSession) -> None:
     fake.others_use = True
     fake.others = lambda name, mine: np.full_like(mine, 2.0)
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1)})
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
     model["used"](DATA).sum().backward()
     assert len(fake.pushes) == 2
     optimizer.step()
     assert sorted(fake.names) == sorted(fake.declared)
-    assert torch.equal(model["unused"].weight.grad, torch.ones(1, 3)), "another worker's gradient counts here as well"
+    assert torch.equal(model["unused"].weight.grad, torch.ones(1, 3)), (
+        "another worker's gradient counts here as well"
+    )
 
 
 def test_a_step_without_backward_pushes_everything_once(fake: FakeSession) -> None:
@@ -117,17 +138,21 @@ def test_a_step_without_backward_pushes_everything_once(fake: FakeSession) -> No
 
 def test_what_nobody_has_used_stays_without_gradient(fake: FakeSession) -> None:
     model = network()
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5), model.named_parameters())
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5), model.named_parameters()
+    )
     optimizer.step()
-    assert fake.names == []         # all know, so there is nothing to send
+    assert fake.names == []  # all know, so there is nothing to send
     fake.others_use = True
     optimizer.step()
     assert all(p.grad is not None for p in model.parameters())
     fake.others_use = False
     optimizer.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()                # known as dense, so it is sent
-    assert sorted(fake.names) == sorted(NAMES * 2) and all(p.grad is None for p in model.parameters())
+    optimizer.step()  # known as dense, so it is sent
+    assert sorted(fake.names) == sorted(NAMES * 2) and all(
+        p.grad is None for p in model.parameters()
+    )
     assert all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
 
 
@@ -140,7 +165,7 @@ def test_frozen_parameters_stay_and_can_be_thawed(fake: FakeSession) -> None:
     assert sorted(fake.names) == sorted(NAMES[2:])
     assert model[0].weight.grad is None
     model[0].requires_grad_(True)
-    for _ in range(2):      # the first thawed step pushes late, the second from hooks
+    for _ in range(2):  # the first thawed step pushes late, the second from hooks
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
@@ -189,9 +214,13 @@ def test_more_parameters_later(fake: FakeSession) -> None:
 
 # ---- accumulation
 
+
 def test_backward_passes_add_up(fake: FakeSession) -> None:
     ours, plain = network(), network()
-    optimizer, reference = sgd(ours, backward_passes_per_step=3), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer, reference = (
+        sgd(ours, backward_passes_per_step=3),
+        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
+    )
     for _ in range(2):
         optimizer.zero_grad()
         reference.zero_grad()
@@ -236,7 +265,10 @@ def test_one_backward_too_many(fake: FakeSession, passes: int) -> None:
     optimizer = sgd(model, backward_passes_per_step=passes)
     for _ in range(passes):
         backward(model)
-    with pytest.raises(bps.GradientOrderError, match=rf"'2\.\w+' was computed more than backward_passes_per_step={passes} times"):
+    with pytest.raises(
+        bps.GradientOrderError,
+        match=rf"'2\.\w+' was computed more than backward_passes_per_step={passes} times",
+    ):
         backward(model)
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
@@ -253,10 +285,11 @@ def test_zero_grad_waits_for_what_is_under_way(fake: FakeSession) -> None:
     backward(model)
     optimizer.zero_grad(set_to_none=False)
     assert all(p.done() for p in fake.pushes)
-    assert all(not p.grad.any() for p in model.parameters())    # type: ignore[union-attr]
+    assert all(not p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
 
 
 # ---- synchronize and skip_synchronize
+
 
 def test_clipping_between_synchronize_and_step(fake: FakeSession) -> None:
     model = network()
@@ -268,10 +301,10 @@ def test_clipping_between_synchronize_and_step(fake: FakeSession) -> None:
             backward(model)
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            clipped = [p.grad.clone() for p in model.parameters()]      # type: ignore[union-attr]
+            clipped = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
             with optimizer.skip_synchronize():
                 optimizer.step()
-            assert all(torch.equal(c, p.grad) for c, p in zip(clipped, model.parameters()))     # type: ignore[arg-type]
+            assert all(torch.equal(c, p.grad) for c, p in zip(clipped, model.parameters()))  # type: ignore[arg-type]
     assert len(fake.pushes) == 8
 
 
@@ -295,7 +328,10 @@ def test_skipping_with_gradients_under_way_is_refused(fake: FakeSession) -> None
     model = network()
     optimizer = sgd(model)
     backward(model)
-    with optimizer.skip_synchronize(), pytest.raises(bps.GradientOrderError, match="call synchronize"):
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(bps.GradientOrderError, match="call synchronize"),
+    ):
         optimizer.step()
     optimizer.step()
 
@@ -329,11 +365,12 @@ def test_closure(fake: FakeSession) -> None:
 
 # ---- compression
 
+
 def test_fp16(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model, compression=bps.Compression.fp16)
     backward(model)
-    expected = [p.grad.half().float() for p in model.parameters()]      # type: ignore[union-attr]
+    expected = [p.grad.half().float() for p in model.parameters()]  # type: ignore[union-attr]
     assert {p.source.dtype for p in fake.pushes} == {"float16"}
     optimizer.step()
-    assert all(torch.equal(e, p.grad) for e, p in zip(expected, model.parameters()))    # type: ignore[arg-type]
+    assert all(torch.equal(e, p.grad) for e, p in zip(expected, model.parameters()))  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 
 # ---- failures
 
+
 def test_a_failure_comes_out_of_step_after_all_pushes_have_ended(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
@@ -37,7 +38,9 @@ def test_a_failure_comes_out_of_step_after_all_pushes_have_ended(fake: FakeSessi
     with pytest.raises(PeerLostError, match="worker 1"):
         optimizer.step()
     assert all(p.done() for p in fake.pushes)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "a failed step must not change the weights"
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), (
+        "a failed step must not change the weights"
+    )
     fake.failures.clear()
     optimizer.zero_grad()
     backward(model)
@@ -53,11 +56,16 @@ def test_gradients_in_an_unknown_layout_are_refused_by_step(fake: FakeSession) -
         bps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
 
 
-@pytest.mark.parametrize("parameter, message", [
-    (torch.zeros(2, dtype=torch.complex64), "parameter 'w': dtype complex64 cannot be summed"),
-    (torch.zeros(2, device="meta"), "parameter 'w': tensors on meta cannot be sent"),
-])
-def test_parameters_that_cannot_be_sent(fake: FakeSession, parameter: torch.Tensor, message: str) -> None:
+@pytest.mark.parametrize(
+    "parameter, message",
+    [
+        (torch.zeros(2, dtype=torch.complex64), "parameter 'w': dtype complex64 cannot be summed"),
+        (torch.zeros(2, device="meta"), "parameter 'w': tensors on meta cannot be sent"),
+    ],
+)
+def test_parameters_that_cannot_be_sent(
+    fake: FakeSession, parameter: torch.Tensor, message: str
+) -> None:
     parameter.requires_grad_(True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     with pytest.raises(TypeError, match=message):
@@ -69,15 +77,30 @@ def wrong_names() -> dict[str, tuple[Any, str]]:
     model = network()
     named = list(model.named_parameters())
     return {
-        "missing": (named[:2], r"lacks 2 of the optimizer's parameters: group 0, index 2, shape \(2, 4\); group 0, index 3, shape \(2,\)"),
-        "twice": (named + [("0.weight", torch.zeros(1)), ("2.bias", torch.zeros(1))], "these names twice: 0.weight, 2.bias"),
+        "missing": (
+            named[:2],
+            (
+                r"lacks 2 of the optimizer's parameters: group 0, index 2, shape \(2, 4\); group 0,"
+                r" index 3, shape \(2,\)"
+            ),
+        ),
+        "twice": (
+            named + [("0.weight", torch.zeros(1)), ("2.bias", torch.zeros(1))],
+            "these names twice: 0.weight, 2.bias",
+        ),
         "no names": (model.parameters(), r"\(name, parameter\) pairs"),
         "not a tensor": ([("a", 3)], r"\(name, parameter\) pairs"),
         "not a string": ([(1, named[0][1])], r"\(name, parameter\) pairs"),
-        "a model": (model, r"\(name, parameter\) pairs, as model.named_parameters\(\) gives them, not Sequential"),
+        "a model": (
+            model,
+            r"\(name, parameter\) pairs, as model.named_parameters\(\) gives them, not Sequential",
+        ),
         "a mapping": (model.state_dict(), r"\(name, parameter\) pairs.*not OrderedDict"),
         "a name": ("weight", r"\(name, parameter\) pairs.*not str"),
-        "other tensors": (list(model.state_dict().items()), r"lacks 4 .*it has none of them: model.state_dict\(\) has other tensors"),
+        "other tensors": (
+            list(model.state_dict().items()),
+            r"lacks 4 .*it has none of them: model.state_dict\(\) has other tensors",
+        ),
     }
 
 
@@ -85,7 +108,11 @@ def wrong_names() -> dict[str, tuple[Any, str]]:
 def test_wrong_names(fake: FakeSession, case: str) -> None:
     model = network()
     given, message = wrong_names()[case]
-    named = [(n, dict(model.named_parameters()).get(n, p)) for n, p in given] if case in ("missing", "twice") else given
+    named = (
+        [(n, dict(model.named_parameters()).get(n, p)) for n, p in given]
+        if case in ("missing", "twice")
+        else given
+    )
     with pytest.raises(ValueError, match=message):
         sgd(model, named)
 
@@ -104,27 +131,57 @@ def test_other_refusals(fake: FakeSession) -> None:
     with pytest.raises(ValueError, match="distributed already"):
         bps.DistributedOptimizer(sgd(model))
     for passes in (0, 1.5, "1", True):
-        with pytest.raises(ConfigError, match=f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers from 1"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers"
+                " from 1"
+            ),
+        ):
             sgd(model, backward_passes_per_step=passes)
-    with pytest.raises(ConfigError, match="set_backward_passes_per_step: backward_passes_per_step=0"):
+    with pytest.raises(
+        ConfigError, match="set_backward_passes_per_step: backward_passes_per_step=0"
+    ):
         sgd(model).set_backward_passes_per_step(0)
-    with pytest.raises(ConfigError, match="DistributedOptimizer: sparse_as_dense must be True or False, not 'no'"):
+    with pytest.raises(
+        ConfigError, match="DistributedOptimizer: sparse_as_dense must be True or False, not 'no'"
+    ):
         sgd(model, sparse_as_dense="no")
-    with pytest.raises(ConfigError, match="DistributedOptimizer: optimizer is a Sequential; a torch.optim.Optimizer is needed"):
-        bps.DistributedOptimizer(model)     # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError,
+        match="DistributedOptimizer: optimizer is a Sequential; a torch.optim.Optimizer is needed",
+    ):
+        bps.DistributedOptimizer(model)  # type: ignore[arg-type]
     replaced = torch.optim.SGD(model.parameters(), lr=0.1)
-    replaced.step = lambda: None    # type: ignore[method-assign]
+    replaced.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="replaced this optimizer's step"):
         bps.DistributedOptimizer(replaced)
 
 
-@pytest.mark.parametrize("swapped, options, message", [
-    (True, {}, "CrossBarrier: optimizer is a Sequential; a torch.optim.Optimizer is needed"),
-    (False, {"named_parameters": 3}, r"CrossBarrier: named_parameters must be \(name, parameter\) pairs"),
-    (False, {"sparse_as_dense": "no"}, "CrossBarrier: sparse_as_dense must be True or False, not 'no'"),
-    (False, {"backward_passes_per_step": 0}, "CrossBarrier: backward_passes_per_step=0: allowed are integers from 1"),
-])
-def test_wrong_arguments_of_cross_barrier(fake: FakeSession, swapped: bool, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    "swapped, options, message",
+    [
+        (True, {}, "CrossBarrier: optimizer is a Sequential; a torch.optim.Optimizer is needed"),
+        (
+            False,
+            {"named_parameters": 3},
+            r"CrossBarrier: named_parameters must be \(name, parameter\) pairs",
+        ),
+        (
+            False,
+            {"sparse_as_dense": "no"},
+            "CrossBarrier: sparse_as_dense must be True or False, not 'no'",
+        ),
+        (
+            False,
+            {"backward_passes_per_step": 0},
+            "CrossBarrier: backward_passes_per_step=0: allowed are integers from 1",
+        ),
+    ],
+)
+def test_wrong_arguments_of_cross_barrier(
+    fake: FakeSession, swapped: bool, options: dict[str, Any], message: str
+) -> None:
     model = network()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=message):
@@ -138,6 +195,7 @@ def test_before_init() -> None:
 
 
 # ---- it is still the user's optimizer
+
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
 def test_schedulers(fake: FakeSession, scheduler_first: bool) -> None:

@@ -35,8 +35,11 @@ def test_a_name_that_a_live_optimizer_has(fake: FakeSession) -> None:
     kept = sgd(first)
     with pytest.raises(
         ConfigError,
-        match=r"'0.weight' is also the name of another parameter, of the DistributedOptimizer \(SGD\) made at "
-        r"torch_fake.py:\d+, which is still alive.*second\.",
+        match=(
+            r"'0.weight' is also the name of another parameter, of the DistributedOptimizer \(SGD\)"
+            r" made at "
+            r"torch_fake.py:\d+, which is still alive.*second\."
+        ),
     ):
         sgd(second)
     train(first, kept)

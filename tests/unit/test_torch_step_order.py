@@ -85,8 +85,14 @@ def gan(distributed: bool, passes: int = 2, own_zero_grad: bool = True) -> list[
     generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
     steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
     if distributed:
-        named = [[(f"{n}.{k}", p) for k, p in m.named_parameters()] for n, m in (("g", generator), ("c", critic))]
-        steps = [bps.DistributedOptimizer(s, n, backward_passes_per_step=b) for s, n, b in zip(steps, named, (1, passes))]
+        named = [
+            [(f"{n}.{k}", p) for k, p in m.named_parameters()]
+            for n, m in (("g", generator), ("c", critic))
+        ]
+        steps = [
+            bps.DistributedOptimizer(s, n, backward_passes_per_step=b)
+            for s, n, b in zip(steps, named, (1, passes))
+        ]
     of_generator, of_critic = steps
     for i in range(3):
         noise = torch.full((4, 2), i + 1.0)
@@ -103,10 +109,14 @@ def gan(distributed: bool, passes: int = 2, own_zero_grad: bool = True) -> list[
 
 def test_the_advice_for_a_gan_is_what_works(fake: FakeSession) -> None:
     for passes, own in (1, False), (1, True), (2, False):
-        with pytest.raises(GradientOrderError, match=(
+        with pytest.raises(
+            GradientOrderError,
+            match=(
                 f"backward_passes_per_step={passes} times since the last step.*give "
                 "backward_passes_per_step their number.*"
-                r"call this optimizer's own zero_grad\(\), not the model's")):
+                r"call this optimizer's own zero_grad\(\), not the model's"
+            ),
+        ):
             gan(True, passes, own)
     assert all(torch.equal(a, b) for a, b in zip(gan(False), gan(True)))
 

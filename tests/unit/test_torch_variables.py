@@ -15,7 +15,15 @@ STORE = ("MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    for name in (*PLACE, *STORE, "TORCHELASTIC_RUN_ID", "DMLC_WORKER_ID", "DMLC_NUM_WORKER", "BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE"):
+    for name in (
+        *PLACE,
+        *STORE,
+        "TORCHELASTIC_RUN_ID",
+        "DMLC_WORKER_ID",
+        "DMLC_NUM_WORKER",
+        "BYTEPS_LOCAL_RANK",
+        "BYTEPS_LOCAL_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -31,16 +39,27 @@ def test_a_job_on_this_machine():
     """All ranks, and one store for all of them; scheduler and servers get none of that."""
     plan = Plan(("true",), workers=2, servers=1, processes=2)
     found = [plan.environment("worker", i, 1, k) for i in range(2) for k in range(2)]
-    assert [place(e) for e in found] == [[str(i * 2 + k), "4", str(k), "2", str(i), "2"] for i in range(2) for k in range(2)]
-    assert {tuple(store(e)) for e in found} == {("127.0.0.1", str(plan.store_port))} and all(own_store(e) for e in found)
-    assert not any(name in plan.environment(role, 0, 1) for role in ("scheduler", "server") for name in (*PLACE, *STORE))
+    assert [place(e) for e in found] == [
+        [str(i * 2 + k), "4", str(k), "2", str(i), "2"] for i in range(2) for k in range(2)
+    ]
+    assert {tuple(store(e)) for e in found} == {("127.0.0.1", str(plan.store_port))} and all(
+        own_store(e) for e in found
+    )
+    assert not any(
+        name in plan.environment(role, 0, 1)
+        for role in ("scheduler", "server")
+        for name in (*PLACE, *STORE)
+    )
 
 
 def test_processes_of_one_machine_of_several(monkeypatch):
     """Which machine worker 0 is on is for the user to say."""
     monkeypatch.setenv("DMLC_NUM_WORKER", "3")
     monkeypatch.setenv("DMLC_WORKER_ID", "1")
-    found = [Machine(("true",), 2, (frozenset(), frozenset())).environment("worker", k, 1) for k in range(2)]
+    found = [
+        Machine(("true",), 2, (frozenset(), frozenset())).environment("worker", k, 1)
+        for k in range(2)
+    ]
     assert [place(e) for e in found] == [[str(2 + k), "6", str(k), "2", "1", "3"] for k in range(2)]
     assert store(found[0]) == [None, None] and found[0]["TORCHELASTIC_RUN_ID"] == "bpsx-run"
 
@@ -50,14 +69,22 @@ def test_the_only_machine():
     assert store(machine.environment("worker", 1, 1)) == ["127.0.0.1", str(machine.store_port)]
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({"MASTER_ADDR": "far", "MASTER_PORT": "1"}, ["far", "1"]),
-    ({"MASTER_PORT": "1"}, ["127.0.0.1", "1"]),
-    # Of a bpsx-run around this one, whose store is for its own job.
-    ({"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "bpsx-run/far:1"}, ["127.0.0.1", None]),
-])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"MASTER_ADDR": "far", "MASTER_PORT": "1"}, ["far", "1"]),
+        ({"MASTER_PORT": "1"}, ["127.0.0.1", "1"]),
+        # Of a bpsx-run around this one, whose store is for its own job.
+        (
+            {"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "bpsx-run/far:1"},
+            ["127.0.0.1", None],
+        ),
+    ],
+)
 def test_what_the_user_has_set(monkeypatch, given, expected):
-    """The store is the user's; ranks are bpsx's, whatever a launcher of one process per machine has said."""
+    """The store is the user's; ranks are bpsx's, whatever a launcher of one process per machine has
+    said.
+    """
     for name, value in {**given, "RANK": "7", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     plan = Plan(("true",))
@@ -67,17 +94,28 @@ def test_what_the_user_has_set(monkeypatch, given, expected):
     assert own_store(found) == (len(given) != 2)
 
 
-@pytest.mark.parametrize(("hosts", "address", "expected"), [
-    ("n0 server\nn1\nn2\n", "", "n1"), ("me@n0 server worker\nn1\n", "10.0.0.1", "10.0.0.1"),
-    ("n0 server\nlocalhost\nn2\n", "", None), ("localhost server worker\n127.0.0.2\n", "", "localhost"),
-])
+@pytest.mark.parametrize(
+    ("hosts", "address", "expected"),
+    [
+        ("n0 server\nn1\nn2\n", "", "n1"),
+        ("me@n0 server worker\nn1\n", "10.0.0.1", "10.0.0.1"),
+        ("n0 server\nlocalhost\nn2\n", "", None),
+        ("localhost server worker\n127.0.0.2\n", "", "localhost"),
+    ],
+)
 def test_over_ssh(tmp_path, hosts, address, expected):
-    """The store is on the first worker's host; which ranks its processes have its own bpsx-run knows."""
+    """The store is on the first worker's host; which ranks its processes have its own bpsx-run
+    knows.
+    """
     file = tmp_path / "hosts"
     file.write_text(hosts)
     job = Remote(read([(str(file), "")]), ("true",), address=address)
     found = [job.environment("worker", i, 1) for i in range(2)]
-    assert store(found[0]) == store(found[1]) == ([expected, str(job.store_port)] if expected else [None, None])
+    assert (
+        store(found[0])
+        == store(found[1])
+        == ([expected, str(job.store_port)] if expected else [None, None])
+    )
     assert "RANK" not in found[0] and store(job.environment("server", 0, 1)) == [None, None]
 
 

@@ -11,8 +11,16 @@ from bpsx.api.torchrun import Machines, Meeting, machines
 from bpsx.config import Place, launched
 from bpsx.errors import ConfigError, RendezvousError
 
-GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29500",
-         "TORCHELASTIC_RUN_ID": "job"}
+GIVEN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "far",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+}
 
 
 def read(monkeypatch, **changes):
@@ -35,7 +43,17 @@ def test_a_half_is_refused_and_names_the_other(monkeypatch, name, other):
         read(monkeypatch, **{name: ""})
 
 
-@pytest.mark.parametrize("name", ["GROUP_RANK", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ],
+)
 def test_others_need_not(monkeypatch, name):
     assert read(monkeypatch, **{name: ""}) is not None
 
@@ -45,21 +63,38 @@ def test_bpsx_place_wins(monkeypatch, name):
     assert read(monkeypatch, **{name: "0"}) is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "8"), ("RANK", "x"), ("RANK", "-1"), ("LOCAL_RANK", "4"), ("WORLD_SIZE", "0"),
-                                             ("MASTER_PORT", "tcp://10.0.0.1:80"), ("MASTER_PORT", "0"), ("LOCAL_WORLD_SIZE", "1.5")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "8"),
+        ("RANK", "x"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "4"),
+        ("WORLD_SIZE", "0"),
+        ("MASTER_PORT", "tcp://10.0.0.1:80"),
+        ("MASTER_PORT", "0"),
+        ("LOCAL_WORLD_SIZE", "1.5"),
+    ],
+)
 def test_what_cannot_be_is_named(monkeypatch, name, value):
     with pytest.raises(ConfigError, match=f"{name}={value!r}|{name}={value}: allowed"):
         read(monkeypatch, **{name: value})
 
 
-@pytest.mark.parametrize(("local", "expected"), [
-    ([(0, 2), (1, 2)], Machines(1, 2, False)),
-    ([(0, 2), (1, 2), (0, 2), (1, 2)], Machines(2, 2, False)),
-    ([(0, 1), (0, 1), (0, 1)], Machines(3, 1, False)),
-    ([(0, 2), (1, 2), (0, 1)], Machines(3, 1, True)),
-    ([(0, 1), (0, 2), (1, 2)], Machines(3, 1, True)),
-    ([(0, 2), (0, 2), (1, 2), (1, 2)], Machines(4, 1, True)),     # ranks that do not run machine by machine
-])
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [
+        ([(0, 2), (1, 2)], Machines(1, 2, False)),
+        ([(0, 2), (1, 2), (0, 2), (1, 2)], Machines(2, 2, False)),
+        ([(0, 1), (0, 1), (0, 1)], Machines(3, 1, False)),
+        ([(0, 2), (1, 2), (0, 1)], Machines(3, 1, True)),
+        ([(0, 1), (0, 2), (1, 2)], Machines(3, 1, True)),
+        (
+            [(0, 2), (0, 2), (1, 2), (1, 2)],
+            Machines(4, 1, True),
+        ),  # ranks that do not run machine by machine
+    ],
+)
 def test_machines(local, expected):
     assert machines(local) == expected
 
@@ -82,7 +117,9 @@ class Memory:
 
     def wait_for(self, ending, text):
         with self._changed:
-            assert self._changed.wait_for(lambda: any(n.endswith(ending) and t == text for n, t in self.entries.items()), 30)
+            assert self._changed.wait_for(
+                lambda: any(n.endswith(ending) and t == text for n, t in self.entries.items()), 30
+            )
 
 
 def meeting(store, rank, size, timeout=30.0):
@@ -105,16 +142,30 @@ def pool():
 
 @pytest.mark.parametrize("led_first", [True, False])
 def test_who_meets_again_hears_nothing_of_earlier_jobs(pool, led_first):
-    """The same store, ranks and names each time; a smaller job in between, and one that did not come together."""
+    """The same store, ranks and names each time; a smaller job in between, and one that did not
+    come together.
+    """
     store = Memory()
     for turn, size in enumerate((4, 2, 4, 4)):
-        others = [] if led_first else [pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}") for rank in range(1, size)]
+        others = (
+            []
+            if led_first
+            else [
+                pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}")
+                for rank in range(1, size)
+            ]
+        )
         first = pool.submit(lead, store, size, f"job {turn}")
-        others = others or [pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}") for rank in range(1, size)]
+        others = others or [
+            pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}")
+            for rank in range(1, size)
+        ]
         assert first.result() == ["0", *(f"{rank} {turn}" for rank in range(1, size))]
         assert [heard.result() for heard in others] == [f"job {turn}"] * (size - 1)
         if turn == 2:
-            with pytest.raises(RendezvousError, match="missing in torchrun's store at far:29500: worker 1, 2, 3"):
+            with pytest.raises(
+                RendezvousError, match="missing in torchrun's store at far:29500: worker 1, 2, 3"
+            ):
                 meeting(store, 0, 4, timeout=0).gather("0")
 
 
@@ -138,12 +189,18 @@ def test_a_worker_is_replaced_while_worker_0_waits(pool):
     new = pool.submit(meeting(store, 1, 3).hear, "new")
     store.wait_for("/1", "new")
     late = pool.submit(meeting(store, 2, 3).hear, "2")
-    assert first.result() == ["0", "new", "2"] and new.result() == late.result() == lost.result() == "job"
+    assert (
+        first.result() == ["0", "new", "2"]
+        and new.result() == late.result() == lost.result() == "job"
+    )
 
 
 def test_who_hears_nothing_says_whom_it_waits_for():
     store = Memory()
-    with pytest.raises(RendezvousError, match="worker 1: .* no answer from worker 0 in torchrun's store at far:29500"):
+    with pytest.raises(
+        RendezvousError,
+        match="worker 1: .* no answer from worker 0 in torchrun's store at far:29500",
+    ):
         meeting(store, 1, 3, timeout=-0.9).hear("1")
     with pytest.raises(RendezvousError):
         meeting(store, 0, 3, timeout=0).gather("0")

@@ -19,7 +19,9 @@ def test_the_clock_starts_at_the_first_look():
     assert when == 103.0 and text.startswith("worker 1 is gone, and has not come back for 3 s")
 
 
-@pytest.mark.parametrize(("role", "rank", "due"), [("worker", 1, False), ("worker", 0, True), ("server", 1, True)])
+@pytest.mark.parametrize(
+    ("role", "rank", "due"), [("worker", 1, False), ("worker", 0, True), ("server", 1, True)]
+)
 def test_only_the_same_worker_takes_its_place(role, rank, due):
     v = Vanished()
     v.miss("worker", 1, "h", "worker 1 is gone")
@@ -62,6 +64,8 @@ def test_who_is_refused_again_and_again_is_one_whose_clock_runs_on():
         v.due(10.0, 3.0)
         v.turn_away(role, rank, "h", f"{role} was refused (second)")
         when, text = v.due(12.0, 3.0)
-        assert when == 13.0 and text.startswith(f"{role} was refused (second), and has not come back for 3 s")
+        assert when == 13.0 and text.startswith(
+            f"{role} was refused (second), and has not come back for 3 s"
+        )
         v.back(role, rank, "h", 0)
         assert v.due(12.0, 3.0) is None

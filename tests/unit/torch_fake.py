@@ -1,4 +1,6 @@
-"""A session without processes: what the PyTorch plugin sends is recorded, and comes home when somebody waits for it."""
+"""A session without processes: what the PyTorch plugin sends is recorded, and comes home when
+somebody waits for it.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,17 @@ def memory(view: TensorView) -> np.ndarray:
     assert view.nbytes == int(np.prod(view.shape)) * kind.itemsize
     if view.nbytes == 0:
         return np.empty(view.shape, kind)
-    return np.frombuffer((ctypes.c_char * view.nbytes).from_address(view.address), kind).reshape(view.shape)
+    return np.frombuffer((ctypes.c_char * view.nbytes).from_address(view.address), kind).reshape(
+        view.shape
+    )
 
 
 @dataclass
 class Push:
-    """One call, and its handle. The sum is formed when it is delivered, from the memory as it is then."""
+    """One call, and its handle.
+
+    The sum is formed when it is delivered, from the memory as it is then.
+    """
 
     session: FakeSession
     name: str
@@ -62,8 +69,11 @@ class Push:
 
 @dataclass
 class FakeSession:
-    """Stands in for :class:`bpsx.session.session.Session`. By default the other workers push the same values, and have gradients where this one has;
-    ``others_use``: they have dense ones for everything."""
+    """Stands in for :class:`bpsx.session.session.Session`.
+
+    By default the other workers push the same values, and have gradients where this one has;
+    ``others_use``: they have dense ones for everything.
+    """
 
     rank: int = 0
     size: int = 2
@@ -79,8 +89,9 @@ class FakeSession:
 
     @property
     def config(self) -> Any:
-        return SimpleNamespace(distributed=self.distributed, asynchronous=self.asynchronous,
-                               check_weights="error")
+        return SimpleNamespace(
+            distributed=self.distributed, asynchronous=self.asynchronous, check_weights="error"
+        )
 
     @property
     def names(self) -> list[str]:
@@ -93,8 +104,17 @@ class FakeSession:
             self.compressions[name] = compression
         return self.declared.index(name)
 
-    def push_pull(self, name: str, source: TensorView, target: TensorView, *, average: bool, priority: int = 0, will_wait: bool = False,
-                  result: object = None) -> Push:
+    def push_pull(
+        self,
+        name: str,
+        source: TensorView,
+        target: TensorView,
+        *,
+        average: bool,
+        priority: int = 0,
+        will_wait: bool = False,
+        result: object = None,
+    ) -> Push:
         assert source.shape == target.shape and source.dtype == target.dtype
         if name.startswith((KINDS, USED, DIGEST)):
             return Push(self, name, source, target, result)
@@ -117,11 +137,13 @@ class FakeSession:
                 self.broadcasts[push.name] = flat.tobytes()
                 return
             ours = push.name.removesuffix(str(push.root)) + str(self.rank)
-            flat[:] = np.frombuffer(self.broadcasts[push.name if push.name in self.broadcasts else ours], np.uint8)     # a gathering: they have ours
+            flat[:] = np.frombuffer(
+                self.broadcasts[push.name if push.name in self.broadcasts else ours], np.uint8
+            )  # a gathering: they have ours
             return
         mine = memory(push.source)
         if push.name.startswith(DIGEST):
-            memory(push.target)[...] = mine.max(axis=0)     # they say the same
+            memory(push.target)[...] = mine.max(axis=0)  # they say the same
             return
         if push.name.startswith((KINDS, USED)):
             if self.others_use:
@@ -150,7 +172,9 @@ def network() -> nn.Sequential:
 def sgd(model: nn.Module, named: Any = "model", **options: Any) -> Any:
     """A distributed SGD for ``model``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return bps.DistributedOptimizer(optimizer, model.named_parameters() if named == "model" else named, **options)
+    return bps.DistributedOptimizer(
+        optimizer, model.named_parameters() if named == "model" else named, **options
+    )
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:

@@ -1,4 +1,6 @@
-"""Arrays on a GPU for the verbs of ``verbs.py``: CuPy's, and whatever has ``__cuda_array_interface__`` or DLPack."""
+"""Arrays on a GPU for the verbs of ``verbs.py``: CuPy's, and whatever has
+``__cuda_array_interface__`` or DLPack.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def view(array: Any, what: str, moved: bool = False) -> GpuView:
-    """An array on a GPU as bpsx sees it, C-contiguous. ``moved``: it is not added to anything, so that its elements may be of any type.
+    """An array on a GPU as bpsx sees it, C-contiguous.
 
-    Raises :class:`~bpsx.errors.ConfigError`, also if CuPy is needed for it and missing, :class:`~bpsx.dtypes.UnsupportedDType`.
+    ``moved``: it is not added to anything, so that its elements may be of any type.
+
+    Raises :class:`~bpsx.errors.ConfigError`, also if CuPy is needed for it and missing,
+    :class:`~bpsx.dtypes.UnsupportedDType`.
     """
     from bpsx.local._cuda import where
 
@@ -49,13 +54,27 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
     described = array.__cuda_array_interface__
     _check_described(described, what)
     shape, dtype = tuple(described["shape"]), _dtype_of(array, described["typestr"])
-    itemsize = np.dtype(described["typestr"]).itemsize if moved else dtype_named(dtype, what).itemsize
+    itemsize = (
+        np.dtype(described["typestr"]).itemsize if moved else dtype_named(dtype, what).itemsize
+    )
     if not _is_contiguous(shape, described.get("strides"), itemsize):
-        raise ConfigError(f"{what}: an array on a GPU must be C-contiguous; this one has shape {shape} and strides {described['strides']}")
+        raise ConfigError(
+            f"{what}: an array on a GPU must be C-contiguous; this one has shape {shape} and"
+            f" strides {described['strides']}"
+        )
     nbytes, address = _count(shape) * itemsize, int(described["data"][0])
     if not moved and nbytes and address % itemsize:
-        raise ConfigError(f"{what}: memory on a GPU must be aligned; this array's begins at {address:#x}, and its elements have {itemsize} bytes")
-    gpu = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else where(address) if nbytes else 0
+        raise ConfigError(
+            f"{what}: memory on a GPU must be aligned; this array's begins at {address:#x}, and its"
+            f" elements have {itemsize} bytes"
+        )
+    gpu = (
+        array.__dlpack_device__()[1]
+        if hasattr(array, "__dlpack_device__")
+        else where(address)
+        if nbytes
+        else 0
+    )
     if gpu < 0:
         raise ConfigError(f"{what}: its __cuda_array_interface__ names memory that is no GPU's")
     return GpuView(address, nbytes, dtype, shape, array, gpu, _streams_of(array, described))
@@ -68,12 +87,17 @@ def as_bytes(view: GpuView) -> GpuView:
 
 
 def output_for(array: Any, output: Any, what: str) -> Any:
-    """Where the result goes: ``output``, or a new CuPy array. Raises :class:`~bpsx.errors.ConfigError` if CuPy is missing or ``output`` cannot be
-    written to."""
+    """Where the result goes: ``output``, or a new CuPy array.
+
+    Raises :class:`~bpsx.errors.ConfigError` if CuPy is missing or ``output`` cannot be written to.
+    """
     if output is None:
         return _cupy(what).empty_like(_in_cupy(array, what), order="C")
     if not is_on_gpu(output):
-        raise ConfigError(f"{what}: output must be an array on a GPU, as the input is, not {type(output).__name__}")
+        raise ConfigError(
+            f"{what}: output must be an array on a GPU, as the input is, not"
+            f" {type(output).__name__}"
+        )
     if hasattr(output, "__cuda_array_interface__") and output.__cuda_array_interface__["data"][1]:
         raise ConfigError(f"{what}: output must be writeable")
     return output
@@ -84,7 +108,7 @@ def contiguous(array: Any, what: str) -> Any:
     described = getattr(array, "__cuda_array_interface__", None)
     if described is None or described.get("strides") is None:
         return array
-    _check_described(described, what)       # a copy would drop it
+    _check_described(described, what)  # a copy would drop it
     return _cupy(what).ascontiguousarray(array)
 
 
@@ -93,18 +117,30 @@ def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
 
     Results arrive in pieces, and would overwrite elements that have yet to be sent.
     """
-    if source.address != target.address and max(source.address, target.address) < min(source.address + source.nbytes, target.address + target.nbytes):
-        raise ConfigError(f"{what}: output overlaps the input's memory without being the same; give the input itself, or an array of its own")
+    if source.address != target.address and max(source.address, target.address) < min(
+        source.address + source.nbytes, target.address + target.nbytes
+    ):
+        raise ConfigError(
+            f"{what}: output overlaps the input's memory without being the same; give the input"
+            " itself, or an array of its own"
+        )
 
 
 def _check_described(described: dict[str, Any], what: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` for what ``__cuda_array_interface__`` tells of and bpsx would not heed."""
+    """Raise :class:`~bpsx.errors.ConfigError` for what ``__cuda_array_interface__`` tells of and
+    bpsx would not heed.
+    """
     if described.get("mask") is not None:
-        raise ConfigError(f"{what}: the array has a mask, which cannot be sent: give a value to the masked elements")
+        raise ConfigError(
+            f"{what}: the array has a mask, which cannot be sent: give a value to the masked"
+            " elements"
+        )
     dtype = np.dtype(described["typestr"])
     if not dtype.isnative:
-        raise ConfigError(f"{what}: dtype {dtype.str} is not of this machine's byte order, and is not converted on a GPU: "
-                          f"give elements of {dtype.newbyteorder('=').str}")
+        raise ConfigError(
+            f"{what}: dtype {dtype.str} is not of this machine's byte order, and is not converted"
+            f" on a GPU: give elements of {dtype.newbyteorder('=').str}"
+        )
 
 
 def _in_cupy(array: Any, what: str) -> Any:
@@ -112,22 +148,30 @@ def _in_cupy(array: Any, what: str) -> Any:
     cupy = _cupy(what)
     if isinstance(array, cupy.ndarray):
         return array
-    return cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+    return (
+        cupy.asarray(array)
+        if hasattr(array, "__cuda_array_interface__")
+        else cupy.from_dlpack(array)
+    )
 
 
 def _cupy(what: str) -> Any:
     try:
         import cupy
     except ImportError as e:
-        raise ConfigError(f"{what}: arrays on a GPU need CuPy for this ({e}): pip install cupy-cuda13x (or cupy-cuda12x); contiguous ones that have "
-                          "__cuda_array_interface__ go without, if output=… is such a one, too") from e
+        raise ConfigError(
+            f"{what}: arrays on a GPU need CuPy for this ({e}): pip install cupy-cuda13x (or"
+            " cupy-cuda12x); contiguous ones that have __cuda_array_interface__ go without, if"
+            " output=… is such a one, too"
+        ) from e
     return cupy
 
 
 def _dtype_of(array: Any, typestr: str) -> str:
     given = getattr(array, "dtype", None)
     name = str(getattr(given, "name", given)).removeprefix("torch.")
-    return name if name == "bfloat16" else np.dtype(typestr).name      # the interface has no type for bfloat16
+    # the interface has no type for bfloat16
+    return name if name == "bfloat16" else np.dtype(typestr).name
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
@@ -149,7 +193,9 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _streams_of(array: Any, described: dict[str, Any]) -> Callable[[], int]:
-    """The stream to be ordered with: CuPy's current one for its arrays, else the one that the array names, else the default stream."""
+    """The stream to be ordered with: CuPy's current one for its arrays, else the one that the array
+    names, else the default stream.
+    """
     if type(array).__module__.partition(".")[0] == "cupy":
         import cupy
 
@@ -157,4 +203,3 @@ def _streams_of(array: Any, described: dict[str, Any]) -> Callable[[], int]:
     named = described.get("stream")
     stream = 0 if named in (None, _DEFAULT_STREAM) else int(named)
     return lambda: stream
-

@@ -1,4 +1,6 @@
-"""NumPy arrays for the verbs of ``verbs.py``: which memory the core may use as it lies, and copies for the rest."""
+"""NumPy arrays for the verbs of ``verbs.py``: which memory the core may use as it lies, and copies
+for the rest.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from bpsx.errors import ConfigError
 
 
 class Operands(NamedTuple):
-    """Memory of one operation: ``source`` and ``target`` are C-contiguous, aligned, and of the machine's byte order."""
+    """Memory of one operation: ``source`` and ``target`` are C-contiguous, aligned, and of the
+    machine's byte order.
+    """
 
     source: np.ndarray
     target: np.ndarray
@@ -34,7 +38,8 @@ class Operands(NamedTuple):
 def summand(array: Any, what: str) -> tuple[np.ndarray, DType]:
     """``array`` as NumPy has it, and its element type. ``what`` names it in errors.
 
-    Raises :class:`~bpsx.dtypes.UnsupportedDType`; :class:`~bpsx.errors.ConfigError` for an array with masked elements.
+    Raises :class:`~bpsx.dtypes.UnsupportedDType`; :class:`~bpsx.errors.ConfigError` for an array
+    with masked elements.
     """
     given = array if isinstance(array, np.ndarray) else np.asarray(array)
     check_unmasked(given, what)
@@ -42,16 +47,23 @@ def summand(array: Any, what: str) -> tuple[np.ndarray, DType]:
 
 
 def movable(array: Any, what: str) -> np.ndarray:
-    """``array`` as NumPy has it, of any type whose elements have a fixed number of bytes. Raises as :func:`summand`."""
+    """``array`` as NumPy has it, of any type whose elements have a fixed number of bytes.
+
+    Raises as :func:`summand`.
+    """
     given = array if isinstance(array, np.ndarray) else np.asarray(array)
     check_unmasked(given, what)
     if given.dtype.hasobject or not given.dtype.itemsize:
-        raise UnsupportedDType(f"{what}: dtype {given.dtype} cannot be moved: its elements have no fixed number of bytes of their own")
+        raise UnsupportedDType(
+            f"{what}: dtype {given.dtype} cannot be moved: its elements have no fixed number of"
+            " bytes of their own"
+        )
     return given
 
 
 def operands(given: np.ndarray, output: Any, what: str) -> Operands:
-    """What to send of ``given``, and where the result goes: ``output``, or a new array of ``given``'s shape and dtype.
+    """What to send of ``given``, and where the result goes: ``output``, or a new array of
+    ``given``'s shape and dtype.
 
     Raises :class:`~bpsx.errors.ConfigError` if ``output`` does not fit.
     """
@@ -65,13 +77,16 @@ def operands(given: np.ndarray, output: Any, what: str) -> Operands:
         target = np.empty(target.shape, _native(target))
     if not _usable(source):
         source = np.array(source, _native(source), order="C")
-    elif _overlap(source, target):      # results arrive in pieces, and would overwrite elements that have yet to be sent
+    # results arrive in pieces, and would overwrite elements that have yet to be sent
+    elif _overlap(source, target):
         source = source.copy()
     return Operands(source, target, output, staged)
 
 
 def copied(given: np.ndarray, output: Any, what: str) -> Operands:
-    """:func:`operands` for verbs that work in place: ``source`` is ``target``, and holds ``given``'s elements."""
+    """:func:`operands` for verbs that work in place: ``source`` is ``target``, and holds
+    ``given``'s elements.
+    """
     found = operands(given, output, what)
     if found.source is not found.target:
         np.copyto(found.target, found.source)
@@ -79,12 +94,17 @@ def copied(given: np.ndarray, output: Any, what: str) -> Operands:
 
 
 def declared_as(array: np.ndarray) -> tuple[tuple[int, ...], int]:
-    """Shape and element type by which workers find that their arrays differ, for a verb that copies bytes.
+    """Shape and element type by which workers find that their arrays differ, for a verb that copies
+    bytes.
 
     Types that are not summed count as bytes, with the elements' size as a last dimension.
     """
     dtype = BY_NAME.get(array.dtype.name)
-    return (array.shape, dtype.code) if dtype else ((*array.shape, array.dtype.itemsize), BY_NAME["uint8"].code)
+    return (
+        (array.shape, dtype.code)
+        if dtype
+        else ((*array.shape, array.dtype.itemsize), BY_NAME["uint8"].code)
+    )
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -93,12 +113,16 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def as_words(array: np.ndarray) -> np.ndarray:
-    """The same memory, of a type that has a format in Python's buffer protocol: bfloat16 has none."""
+    """The same memory, of a type that has a format in Python's buffer protocol: bfloat16 has
+    none.
+    """
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The same memory without what a subclass makes of it: ``np.matrix`` has always two dimensions."""
+    """The same memory without what a subclass makes of it: ``np.matrix`` has always two
+    dimensions.
+    """
     return array if type(array) is np.ndarray else array.view(np.ndarray)
 
 
@@ -108,7 +132,11 @@ def _usable(array: np.ndarray) -> bool:
 
 def _overlap(source: np.ndarray, target: np.ndarray) -> bool:
     """Whether they share memory and are not the same elements."""
-    return source is not target and np.may_share_memory(source, target) and source.ctypes.data != target.ctypes.data
+    return (
+        source is not target
+        and np.may_share_memory(source, target)
+        and source.ctypes.data != target.ctypes.data
+    )
 
 
 def _native(array: np.ndarray) -> np.dtype[Any]:
@@ -118,12 +146,25 @@ def _native(array: np.ndarray) -> np.dtype[Any]:
 
 def _check_output(given: np.ndarray, output: Any, what: str) -> None:
     if not isinstance(output, np.ndarray):
-        raise ConfigError(f"{what}: output must be a NumPy array, as the input is, not {type(output).__name__}")
-    if output.shape != given.shape or output.dtype != given.dtype and _native(output) != _native(given):
-        raise ConfigError(f"{what}: output is {output.dtype} {output.shape}, input {given.dtype} {given.shape}: must be alike")
+        raise ConfigError(
+            f"{what}: output must be a NumPy array, as the input is, not {type(output).__name__}"
+        )
+    if (
+        output.shape != given.shape
+        or output.dtype != given.dtype
+        and _native(output) != _native(given)
+    ):
+        raise ConfigError(
+            f"{what}: output is {output.dtype} {output.shape}, input {given.dtype} {given.shape}:"
+            " must be alike"
+        )
     if not output.flags.writeable:
-        raise ConfigError(f"{what}: output is read-only; give one that is writeable, or none for a new array")
+        raise ConfigError(
+            f"{what}: output is read-only; give one that is writeable, or none for a new array"
+        )
     if not output.flags.c_contiguous:
-        raise ConfigError(f"{what}: output must be C-contiguous; this one has shape {output.shape} and strides {output.strides}: give none for a new "
-                          "array, and assign that")
+        raise ConfigError(
+            f"{what}: output must be C-contiguous; this one has shape {output.shape} and strides"
+            f" {output.strides}: give none for a new array, and assign that"
+        )
     check_unmasked(output, f"{what}: output")

@@ -22,9 +22,15 @@ def resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Conf
     changes: dict[str, Any] = {"num_worker": num_workers, "num_server": num_servers}
     if global_rank is not None:
         if not isinstance(global_rank, int) or not 0 <= global_rank < num_workers * now.local_size:
-            raise errors.ConfigError(f"resume: global_rank={global_rank!r}; allowed are 0 to {num_workers * now.local_size - 1}")
+            raise errors.ConfigError(
+                f"resume: global_rank={global_rank!r}; allowed are 0 to"
+                f" {num_workers * now.local_size - 1}"
+            )
         if global_rank % now.local_size != now.local_rank:
-            raise errors.ConfigError(f"resume: global_rank={global_rank} is not of a process with BYTEPS_LOCAL_RANK={now.local_rank}: it is "
-                                     f"machine * {now.local_size} (BYTEPS_LOCAL_SIZE) + {now.local_rank}")
+            raise errors.ConfigError(
+                f"resume: global_rank={global_rank} is not of a process with"
+                f" BYTEPS_LOCAL_RANK={now.local_rank}: it is machine * {now.local_size}"
+                f" (BYTEPS_LOCAL_SIZE) + {now.local_rank}"
+            )
         changes["worker_id"] = global_rank // now.local_size
     return Config(role="worker", **changes)

@@ -21,9 +21,11 @@ class Handle(Protocol):
 
 @public_methods
 class StagedHandle:
-    """Handle of an operation after which ``copy`` has to copy the result into the ``output`` that the caller sees.
+    """Handle of an operation after which ``copy`` has to copy the result into the ``output`` that
+    the caller sees.
 
-    The copy is made by the first :meth:`wait` to succeed; later ones return ``output`` as it is by then. Thread-safe.
+    The copy is made by the first :meth:`wait` to succeed; later ones return ``output`` as it is by
+    then. Thread-safe.
     """
 
     def __init__(self, inner: Handle, copy: Callable[[], object], output: Any) -> None:
@@ -32,7 +34,10 @@ class StagedHandle:
         self._copied = False
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not; the output is complete after :meth:`wait`. Does not block."""
+        """Whether the transfer has ended, well or not; the output is complete after :meth:`wait`.
+
+        Does not block.
+        """
         return self._inner.done()
 
     def wait(self, timeout: float | None = None) -> Any:

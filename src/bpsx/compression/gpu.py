@@ -1,4 +1,7 @@
-"""Compression of tensors on a GPU: what a partition needs there, and its kernels queued. See kernels/codecs.py for what they do."""
+"""Compression of tensors on a GPU: what a partition needs there, and its kernels queued.
+
+See kernels/codecs.py for what they do.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,44 @@ _WORDS_BYTES = 16
 
 
 class Coder:
-    """Encodes and decodes one partition. The kernels of all partitions of a direction go to one stream, and so share what they work in.
+    """Encodes and decodes one partition.
 
-    ``wire`` and ``words`` are addresses on the GPU; ``size`` is what is encoded, in bytes, if that is always the same, else None.
-    Not thread-safe: one thread encodes and decodes.
+    The kernels of all partitions of a direction go to one stream, and so share what they work in.
+
+    ``wire`` and ``words`` are addresses on the GPU; ``size`` is what is encoded, in bytes, if that
+    is always the same, else None. Not thread-safe: one thread encodes and decodes.
     """
 
-    def __init__(self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]) -> None:
-        """``rooms``: addresses of memory on the GPU, of :func:`room` bytes, to encode and to decode in."""
-        self._gpu, self._codec, self._made, self._rooms = gpu, device_codec(given.compressor), made, rooms
+    def __init__(
+        self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]
+    ) -> None:
+        """``rooms``: addresses of memory on the GPU, of :func:`room` bytes, to encode and to decode
+        in.
+        """
+        self._gpu, self._codec, self._made, self._rooms = (
+            gpu,
+            device_codec(given.compressor),
+            made,
+            rooms,
+        )
         self._wide = "float64" if made.wide_itemsize == 8 else "float32"
         self._conversion = conversion(dtype)
         self._mu = made.mu
         wide, n = made.n * made.wide_itemsize, made.n
-        lengths = [wide if made.residual else 0, wide if made.momentum else 0, _STATE_BYTES, _WORDS_BYTES, made.capacity + SLACK]
+        lengths = [
+            wide if made.residual else 0,
+            wide if made.momentum else 0,
+            _STATE_BYTES,
+            _WORDS_BYTES,
+            made.capacity + SLACK,
+        ]
         places = [0]
         for length in lengths:
             places.append(places[-1] + -(-length // _ALIGNED) * _ALIGNED)
         base = gpu.memory(places[-1])
-        self._residual, self._momentum, self._state, self.words, self.wire = (base + at for at in places[:-1])
+        self._residual, self._momentum, self._state, self.words, self.wire = (
+            base + at for at in places[:-1]
+        )
         self._lengths = lengths
         self.size = self._codec.size(self._wide, n, made.options)
 
@@ -56,7 +78,11 @@ class Coder:
         made = self._made
         with only_building():
             self.encode(self.wire, 1, 1.0, stream)
-            for size in (0, min(_SHORTEST, made.capacity), made.capacity if self.size is None else self.size):
+            for size in (
+                0,
+                min(_SHORTEST, made.capacity),
+                made.capacity if self.size is None else self.size,
+            ):
                 self.decode(self.wire, size, stream)
 
     def encode(self, data: int, counter: int, factor: float, stream: int) -> None:
@@ -67,8 +93,21 @@ class Coder:
                 self._conversion.widen.launch(grid(-(-made.n // TILE)), stream, data, room, made.n)
                 data, room = room, room + _aside(made)
             self._codec.encode(
-                self._wide, data, self._residual if made.residual else None, self._momentum if made.momentum else None, self.wire, self.words,
-                room, self._state, made.options, made.n, counter, factor, self._mu, stream)
+                self._wide,
+                data,
+                self._residual if made.residual else None,
+                self._momentum if made.momentum else None,
+                self.wire,
+                self.words,
+                room,
+                self._state,
+                made.options,
+                made.n,
+                counter,
+                factor,
+                self._mu,
+                stream,
+            )
 
     def decode(self, out: int, size: int, stream: int) -> None:
         """Decode ``size`` bytes at :attr:`wire` to an address."""
@@ -77,24 +116,49 @@ class Coder:
             to = out
             if self._conversion is not None:
                 to, room = room, room + _aside(made)
-            self._codec.decode(self._wide, self.wire, size, to, room, self.words + 8, made.options, made.n, False, stream)
+            self._codec.decode(
+                self._wide,
+                self.wire,
+                size,
+                to,
+                room,
+                self.words + 8,
+                made.options,
+                made.n,
+                False,
+                stream,
+            )
             if self._conversion is not None:
                 self._conversion.narrow.launch(grid(-(-made.n // TILE)), stream, to, out, made.n)
 
     def fetch(self, residual: int, momentum: int, state: int) -> None:
-        """Copy what is kept from round to round to addresses on the host. Nothing may be under way."""
-        for host, here, length in zip((residual, momentum, state), (self._residual, self._momentum, self._state), self._lengths):
+        """Copy what is kept from round to round to addresses on the host.
+
+        Nothing may be under way.
+        """
+        for host, here, length in zip(
+            (residual, momentum, state),
+            (self._residual, self._momentum, self._state),
+            self._lengths,
+        ):
             self._gpu.move(host, here, length)
 
     def store(self, residual: int, momentum: int, state: int) -> None:
         """The other way round."""
-        for host, here, length in zip((residual, momentum, state), (self._residual, self._momentum, self._state), self._lengths):
+        for host, here, length in zip(
+            (residual, momentum, state),
+            (self._residual, self._momentum, self._state),
+            self._lengths,
+        ):
             self._gpu.move(here, host, length)
 
 
 class MomentumOnGpu:
-    """:class:`bpsx.compression.spec.Momentum` of a tensor on a GPU. Raises whatever keeps its kernel from being compiled or loaded. The kernel
-    goes to a stream of its own, between the user's and the copies."""
+    """:class:`bpsx.compression.spec.Momentum` of a tensor on a GPU.
+
+    Raises whatever keeps its kernel from being compiled or loaded. The kernel goes to a stream of
+    its own, between the user's and the copies.
+    """
 
     def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
         self._gpu, self._n, self._dtype = gpu, n, "float64" if dtype == "float64" else "float32"
@@ -102,7 +166,11 @@ class MomentumOnGpu:
         self._kernel = nesterov(dtype)
         with gpu, only_building():
             self._kernel.launch(1, gpu.aside, *[0] * 4, 0, 0.0)
-        self._kept, self._out, self._state = gpu.memory(self._nbytes), gpu.memory(n * itemsize), gpu.memory(4 * N_TICKETS)
+        self._kept, self._out, self._state = (
+            gpu.memory(self._nbytes),
+            gpu.memory(n * itemsize),
+            gpu.memory(4 * N_TICKETS),
+        )
 
     def taken(self) -> np.ndarray:
         """A copy of what is kept. Nothing may be under way."""
@@ -117,17 +185,31 @@ class MomentumOnGpu:
         self._gpu.move(self._kept, given.ctypes.data, self._nbytes)
 
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
-        """Where what is to be sent for the gradient at ``address`` will be, and with which stream."""
+        """Where what is to be sent for the gradient at ``address`` will be, and with which
+        stream.
+        """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
         if self._n:
             with gpu:
-                self._kernel.launch(grid(-(-self._n // TILE)), aside, address, self._kept, self._out, self._state, self._n, mu)
+                self._kernel.launch(
+                    grid(-(-self._n // TILE)),
+                    aside,
+                    address,
+                    self._kept,
+                    self._out,
+                    self._state,
+                    self._n,
+                    mu,
+                )
         return self._out, on._replace(moment=gpu.moment(aside, "momentum"))
 
 
 def check_launch(gpu: Gpu) -> None:
-    """Launch a kernel and see what it has written. Raises whatever keeps the GPU from running kernels."""
+    """Launch a kernel and see what it has written.
+
+    Raises whatever keeps the GPU from running kernels.
+    """
     place, answer = gpu.memory(4), np.zeros(1, np.int32)
     with gpu:
         refuse(place, gpu.aside)

@@ -1,6 +1,7 @@
 """Kernels for compression on a GPU, or the host's in their place where they cannot be built.
 
-Kernels on GPUs and on the host make the same bytes, so workers of one tensor may differ in where they compress it.
+Kernels on GPUs and on the host make the same bytes, so workers of one tensor may differ in where
+they compress it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ log = logging.getLogger("bpsx.compression.spec")
 
 
 class MomentumByHost:
-    """Nesterov's momentum of a tensor on a GPU, added on the host: the tensor is copied there and back, and the caller waits.
+    """Nesterov's momentum of a tensor on a GPU, added on the host: the tensor is copied there and
+    back, and the caller waits.
 
     One round after another, as for :class:`bpsx.compression.spec.Momentum`.
     """
@@ -35,12 +37,16 @@ class MomentumByHost:
         self.taken, self.put = self._host.taken, self._host.put
 
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
-        """Where what is to be sent for the gradient at ``address`` will be, and with which stream."""
+        """Where what is to be sent for the gradient at ``address`` will be, and with which
+        stream.
+        """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
         gpu.settle(aside)
         gpu.move(self._given.ctypes.data, address, self._given.nbytes)
-        gpu.move(self._out, self._host.add(self._given.ctypes.data, mu).ctypes.data, self._given.nbytes)
+        gpu.move(
+            self._out, self._host.add(self._given.ctypes.data, mu).ctypes.data, self._given.nbytes
+        )
         return self._out, on._replace(moment=gpu.moment(aside, "momentum"))
 
 
@@ -52,15 +58,21 @@ class GpuKernels:
     """Of one session, under whose lock it is called."""
 
     def __init__(self) -> None:
-        self._room: tuple[int, tuple[int, int]] = (0, (0, 0))   # bytes, and addresses on the GPU, in which is encoded and decoded
-        self._off = False               # whether kernels could not be built: it is not tried again
+        # bytes, and addresses on the GPU, in which is encoded and decoded
+        self._room: tuple[int, tuple[int, int]] = (0, (0, 0))
+        self._off = False  # whether kernels could not be built: it is not tried again
         self._launched = False
-        self._missing: set[str] = set()     # compressors that have no kernels for GPUs
+        self._missing: set[str] = set()  # compressors that have no kernels for GPUs
 
-    def coders(self, gpu: Gpu, name: str, given: Compression, dtype: str, made: list[Made]) -> list[Coder] | None:
-        """What compresses the partitions of ``name`` on the GPU; None: the host has to. All kernels are built by then.
+    def coders(
+        self, gpu: Gpu, name: str, given: Compression, dtype: str, made: list[Made]
+    ) -> list[Coder] | None:
+        """What compresses the partitions of ``name`` on the GPU; None: the host has to.
 
-        The first failure of a session is a warning with its cause. Raises :class:`~bpsx.errors.DeviceError` if the GPU itself has failed.
+        All kernels are built by then.
+
+        The first failure of a session is a warning with its cause. Raises
+        :class:`~bpsx.errors.DeviceError` if the GPU itself has failed.
         """
         if self._off or given.compressor in self._missing:
             return None
@@ -68,7 +80,7 @@ class GpuKernels:
             from bpsx.compression.gpu import Coder, check_launch, room
 
             wanted = room(given, made)
-            if self._room[0] < wanted:      # what there was may be in use: it stays until the end
+            if self._room[0] < wanted:  # what there was may be in use: it stays until the end
                 self._room = wanted, (gpu.memory(wanted), gpu.memory(wanted))
             coders = [Coder(gpu, given, dtype, one, self._room[1]) for one in made]
             for coder in coders:
@@ -88,7 +100,9 @@ class GpuKernels:
         return coders
 
     def momentum(self, name: str, dtype: str, nbytes: int, on: OnGpu | None) -> AnyMomentum:
-        """Momentum of a tensor that no encoder adds it to, where the tensor is (``on`` None: in the host's memory)."""
+        """Momentum of a tensor that no encoder adds it to, where the tensor is (``on`` None: in the
+        host's memory).
+        """
         n = nbytes // BY_NAME[dtype].itemsize
         if on is None:
             return Momentum(dtype, n)
@@ -107,6 +121,12 @@ class GpuKernels:
         """Use the host from now on, and say why."""
         self._off = True
         said = " ".join(str(cause).split()) or "no text"
-        log.warning("%r is on the GPU and is compressed on the CPU, as will be all tensors that follow: kernels for GPUs cannot be built: %s: %s. "
-                    "Training goes on, with copies to the host. Kernels for GPUs need the package numba-cuda: pip install 'bpsx[cuda]' (which "
-                    "versions work together: docs/versions.md)", name, type(cause).__name__, said[:600])
+        log.warning(
+            "%r is on the GPU and is compressed on the CPU, as will be all tensors that follow:"
+            " kernels for GPUs cannot be built: %s: %s. Training goes on, with copies to the host."
+            " Kernels for GPUs need the package numba-cuda: pip install 'bpsx[cuda]' (which"
+            " versions work together: docs/versions.md)",
+            name,
+            type(cause).__name__,
+            said[:600],
+        )

@@ -12,7 +12,18 @@ import numpy as np
 
 from bpsx._core import Core
 from bpsx.compression.gpu_kernels import GpuKernels
-from bpsx.compression.spec import FLOATS, NONE, Compression, Made, Momentum, check_fits, effective, make, stream, warm
+from bpsx.compression.spec import (
+    FLOATS,
+    NONE,
+    Compression,
+    Made,
+    Momentum,
+    check_fits,
+    effective,
+    make,
+    stream,
+    warm,
+)
 from bpsx.compression.state import Saved, check_saved, clear, put, take, until_idle
 from bpsx.config import Config
 from bpsx.core._handle import Handle
@@ -34,45 +45,68 @@ log = logging.getLogger("bpsx.compression.spec")
 
 
 class Remembered(NamedTuple):
-    """What a suspended session leaves to the next one: how names are compressed, and what has been kept of them."""
+    """What a suspended session leaves to the next one: how names are compressed, and what has been
+    kept of them.
+    """
 
     compressions: Mapping[str, Compression]
     kept: Mapping[str, Saved]
 
 
 class Compressing:
-    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may be called from any thread.
+    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may
+    be called from any thread.
 
-    Raises :class:`~bpsx.errors.ConfigError` on construction for compressors that cannot be imported.
+    Raises :class:`~bpsx.errors.ConfigError` on construction for compressors that cannot be
+    imported.
     """
 
     def __init__(
-        self, config: Config, near: Neighbourhood, current: Callable[[str], Tensor | None], remembered: Remembered | None = None,
+        self,
+        config: Config,
+        near: Neighbourhood,
+        current: Callable[[str], Tensor | None],
+        remembered: Remembered | None = None,
     ) -> None:
         """``current``: what a name was last used as."""
         import_compressors(config.compressors)
         self._current = current
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
-        self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}   # by name, dtype, bytes, and whether it is on the GPU
-        self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
-        self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
-        self._begun: set[str] = set()                   # names that an optimizer has in charge
+        # by name, dtype, bytes, and whether it is on the GPU
+        self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}
+        # what says of saved state whether it is that tensor's
+        self._meanings: dict[Tensor, Saved] = {}
+        self._kept: dict[str, tuple[Saved, bool]] = (
+            {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
+        )
+        self._begun: set[str] = set()  # names that an optimizer has in charge
         self._gpu_kernels = GpuKernels()
-        self._told: list[Handle] = []                   # what servers have been told to keep, and have not answered
-        self.core: Core                                 # set by the session, which makes it later
+        # what servers have been told to keep, and have not answered
+        self._told: list[Handle] = []
+        self.core: Core  # set by the session, which makes it later
 
     def declare(self, name: str, compression: Compression) -> None:
-        """Say how sums of ``name`` travel from now on. Raises :class:`~bpsx.errors.ConfigError` in asynchronous training."""
+        """Say how sums of ``name`` travel from now on.
+
+        Raises :class:`~bpsx.errors.ConfigError` in asynchronous training.
+        """
         if compression != NONE and self._config.asynchronous:
-            raise ConfigError(f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers add to values of one shape")
-        if compression != self._of.get(name, NONE):     # what is the same stays the same object
+            raise ConfigError(
+                f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers"
+                " add to values of one shape"
+            )
+        if compression != self._of.get(name, NONE):  # what is the same stays the same object
             self._warn_of(compression)
             self._of[name] = compression
 
     def begin(self, name: str, compression: Compression | None) -> None:
-        """An optimizer takes charge of ``name``, which another one may have had: nothing is kept from that. On all workers, while no sum of it
-        is under way. None: not compressed, unless the script has declared it to be. Raises as :meth:`declare`."""
+        """An optimizer takes charge of ``name``, which another one may have had: nothing is kept
+        from that.
+
+        On all workers, while no sum of it is under way. None: not compressed, unless the script has
+        declared it to be. Raises as :meth:`declare`.
+        """
         if compression is not None or name in self._begun:
             self.declare(name, compression or NONE)
             self.forget([name])
@@ -82,11 +116,19 @@ class Compressing:
 
     def _warn_of(self, compression: Compression) -> None:
         """Once, of residuals that may grow."""
-        if not compression.ef or compression in self._of.values() or codec(compression.compressor).shrinks(dict(compression.options)):
+        if (
+            not compression.ef
+            or compression in self._of.values()
+            or codec(compression.compressor).shrinks(dict(compression.options))
+        ):
             return
-        log.warning("compression=%s: what this compressor leaves over may be more than what it was given, so the residual of ef=%r can grow from "
-                    "step to step without end: dithering needs normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
-                    compression.text(), compression.ef)
+        log.warning(
+            "compression=%s: what this compressor leaves over may be more than what it was given,"
+            " so the residual of ef=%r can grow from step to step without end: dithering needs"
+            " normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
+            compression.text(),
+            compression.ef,
+        )
 
     @property
     def any(self) -> bool:
@@ -94,17 +136,33 @@ class Compressing:
         return bool(self._of)
 
     def of(self, name: str, dtype: int, nbytes: int) -> Compression | None:
-        """How a tensor of this name travels; always the same object until the name is declared anew. None: as it is."""
+        """How a tensor of this name travels; always the same object until the name is declared
+        anew.
+
+        None: as it is.
+        """
         given = self._of.get(name)
-        return None if given is None else effective(given, BY_CODE[dtype].name, nbytes, self._config.min_compress_bytes)
+        return (
+            None
+            if given is None
+            else effective(given, BY_CODE[dtype].name, nbytes, self._config.min_compress_bytes)
+        )
 
     def with_momentum(
-        self, name: str, dtype: int, nbytes: int, used: Compression | None, source: Any, owner: object, on: OnGpu | None = None,
+        self,
+        name: str,
+        dtype: int,
+        nbytes: int,
+        used: Compression | None,
+        source: Any,
+        owner: object,
+        on: OnGpu | None = None,
     ) -> tuple[Any, object, OnGpu | None]:
-        """What to push for ``source``, as :meth:`Core.prepare` takes it, what keeps it alive, and where it is.
+        """What to push for ``source``, as :meth:`Core.prepare` takes it, what keeps it alive, and
+        where it is.
 
-        Something else only if nobody later adds momentum to it, which must have some: to what is not compressed, and to the shares of a machine whose
-        sum is compressed.
+        Something else only if nobody later adds momentum to it, which must have some: to what is
+        not compressed, and to the shares of a machine whose sum is compressed.
         """
         given = self._of.get(name)
         kind = BY_CODE[dtype]
@@ -120,40 +178,77 @@ class Compressing:
             assert on is not None
             address, on = momentum.add(source[0], given.mu, on)
             return (address, nbytes), owner, on
-        made = momentum.add(source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu)
+        made = momentum.add(
+            source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu
+        )
         return (made.ctypes.data, nbytes), (made, source, owner), None
 
     def check(self, name: str, dtype: int, nbytes: int, used: Compression) -> None:
-        """Raise :class:`~bpsx.errors.ConfigError` if such a tensor cannot be compressed like that; else see to it that the code is there.
+        """Raise :class:`~bpsx.errors.ConfigError` if such a tensor cannot be compressed like that;
+        else see to it that the code is there.
 
         It is compiled here, in the caller's thread, and not in the one that hears the scheduler.
         """
-        check_fits(used, BY_CODE[dtype].name, nbytes, repr(name), most_bytes(self._config.partition_bytes, compressed=True))
+        check_fits(
+            used,
+            BY_CODE[dtype].name,
+            nbytes,
+            repr(name),
+            most_bytes(self._config.partition_bytes, compressed=True),
+        )
         if self._config.distributed and self._near.has_lanes:
             warm(used, BY_CODE[dtype].name)
 
     def tensor(
-        self, name: str, dtype: int, parts: list[tuple[int, int, int, int, int]], generation: int, used: Compression | None,
+        self,
+        name: str,
+        dtype: int,
+        parts: list[tuple[int, int, int, int, int]],
+        generation: int,
+        used: Compression | None,
         gpu: Gpu | None = None,
     ) -> Tensor:
-        """What the core knows of a declared name. Only who speaks to servers compresses. ``gpu``: where it is when it is first pushed."""
+        """What the core knows of a declared name. Only who speaks to servers compresses.
+
+        ``gpu``: where it is when it is first pushed.
+        """
         given = used if self._near.has_lanes else None
-        stages, on_gpu = (stages_for(device, given is not None, self._near.place) for device in ("cpu", "gpu"))
+        stages, on_gpu = (
+            stages_for(device, given is not None, self._near.place) for device in ("cpu", "gpu")
+        )
         if given is None:
-            return Tensor(name, dtype, parts, stages, generation, "" if used is None else used.text(), on_gpu=on_gpu)
+            return Tensor(
+                name,
+                dtype,
+                parts,
+                stages,
+                generation,
+                "" if used is None else used.text(),
+                on_gpu=on_gpu,
+            )
         self.core.open_pool(self._config.compress_threads)
-        if self._near.place is not Place.DIRECT:    # each process has added it to its own share
+        if self._near.place is not Place.DIRECT:  # each process has added it to its own share
             given = replace(given, momentum="")
-        made = [make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
+        made = [
+            make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender)
+            for i, (*_, length) in enumerate(parts)
+        ]
         tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made, on_gpu)
         if gpu is not None:
             self._code_on(gpu, tensor, given, dtype, made)
         lengths = [length for *_, length in parts]
-        self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": given.text(), "lengths": lengths}
+        self._meanings[tensor] = {
+            "dtype": BY_CODE[dtype].name,
+            "nbytes": sum(lengths),
+            "codec": given.text(),
+            "lengths": lengths,
+        }
         self._put(tensor)
         return tensor
 
-    def _code_on(self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]) -> None:
+    def _code_on(
+        self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]
+    ) -> None:
         """Have a tensor compressed on the GPU; on the host, if its kernels cannot be had."""
         coders = self._gpu_kernels.coders(gpu, tensor.name, given, BY_CODE[dtype].name, made)
         if coders is not None:
@@ -163,7 +258,10 @@ class Compressing:
     # ---- for checkpoints
 
     def save(self, names: Iterable[str]) -> dict[str, Saved]:
-        """What is kept of those of ``names`` of which anything is: see :data:`bpsx.compression.state.Saved`. Call it while none of them is under way.
+        """What is kept of those of ``names`` of which anything is: see
+        :data:`bpsx.compression.state.Saved`.
+
+        Call it while none of them is under way.
 
         Raises :class:`~bpsx.errors.BpsxError` if one does not end within ``BPSX_SHUTDOWN_TIMEOUT``.
         """
@@ -172,34 +270,56 @@ class Compressing:
         for tensor in tensors:
             until_idle(self.core, tensor, self._config.shutdown_timeout)
         taken = take(self.core, tensors, self._near.sender == 0)
-        found: dict[str, Saved] = {tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors}
+        found: dict[str, Saved] = {
+            tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors
+        }
         for name in wanted:
-            if name in self._kept and name not in found:        # never pushed since
+            if name in self._kept and name not in found:  # never pushed since
                 found[name] = dict(self._kept[name][0])
             for (whose, dtype, nbytes, _), momentum in list(self._momenta.items()):
                 if whose == name:
-                    found[name] = {"dtype": BY_CODE[dtype].name, "nbytes": nbytes, **found.get(name, {}), "momentum": momentum.taken()}
+                    found[name] = {
+                        "dtype": BY_CODE[dtype].name,
+                        "nbytes": nbytes,
+                        **found.get(name, {}),
+                        "momentum": momentum.taken(),
+                    }
             if name in found:
                 found[name].setdefault("rank", self._config.rank)
         return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what :meth:`save` has made, now or when a name is first pushed. What another worker has saved gives its counters only.
+        """Put back what :meth:`save` has made, now or when a name is first pushed.
 
-        Waits for push_pulls of these names that are under way, and for the servers. Raises :class:`~bpsx.errors.ConfigError` for what is no such
-        state, and whatever makes servers fail.
+        What another worker has saved gives its counters only.
+
+        Waits for push_pulls of these names that are under way, and for the servers. Raises
+        :class:`~bpsx.errors.ConfigError` for what is no such state, and whatever makes servers
+        fail.
         """
         checked = {name: check_saved(name, state) for name, state in saved.items()}
-        others = sorted({s["rank"] for s in checked.values() if s.get("rank") != self._config.rank and "rank" in s})
+        others = sorted(
+            {
+                s["rank"]
+                for s in checked.values()
+                if s.get("rank") != self._config.rank and "rank" in s
+            }
+        )
         if others:
-            log.warning("worker %d: residuals and momentum in the state given are those of worker %s, and begin anew here: each worker has to save "
-                        "and load a state of its own", self._config.rank, ", ".join(map(str, others)))
+            log.warning(
+                "worker %d: residuals and momentum in the state given are those of worker %s, and"
+                " begin anew here: each worker has to save and load a state of its own",
+                self._config.rank,
+                ", ".join(map(str, others)),
+            )
         for name, state in checked.items():
             self._kept[name] = state, state.get("rank", self._config.rank) == self._config.rank
             for (whose, dtype, nbytes, _), momentum in list(self._momenta.items()):
                 if whose == name:
                     momentum.put(0.0)
-                    self._put_momentum(name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes})
+                    self._put_momentum(
+                        name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes}
+                    )
             tensor = self._tensor_of(name)
             if tensor is not None:
                 until_idle(self.core, tensor, self._config.shutdown_timeout)
@@ -207,9 +327,13 @@ class Compressing:
         self._wait_for_servers()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let residuals, momentum and counters of ``names`` begin anew, at servers too if this is worker 0. On all workers.
+        """Let residuals, momentum and counters of ``names`` begin anew, at servers too if this is
+        worker 0.
 
-        Raises as :meth:`restore`."""
+        On all workers.
+
+        Raises as :meth:`restore`.
+        """
         for name in names:
             self._kept.pop(name, None)
             for key in [key for key in self._momenta if key[0] == name]:
@@ -245,12 +369,16 @@ class Compressing:
     def check_told(self) -> None:
         """Once a second: whether servers keep what they have been told to."""
         for handle in [h for h in self._told if h.done()]:
-            with suppress(ValueError):      # another thread waits for it
+            with suppress(ValueError):  # another thread waits for it
                 self._told.remove(handle)
             try:
                 handle.wait()
             except BpsxError as e:
-                log.error("%r: the servers have not taken what was saved of it, and begin anew: %s", handle.name, e)
+                log.error(
+                    "%r: the servers have not taken what was saved of it, and begin anew: %s",
+                    handle.name,
+                    e,
+                )
 
     def _put(self, tensor: Tensor) -> None:
         """Put back what has been saved of a tensor, if it is that one's."""
@@ -260,10 +388,21 @@ class Compressing:
         meaning = self._meanings[tensor]
         try:
             if any(saved.get(key) != value for key, value in meaning.items()):
-                raise ValueError(", ".join(f"{key} {saved.get(key)!r}, now {value!r}" for key, value in meaning.items() if saved.get(key) != value))
+                raise ValueError(
+                    ", ".join(
+                        f"{key} {saved.get(key)!r}, now {value!r}"
+                        for key, value in meaning.items()
+                        if saved.get(key) != value
+                    )
+                )
             handle = put(self.core, tensor, saved, own)
         except ValueError as e:
-            log.warning("%r: the saved state of its compression is that of something else, and is not used: %s", tensor.name, e)
+            log.warning(
+                "%r: the saved state of its compression is that of something else, and is not"
+                " used: %s",
+                tensor.name,
+                e,
+            )
             return
         if handle is not None:
             self._told.append(handle)
@@ -273,5 +412,10 @@ class Compressing:
         saved, own = self._kept.get(name, ({}, True))
         kept = saved.get("momentum")
         n = meaning["nbytes"] // BY_NAME[meaning["dtype"]].itemsize
-        if own and kept is not None and all(saved.get(k) == v for k, v in meaning.items()) and kept.size == n:
+        if (
+            own
+            and kept is not None
+            and all(saved.get(k) == v for k, v in meaning.items())
+            and kept.size == n
+        ):
             momentum.put(kept)

@@ -1,6 +1,8 @@
-"""How gradients are compressed: ``compression_params`` checked, and said in a line that workers and servers agree on.
+"""How gradients are compressed: ``compression_params`` checked, and said in a line that workers and
+servers agree on.
 
-The only place that knows the keys; what belongs to one compressor only is that codec's (:mod:`bpsx.kernels.codecs`). Pure but for loading kernels.
+The only place that knows the keys; what belongs to one compressor only is that codec's
+(:mod:`bpsx.kernels.codecs`). Pure but for loading kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Compression:
-    """A name's compression. ``compressor`` "": none, then at most ``fp16`` and ``momentum`` say something. ``mu``: of the momentum."""
+    """A name's compression.
+
+    ``compressor`` "": none, then at most ``fp16`` and ``momentum`` say something. ``mu``: of the
+    momentum.
+    """
 
     compressor: str = ""
     options: tuple[tuple[str, Any], ...] = ()
@@ -54,12 +60,22 @@ class Compression:
 
     def text(self) -> str:
         """One line, the same for the same compression; :func:`parse` reads it."""
-        said = {"compressor": self.compressor, **dict(self.options), "ef": self.ef, "momentum": self.momentum, "seed": self.seed, "fp16": self.fp16}
+        said = {
+            "compressor": self.compressor,
+            **dict(self.options),
+            "ef": self.ef,
+            "momentum": self.momentum,
+            "seed": self.seed,
+            "fp16": self.fp16,
+        }
         if self.momentum:
             said["mu"] = self.mu
         if self.seed == 0:
             del said["seed"]
-        return json.dumps({k: v for k, v in said.items() if not (v is False or isinstance(v, str) and v == "")}, sort_keys=True)
+        return json.dumps(
+            {k: v for k, v in said.items() if not (v is False or isinstance(v, str) and v == "")},
+            sort_keys=True,
+        )
 
 
 NONE = Compression()
@@ -68,14 +84,18 @@ NONE = Compression()
 def compression(params: Mapping[str, Any] | None, what: str = "compression_params") -> Compression:
     """``params`` as users write them, checked and completed; ``what`` says whose they are.
 
-    None, "" and False stand for a key that is not given. Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`), which names key, value
-    and what is allowed.
+    None, "" and False stand for a key that is not given. Raises :class:`~bpsx.errors.ConfigError`
+    (a :class:`ValueError`), which names key, value and what is allowed.
     """
     if params is None:
         return NONE
     if not isinstance(params, Mapping):
         raise ConfigError(f"{what}: a mapping is needed, not {type(params).__name__}")
-    given = {k: v for k, v in params.items() if v is not None and v is not False and not (isinstance(v, str) and v == "")}
+    given = {
+        k: v
+        for k, v in params.items()
+        if v is not None and v is not False and not (isinstance(v, str) and v == "")
+    }
     try:
         return _checked(given)
     except ConfigError as e:
@@ -89,17 +109,33 @@ def _checked(given: dict[str, Any]) -> Compression:
     known = codec(name) if name else None
     given = _without_others(given, known)
     _check_keys(given, known)
-    ef = checked_choice("ef", given["ef"], *(known.feedback if known else ())) if "ef" in given else ""
-    momentum = checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
+    ef = (
+        checked_choice("ef", given["ef"], *(known.feedback if known else ()))
+        if "ef" in given
+        else ""
+    )
+    momentum = (
+        checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
+    )
     options = known.options({k: v for k, v in given.items() if k in known.keys}) if known else {}
-    return Compression(name, tuple(sorted(options.items())), ef, momentum, _factor(given.get("mu", DEFAULT_MU)), _seed(given.get("seed", 0)),
-                       checked_flag("fp16", given.get("fp16", False)))
+    return Compression(
+        name,
+        tuple(sorted(options.items())),
+        ef,
+        momentum,
+        _factor(given.get("mu", DEFAULT_MU)),
+        _seed(given.get("seed", 0)),
+        checked_flag("fp16", given.get("fp16", False)),
+    )
 
 
 def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any]:
-    """``given`` without the options that belong to another compressor only, which BytePS ignores: its
-    scripts always pass ``k``. Warns once of each. Raises :class:`~bpsx.errors.ConfigError` for a value
-    that the other compressor would not take either."""
+    """``given`` without the options that belong to another compressor only, which BytePS ignores:
+    its scripts always pass ``k``.
+
+    Warns once of each. Raises :class:`~bpsx.errors.ConfigError` for a value that the other
+    compressor would not take either.
+    """
     taken = {*COMMON, *(known.keys if known else ())}
     kept = dict(given)
     for key, value in given.items():
@@ -111,8 +147,13 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
         place = f"compressor={known.name!r}" if known else "no compressor"
         if (key, place) not in _told:
             _told.add((key, place))
-            log.warning("compression_params: %s=%r is ignored: it means nothing with %s, but with %s",
-                        key, value, place, ", ".join(repr(c.name) for c in owners))
+            log.warning(
+                "compression_params: %s=%r is ignored: it means nothing with %s, but with %s",
+                key,
+                value,
+                place,
+                ", ".join(repr(c.name) for c in owners),
+            )
     return kept
 
 
@@ -166,7 +207,10 @@ def warm(given: Compression, dtype: str) -> None:
 
 
 def parse(text: str) -> Compression:
-    """What :meth:`Compression.text` has said. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    """What :meth:`Compression.text` has said.
+
+    Raises :class:`~bpsx.errors.ConfigError` for anything else.
+    """
     try:
         said = json.loads(text)
     except ValueError:
@@ -177,8 +221,11 @@ def parse(text: str) -> Compression:
 
 
 def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compression | None:
-    """What becomes of a tensor of so many bytes, if tensors of less than ``least`` are not compressed: ``given``, halves, or None. One object for one
-    ``given``, so that it can be compared by identity."""
+    """What becomes of a tensor of so many bytes, if tensors of less than ``least`` are not
+    compressed: ``given``, halves, or None.
+
+    One object for one ``given``, so that it can be compared by identity.
+    """
     if given.compressor and nbytes >= least:
         return given
     return _HALF if given.fp16 and dtype in ("float32", "float64") else None
@@ -187,25 +234,38 @@ def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compre
 _HALF = Compression("half")
 
 
-def check_fits(given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype``, in partitions of at most ``partition_bytes``, cannot be
-    compressed like that; ``what`` says whose it is."""
+def check_fits(
+    given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int
+) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype``, in
+    partitions of at most ``partition_bytes``, cannot be compressed like that; ``what`` says whose
+    it is.
+    """
     if dtype not in FLOATS:
-        raise ConfigError(f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
+        raise ConfigError(
+            f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed;"
+            f" allowed: {', '.join(FLOATS)}"
+        )
     n, k = nbytes // BY_NAME[dtype].itemsize, dict(given.options).get("k")
     if isinstance(k, int) and given.compressor in ("topk", "randomk") and k > n:
         raise ConfigError(f"{what}: k={k} is more than the {n} elements of the tensor")
     try:
         _check_count(given, min(nbytes, partition_bytes) // BY_NAME[dtype].itemsize)
     except ConfigError as e:
-        raise ConfigError(f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less: compressed partitions have {partition_bytes} bytes") from None
+        raise ConfigError(
+            f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less: compressed partitions have"
+            f" {partition_bytes} bytes"
+        ) from None
 
 
 def _check_count(given: Compression, n: int) -> None:
     """Whether a partition may have so many elements."""
     too_many = codec(given.compressor).too_many
     if n >= too_many:
-        raise ConfigError(f"compressor={given.compressor!r}: a partition of {n} elements: at most {too_many - 1} are possible")
+        raise ConfigError(
+            f"compressor={given.compressor!r}: a partition of {n} elements: at most {too_many - 1}"
+            " are possible"
+        )
 
 
 class Made(NamedTuple):
@@ -230,12 +290,17 @@ class Made(NamedTuple):
 
 
 def stream(name: bytes, part: int) -> int:
-    """64 bits that say which partition it is, the same in every job: what random numbers begin with, besides the seed."""
+    """64 bits that say which partition it is, the same in every job: what random numbers begin
+    with, besides the seed.
+    """
     return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
 
 
 class Momentum:
-    """Nesterov's momentum of one tensor that no encoder adds it to. One round after another: who calls waits for each."""
+    """Nesterov's momentum of one tensor that no encoder adds it to.
+
+    One round after another: who calls waits for each.
+    """
 
     def __init__(self, dtype: str, n: int) -> None:
         self._run = _NESTEROV(load_momentum(dtype))
@@ -257,12 +322,16 @@ class Momentum:
         return out
 
 
-_NESTEROV = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
+_NESTEROV = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+)
 
 
 def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
-    """For a partition of ``nbytes`` bytes of ``dtype``; ``which``: its :func:`stream`. ``sender`` None: the server's side, which has no momentum and
-    whose elements are wide. Loads kernels.
+    """For a partition of ``nbytes`` bytes of ``dtype``; ``which``: its :func:`stream`.
+
+    ``sender`` None: the server's side, which has no momentum and whose elements are wide. Loads
+    kernels.
 
     Raises :class:`~bpsx.errors.ConfigError` for element types that cannot be compressed.
     """
@@ -276,16 +345,38 @@ def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | 
     conversion = load_conversion(dtype if sender is not None else wide)
     numbers = used.numbers(dict(given.options))
     if len(numbers) > ALIKE:
-        raise ConfigError(f"compressor={given.compressor!r} makes {len(numbers)} numbers of its options: at most {ALIKE} are possible")
-    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else []))
+        raise ConfigError(
+            f"compressor={given.compressor!r} makes {len(numbers)} numbers of its options: at most"
+            f" {ALIKE} are possible"
+        )
+    seed = mix(
+        given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else [])
+    )
     options = [*numbers, *[0] * (ALIKE - len(numbers)), 0, seed - 2**64 if seed >= 2**63 else seed]
-    return Made(compiled.encode, compiled.decode, conversion[0], conversion[1], BY_NAME[wide].itemsize, n, used.capacity(n, numbers),
-                used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", used.counted,
-                given.ef == "sparse" and sender is None, (compiled, conversion))
+    return Made(
+        compiled.encode,
+        compiled.decode,
+        conversion[0],
+        conversion[1],
+        BY_NAME[wide].itemsize,
+        n,
+        used.capacity(n, numbers),
+        used.scratch(n, numbers),
+        options,
+        residual,
+        momentum,
+        given.mu,
+        given.ef == "corrected",
+        used.counted,
+        given.ef == "sparse" and sender is None,
+        (compiled, conversion),
+    )
 
 
 def mix(*numbers: int) -> int:
-    """64 bits that depend on all bits of ``numbers``: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over them in turn."""
+    """64 bits that depend on all bits of ``numbers``: the finaliser of SplitMix64 (Steele, Lea,
+    Flood, OOPSLA 2014) over them in turn.
+    """
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK

@@ -1,6 +1,8 @@
-"""What compression keeps of a name from round to round, taken out of the core and put back: for checkpoints, and for the next job after suspend().
+"""What compression keeps of a name from round to round, taken out of the core and put back: for
+checkpoints, and for the next job after suspend().
 
-Residual, momentum and counters are a worker's own; the servers have residuals and counters of theirs, which worker 0 asks for and sets.
+Residual, momentum and counters are a worker's own; the servers have residuals and counters of
+theirs, which worker 0 asks for and sets.
 """
 
 from __future__ import annotations
@@ -18,39 +20,68 @@ from bpsx.core._tensor import Tensor
 from bpsx.errors import BpsxError, ConfigError
 
 log = logging.getLogger("bpsx.compression.spec")
-#: What is saved of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec`` (as Compression.text() says it), ``lengths`` (of
-#: its partitions, bytes), ``worker`` and ``server`` (uint8 arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an array:
-#: of what no encoder adds momentum to). Those that there are not are missing.
+#: What is saved of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec``
+#: (as Compression.text() says it), ``lengths`` (of its partitions, bytes), ``worker`` and
+#: ``server`` (uint8 arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an
+#: array: of what no encoder adds momentum to). Those that there are not are missing.
 Saved = dict[str, Any]
-_TYPES = {"rank": int, "dtype": str, "nbytes": int, "codec": str, "lengths": list, "worker": np.ndarray, "server": np.ndarray, "momentum": np.ndarray}
+_TYPES = {
+    "rank": int,
+    "dtype": str,
+    "nbytes": int,
+    "codec": str,
+    "lengths": list,
+    "worker": np.ndarray,
+    "server": np.ndarray,
+    "momentum": np.ndarray,
+}
 #: Counter and learning rate: of a worker's state the part that is the same on all.
 _COMMON_BYTES = 16
 _WAIT = 0.01
 
 
 def check_saved(name: str, saved: Any) -> Saved:
-    """``saved``, if it can be what :func:`take` has made. Raises :class:`~bpsx.errors.ConfigError`."""
+    """``saved``, if it can be what :func:`take` has made.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     if not isinstance(saved, Mapping):
-        raise ConfigError(f"state of compression of {name!r}: a mapping is needed, not {type(saved).__name__}")
+        raise ConfigError(
+            f"state of compression of {name!r}: a mapping is needed, not {type(saved).__name__}"
+        )
     for key, value in saved.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]):
-            raise ConfigError(f"state of compression of {name!r}: {key!r} is a {type(value).__name__}; allowed are "
-                              f"{', '.join(f'{k} ({t.__name__})' for k, t in _TYPES.items())}")
+            raise ConfigError(
+                f"state of compression of {name!r}: {key!r} is a {type(value).__name__}; allowed"
+                f" are {', '.join(f'{k} ({t.__name__})' for k, t in _TYPES.items())}"
+            )
     return dict(saved)
 
 
 def until_idle(core: Core, tensor: Tensor, seconds: float) -> None:
-    """Wait for the end of what is under way of a tensor. Raises :class:`~bpsx.errors.BpsxError` if that has not come after ``seconds``."""
+    """Wait for the end of what is under way of a tensor.
+
+    Raises :class:`~bpsx.errors.BpsxError` if that has not come after ``seconds``.
+    """
     end = time.monotonic() + seconds
     while tensor.busy and not core.failed:
         if time.monotonic() >= end:
-            raise BpsxError(f"what is kept of {tensor.name!r} cannot be had: a push_pull of it has been under way for more than {seconds:g} s")
+            raise BpsxError(
+                f"what is kept of {tensor.name!r} cannot be had: a push_pull of it has been under"
+                f" way for more than {seconds:g} s"
+            )
         core.settle(_WAIT)
 
 
 def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[str, Saved]:
-    """What is kept of compressed tensors that nobody is pushing. Without the servers' part, and a warning, if they cannot be asked any more."""
-    found: dict[str, Saved] = {tensor.name: {"worker": np.frombuffer(b"".join(tensor.state()), np.uint8)} for tensor in tensors}
+    """What is kept of compressed tensors that nobody is pushing.
+
+    Without the servers' part, and a warning, if they cannot be asked any more.
+    """
+    found: dict[str, Saved] = {
+        tensor.name: {"worker": np.frombuffer(b"".join(tensor.state()), np.uint8)}
+        for tensor in tensors
+    }
     asked = [ask(core, tensor, None) for tensor in tensors] if with_servers else []
     try:
         for handle in asked:
@@ -61,10 +92,21 @@ def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[st
 
 
 def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
-    """Ask the servers what they keep of a tensor, once it is ``saved``, if that is given. The result is a uint8 array."""
+    """Ask the servers what they keep of a tensor, once it is ``saved``, if that is given.
+
+    The result is a uint8 array.
+    """
     answer = np.empty(tensor.server_bytes, np.uint8)
     source = None if saved is None else (saved.ctypes.data, saved.nbytes)
-    handle = core.prepare(tensor.name, answer.nbytes, source, (answer.ctypes.data, answer.nbytes), keeps=True, owner=(saved, answer), result=answer)
+    handle = core.prepare(
+        tensor.name,
+        answer.nbytes,
+        source,
+        (answer.ctypes.data, answer.nbytes),
+        keeps=True,
+        owner=(saved, answer),
+        result=answer,
+    )
     core.release(handle, tensor)
     return handle
 
@@ -76,14 +118,21 @@ def clear(core: Core, tensor: Tensor, with_servers: bool) -> Handle | None:
 
 
 def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
-    """Put back what :func:`take` has made, for a tensor that nobody is pushing. If servers have to be told, they are, before what is pushed next.
+    """Put back what :func:`take` has made, for a tensor that nobody is pushing.
 
-    ``own``: it is this worker's own; of another's only counters are of use. Raises :class:`ValueError` if it is another tensor's.
+    If servers have to be told, they are, before what is pushed next.
+
+    ``own``: it is this worker's own; of another's only counters are of use. Raises
+    :class:`ValueError` if it is another tensor's.
     """
     now, begin = [], 0
     for part in tensor.state():
-        given = saved["worker"][begin:begin + len(part)].tobytes()
-        now.append(given if own or len(given) < len(part) else given[:_COMMON_BYTES] + bytes(len(part) - _COMMON_BYTES))
+        given = saved["worker"][begin : begin + len(part)].tobytes()
+        now.append(
+            given
+            if own or len(given) < len(part)
+            else given[:_COMMON_BYTES] + bytes(len(part) - _COMMON_BYTES)
+        )
         begin += len(part)
     server = saved.get("server") if own else None
     if begin != saved["worker"].size or server is not None and server.size != tensor.server_bytes:

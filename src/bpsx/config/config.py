@@ -30,15 +30,19 @@ def environment(given: Mapping[str, str] | None = None) -> Mapping[str, str]:
 
 
 class Config:
-    """The values of all options, as attributes named by :attr:`Option.field`. Immutable after construction.
+    """The values of all options, as attributes named by :attr:`Option.field`.
 
-    ``environ`` defaults to the process's environment; ``given`` overrides single fields. Raises :class:`~bpsx.errors.ConfigError`.
-    Thread-safe once made.
+    Immutable after construction.
+
+    ``environ`` defaults to the process's environment; ``given`` overrides single fields. Raises
+    :class:`~bpsx.errors.ConfigError`. Thread-safe once made.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, **given: Any) -> None:
         source = environment(environ)
-        self.num_worker_set = "num_worker" in given or bool(source.get("DMLC_NUM_WORKER", "").strip())
+        self.num_worker_set = "num_worker" in given or bool(
+            source.get("DMLC_NUM_WORKER", "").strip()
+        )
         values: dict[str, Any] = {}
         for option in OPTIONS:
             if option.field in given:
@@ -77,42 +81,72 @@ class Config:
 
     @property
     def servers(self) -> int:
-        """Servers that take part: none on a single machine whose processes sum among themselves, as with BytePS."""
-        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+        """Servers that take part: none on a single machine whose processes sum among themselves, as
+        with BytePS.
+        """
+        if (
+            self.role == "worker"
+            and self.num_worker == 1
+            and self.shares_machine
+            and not self.force_distributed
+        ):
             return 0
         return int(self.num_server or 0)
 
     @property
     def secret_bytes(self) -> bytes:
-        """The job secret; empty if there is none. Reads the file anew. Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it."""
+        """The job secret; empty if there is none. Reads the file anew.
+
+        Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it.
+        """
         if self.secret:
             return secret.accept(self.secret, "BPSX_SECRET")
         return secret.read(self.secret_file) if self.secret_file else b""
 
     @property
     def idle_servers(self) -> str:
-        """What to tell a worker whose scheduler and servers are configured and will not be used; else ""."""
+        """What to tell a worker whose scheduler and servers are configured and will not be used;
+        else "".
+        """
         if self.servers_used or self.root_uri is None or not self.num_server:
             return ""
-        what = f"DMLC_PS_ROOT_URI and DMLC_NUM_SERVER={self.num_server} name a scheduler and servers, which "
+        what = (
+            f"DMLC_PS_ROOT_URI and DMLC_NUM_SERVER={self.num_server} name a scheduler and servers,"
+            " which "
+        )
         what += "a job of one worker" if self.size == 1 else "a job of one machine"
-        now = f"DMLC_NUM_WORKER={self.num_worker}" if self.num_worker_set else "DMLC_NUM_WORKER is not set"
-        return (f"{what} does not use ({now}): set DMLC_NUM_WORKER to the number of worker machines, "
-                "or BYTEPS_FORCE_DISTRIBUTED=1 to use them with one")
+        now = (
+            f"DMLC_NUM_WORKER={self.num_worker}"
+            if self.num_worker_set
+            else "DMLC_NUM_WORKER is not set"
+        )
+        return (
+            f"{what} does not use ({now}): set DMLC_NUM_WORKER to the number of worker machines, "
+            "or BYTEPS_FORCE_DISTRIBUTED=1 to use them with one"
+        )
 
     @property
     def servers_used(self) -> bool:
         """Whether a worker's gradients go through servers."""
-        return self.distributed and not (self.num_worker == 1 and self.shares_machine and not self.force_distributed)
+        return self.distributed and not (
+            self.num_worker == 1 and self.shares_machine and not self.force_distributed
+        )
 
     def _missing(self, *fields: str) -> Iterable[str]:
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
         if missing:
-            yield "not set: " + "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
+            yield "not set: " + "; ".join(
+                f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing
+            )
 
     def _server_faults(self) -> Iterable[str]:
         """Whether there are as many as are needed."""
-        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+        if (
+            self.role == "worker"
+            and self.num_worker == 1
+            and self.shares_machine
+            and not self.force_distributed
+        ):
             return
         yield from self._missing("num_server")
         # A scheduler cannot know how many processes its one machine has.
@@ -121,31 +155,55 @@ class Config:
 
     def _worker_faults(self) -> Iterable[str]:
         if self.size > MOST_WORKERS:
-            yield f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible"
+            yield (
+                f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS}"
+                " are possible"
+            )
         if (self.worker_id or 0) >= self.num_worker:
-            yield f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})"
+            yield (
+                f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1}"
+                f" (DMLC_NUM_WORKER={self.num_worker})"
+            )
         yield from self._gpu_faults()
         if self.local_rank >= self.local_size:
-            yield f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+            yield (
+                f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1}"
+                " (BYTEPS_LOCAL_SIZE)"
+            )
 
     def _gpu_faults(self) -> Iterable[str]:
         if self.reduce_roots and self.switch_size is not None:
-            yield "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set one of them"
+            yield (
+                "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set"
+                " one of them"
+            )
         for root in self.reduce_roots or ():
             if root >= self.local_size:
-                yield f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+                yield (
+                    f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are"
+                    f" 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+                )
         if self.switch_size is not None and self.local_size % self.switch_size:
-            yield f"BYTEPS_PCIE_SWITCH_SIZE={self.switch_size}: must be a divisor of BYTEPS_LOCAL_SIZE={self.local_size}"
+            yield (
+                f"BYTEPS_PCIE_SWITCH_SIZE={self.switch_size}: must be a divisor of"
+                f" BYTEPS_LOCAL_SIZE={self.local_size}"
+            )
 
     def faults(self) -> Iterable[str]:
-        """What does not fit together for this role, one text each. Without a role: what fits none."""
+        """What does not fit together for this role, one text each.
+
+        Without a role: what fits none.
+        """
         yield from self._missing("role")
         try:
-            _ = self.secret_bytes       # what is wrong with it shall be told first
+            _ = self.secret_bytes  # what is wrong with it shall be told first
         except ConfigError as error:
             yield str(error)
         if self.trace_end <= self.trace_start:
-            yield f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}"
+            yield (
+                f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than"
+                f" BYTEPS_TRACE_START_STEP={self.trace_start}"
+            )
         if self.role in ("scheduler", "server") or (self.role == "worker" and self.distributed):
             yield from self._missing("root_uri", "root_port")
             yield from self._server_faults()
@@ -156,18 +214,28 @@ class Config:
         if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
-            yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
+            yield (
+                f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes"
+                " decide; allowed is balanced"
+            )
         if self.role in ("worker", None):
             yield from self._worker_faults()
 
     def check(self) -> None:
-        """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError` for the first of :meth:`faults`."""
+        """Whether the values fit together for this role.
+
+        Raises :class:`~bpsx.errors.ConfigError` for the first of :meth:`faults`.
+        """
         for fault in self.faults():
             raise ConfigError(fault)
 
 
 def faults(environ: Mapping[str, str] | None = None) -> list[str]:
-    """All that is wrong with the variables, where :class:`Config` and :meth:`Config.check` raise for the first. A role need not be named."""
+    """All that is wrong with the variables, where :class:`Config` and :meth:`Config.check` raise
+    for the first.
+
+    A role need not be named.
+    """
     good = dict(environment(environ))
     found: dict[str, str] = {}
     for option in OPTIONS:
@@ -177,7 +245,11 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
             found[option.env] = str(error)
             del good[option.env]
     # What only follows from the lack of those says nothing new.
-    more = [f for f in Config(good).faults() if not f.startswith("not set: DMLC_ROLE") and not any(env in f for env in found)]
+    more = [
+        f
+        for f in Config(good).faults()
+        if not f.startswith("not set: DMLC_ROLE") and not any(env in f for env in found)
+    ]
     return [*found.values(), *more]
 
 
@@ -195,7 +267,10 @@ def is_set(name: str) -> bool:
 
 
 def full_tracebacks() -> bool:
-    """The value of BPSX_FULL_TRACEBACKS now. True for a malformed one, about which an error is to be shown."""
+    """The value of BPSX_FULL_TRACEBACKS now.
+
+    True for a malformed one, about which an error is to be shown.
+    """
     option = next(o for o in OPTIONS if o.field == "full_tracebacks")
     try:
         return bool(_read(option, os.environ))
@@ -213,11 +288,13 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
     if text is None or (text == "" and option.parse not in (str, folder)):
         return option.default() if callable(option.default) else option.default
     try:
-        if option.parse is not folder:      # a path is bytes to the system; all else is sent to others, or compared
+        # a path is bytes to the system; all else is sent to others, or compared
+        if option.parse is not folder:
             text.encode()
         return option.parse(text.strip())
     except UnicodeEncodeError:
-        raise ConfigError(f"{option.env}: is no text in UTF-8") from None       # its value may be secret
+        # its value may be secret
+        raise ConfigError(f"{option.env}: is no text in UTF-8") from None
     except ValueError as e:
         why = f"{e}" if option.parse is folder else f"allowed is {option.allowed}"
         raise ConfigError(f"{option.env}={text!r}: {why}") from None
@@ -229,7 +306,8 @@ def _complain(source: Mapping[str, str]) -> Iterable[str]:
         if name in NOT_USED:
             yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
         elif name.startswith(("BYTEPS_", "BPSX_")) and name not in _KNOWN:
-            near = difflib.get_close_matches(name, _KNOWN - {"BPSX_INSECURE"}, n=1)     # nobody shall switch that on by a guess
+            # nobody shall switch that on by a guess
+            near = difflib.get_close_matches(name, _KNOWN - {"BPSX_INSECURE"}, n=1)
             yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
     yield from _misspelt(source)
 
@@ -245,8 +323,12 @@ def _misspelt(source: Mapping[str, str]) -> Iterable[str]:
 
 
 def frame_bound(config: Config | int) -> int:
-    """Bytes that one message on a data connection may have, by the options (or the value of BYTEPS_PARTITION_BYTES) of who receives it.
+    """Bytes that one message on a data connection may have, by the options (or the value of
+    BYTEPS_PARTITION_BYTES) of who receives it.
 
-    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
+    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over
+    time.
+    """
     nbytes = config if isinstance(config, int) else config.partition_bytes
-    return max(64 << 20, 4 * int(nbytes))   # what is compressed has partitions twice as large, and topk that keeps all makes twice that
+    # what is compressed has partitions twice as large, and topk that keeps all makes twice that
+    return max(64 << 20, 4 * int(nbytes))

@@ -9,13 +9,29 @@ from bpsx.config import OPTIONS, TRANSPORT_NAMES, Config
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
-    """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or 1."""
-    names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous",
-             "encrypt", "mixed_mode", "transport")
+    """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or
+    1.
+    """
+    names = (
+        "num_worker",
+        "num_server",
+        "local_size",
+        "local_reduce",
+        "partition_bytes",
+        "key_hash_fn",
+        "hash_coefficient",
+        "asynchronous",
+        "encrypt",
+        "mixed_mode",
+        "transport",
+    )
     values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
-    values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine,
-               "DMLC_ENABLE_RDMA": TRANSPORT_NAMES[config.transport],
-               "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1}
+    values |= {
+        "DMLC_NUM_SERVER": config.servers,
+        "BPSX_LOCAL_REDUCE": config.shares_machine,
+        "DMLC_ENABLE_RDMA": TRANSPORT_NAMES[config.transport],
+        "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1,
+    }
     return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}
 
 
@@ -28,7 +44,11 @@ def wrong_options(shared: Mapping[str, Any]) -> list[str]:
         if option.default is None and value is None:
             continue
         try:
-            if isinstance(value, bool) or not isinstance(value, int | str) or option.parse(str(value)) != value:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | str)
+                or option.parse(str(value)) != value
+            ):
                 raise ValueError
         except ValueError:
             wrong.append(f"{env}={str(value)[:40]!r}")

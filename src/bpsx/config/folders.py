@@ -14,7 +14,10 @@ from bpsx.errors import ConfigError
 
 
 def _named(variable: str, source: Mapping[str, str]) -> str:
-    """The folder that an option names; empty if it names none. Raises :class:`~bpsx.errors.ConfigError`."""
+    """The folder that an option names; empty if it names none.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     text = source.get(variable, "")
     try:
         return expanded(text)
@@ -27,7 +30,10 @@ def _temporary(options: str) -> str:
     try:
         return tempfile.gettempdir()
     except OSError as e:
-        raise ConfigError(f"{options}: no folder that this user may write to ({e.strerror}); set {options} or TMPDIR to one that is writeable") from e
+        raise ConfigError(
+            f"{options}: no folder that this user may write to ({e.strerror}); set {options} or"
+            " TMPDIR to one that is writeable"
+        ) from e
 
 
 def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
@@ -36,14 +42,17 @@ def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
         yield Path(named)
         return
     above = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    if os.path.isabs(above):        # without HOME and an entry in passwd a user has no home folder, and ~ stays as it is
+    # without HOME and an entry in passwd a user has no home folder, and ~ stays as it is
+    if os.path.isabs(above):
         yield Path(above) / "bpsx"
     # Looked up only if need be: that makes a file for a moment, which stays if we are killed in it.
     yield Path(_temporary("BPSX_CACHE_DIR")) / f"bpsx-{os.getuid()}"
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """A folder for compiled kernels that this user may write to: made if need be, private to the user."""
+    """A folder for compiled kernels that this user may write to: made if need be, private to the
+    user.
+    """
     tried = []
     for folder in _cache_places(environment(environ)):
         tried.append(str(folder))
@@ -55,7 +64,10 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         # Who may write there decides what code runs here.
         if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    raise ConfigError("BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried " + ", ".join(tried))
+    raise ConfigError(
+        "BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled"
+        " kernels; tried " + ", ".join(tried)
+    )
 
 
 def _above(source: Mapping[str, str]) -> str:
@@ -63,12 +75,18 @@ def _above(source: Mapping[str, str]) -> str:
     if named := _named("BYTEPS_SOCKET_PATH", source):
         return named
     session = source.get("XDG_RUNTIME_DIR", "")
-    # su, cron and containers pass the variable on without the folder, which is the login's and not ours to make.
-    return session if os.path.isabs(session) and os.access(session, os.W_OK | os.X_OK) else _temporary("BYTEPS_SOCKET_PATH")
+    # su, cron and containers pass the variable on without the folder, which is the login's and not
+    # ours to make.
+    return (
+        session
+        if os.path.isabs(session) and os.access(session, os.W_OK | os.X_OK)
+        else _temporary("BYTEPS_SOCKET_PATH")
+    )
 
 
 def kernel_cache() -> tuple[Path | None, str]:
-    """The folder of :func:`cache_dir`, or None and why there is none that can be used: compiled kernels need not be kept.
+    """The folder of :func:`cache_dir`, or None and why there is none that can be used: compiled
+    kernels need not be kept.
 
     Raises :class:`~bpsx.errors.ConfigError` if ``BPSX_CACHE_DIR`` names what is no folder.
     """
@@ -82,9 +100,11 @@ def kernel_cache() -> tuple[Path | None, str]:
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
+    """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if
+    need be.
 
-    Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
+    Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its
+    content could not be trusted.
     """
     source = environment(environ)
     folder = Path(_above(source)) / f"bpsx-{os.getuid()}"
@@ -92,8 +112,13 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as e:
-        raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}; set it to a folder that this user may write to") from e
+        raise ConfigError(
+            f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}; set it to a folder that this"
+            " user may write to"
+        ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700; "
-                          f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}")
+        raise ConfigError(
+            f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700;"
+            f" it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}"
+        )
     return folder

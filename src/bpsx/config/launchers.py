@@ -17,7 +17,9 @@ ALONE = "for a job of this process alone, set DMLC_WORKER_ID=0"
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of the variables in which a launcher tells a process its place; "" where it has none."""
+    """Names of the variables in which a launcher tells a process its place; "" where it has
+    none.
+    """
 
     name: str
     rank: str
@@ -30,18 +32,28 @@ class Launcher:
 #: inherit the daemons' Slurm variables.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK",
-             "HOROVOD_LOCAL_SIZE"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    Launcher("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-             "MV2_COMM_WORLD_LOCAL_SIZE"),
+    Launcher("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     Launcher("PMIx", "PMIX_RANK", ""),
 )
 _TORCHRUN, _SLURM = LAUNCHERS[0], LAUNCHERS[5]
-#: Ports of a store that no variable names: below those that Linux gives to anybody who asks for one.
+#: Ports of a store that no variable names: below those that Linux gives to anybody who asks for
+#: one.
 STORE_PORTS = range(20000, 30000)
 
 
@@ -50,8 +62,8 @@ class Place:
     """Where a launcher has put a process, and the address of the store at which workers can meet.
 
     ``local_rank`` and ``local_size`` are None where the launcher does not tell them;
-    ``master_addr`` is "" and ``master_port`` 0 where there is no store. ``run`` keeps the entries of
-    this job in the store apart from others'. ``told`` names the variables, for messages.
+    ``master_addr`` is "" and ``master_port`` 0 where there is no store. ``run`` keeps the entries
+    of this job in the store apart from others'. ``told`` names the variables, for messages.
     """
 
     rank: int
@@ -80,7 +92,10 @@ def place(variables: Mapping[str, str]) -> Place | None:
         for launcher in LAUNCHERS:
             _refuse_half(launcher, set_)
         return _tensorflow(set_)
-    rank, size = _number(found.rank, set_, MOST_WORKERS - 1), _number(found.size, set_, MOST_WORKERS, 1)
+    rank, size = (
+        _number(found.rank, set_, MOST_WORKERS - 1),
+        _number(found.size, set_, MOST_WORKERS, 1),
+    )
     _check_below(found.rank, rank, found.size, size)
     if found is not _TORCHRUN:
         _check_same(found, rank, size, set_)
@@ -112,6 +127,7 @@ def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
     Text that is no number belongs to another program. Slurm sets SLURM_PROCID also for a batch
     script, which is one process, and sets SLURM_STEP_NUM_TASKS only for what srun starts.
     """
+
     def number(name: str) -> int:
         text = variables.get(name, "")
         return int(text) if text.isascii() and text.isdigit() else -1
@@ -121,26 +137,39 @@ def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
     rank, size = number(launcher.rank), number(launcher.size)
     if rank >= 0:
         missing = launcher.size or "WORLD_SIZE, and RANK"
-        raise ConfigError(f"{launcher.rank}={rank} is set, but not how many processes there are: "
-                          f"set {missing}; {ALONE}")
+        raise ConfigError(
+            f"{launcher.rank}={rank} is set, but not how many processes there are: "
+            f"set {missing}; {ALONE}"
+        )
     if size > 1:
-        raise ConfigError(f"{launcher.size}={size} is set, but not which of them this process is: "
-                          f"set {launcher.rank}; {ALONE}")
+        raise ConfigError(
+            f"{launcher.size}={size} is set, but not which of them this process is: "
+            f"set {launcher.rank}; {ALONE}"
+        )
     if number(launcher.local_size) > 1 or number(launcher.local_rank) > 0:
         name = launcher.local_size if number(launcher.local_size) > 1 else launcher.local_rank
-        raise ConfigError(f"{name}={variables[name]} is set, but {launcher.rank} and "
-                          f"{launcher.size} are not: set both; {ALONE}")
+        raise ConfigError(
+            f"{name}={variables[name]} is set, but {launcher.rank} and "
+            f"{launcher.size} are not: set both; {ALONE}"
+        )
 
 
 def _check_same(found: Launcher, rank: int, size: int, variables: Mapping[str, str]) -> None:
     """Raise ConfigError if a lone RANK or WORLD_SIZE says something else than ``found``."""
-    for name, of_found, number in ((_TORCHRUN.rank, found.rank, rank), (_TORCHRUN.size, found.size, size)):
+    for name, of_found, number in (
+        (_TORCHRUN.rank, found.rank, rank),
+        (_TORCHRUN.size, found.size, size),
+    ):
         if name in variables and variables[name] != str(number):
-            raise ConfigError(f"{name}={variables[name]}, but {of_found}={number}: make them agree, "
-                              "or unset the wrong one")
+            raise ConfigError(
+                f"{name}={variables[name]}, but {of_found}={number}: make them agree, "
+                "or unset the wrong one"
+            )
 
 
-def _local(found: Launcher, size: int, variables: Mapping[str, str]) -> tuple[int | None, int | None]:
+def _local(
+    found: Launcher, size: int, variables: Mapping[str, str]
+) -> tuple[int | None, int | None]:
     """Local rank and local size, as far as the launcher tells them."""
     rank = count = None
     if found.local_rank in variables:
@@ -154,7 +183,9 @@ def _local(found: Launcher, size: int, variables: Mapping[str, str]) -> tuple[in
     if rank is not None and count is not None:
         _check_below(found.local_rank, rank, found.local_size or "SLURM_STEP_TASKS_PER_NODE", count)
     if count is not None and count > size:
-        raise ConfigError(f"{found.local_size}={count}: allowed are 1..{size} ({found.size}={size})")
+        raise ConfigError(
+            f"{found.local_size}={count}: allowed are 1..{size} ({found.size}={size})"
+        )
     return rank, count
 
 
@@ -182,16 +213,24 @@ def _tensorflow(variables: Mapping[str, str]) -> Place | None:
     """The place that TF_CONFIG gives a worker or a chief among several."""
     try:
         told = json.loads(variables.get("TF_CONFIG", "{}"))
-        workers = {kind: len(told["cluster"].get(kind, ())) for kind in ("chief", "master", "worker")}
+        workers = {
+            kind: len(told["cluster"].get(kind, ())) for kind in ("chief", "master", "worker")
+        }
         kind, index = str(told["task"]["type"]), int(told["task"]["index"])
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     size, before = sum(workers.values()), workers["chief"] + workers["master"]
     if size < 2 or not 0 <= index < workers.get(kind, 0):
-        return None     # alone, or a parameter server or an evaluator
+        return None  # alone, or a parameter server or an evaluator
     rank = index + (before if kind == "worker" else 0)
-    return Place(rank, size, 0, 1, launcher="TF_CONFIG",
-                 told=f"TF_CONFIG names {size} workers, this is number {rank}")
+    return Place(
+        rank,
+        size,
+        0,
+        1,
+        launcher="TF_CONFIG",
+        told=f"TF_CONFIG names {size} workers, this is number {rank}",
+    )
 
 
 def fields(ours: Place) -> dict[str, int] | None:
@@ -200,13 +239,18 @@ def fields(ours: Place) -> dict[str, int] | None:
     rank, each = ours.local_rank, ours.local_size
     if rank is None or each is None or ours.size % each or ours.rank % each != rank:
         return None
-    return {"num_worker": ours.size // each, "local_size": each, "worker_id": ours.rank // each,
-            "local_rank": rank}
+    return {
+        "num_worker": ours.size // each,
+        "local_size": each,
+        "worker_id": ours.rank // each,
+        "local_rank": rank,
+    }
 
 
 def run_id(address: str = "", port: str = "") -> str:
-    """TORCHELASTIC_RUN_ID of a job of bpsx-run's; it names the address of PyTorch's store if that is
-    bpsx-run's choice."""
+    """TORCHELASTIC_RUN_ID of a job of bpsx-run's; it names the address of PyTorch's store if that
+    is bpsx-run's choice.
+    """
     return f"bpsx-run/{address}:{port}" if address else "bpsx-run"
 
 

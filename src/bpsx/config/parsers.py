@@ -1,4 +1,8 @@
-"""How the text of an option becomes its value: each function returns the value or raises :class:`ValueError`. Pure."""
+"""How the text of an option becomes its value: each function returns the value or raises
+:class:`ValueError`.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ FLAG = "0 or 1 (also no, false, off, yes, true, on)"
 
 def integer(low: int, high: int = 2**62) -> Callable[[str], int]:
     """A whole number from ``low`` to ``high``."""
+
     def parse(text: str) -> int:
         value = int(text)
         if not low <= value <= high:
@@ -27,6 +32,7 @@ def zero_or(low: int, high: int) -> Callable[[str], int]:
 
 def number(low: float) -> Callable[[str], float]:
     """A finite number, at least ``low``."""
+
     def parse(text: str) -> float:
         value = float(text)
         if not low <= value < float("inf"):
@@ -38,6 +44,7 @@ def number(low: float) -> Callable[[str], float]:
 
 def choice(*values: str) -> Callable[[str], str]:
     """One of ``values``, in small letters or large."""
+
     def parse(text: str) -> str:
         if text.lower() not in values:
             raise ValueError
@@ -48,7 +55,17 @@ def choice(*values: str) -> Callable[[str], str]:
 
 def flag(text: str) -> bool:
     """What :data:`FLAG` says; nothing is false."""
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
+    known = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+        "": False,
+    }
     try:
         return known[text.strip().lower()]
     except KeyError:
@@ -74,7 +91,12 @@ def ranks(text: str) -> tuple[int, ...] | None:
 def host_port(text: str) -> tuple[str, int]:
     """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
     host, _, port = text.rpartition(":")
-    if not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+    if (
+        not port.isascii()
+        or not port.isdigit()
+        or int(port) > 65535
+        or (":" in host and not host.startswith("["))
+    ):
         raise ValueError
     return host.strip("[]") or "127.0.0.1", int(port)
 
@@ -115,8 +137,14 @@ def blacklist(text: str) -> str:
 
 
 def folder(text: str) -> str:
-    """``~`` is the home folder also where no shell has seen it, as in a file of variables. Raises :class:`ValueError` if nobody knows that one."""
+    """``~`` is the home folder also where no shell has seen it, as in a file of variables.
+
+    Raises :class:`ValueError` if nobody knows that one.
+    """
     path = os.path.expanduser(text)
     if path.startswith("~"):
-        raise ValueError("this user has no home folder (no HOME, no entry in passwd), or there is no such user: write the path without ~")
+        raise ValueError(
+            "this user has no home folder (no HOME, no entry in passwd), or there is no such user:"
+            " write the path without ~"
+        )
     return path

@@ -11,27 +11,70 @@ from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
 
 def reference() -> str:
     """The page ``docs/options.md``."""
-    lines = ["# Options", "", "Generated from `src/bpsx/config/options.py` by `make docs`. All options are environment variables.", ""]
+    lines = [
+        "# Options",
+        "",
+        (
+            "Generated from `src/bpsx/config/options.py` by `make docs`. All options are"
+            " environment variables."
+        ),
+        "",
+    ]
     options = (*OPTIONS, *TORCHRUN_OPTIONS)
     for group in dict.fromkeys(o.group for o in options):
         lines += [f"## {group}", ""]
         if group == TORCHRUN:
-            lines += ["They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set ([pytorch.md](pytorch.md)).", ""]
+            lines += [
+                (
+                    "They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set"
+                    " ([pytorch.md](pytorch.md))."
+                ),
+                "",
+            ]
         lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
         for o in (o for o in options if o.group == group):
-            default = "by cores" if callable(o.default) else "required or unset" if o.default is None and group == JOB else _plain(o.default)
+            default = (
+                "by cores"
+                if callable(o.default)
+                else (
+                    "required or unset" if o.default is None and group == JOB else _plain(o.default)
+                )
+            )
             allowed = o.allowed.replace("|", "\\|")
             lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
         lines.append("")
-    lines += ["## Other launchers", "", "Rank and size where torchrun's are not set ([launching.md](launching.md#under-another-launcher)).", "",
-              "| launcher | rank | size | local rank | local size |", "|---|---|---|---|---|"]
+    lines += [
+        "## Other launchers",
+        "",
+        (
+            "Rank and size where torchrun's are not set"
+            " ([launching.md](launching.md#under-another-launcher))."
+        ),
+        "",
+        "| launcher | rank | size | local rank | local size |",
+        "|---|---|---|---|---|",
+    ]
     for at in LAUNCHERS[1:]:
         names = (at.rank, at.size, at.local_rank, at.local_size)
-        lines.append(f"| {at.name} | " + " | ".join(f"`{name}`" if name else "" for name in names) + " |")
-    lines += ["", "## Known from BytePS, without effect in this version", "", "Setting one of these gets a warning.", ""]
+        lines.append(
+            f"| {at.name} | " + " | ".join(f"`{name}`" if name else "" for name in names) + " |"
+        )
+    lines += [
+        "",
+        "## Known from BytePS, without effect in this version",
+        "",
+        "Setting one of these gets a warning.",
+        "",
+    ]
     lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]
     return "\n".join(lines)
 
 
 def _plain(default: Any) -> str:
-    return "unset" if default in (None, "") else str(int(default)) if isinstance(default, bool) else str(default)
+    return (
+        "unset"
+        if default in (None, "")
+        else str(int(default))
+        if isinstance(default, bool)
+        else str(default)
+    )

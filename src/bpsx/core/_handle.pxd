@@ -15,7 +15,8 @@ cdef class Item:                # see _handle.pyx
     cdef readonly uint64_t address, nbytes
     cdef readonly int priority
     cdef public object begun
-    cdef Handle spare           # of an earlier push_pull, to be used again if nobody else has it; or None
+    # of an earlier push_pull, to be used again if nobody else has it; or None
+    cdef Handle spare
 
     cdef Tensor known_as(self, dict declared, dict codes)
     cdef Handle take_spare(self)
@@ -34,8 +35,10 @@ cdef class Handle:
     cdef readonly object gpu    # None: not on a GPU
     cdef object streams         # ... a function that gives the current stream
     cdef object moment          # ... when the input is there
-    cdef uint64_t event         # ... and its own for the end, which need not be the one that tells of it
-    cdef public bint by_stream  # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
+    # ... and its own for the end, which need not be the one that tells of it
+    cdef uint64_t event
+    # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
+    cdef public bint by_stream
     cdef readonly str name
     cdef public object result
 

@@ -8,9 +8,13 @@ def own_pid() -> int:
     """As os.getpid(), without a system call."""
 
 class Item:
-    """A tensor of several that are summed in place, all on one GPU and made by one stream. ``view``: see :class:`bpsx.plugin.adapter.TensorView`."""
+    """A tensor of several that are summed in place, all on one GPU and made by one stream.
 
-    #: The :class:`Handle`, when it has begun; the exception that has kept it from that; None before.
+    ``view``: see :class:`bpsx.plugin.adapter.TensorView`.
+    """
+
+    #: The :class:`Handle`, when it has begun; the exception that has kept it from that; None
+    #: before.
     begun: Any
     def __init__(self, name: str, view: Any, priority: int = 0) -> None: ...
     @property
@@ -28,12 +32,12 @@ class Item:
     @property
     def priority(self) -> int: ...
 
-
 class Handle:
     """One push_pull under way. Thread-safe."""
 
     result: Any
-    #: On a GPU: its memory is freed in the order of the stream that made it, as PyTorch's is, and can be let go when that has met the end.
+    #: On a GPU: its memory is freed in the order of the stream that made it, as PyTorch's is, and
+    #: can be let go when that has met the end.
     by_stream: bool
     @property
     def name(self) -> str: ...
@@ -42,4 +46,7 @@ class Handle:
     def done(self) -> bool:
         """Whether the operation has ended, well or not. Does not block."""
     def wait(self, timeout: float | None = None) -> Any:
-        """The result. Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds."""
+        """The result.
+
+        Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds.
+        """

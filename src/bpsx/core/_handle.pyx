@@ -26,14 +26,18 @@ def own_pid() -> int:
 
 
 cdef class Item:
-    """A tensor of several that are summed in place, all on one GPU and made by one stream; see :meth:`bpsx.session.session.Session.push_pull_all`.
+    """A tensor of several that are summed in place, all on one GPU and made by one stream; see
+    :meth:`bpsx.session.session.Session.push_pull_all`.
 
-    ``view``: see :class:`bpsx.plugin.adapter.TensorView`. ``begun``: the handle, when it has begun; what has kept it from that; None before.
+    ``view``: see :class:`bpsx.plugin.adapter.TensorView`. ``begun``: the handle, when it has begun;
+    what has kept it from that; None before.
     """
 
     def __init__(self, str name, view, int priority=0) -> None:
         self.name, self.priority, self.begun = name, priority, None
-        self.address, self.nbytes, self.dtype, self.shape, self.owner = view.address, view.nbytes, view.dtype, view.shape, view.owner
+        self.address, self.nbytes, self.dtype, self.shape, self.owner = (
+            view.address, view.nbytes, view.dtype, view.shape, view.owner
+        )
 
     cdef Tensor known_as(self, dict declared, dict codes):
         """What the core knows of it, if it is summed as it lies."""
@@ -47,7 +51,9 @@ cdef class Item:
         return tensor
 
     cdef Handle take_spare(self):
-        """An empty handle: the spare one, if neither the core nor the user has it any more; else a new one."""
+        """An empty handle: the spare one, if neither the core nor the user has it any more; else
+        a new one.
+        """
         cdef Handle handle = self.spare
         self.spare = None
         if handle is None or (<PyObject *>handle).ob_refcnt != 1:
@@ -64,7 +70,9 @@ cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority,
 
 
 cdef class Handle:
-    """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
+    """One push_pull under way.
+
+    Keeps input and output alive until both the result is home and the transport has let go.
 
     Thread-safe: any thread may :meth:`done` or :meth:`wait`.
     """
@@ -92,15 +100,24 @@ cdef class Handle:
         if status == PENDING:
             self._ask()
             self.core.asking.polls()
-        return status != PENDING and (self.gpu is None or status < 0 or self.task.come or self.gpu.come(<uintptr_t>self.task.over))
+        return (
+            status != PENDING
+            and (
+                self.gpu is None or status < 0 or self.task.come
+                or self.gpu.come(<uintptr_t>self.task.over)
+            )
+        )
 
     cdef _output(self):
         return <uintptr_t>self.task.output, self.tensor.nbytes
 
     def wait(self, timeout=None):       # Cython 3.1 would take no int for a `float | None`
-        """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
+        """Wait for the end and return the result.
 
-        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
+        On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
+
+        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after
+        ``timeout`` seconds.
         """
         try:
             return self._end(timeout)
@@ -112,7 +129,10 @@ cdef class Handle:
         cdef int64_t end = 0, slice_end
         cdef bint finished, waited = False
         if c_own_pid() != self.core.pid:
-            raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
+            raise errors.NotInitializedError(
+                f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked "
+                f"child cannot wait for it"
+            )
         if timeout is not None:
             end = now_ns() + <int64_t>(timeout * 1e9)
         while atomic_load(&self.task.status) == PENDING:
@@ -128,10 +148,12 @@ cdef class Handle:
             self.core.asking.over()
         if self.gpu is None:
             self.core.reap()
-        else:                           # failed or not: who goes on with the memory shall not meet us there
+        # failed or not: who goes on with the memory shall not meet us there
+        else:
             self._meet(self.streams())
         if self.task.status < 0:
-            PyErr_CheckSignals()        # Ctrl-C has come to the others, too, whose end is no news then
+            # Ctrl-C has come to the others, too, whose end is no news then
+            PyErr_CheckSignals()
             raise self.core.error_of(self)
         return self.result
 
@@ -144,12 +166,17 @@ cdef class Handle:
         return atomic_load(&self.task.status) == DONE
 
     cdef rest(self):
-        """It has ended and been waited for, and may be used again: then it keeps nothing alive. Returns its core."""
+        """It has ended and been waited for, and may be used again: then it keeps nothing alive.
+
+        Returns its core.
+        """
         core, self.core, self.tensor = self.core, None, None
         return core
 
     cdef void tell_at_end(self, Tell *tell) noexcept:
-        """Have ``tell.run`` called once, with the status, by whoever ends this, any thread without the GIL; here and now if it has ended."""
+        """Have ``tell.run`` called once, with the status, by whoever ends this, any thread
+        without the GIL; here and now if it has ended.
+        """
         cdef int64_t status
         tell.next = NULL
         self.by_graph = self.core.asking.graphs = True
@@ -170,7 +197,9 @@ cdef class Handle:
         return self.core.error_of(self)
 
     cdef bint is_behind(self, uint64_t stream, uint64_t by):
-        """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that: then there is nothing left to wait for."""
+        """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that:
+        then there is nothing left to wait for.
+        """
         if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
             return False
         if self.by_stream and stream == self.task.stream:
@@ -178,14 +207,22 @@ cdef class Handle:
         return True
 
     cdef _meet(self, uint64_t stream):
-        """Have a stream go on after our end. One that goes on after a later end does already: of hundreds of gradients one is enough."""
+        """Have a stream go on after our end.
+
+        One that goes on after a later end does already: of hundreds of gradients one is enough.
+        """
         cdef uint64_t by = self.gpu.number_of(stream)
         if not met(self.c, &self.task, by):
             self.core.reap()
-            self.gpu.wait(stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over)    # if only to refuse a captured stream
+            # if only to refuse a captured stream
+            self.gpu.wait(
+                stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over
+            )
             now_met(self.c, &self.task, by)
         if self.by_stream and stream == self.task.stream:
-            self.owner = None           # what takes the memory next comes after us; held on to, it would lie idle until somebody reaps
+            # what takes the memory next comes after us; held on to, it would lie idle until
+            # somebody reaps
+            self.owner = None
 
     cdef _between_slices(self, int64_t end):
         """Look for signals and the time; on the way out somebody else has to drive."""

@@ -14,7 +14,8 @@ cdef class Tensor:
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
     cdef str failure            # why every push_pull of it fails, if it does
-    cdef int64_t asked, asking_since    # when a thread has asked for it last, and since when without a long pause
+    # when a thread has asked for it last, and since when without a long pause
+    cdef int64_t asked, asking_since
     cdef bint by_graph                  # a framework's graph waits for it
 
     cdef void ask(self)

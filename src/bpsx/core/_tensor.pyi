@@ -6,20 +6,35 @@ from bpsx.compression.spec import Compression
 from bpsx.core._handle import Handle
 from bpsx.local._cuda import Gpu
 
-def waiting(tensors: Collection[Tensor], age_s: float, everything_ns: int) -> list[tuple[str, int, int, float, float]]:
-    """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other workers and are older than ``age_s`` seconds, the
-    oldest first. ``everything_ns``: since when all are waited for; 0: not."""
+def waiting(
+    tensors: Collection[Tensor], age_s: float, everything_ns: int
+) -> list[tuple[str, int, int, float, float]]:
+    """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other
+    workers and are older than ``age_s`` seconds, the oldest first.
 
+    ``everything_ns``: since when all are waited for; 0: not.
+    """
 
 class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
 
     def __init__(
-        self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes, generation: int = 0,
-        codec: str = "", made: Sequence[object] = (), on_gpu: bytes = b"",
+        self,
+        name: str,
+        dtype: int,
+        parts: Sequence[tuple[int, int, int, int, int]],
+        stages: bytes,
+        generation: int = 0,
+        codec: str = "",
+        made: Sequence[object] = (),
+        on_gpu: bytes = b"",
     ) -> None:
-        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes. ``codec``: how it is compressed, for servers;
-        ``made``: a :class:`bpsx.compression.spec.Made` for each partition. ``on_gpu``: the stages of a push_pull on a GPU."""
+        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes.
+
+        ``codec``: how it is compressed, for servers; ``made``: a
+        :class:`bpsx.compression.spec.Made` for each partition. ``on_gpu``: the stages of a
+        push_pull on a GPU.
+        """
     @property
     def name(self) -> str: ...
     @property
@@ -33,10 +48,17 @@ class Tensor:
     def busy(self) -> bool:
         """Whether a push_pull of it is under way, as far as the driver knows."""
     def code_on(self, gpu: Gpu, coders: Sequence[object]) -> None:
-        """From now on it is compressed on the GPU, by a :class:`bpsx.compression.gpu.Coder` for each partition.
-        Before its first push_pull there."""
+        """From now on it is compressed on the GPU, by a :class:`bpsx.compression.gpu.Coder` for
+        each partition.
+
+        Before its first push_pull there.
+        """
     def state(self, saved: list[bytes] | None = None) -> list[bytes]:
-        """What is kept of each compressed partition, once it is what ``saved`` says, if that is given. Not while it is :attr:`busy`."""
+        """What is kept of each compressed partition, once it is what ``saved`` says, if that is
+        given.
+
+        Not while it is :attr:`busy`.
+        """
     @property
     def server_bytes(self) -> int:
         """How many bytes say what the servers keep of it."""
@@ -54,7 +76,14 @@ class Declared:
     #: push_pulls that have begun with it.
     uses: int
 
-    def __init__(self, generation: int, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None = None) -> None: ...
+    def __init__(
+        self,
+        generation: int,
+        shape: tuple[int, ...],
+        dtype: int,
+        nbytes: int,
+        codec: Compression | None = None,
+    ) -> None: ...
     @property
     def generation(self) -> int: ...
     @property

@@ -7,7 +7,9 @@ from bpsx.system.sync cimport atomic_load
 
 
 cdef inline dict gauges_of(Core *c):
-    """What is under way: push_pulls, partitions that wait to be sent, bytes handed to the transport and not written out yet."""
+    """What is under way: push_pulls, partitions that wait to be sent, bytes handed to the
+    transport and not written out yet.
+    """
     cdef uint32_t i
     queued, in_flight = 0, 0
     for i in range(c.n_lanes):     # a glance while the driver works
@@ -19,7 +21,8 @@ cdef inline dict gauges_of(Core *c):
 cdef inline dict counters_of(Core *c):
     """What has been moved so far: bytes, messages, completed push_pulls."""
     return {
-        "push_pulls": c.counters.tasks, "tensor_bytes": c.counters.bytes, "bytes_sent": c.counters.sent, "bytes_received": c.counters.received,
-        "messages_sent": c.counters.messages_out, "messages_received": c.counters.messages_in, "malformed": c.counters.malformed,
-        "busy_ns": busy_ns(c),
+        "push_pulls": c.counters.tasks, "tensor_bytes": c.counters.bytes,
+        "bytes_sent": c.counters.sent, "bytes_received": c.counters.received,
+        "messages_sent": c.counters.messages_out, "messages_received": c.counters.messages_in,
+        "malformed": c.counters.malformed, "busy_ns": busy_ns(c)
     }

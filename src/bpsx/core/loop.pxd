@@ -1,4 +1,5 @@
-# The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in ARCHITECTURE.md.
+# The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in
+# ARCHITECTURE.md.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
@@ -14,7 +15,8 @@ from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, sta
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.system.sync cimport (
-    atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
+    atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until,
+    yield_cpu,
 )
 
 cdef extern from "<unistd.h>" nogil:
@@ -23,7 +25,8 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     PARK_MS = 1000              # a bound on any lost wake-up; an idle process makes no call at all
     NAP_US = 50                 # between two looks at what the GPU is at
-    CROWDED_MS = 1              # between two looks at a full ring: its reader tells nobody that it has made room
+    # between two looks at a full ring: its reader tells nobody that it has made room
+    CROWDED_MS = 1
 
 
 cdef inline void kick(Core *c) noexcept nogil:
@@ -43,8 +46,13 @@ cdef inline void tell_news(Core *c) noexcept nogil:
     unlock(&c.monitor)
 
 
-cdef inline void submit(Core *c, Task *first, Task *last, uint32_t n, bint will_wait) noexcept nogil:
-    """Hand n tasks, linked by `next`, to the driver. A caller that waits at once drives them itself, and nobody has to be woken."""
+cdef inline void submit(
+    Core *c, Task *first, Task *last, uint32_t n, bint will_wait
+) noexcept nogil:
+    """Hand n tasks, linked by `next`, to the driver.
+
+    A caller that waits at once drives them itself, and nobody has to be woken.
+    """
     cdef int64_t now = now_ns()
     cdef Task *task = first
     cdef Tell *tells = NULL
@@ -170,7 +178,10 @@ cdef inline void end_all(Core *c) noexcept nogil:
 
 
 cdef inline void tell_neighbours(Core *c) noexcept nogil:
-    """Ring their bells. What they have no room for is work under way: somebody has to drive until they have been told."""
+    """Ring their bells.
+
+    What they have no room for is work under way: somebody has to drive until they have been told.
+    """
     cdef bint unsent = ring_bells(c.machine)
     if unsent == c.unsent:
         return
@@ -208,7 +219,9 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
 
 
 cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
-    """Run the loop: until `until` has ended or the deadline passed; with NULL, until nothing is outstanding."""
+    """Run the loop: until `until` has ended or the deadline passed; with NULL, until nothing is
+    outstanding.
+    """
     c.gpu.entered = -1
     enter_gpu(c)
     run_loop(c, until, deadline_ns)

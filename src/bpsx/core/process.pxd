@@ -1,5 +1,5 @@
-# Which process this is, without a system call. A step asks twice for each tensor, and getpid() takes 0.2 us.
-# A forked child asks anew. With the GIL.
+# Which process this is, without a system call. A step asks twice for each tensor, and getpid()
+# takes 0.2 us. A forked child asks anew. With the GIL.
 cdef extern from *:
     """
     #include <pthread.h>

@@ -20,7 +20,9 @@ cdef enum:
 
 
 cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
-    """Whether an ANSWER or ERROR belongs to a partition of ours that waits for one from this lane."""
+    """Whether an ANSWER or ERROR belongs to a partition of ours that waits for one from this
+    lane.
+    """
     cdef Partition *p
     if h.cookie >= c.n_table:
         return False
@@ -55,8 +57,11 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     if h.kind == ERROR:
         status = -<int>h.divisor
         if status == E_JOINED:
-            h.slot = p.tensor.current.divisor       # the broadcast's root; the server knows machines at most
-        fail_partition(c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+            # the broadcast's root; the server knows machines at most
+            h.slot = p.tensor.current.divisor
+        fail_partition(
+            c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch
+        )
         return 0
     if p.keeps:
         if h.length != server_state_bytes(p.packed):
@@ -68,7 +73,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if h.length > most_bytes(p.packed):
             return -1
         p.packed.size = h.length
-        if h.length and body != <char *>wire_of(p):             # an answer means that the server has had what lay there
+        # an answer means that the server has had what lay there
+        if h.length and body != <char *>wire_of(p):
             memcpy(wire_of(p), body, h.length)
     elif h.length != p.length:
         return -1
@@ -86,7 +92,11 @@ cdef inline int pump_in(Core *c) noexcept nogil:
     cdef size_t at
     cdef int n = 0, more
     cdef int64_t enough = c.counters.received + BYTES_AT_ONCE
-    while n < MESSAGES_AT_ONCE and c.counters.received < enough and c.endpoint.recv(c.endpoint.self, &m) == 1:
+    while (
+        n < MESSAGES_AT_ONCE
+        and c.counters.received < enough
+        and c.endpoint.recv(c.endpoint.self, &m) == 1
+    ):
         n += 1
         c.counters.messages_in += 1         # before anybody hears that a push_pull has ended
         c.counters.received += m.head_size + m.body_size

@@ -1,20 +1,22 @@
 # From the lanes' queues to the transport.
 #
-# Two bounds keep what is urgent from standing behind what is not, in bytes that are handed over and not written out: a credit per lane, and what a
-# server's link takes in a short time, at least one partition. Were there more, its partitions would share the link and be complete at once, and late.
-# The second is the same for all servers, by the slowest: who had more of a link could fill more connections there and would get more of it, again and
-# again, until each worker is far ahead at another server, and sums wait for the last worker of all.
+# Two bounds keep what is urgent from standing behind what is not, in bytes that are handed over and
+# not written out: a credit per lane, and what a server's link takes in a short time, at least one
+# partition. Were there more, its partitions would share the link and be complete at once, and late.
+# The second is the same for all servers, by the slowest: who had more of a link could fill more
+# connections there and would get more of it, again and again, until each worker is far ahead at
+# another server, and sums wait for the last worker of all.
 #
-# What stays in the machine would always have room. But it goes in its turn: a server that has its own machine's pushes before their time has sums to
-# send while that machine has still to push, on the same link. Who is late would be held up the most, and all wait for him.
+# What stays in the machine would always have room. But it goes in its turn: a server that has its
+# own machine's pushes before their time has sums to send while that machine has still to push, on
+# the same link. Who is late would be held up the most, and all wait for him.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
-    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PACKED, PING, PUSH as K_PUSH,
-    REGISTER, STATE,
-    Header, header_init, padded,
+    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES,
+    NONCE_BYTES, PACKED, PING, PUSH as K_PUSH, REGISTER, STATE, Header, header_init, padded,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
@@ -27,14 +29,16 @@ from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport spoke
 from bpsx.transports.abi cimport Landing
 
-# What is on its way through the transport: returned by its done callback, on whatever thread that runs.
+# What is on its way through the transport: returned by its done callback, on whatever thread that
+# runs.
 cdef struct Wire:
     Core *core
     Lane *lane
     Task *task                  # whose input the transport reads; NULL for a copied batch
     int64_t bytes
     int64_t handed_ns           # when it was handed over,
-    int64_t ahead               # ... and what its server had to take then: its bytes, and those before it
+    # ... and what its server had to take then: its bytes, and those before it
+    int64_t ahead
 
 cdef enum:
     MIB = 1 << 20
@@ -42,7 +46,10 @@ cdef enum:
 
 
 cdef inline void keep_pace(Wire *w) noexcept nogil:
-    """Learn from what has been written out how fast that goes. Of two that do so at once one may be forgotten."""
+    """Learn from what has been written out how fast that goes.
+
+    Of two that do so at once one may be forgotten.
+    """
     cdef int64_t known = atomic_load(&w.lane.server.pace), found
     if w.ahead < TELLING:
         return
@@ -93,8 +100,13 @@ cdef inline Wire *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) no
     return w
 
 
-cdef inline bint has_room(int64_t *in_flight, int64_t bound, int64_t bytes, int64_t *starved) noexcept nogil:
-    """Whether `bytes` more may be handed over. If not, whoever returns some will wake the driver."""
+cdef inline bint has_room(
+    int64_t *in_flight, int64_t bound, int64_t bytes, int64_t *starved
+) noexcept nogil:
+    """Whether `bytes` more may be handed over.
+
+    If not, whoever returns some will wake the driver.
+    """
     cdef int64_t now = atomic_load(in_flight)
     if now == 0 or now + bytes <= bound:
         return True
@@ -108,8 +120,15 @@ cdef inline bint has_room(int64_t *in_flight, int64_t bound, int64_t bytes, int6
 
 
 cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
-    """The same by the lane's credit, half of it on this machine: no link has to be kept busy there, and caches keep what is less."""
-    return c.credit == 0 or has_room(&lane.in_flight, c.credit // 2 if lane.server.beside else c.credit, bytes, &lane.starved)
+    """The same by the lane's credit, half of it on this machine: no link has to be kept busy
+    there, and caches keep what is less.
+    """
+    return (
+        c.credit == 0
+        or has_room(
+            &lane.in_flight, c.credit // 2 if lane.server.beside else c.credit, bytes, &lane.starved
+        )
+    )
 
 
 cdef inline int64_t slowest(Core *c) noexcept nogil:
@@ -123,7 +142,10 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
 
 
 cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
-    """The same by what a link of that pace takes in time. So much always that there is something to learn from."""
+    """The same by what a link of that pace takes in time.
+
+    So much always that there is something to learn from.
+    """
     cdef double bound
     if c.credit == 0 or c.ahead_ns == 0 or pace == 0:
         return True
@@ -148,7 +170,9 @@ cdef inline uint64_t register_size(Partition *p) noexcept nogil:
 
 
 cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
-    """Write the REGISTER record at `at`, once in a partition's life; returns where the next record goes."""
+    """Write the REGISTER record at `at`, once in a partition's life; returns where the next
+    record goes.
+    """
     cdef Header h
     if p.registered:
         return at
@@ -174,8 +198,9 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     cdef Header h
     cdef Task *task = p.tensor.current
     header_init(&h, K_PUSH, c.job, c.rank)
-    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (ASYNC if task.asynchronous else 0) | \
-        (STATE if p.keeps else PACKED if p.packed != NULL else 0)
+    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (
+        ASYNC if task.asynchronous else 0
+    ) | (STATE if p.keeps else PACKED if p.packed != NULL else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
@@ -201,8 +226,12 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
 
 
 cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil:
-    """Where the answer is wanted, if that is memory of the core's own, which stays; the transport may prepare it. A tensor of the user's on the host may be
-    freed and made anew from step to step, at the same address: nobody would hear of it."""
+    """Where the answer is wanted, if that is memory of the core's own, which stays; the transport
+    may prepare it.
+
+    A tensor of the user's on the host may be freed and made anew from step to step, at the same
+    address: nobody would hear of it.
+    """
     cdef Task *task = p.tensor.current
     cdef bint packed = p.packed != NULL
     if c.endpoint.lend == NULL or p.keeps or p.target == NULL:
@@ -222,7 +251,9 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
     # A stand-in's memory belongs to the machine, and it is gone when the round is over.
-    cdef Wire *w = take_credit(c, lane, task if task.handle != NULL else NULL, push_bytes(p)) if head != NULL else NULL
+    cdef Wire *w = take_credit(
+        c, lane, task if task.handle != NULL else NULL, push_bytes(p)
+    ) if head != NULL else NULL
     cdef Landing landing
     cdef int rc
     if w == NULL:
@@ -232,8 +263,9 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     c.counters.sent += head_size
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
-        c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w,
-        &landing if lend_to(c, p, &landing) else NULL)
+        c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p),
+        body_done, w, &landing if lend_to(c, p, &landing) else NULL
+    )
     free(head)
     if rc != 0:
         atomic_store(&c.mute, p.lane + 1)
@@ -268,7 +300,9 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         if n:
             give_up(c, E_MEMORY)
         return
-    if c.endpoint.send(c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL, NULL) != 0:
+    if c.endpoint.send(
+        c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL, NULL
+    ) != 0:
         atomic_store(&c.mute, peer + 1)
         return
     for i in range(n):
@@ -276,8 +310,12 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
 
 
 cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcept nogil:
-    """Whether more lies between it and the most urgent than a partition for each server: then it waits until that has room. Where servers have unequal
-    shares, those with little would have all of theirs long before the others, whose links would then be all that is used."""
+    """Whether more lies between it and the most urgent than a partition for each server: then it
+    waits until that has room.
+
+    Where servers have unequal shares, those with little would have all of theirs long before the
+    others, whose links would then be all that is used.
+    """
     return leaving != NULL and p.position - leaving.position > c.n_servers * c.longest
 
 
@@ -294,17 +332,29 @@ cdef inline int next_lane(Core *c) noexcept nogil:
         lane = &c.lanes[i]
         while lane.size and lane.heap[0].tensor.status != DONE:
             heap_pop(lane)                  # its tasks have been failed
-        if lane.size and not lane.server.beside and (leaving == NULL or before(lane.heap[0], leaving)):
+        if (
+            lane.size
+            and not lane.server.beside
+            and (leaving == NULL or before(lane.heap[0], leaving))
+        ):
             leaving = lane.heap[0]
-        if lane.size and (lane.server.first < 0 or before(lane.heap[0], c.lanes[lane.server.first].heap[0])) \
-                and has_credit(c, lane, push_bytes(lane.heap[0])):
+        if (
+            lane.size
+            and (lane.server.first < 0 or before(lane.heap[0], c.lanes[lane.server.first].heap[0]))
+            and has_credit(c, lane, push_bytes(lane.heap[0]))
+        ):
             lane.server.first = i
-    for i in range(c.n_lanes):              # a server that has no room for its first has none for what is less urgent and smaller: it would go on for ever
+    # a server that has no room for its first has none for what is less urgent and smaller: it would
+    # go on for ever
+    for i in range(c.n_lanes):
         lane = &c.lanes[i]
-        if lane.server.first == <int>i and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) \
-                and not (lane.server.beside and leaving != NULL and before(leaving, lane.heap[0])) \
-                and not is_far_ahead(c, lane.heap[0], leaving) \
-                and takes_more(c, lane.server, pace, push_bytes(lane.heap[0])):
+        if (
+            lane.server.first == <int>i
+            and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0]))
+            and not (lane.server.beside and leaving != NULL and before(leaving, lane.heap[0]))
+            and not is_far_ahead(c, lane.heap[0], leaving)
+            and takes_more(c, lane.server, pace, push_bytes(lane.heap[0]))
+        ):
             best = i
     return best
 
@@ -334,4 +384,7 @@ cdef inline int send_ping(Core *c, uint32_t peer, const char *nonce) noexcept no
     h.length = NONCE_BYTES
     memcpy(frame, &h, HEADER_BYTES)
     memcpy(frame + HEADER_BYTES, nonce, NONCE_BYTES)
-    return c.endpoint.send(c.endpoint.self, peer, frame, HEADER_BYTES + NONCE_BYTES, NULL, NULL, NULL, 0, NULL, NULL, NULL)
+    return c.endpoint.send(
+        c.endpoint.self, peer, frame, HEADER_BYTES + NONCE_BYTES, NULL, NULL, NULL, 0, NULL, NULL,
+        NULL
+    )

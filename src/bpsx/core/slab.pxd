@@ -1,7 +1,8 @@
 # Small records that live as long as their owner, apart from malloc's memory.
 #
-# Every new name or shape leaves a record, and messages come and go around it. Records from malloc would lie between the
-# places of messages, which then never join to larger ones: each new shape could cost the size of a message, not of a record.
+# Every new name or shape leaves a record, and messages come and go around it. Records from malloc
+# would lie between the places of messages, which then never join to larger ones: each new shape
+# could cost the size of a message, not of a record.
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 
@@ -19,7 +20,8 @@ cdef extern from *:
     void drop_pages "bpsx_drop_pages"(void *at, size_t n) nogil
 
 cdef enum:
-    SLAB_BYTES = 256 << 10      # of address space; memory is taken page by page, as records are written
+    # of address space; memory is taken page by page, as records are written
+    SLAB_BYTES = 256 << 10
 
 cdef struct Slab:
     Slab *older

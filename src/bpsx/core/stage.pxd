@@ -1,4 +1,5 @@
-# The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
+# The state machine of a partition, and of the task that it belongs to. The one switch over stages
+# is `enter`.
 #
 # Only the driver calls these. stages.py has the same stage names and chooses each tensor's list.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -21,7 +22,8 @@ from bpsx.core.trace.worker cimport began, ended, passed
 cdef enum Stage:
     END = 0
     COORDINATE_REDUCE = 1       # the machine's root waits for the others' shares
-    REDUCE = 2                  # to be copied to where the root can add it, or, at the root, to be added
+    # to be copied to where the root can add it, or, at the root, to be added
+    REDUCE = 2
     COPYD2H = 3
     PCIE_REDUCE = 4
     COORDINATE_PUSH = 5
@@ -35,7 +37,9 @@ cdef enum Stage:
 
 
 cdef inline bint beside_copies(Partition *p) noexcept nogil:
-    """Of a stage of compression of a tensor on a GPU: whether it comes where the elements are there, before COPYD2H or after COPYH2D."""
+    """Of a stage of compression of a tensor on a GPU: whether it comes where the elements are
+    there, before COPYD2H or after COPYH2D.
+    """
     cdef uint8_t *stages = p.tensor.stages
     cdef int i = p.stage, wanted = COPYD2H if stages[p.stage] == COMPRESS else COPYH2D
     if wanted == COPYH2D:
@@ -48,7 +52,11 @@ cdef inline bint beside_copies(Partition *p) noexcept nogil:
 
 
 cdef inline void give_up(Core *c, int status) noexcept nogil:
-    """Something could not be sent: the server will never count this worker's round, so nothing after it can be right. Fail everything."""
+    """Something could not be sent: the server will never count this worker's round, so nothing
+    after it can be right.
+
+    Fail everything.
+    """
     lock(&c.monitor)
     if not c.failed:
         atomic_store(&c.failed, status)
@@ -77,10 +85,12 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
             give_up(c, E_MEMORY)
     elif stage == COMPRESS or stage == DECOMPRESS:
         if p.on_gpu and beside_copies(p) != (p.gpu.coder != NULL):
-            p.stage += 1                                # on the host and on the GPU; it is done once
+            # on the host and on the GPU; it is done once
+            p.stage += 1
             enter(c, p)
             return
-        if p.source == NULL and stage == COMPRESS:      # the machine's processes disagree: what travels is that
+        # the machine's processes disagree: what travels is that
+        if p.source == NULL and stage == COMPRESS:
             p.packed.size = 0
             advance(c, p)
             return
@@ -88,7 +98,9 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.priority = p.tensor.current.priority
         p.order = c.next_order
         c.next_order += 1
-        if (heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)) != 0:
+        if (
+            heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)
+        ) != 0:
             give_up(c, E_MEMORY)
     elif stage == COORDINATE_REDUCE:
         if everybody_in(c.machine, p):
@@ -118,9 +130,15 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     elif stage == COORDINATE_REDUCE and not root:
         p.gpu.answered = False
         p.gpu.doom = 0
-        if tell_root(m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0) | (IS_BROADCAST if task.broadcast else 0), task.divisor) != 0:
+        if tell_root(
+            m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0)
+            | (IS_BROADCAST if task.broadcast else 0), task.divisor
+        ) != 0:
             give_up(c, E_MEMORY)
-    elif stage == COORDINATE_REDUCE and everybody_in(m, p) or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.others:
+    elif (
+        stage == COORDINATE_REDUCE and everybody_in(m, p)
+        or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.others
+    ):
         advance(c, p)
     elif stage == COORDINATE_PUSH and not root and p.gpu.doom:
         fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
@@ -142,8 +160,13 @@ cdef inline void advance(Core *c, Partition *p) noexcept nogil:
     enter(c, p)
 
 
-cdef inline void fail_partition(Core *c, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
-    """The partition's round failed. Its task ends with the first error, once all its partitions are home."""
+cdef inline void fail_partition(
+    Core *c, Partition *p, int status, uint32_t a, uint32_t b
+) noexcept nogil:
+    """The partition's round failed.
+
+    Its task ends with the first error, once all its partitions are home.
+    """
     cdef Task *task = p.tensor.current
     if task.error == 0:
         task.error = status
@@ -167,7 +190,8 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
         return
     tensor.current = NULL
     finish(c, task, task.error if task.error else DONE)
-    while tensor.current == NULL and tensor.first_waiting != NULL:      # one that cannot be started ends at once
+    # one that cannot be started ends at once
+    while tensor.current == NULL and tensor.first_waiting != NULL:
         task = tensor.first_waiting
         tensor.first_waiting = task.next
         start(c, task)
@@ -212,12 +236,17 @@ cdef inline void tell(Tell *one, int64_t status) noexcept nogil:
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
-    cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
+    # looked at now: whoever waits may free the task as soon as it is published
+    cdef bint stands_in = task.handle == NULL
     cdef Tell *tells
     if task.tensor.recorded and not task.keeps:
         ended(c, task, status)
-    if task.over != NULL and not (task.marked and status == DONE) \
-            and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0 and status == DONE:
+    if (
+        task.over != NULL
+        and not (task.marked and status == DONE)
+        and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0
+        and status == DONE
+    ):
         status = E_DEVICE
     if status == DONE and task.over != NULL:
         c.gpu.ends += 1
@@ -260,8 +289,11 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
 
 
 cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
-    """Whether a round lacks a process of this machine that has left the job. One that begins does if anybody has left: what the leaver
-    took part in began before. One ``under_way`` does at the root; the others know only if it is the root, or if it says so."""
+    """Whether a round lacks a process of this machine that has left the job.
+
+    One that begins does if anybody has left: what the leaver took part in began before. One
+    ``under_way`` does at the root; the others know only if it is the root, or if it says so.
+    """
     cdef uint32_t i
     if m == NULL or not m.somebody_gone:
         return False
@@ -273,7 +305,9 @@ cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept no
 
 
 cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
-    """A task about what the servers keep: each partition is sent as it lies in the task's memory, and home with the answer."""
+    """A task about what the servers keep: each partition is sent as it lies in the task's
+    memory, and home with the answer.
+    """
     cdef uint64_t offset = 0
     cdef uint32_t i
     cdef Partition *p
@@ -288,7 +322,9 @@ cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
 
 
 cdef inline void start(Core *c, Task *task) noexcept nogil:
-    """Send a task's partitions on their way, or queue it behind an earlier round of the same tensor."""
+    """Send a task's partitions on their way, or queue it behind an earlier round of the same
+    tensor.
+    """
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
@@ -316,7 +352,11 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     for i in range(tensor.n_parts):
         tensor.parts[i].stage = 0
         tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
-        tensor.parts[i].target = task.output + tensor.parts[i].offset if task.output != NULL else NULL
+        tensor.parts[i].target = (
+            task.output + tensor.parts[i].offset
+            if task.output != NULL
+            else NULL
+        )
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
         tensor.parts[i].keeps = task.keeps
         tensor.parts[i].on_gpu = task.on_gpu
@@ -344,7 +384,9 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
-    """On a GPU without servers nothing is gained by cutting a tensor: its first partition goes the way for all, and the others are home."""
+    """On a GPU without servers nothing is gained by cutting a tensor: its first partition goes
+    the way for all, and the others are home.
+    """
     cdef bint whole = c.machine != NULL and c.machine.alone
     cdef uint64_t total = 0
     cdef uint32_t i
@@ -360,7 +402,10 @@ cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
-    """Its partitions begin when the GPU has made them. Later rounds of a tensor start when they can: its place in the line is by its record."""
+    """Its partitions begin when the GPU has made them.
+
+    Later rounds of a tensor start when they can: its place in the line is by its record.
+    """
     cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first
     if line.first != NULL and line.last.recorded <= task.recorded:
@@ -417,7 +462,10 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil:
-    """End every task of a tensor now. Its partitions stay where they are and are ignored from here on."""
+    """End every task of a tensor now.
+
+    Its partitions stay where they are and are ignored from here on.
+    """
     cdef Task *task = tensor.current
     cdef Task *following
     tensor.status = status

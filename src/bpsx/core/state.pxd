@@ -18,15 +18,20 @@ cdef struct Awaited:            # partitions, in the order in which their events
     Partition *first
     Partition *last
 
-cdef struct Unseen:             # tasks whose input the GPU has yet to make, in the order in which they were asked for
+# tasks whose input the GPU has yet to make, in the order in which they were asked for
+cdef struct Unseen:
     Task *first
     Task *last
 
 cdef struct Gpu:                # the driver's alone
-    int entered                 # what `enter` gave the driver's thread; less than 0: not in the GPU's context
-    bint watches                # partitions begin when their input is there; else NCCL's stream waits for it
+    # what `enter` gave the driver's thread; less than 0: not in the GPU's context
+    int entered
+    # partitions begin when their input is there; else NCCL's stream waits for it
+    bint watches
     Lane work                   # partitions with a copy to be queued, most urgent first
-    Lane unchecked              # at a machine's root: with a collective to be ordered, which may be one that others do not mean,
+    # at a machine's root: with a collective to be ordered, which may be one that others do not
+    # mean,
+    Lane unchecked
     Lane gathers                # or is about results,
     Lane reductions             # ... or about shares
     uint32_t group              # collectives that go together at most
@@ -41,10 +46,13 @@ cdef struct Gpu:                # the driver's alone
 cdef struct Core:
     Endpoint *endpoint
     uint64_t job
-    uint32_t rank               # as the servers know this process: its machine's number if only one of the machine speaks to them
+    # as the servers know this process: its machine's number if only one of the machine speaks to
+    # them
+    uint32_t rank
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
-    int64_t ahead_ns            # in which what has been handed over for a server can be written out by the slowest; 0: no bound
+    # in which what has been handed over for a server can be written out by the slowest; 0: no bound
+    int64_t ahead_ns
     Pool *pool                  # NULL: nothing is compressed
     Pool *coders                # NULL: ... on a GPU
     Machine *machine            # NULL: no other process of this machine shares the work
@@ -63,20 +71,25 @@ cdef struct Core:
     Tensor *failing             # tensors to be failed by the driver
     Tensor *known               # tensors to be adopted without a task
     Task *reap_first            # finished; Python still has to let go of their memory
-    Task *reap_on_gpu           # ... which the GPU may be at: in the order in which they have finished
+    # ... which the GPU may be at: in the order in which they have finished
+    Task *reap_on_gpu
     Task *reap_last             # of those
     # Written under the monitor, read anywhere:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver
     int64_t failed              # not 0: this status ends every task
-    int64_t mute                # not 0: the transport could send nothing to this lane, less 1. Nothing leaves any more; soon it is known who is gone
+    # not 0: the transport could send nothing to this lane, less 1. Nothing leaves any more; soon it
+    # is known who is gone
+    int64_t mute
     int64_t outstanding         # tasks submitted and not finished, and one more while `unsent`
     int64_t busy_since          # when that last became more than 0
     int64_t busy_total          # time in which it was, up to then
     int64_t stopping
 
     # Of whoever has the GIL:
-    uint64_t met_by             # a user's stream, by CUDA's number that no other ever has: it goes on after
-    uint64_t met[N_STREAMS]     # ... what has ended up to then, see Task.ended; by the stream of ours where it did
+    # a user's stream, by CUDA's number that no other ever has: it goes on after
+    uint64_t met_by
+    # ... what has ended up to then, see Task.ended; by the stream of ours where it did
+    uint64_t met[N_STREAMS]
 
     # The driver's alone:
     Lane *lanes
@@ -93,7 +106,8 @@ cdef struct Core:
     Tensor *tensors
     Gpu gpu
     bint swept                  # everything has been failed with `failed`
-    bint unsent                 # neighbours on this machine have not room for what we have to tell them
+    # neighbours on this machine have not room for what we have to tell them
+    bint unsent
     Counters counters
     bint telemetry              # count what came home
     Watch *watch                # NULL: nobody wants to know

@@ -1,5 +1,5 @@
-# Status codes: what a task, a partition or a round ended with. errors.py turns a negative one into an exception;
-# tests/source checks that both lists agree.
+# Status codes: what a task, a partition or a round ended with. errors.py turns a negative one into
+# an exception; tests/source checks that both lists agree.
 
 cdef enum Status:
     PENDING = 0

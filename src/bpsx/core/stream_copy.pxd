@@ -1,5 +1,7 @@
-# Copies of a MiB and more past the caches: what is overwritten is not read first, and memory that is used again and again, as that which a worker
-# shares with a server, stays where it is fast. Whoever needs a tensor next reads it from its beginning, which such a copy would have pushed out anyway.
+# Copies of a MiB and more past the caches: what is overwritten is not read first, and memory that
+# is used again and again, as that which a worker shares with a server, stays where it is fast.
+# Whoever needs a tensor next reads it from its beginning, which such a copy would have pushed out
+# anyway.
 from libc.stddef cimport size_t
 
 cdef extern from *:
@@ -13,8 +15,10 @@ cdef extern from *:
         if (n < (1 << 20)) { memcpy(to, from, n); return; }
         memcpy(to, from, head); to += head; from += head; n -= head;
         for (; n >= 64; n -= 64, to += 64, from += 64) {
-            __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
-            __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
+            __m128i a = _mm_loadu_si128((const __m128i *)from),
+                b = _mm_loadu_si128((const __m128i *)(from + 16));
+            __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)),
+                d = _mm_loadu_si128((const __m128i *)(from + 48));
             _mm_stream_si128((__m128i *)to, a); _mm_stream_si128((__m128i *)(to + 16), b);
             _mm_stream_si128((__m128i *)(to + 32), c); _mm_stream_si128((__m128i *)(to + 48), d);
         }

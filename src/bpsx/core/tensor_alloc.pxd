@@ -9,7 +9,11 @@ from bpsx.core.state cimport Core
 
 
 cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0:
-    """From (key, lane, slot, offset, length) of each and, if they are compressed, a bpsx.compression.spec.Made. Returns their bytes. Raises MemoryError."""
+    """From (key, lane, slot, offset, length) of each and, if they are compressed, a
+    bpsx.compression.spec.Made.
+
+    Returns their bytes. Raises MemoryError.
+    """
     cdef size_t i
     cdef Partition *p
     cdef uint64_t nbytes = 0
@@ -28,7 +32,10 @@ cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0
 
 
 cdef inline int give_gpu(Tensor *tensor, Device *d) except -1:
-    """Its partitions get what those on a GPU own. In the GPU's context, before the first task there. Raises MemoryError."""
+    """Its partitions get what those on a GPU own.
+
+    In the GPU's context, before the first task there. Raises MemoryError.
+    """
     cdef size_t i
     cdef int which
     cdef OnGpu *g
@@ -65,7 +72,9 @@ cdef inline void free_parts(Tensor *tensor) noexcept:
 
 
 cdef inline int take_coders(Tensor *tensor, list coders) except -1:
-    """Have a GPU's partitions compressed there: a bpsx.compression.gpu.Coder for each, kept alive by the caller."""
+    """Have a GPU's partitions compressed there: a bpsx.compression.gpu.Coder for each, kept
+    alive by the caller.
+    """
     cdef size_t i
     cdef OnGpu *g
     for i in range(tensor.n_parts):
@@ -85,5 +94,8 @@ cdef inline int queue_kernels(Core *c, Partition *p) except -1:
     if p.encodes:
         coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.device.streams[DOWN])
     else:
-        coder.decode(<uintptr_t>(task.output + p.offset if task.output != NULL else c.device.waste), p.packed.size, <uintptr_t>c.device.streams[UP])
+        coder.decode(
+            <uintptr_t>(task.output + p.offset if task.output != NULL else c.device.waste),
+            p.packed.size, <uintptr_t>c.device.streams[UP]
+        )
     return 0

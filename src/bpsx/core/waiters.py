@@ -10,12 +10,15 @@ from typing import Any
 
 #: Threads of bpsx's own that begin push_pulls for others.
 OURS: set[int] = set()
-#: A thread that has not asked for so many seconds does something else. Waits ask five times a second.
+#: A thread that has not asked for so many seconds does something else. Waits ask five times a
+#: second.
 RECENT = 3.0
 
 
 class Asking:
-    """The threads of one session. Any thread may call it; each entry is written by its own thread."""
+    """The threads of one session. Any thread may call it; each entry is written by its own
+    thread.
+    """
 
     def __init__(self) -> None:
         #: thread -> the handle in whose ``wait`` it is, once that has taken longer than a moment
@@ -28,8 +31,8 @@ class Asking:
         self.graphs = False
         #: Since when everything under way is waited for, in ns of the monotonic clock; 0: not.
         self.everything_ns = 0
-        #: Names that workers disagree about, until an error of the name's is raised in the script. A
-        #: name is put in before the error can be raised.
+        #: Names that workers disagree about, until an error of the name's is raised in the script.
+        #: A name is put in before the error can be raised.
         self.unheard: set[str] = set()
 
     def note(self, handle: Any) -> None:

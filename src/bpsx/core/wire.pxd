@@ -1,7 +1,8 @@
 # The wire: one 64-byte little-endian header per record. This file is its only definition.
 #
-# A message is one or two frames. The first holds records back to back: header, then, if INLINE, the body padded to 8 bytes.
-# The body of the last record may be the second frame instead, which is how large partitions travel without being copied.
+# A message is one or two frames. The first holds records back to back: header, then, if INLINE, the
+# body padded to 8 bytes. The body of the last record may be the second frame instead, which is how
+# large partitions travel without being copied.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -9,7 +10,8 @@ cdef enum:
     MAGIC = 0x58535042          # "BPSX"
     VERSION = 2
     HEADER_BYTES = 64
-    # Bodies up to this size are copied next to their header: 32 KiB cost about 2 us to copy, less than a message of their own costs.
+    # Bodies up to this size are copied next to their header: 32 KiB cost about 2 us to copy, less
+    # than a message of their own costs.
     INLINE_BYTES = 32768
     # A frame of small records is closed when it reaches this size.
     BATCH_BYTES = 131072
@@ -20,23 +22,36 @@ cdef enum:
     PROOF_BYTES = 32
 
 cdef enum Kind:
-    REGISTER = 1                # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name, and behind it
+    # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name, and behind it
+    REGISTER = 1
                                 # `priority` bytes that say how the key is compressed, if it is
     PUSH = 2                    # worker -> lane: body is the worker's share; answer with the sum
     ANSWER = 3                  # lane -> worker: body is the result
-    ERROR = 4                   # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
-    PING = 5                    # worker -> lane: are you there, and do we mean the same job; body: NONCE_BYTES random bytes
-    PONG = 6                    # lane -> worker; body: PROOF_BYTES that only who knows the job secret can make of them
+    # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
+    ERROR = 4
+    # worker -> lane: are you there, and do we mean the same job; body: NONCE_BYTES random bytes
+    PING = 5
+    # lane -> worker; body: PROOF_BYTES that only who knows the job secret can make of them
+    PONG = 6
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
-    BROADCAST = 2               # the result is the push of the sender named by `divisor`; others push no body
-    ASYNC = 4                   # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes that value
-    DISAGREED = 8               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed.
-                                # If both are one worker, it has called join(), and its broadcast is what failed.
+    # the result is the push of the sender named by `divisor`; others push no body
+    BROADCAST = 2
+    # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes
+    # that value
+    ASYNC = 4
+    # no body: the sender's workers `divisor` and `priority` asked for different operations; the
+    # round has failed.
+    DISAGREED = 8
+                                # If both are one worker, it has called join(), and its broadcast is
+                                # what failed.
     PACKED = 16                 # PUSH: the body is compressed, as REGISTER has said
-    STATE = 32                  # PUSH: no share, but what compression shall keep of this key from now on (core/codec/state.pxd); without a body: nothing
-                                # new. The answer, to the sender alone and at once, is what is kept. It is no round and not counted as one.
+    # PUSH: no share, but what compression shall keep of this key from now on
+    # (core/codec/state.pxd); without a body: nothing
+    STATE = 32
+                                # new. The answer, to the sender alone and at once, is what is kept.
+                                # It is no round and not counted as one.
 
 cdef packed struct Header:
     uint32_t magic
@@ -47,7 +62,8 @@ cdef packed struct Header:
     uint64_t job
     uint64_t key
     uint32_t slot               # the lane's index of this key
-    uint32_t sender             # the worker, or the machine whose workers it speaks for; on both ways
+    # the worker, or the machine whose workers it speaks for; on both ways
+    uint32_t sender
     uint32_t epoch
     uint32_t round
     uint32_t divisor            # the sum is divided by this; with BROADCAST: the root's rank

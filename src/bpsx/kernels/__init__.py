@@ -1,7 +1,9 @@
-"""Summation kernels: loops over elements that the servers call by function pointer, without the GIL.
+"""Summation kernels: loops over elements that the servers call by function pointer, without the
+GIL.
 
-``load(code)`` compiles (or takes from the cache) what one element type needs. The signatures are in ``abi.pxd``; what they compute is
-spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that the tests compare with.
+``load(code)`` compiles (or takes from the cache) what one element type needs. The signatures are in
+``abi.pxd``; what they compute is spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that
+the tests compare with.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ def load(code: int) -> Kernels:
 
 @contextlib.contextmanager
 def loading(*codes: int, codecs: bool = False) -> Iterator[None]:
-    """Load the kernels of element types in a thread of their own while the body runs; what went wrong is raised at the end of the body.
+    """Load the kernels of element types in a thread of their own while the body runs; what went
+    wrong is raised at the end of the body.
 
-    ``codecs``: import all compressors too. What has been loaded or imported needs no file descriptor later, when there may be none left.
+    ``codecs``: import all compressors too. What has been loaded or imported needs no file
+    descriptor later, when there may be none left.
     """
     from bpsx.kernels.codecs import import_all
 

@@ -1,28 +1,38 @@
-# C signatures of the summation kernels. `n` counts elements; pointers may be unaligned but must not overlap.
+# C signatures of the summation kernels. `n` counts elements; pointers may be unaligned but must not
+# overlap.
 #
-# In place wherever input and output have one type: a vectorised loop needs to know that two pointers are either one or disjoint.
-# Types whose sums need a wider accumulator (halves: float32; 8-bit integers: int32) have `start` and `finish` too, for three and
-# more workers; for the others they are NULL.
+# In place wherever input and output have one type: a vectorised loop needs to know that two
+# pointers are either one or disjoint. Types whose sums need a wider accumulator (halves: float32;
+# 8-bit integers: int32) have `start` and `finish` too, for three and more workers; for the others
+# they are NULL.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
-# `shift`: bfloat16 reaches as far as its accumulator, float32, so the parts of an average are added as 2^-shift of what they are, which is
-# exact up to a shift of 16; sums have a shift of 0, and other types ignore it. `pair` shifts averages by itself.
-# acc[i] += 2^-shift wide(src[i]); acc is of the wide type
+# `shift`: bfloat16 reaches as far as its accumulator, float32, so the parts of an average are added
+# as 2^-shift of what they are, which is exact up to a shift of 16; sums have a shift of 0, and
+# other types ignore it. `pair` shifts averages by itself. acc[i] += 2^-shift wide(src[i]); acc is
+# of the wide type
 ctypedef void (*add_fn)(void *acc, void *src, int64_t n, int64_t shift) noexcept nogil
 # acc[i] = 2^-shift (wide(a[i]) + wide(b[i]))
 ctypedef void (*start_fn)(void *acc, void *a, void *b, int64_t n, int64_t shift) noexcept nogil
 # out[i] = narrow((acc[i] + 2^-shift wide(src[i])) / (2^-shift divisor))
-ctypedef void (*finish_fn)(void *out, void *acc, void *src, int64_t n, int64_t divisor, int64_t shift) noexcept nogil
+ctypedef void (*finish_fn)(
+    void *out, void *acc, void *src, int64_t n, int64_t divisor, int64_t shift
+) noexcept nogil
 # a[i] = narrow(wide(a[i]) / divisor)
 ctypedef void (*divide_fn)(void *a, int64_t n, int64_t divisor) noexcept nogil
 
-# Compressors, see codecs.py. encode returns the bytes written; decode 0, or -1 for bytes that are none of its codec's.
+# Compressors, see codecs.py. encode returns the bytes written; decode 0, or -1 for bytes that are
+# none of its codec's.
 ctypedef int64_t (*encode_fn)(
-    void *g, void *e, void *m, uint8_t *wire, uint8_t *scratch, double *state, int64_t *options, int64_t n, uint64_t counter, double factor, double mu,
+    void *g, void *e, void *m, uint8_t *wire, uint8_t *scratch, double *state, int64_t *options,
+    int64_t n, uint64_t counter, double factor, double mu
 ) noexcept nogil
-ctypedef int64_t (*decode_fn)(uint8_t *wire, int64_t size, void *out, uint8_t *scratch, int64_t *options, int64_t n, int64_t add) noexcept nogil
+ctypedef int64_t (*decode_fn)(
+    uint8_t *wire, int64_t size, void *out, uint8_t *scratch, int64_t *options, int64_t n,
+    int64_t add
+) noexcept nogil
 # out[i] = in[i], in another type
 ctypedef void (*convert_fn)(void *out, void *elements, int64_t n) noexcept nogil
 
@@ -37,7 +47,10 @@ cdef struct Kernels:
 
 
 cdef inline int fill_in(Kernels *k, found) except -1:
-    """Take the addresses of `found`, a bpsx.kernels.Kernels. `add` last: who looks whether the kernels are there looks at it."""
+    """Take the addresses of `found`, a bpsx.kernels.Kernels.
+
+    `add` last: who looks whether the kernels are there looks at it.
+    """
     k.itemsize = found.itemsize
     k.wide_itemsize = found.wide_itemsize
     k.start = <start_fn><uintptr_t>found.start
@@ -49,20 +62,31 @@ cdef inline int fill_in(Kernels *k, found) except -1:
 
 
 cdef inline bint wants_wide(const Kernels *k, uint32_t of) noexcept nogil:
-    """Whether the sum of `of` parts needs an accumulator of the wide type. Two parts are widened, added and rounded in one pass."""
+    """Whether the sum of `of` parts needs an accumulator of the wide type.
+
+    Two parts are widened, added and rounded in one pass.
+    """
     return k.wide_itemsize != k.itemsize and of > 2
 
 
 cdef inline int64_t shift_for(uint32_t of, int64_t divisor) noexcept nogil:
-    """The least shift with which an average of `of` parts cannot overflow while it is added up, at most 16."""
+    """The least shift with which an average of `of` parts cannot overflow while it is added up,
+    at most 16.
+    """
     cdef int64_t shift = 0
     while divisor > 1 and shift < 16 and <uint32_t>1 << shift < of:
         shift += 1
     return shift
 
 
-cdef inline void accumulate(const Kernels *k, void *sum, void *wide, void *part, uint32_t i, uint32_t of, int64_t n, int64_t divisor) noexcept nogil:
-    """Add part `i` of `of`, counted from 0; `sum` holds part 0. After the last one `sum` holds the result, divided. `wide`: see `wants_wide`."""
+cdef inline void accumulate(
+    const Kernels *k, void *sum, void *wide, void *part, uint32_t i, uint32_t of, int64_t n,
+    int64_t divisor
+) noexcept nogil:
+    """Add part `i` of `of`, counted from 0; `sum` holds part 0.
+
+    After the last one `sum` holds the result, divided. `wide`: see `wants_wide`.
+    """
     cdef bint widen = wants_wide(k, of)
     cdef int64_t shift = shift_for(of, divisor)
     if i == of - 1:

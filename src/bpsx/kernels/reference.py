@@ -1,4 +1,7 @@
-"""The oracle: what the kernels compute, in NumPy, slowly and plainly. Used by tests only; not imported by anything else."""
+"""The oracle: what the kernels compute, in NumPy, slowly and plainly.
+
+Used by tests only; not imported by anything else.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,17 @@ def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.ndarray:
-    """Sum of ``pushes`` (bfloat16 as uint16), divided by ``divisor``: added left to right in the wide type, narrowed once.
+    """Sum of ``pushes`` (bfloat16 as uint16), divided by ``divisor``: added left to right in the
+    wide type, narrowed once.
 
-    An average of bfloat16 is added in parts of a power of two each, which is exact, so that it cannot overflow in float32.
+    An average of bfloat16 is added in parts of a power of two each, which is exact, so that it
+    cannot overflow in float32.
     """
-    scale = np.float32(2.0 ** -min(16, (len(pushes) - 1).bit_length()) if divisor != 1 and dtype == "bfloat16" else 1)
+    scale = np.float32(
+        2.0 ** -min(16, (len(pushes) - 1).bit_length())
+        if divisor != 1 and dtype == "bfloat16"
+        else 1
+    )
     if dtype == "bfloat16":
         wide = [bfloat16_to_float32(p) * scale for p in pushes]
     elif dtype == "float16":
@@ -45,7 +54,11 @@ def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.nda
         for w in wide[1:]:
             total = total + w
         if divisor != 1:
-            total = total / (total.dtype.type(divisor) * total.dtype.type(scale)) if total.dtype.kind == "f" else total // total.dtype.type(divisor)
+            total = (
+                total / (total.dtype.type(divisor) * total.dtype.type(scale))
+                if total.dtype.kind == "f"
+                else total // total.dtype.type(divisor)
+            )
         if dtype == "bfloat16":
             return float32_to_bfloat16(total)
         return total.astype(pushes[0].dtype)
@@ -54,18 +67,35 @@ def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.nda
 class Reference:
     """A partition's encoder as :mod:`bpsx.kernels.codecs` defines it, for any codec's oracle.
 
-    ``encode(p, counter) -> bytes`` and ``decode(bytes, n) -> array`` are the codec's own; ``wide``: float32 or float64.
+    ``encode(p, counter) -> bytes`` and ``decode(bytes, n) -> array`` are the codec's own; ``wide``:
+    float32 or float64.
     """
 
-    def __init__(self, encode: Callable[[np.ndarray, int], bytes], decode: Callable[[bytes, int], np.ndarray], n: int, wide: str = "float32") -> None:
+    def __init__(
+        self,
+        encode: Callable[[np.ndarray, int], bytes],
+        decode: Callable[[bytes, int], np.ndarray],
+        n: int,
+        wide: str = "float32",
+    ) -> None:
         self.encode_plain, self.decode = encode, decode
         self.residual, self.momentum = np.zeros(n, wide), np.zeros(n, wide)
         self.counter = 0
 
-    def encode(self, g: np.ndarray, *, residual: bool = False, momentum: bool = False, factor: float = 1.0, mu: float = 0.0,
-               only: Sequence[int] | None = None) -> bytes:
-        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date. ``only``: the elements whose residual is added and
-        changed; else all."""
+    def encode(
+        self,
+        g: np.ndarray,
+        *,
+        residual: bool = False,
+        momentum: bool = False,
+        factor: float = 1.0,
+        mu: float = 0.0,
+        only: Sequence[int] | None = None,
+    ) -> bytes:
+        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date.
+
+        ``only``: the elements whose residual is added and changed; else all.
+        """
         kind, where = g.dtype.type, slice(None) if only is None else list(only)
         self.counter += 1
         p = g
@@ -90,7 +120,7 @@ def onebit_encode(p: np.ndarray, scaling: bool) -> bytes:
     if not np.isfinite(p).all():
         magnitude = np.nan
     negative = np.zeros(-(-len(p) // 32) * 32, bool)
-    negative[:len(p)] = np.signbit(p)
+    negative[: len(p)] = np.signbit(p)
     return np.float64(magnitude).tobytes() + np.packbits(negative, bitorder="little").tobytes()
 
 
@@ -108,9 +138,11 @@ def amount(n: int, k: int | float) -> int:
 
 
 def topk_encode(p: np.ndarray, k: int | float) -> bytes:
-    """The indices of the elements with the largest magnitude (as bits; of equal ones the first), ascending, as uint32; then those elements."""
+    """The indices of the elements with the largest magnitude (as bits; of equal ones the first),
+    ascending, as uint32; then those elements.
+    """
     magnitudes = p.view(f"u{p.itemsize}") & ~np.zeros(1, f"u{p.itemsize}") >> 1
-    best = np.sort(np.argsort(~magnitudes, kind="stable")[:amount(len(p), k)])
+    best = np.sort(np.argsort(~magnitudes, kind="stable")[: amount(len(p), k)])
     return best.astype(np.uint32).tobytes() + p[best].tobytes()
 
 
@@ -119,11 +151,11 @@ def topk_decode(wire: bytes, n: int, k: int | float, wide: str = "float32") -> n
     count = amount(n, k)
     if len(wire) != count * (4 + np.dtype(wide).itemsize):
         raise ValueError("size")
-    indices = np.frombuffer(wire[:4 * count], np.uint32).astype(np.int64)
+    indices = np.frombuffer(wire[: 4 * count], np.uint32).astype(np.int64)
     if (np.diff(indices) <= 0).any() or (indices >= n).any():
         raise ValueError("indices")
     decoded = np.zeros(n, wide)
-    decoded[indices] = np.frombuffer(wire[4 * count:], wide)
+    decoded[indices] = np.frombuffer(wire[4 * count :], wide)
     return decoded
 
 
@@ -147,18 +179,25 @@ def randomk_places(seed: int, counter: int, n: int, count: int) -> list[int]:
 
 
 def randomk_encode(p: np.ndarray, counter: int, seed: int, k: int | float, kept: bool) -> bytes:
-    """The counter as uint64, then the elements at this round's places. ``kept``: with residual or momentum, which notice any overflow."""
+    """The counter as uint64, then the elements at this round's places.
+
+    ``kept``: with residual or momentum, which notice any overflow.
+    """
     values = p[randomk_places(seed, counter, len(p), amount(len(p), k))]
     if kept and np.isfinite(values).all() and not np.isfinite(p).all():
         values[0] = np.nan
     return np.uint64(counter).tobytes() + values.tobytes()
 
 
-def randomk_decode(wire: bytes, n: int, seed: int, k: int | float, wide: str = "float32") -> np.ndarray:
+def randomk_decode(
+    wire: bytes, n: int, seed: int, k: int | float, wide: str = "float32"
+) -> np.ndarray:
     """Zeros but for what was sent. Raises ValueError for what is not randomk's."""
     count = amount(n, k)
     if len(wire) != 8 + count * np.dtype(wide).itemsize:
         raise ValueError("size")
     decoded = np.zeros(n, wide)
-    decoded[randomk_places(seed, int.from_bytes(wire[:8], "little"), n, count)] = np.frombuffer(wire[8:], wide)
+    decoded[randomk_places(seed, int.from_bytes(wire[:8], "little"), n, count)] = np.frombuffer(
+        wire[8:], wide
+    )
     return decoded

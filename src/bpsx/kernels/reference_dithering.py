@@ -1,4 +1,5 @@
-"""The oracle of dithering: what ``cpu/dithering.py``, ``stochastic_rounding.py`` and ``entropy_code.py`` say, in NumPy.
+"""The oracle of dithering: what ``cpu/dithering.py``, ``stochastic_rounding.py`` and
+``entropy_code.py`` say, in NumPy.
 
 Slow and plain. Only tests use it.
 """
@@ -29,7 +30,9 @@ def noise(n: int, seed: int, counter: int) -> np.ndarray:
 def norm_of(p: np.ndarray, l2: bool) -> float:
     """The norm; for l2, which devices sum up in different orders, a precise one."""
     with np.errstate(over="ignore"):
-        return float(np.sqrt(np.square(p.astype(np.float64)).sum())) if l2 else float(np.abs(p).max())
+        return (
+            float(np.sqrt(np.square(p.astype(np.float64)).sum())) if l2 else float(np.abs(p).max())
+        )
 
 
 def levels_of(p: np.ndarray, norm: float, k: int, natural: bool, random: np.ndarray) -> np.ndarray:
@@ -38,7 +41,9 @@ def levels_of(p: np.ndarray, norm: float, k: int, natural: bool, random: np.ndar
     kind = p.dtype.type
     far = 2.0**96 if kind is np.float32 else 2.0**512
     a = far if norm < 2.0**-40 else 1 / far if norm > 2.0**40 else 1.0
-    z = np.minimum((np.abs(p) * kind(a) * kind(top / (norm * a))).astype(np.float32), np.float32(top))
+    z = np.minimum(
+        (np.abs(p) * kind(a) * kind(top / (norm * a))).astype(np.float32), np.float32(top)
+    )
     fixed = np.minimum(z, 2.0**31 - 1024).astype(np.int64)
     if natural:
         between = z.view(np.int32).astype(np.int64) - (149 << 23)
@@ -50,7 +55,11 @@ def levels_of(p: np.ndarray, norm: float, k: int, natural: bool, random: np.ndar
 def values_of(levels: np.ndarray, norm: float, k: int, natural: bool, wide: str) -> np.ndarray:
     """What the levels stand for."""
     kind = np.dtype(wide).type
-    values: np.ndarray = np.where(levels > 0, 2.0 ** (levels - k), 0).astype(wide) * kind(norm) if natural else levels.astype(wide) * kind(norm / k)
+    values: np.ndarray = (
+        np.where(levels > 0, 2.0 ** (levels - k), 0).astype(wide) * kind(norm)
+        if natural
+        else levels.astype(wide) * kind(norm / k)
+    )
     return values
 
 
@@ -85,7 +94,15 @@ def chunk_bytes(levels: np.ndarray, negative: np.ndarray, k: int) -> bytes:
     return bytes([r + 8 * s]) + np.packbits(np.concatenate(planes), bitorder="little").tobytes()
 
 
-def encode(p: np.ndarray, k: int, natural: bool, l2: bool, seed: int, counter: int, norm: float | None = None) -> bytes:
+def encode(
+    p: np.ndarray,
+    k: int,
+    natural: bool,
+    l2: bool,
+    seed: int,
+    counter: int,
+    norm: float | None = None,
+) -> bytes:
     """The wire; ``norm``: take this one."""
     with np.errstate(over="ignore", invalid="ignore"):
         norm = norm_of(p, l2) if norm is None else norm
@@ -95,20 +112,29 @@ def encode(p: np.ndarray, k: int, natural: bool, l2: bool, seed: int, counter: i
     if norm == 0:
         return np.float64(norm).tobytes()
     levels = levels_of(p, norm, k, natural, noise(len(p), seed, counter))
-    chunks = [chunk_bytes(levels[i:i + CHUNK], np.signbit(p[i:i + CHUNK]), k) for i in range(0, len(p), CHUNK)]
-    return np.float64(norm).tobytes() + np.array([len(c) for c in chunks], np.uint16).tobytes() + b"".join(chunks)
+    chunks = [
+        chunk_bytes(levels[i : i + CHUNK], np.signbit(p[i : i + CHUNK]), k)
+        for i in range(0, len(p), CHUNK)
+    ]
+    return (
+        np.float64(norm).tobytes()
+        + np.array([len(c) for c in chunks], np.uint16).tobytes()
+        + b"".join(chunks)
+    )
 
 
 class _Bits:
     """A chunk's bits, read from the front."""
 
     def __init__(self, chunk: bytes) -> None:
-        self.bits = np.unpackbits(np.frombuffer(chunk, np.uint8), bitorder="little").astype(np.int64)
+        self.bits = np.unpackbits(np.frombuffer(chunk, np.uint8), bitorder="little").astype(
+            np.int64
+        )
         self.at = 0
 
     def take(self, count: int) -> np.ndarray:
         self.at += count
-        return self.bits[self.at - count:self.at]
+        return self.bits[self.at - count : self.at]
 
     def integer(self, count: int) -> int:
         return sum(int(b) << i for i, b in enumerate(self.take(count)))
@@ -151,7 +177,7 @@ def decode(wire: bytes, n: int, k: int, natural: bool, wide: str = "float32") ->
     chunks = -(-n // CHUNK)
     at, found = 8 + 2 * chunks, []
     for i, length in enumerate(np.frombuffer(wire[8:at], np.uint16).astype(int)):
-        found.append(chunk_levels(wire[at:at + length], min(CHUNK, n - i * CHUNK), k))
+        found.append(chunk_levels(wire[at : at + length], min(CHUNK, n - i * CHUNK), k))
         at += length
     levels = np.concatenate(found)
     values = values_of(np.abs(levels), norm, k, natural, wide)

@@ -13,8 +13,13 @@ from bpsx.launch.cli import LOCAL, REMOTE, SHARED, SSH, parser, split
 from bpsx.launch.roles import Plan, overlooked, runnable
 from bpsx.launch.single_role import run_role
 
-#: Words that are no command of the user's, if first: the module's ``main(arguments) -> status`` takes over.
-SUBCOMMANDS = {"doctor": "bpsx.launch.doctor", "top": "bpsx.launch.top", "trace": "bpsx.launch.job_view"}
+#: Words that are no command of the user's, if first: the module's ``main(arguments) -> status``
+#: takes over.
+SUBCOMMANDS = {
+    "doctor": "bpsx.launch.doctor",
+    "top": "bpsx.launch.top",
+    "trace": "bpsx.launch.job_view",
+}
 
 
 def _given(options: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -31,7 +36,11 @@ def _run(arguments: Sequence[str]) -> int:
     remote = bool(_given(options, REMOTE))
     if options.local and remote:
         parse.error("--local and a hostfile exclude each other")
-    for names, there, needed in ((LOCAL, options.local, "--local"), (SSH, remote, "a hostfile"), (("port",), options.local or remote, "--local")):
+    for names, there, needed in (
+        (LOCAL, options.local, "--local"),
+        (SSH, remote, "a hostfile"),
+        (("port",), options.local or remote, "--local"),
+    ):
         for name in _given(options, names):
             if not there:
                 parse.error(f"--{name.replace('_', '-')} needs {needed}")
@@ -52,25 +61,38 @@ def _run(arguments: Sequence[str]) -> int:
 def _remote(options: Any, command: tuple[str, ...], refuse: Any) -> Any:
     from bpsx.launch.ssh import hostfile as hosts
 
-    files = [(file, role) for name, role in zip(REMOTE, ("", "worker", "server")) if (file := getattr(options, name)) is not None]
+    files = [
+        (file, role)
+        for name, role in zip(REMOTE, ("", "worker", "server"))
+        if (file := getattr(options, name)) is not None
+    ]
     try:
         given = dict(hosts.assignment(text) for text in options.env or ())
     except ValueError as error:
         refuse(f"argument --env: {error}")
-    more = _given(options, ("ssh", "ssh_port", "username", "interface", "python", "directory", *SHARED))
+    more = _given(
+        options, ("ssh", "ssh_port", "username", "interface", "python", "directory", *SHARED)
+    )
     address = options.scheduler_ip or ""
-    return hosts.Remote(hosts.read(files, address), command, address.strip("[]"), given=given, **more)
+    return hosts.Remote(
+        hosts.read(files, address), command, address.strip("[]"), given=given, **more
+    )
 
 
 def _open_standard_streams() -> None:
-    """Occupy 0, 1 and 2 where the caller closed them, or a pipe of ours would get such a number and be taken for the output."""
+    """Occupy 0, 1 and 2 where the caller closed them, or a pipe of ours would get such a number and
+    be taken for the output.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (without the program's name; default: this process's). Returns the exit status."""
+    """Run the command line (without the program's name; default: this process's).
+
+    Returns the exit status.
+    """
     _open_standard_streams()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)

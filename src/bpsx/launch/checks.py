@@ -1,4 +1,7 @@
-"""What ``bpsx-run doctor`` looks at: each function adds what it finds to a :class:`Report`. Nothing here imports a framework."""
+"""What ``bpsx-run doctor`` looks at: each function adds what it finds to a :class:`Report`.
+
+Nothing here imports a framework.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,19 @@ from bpsx import __version__
 from bpsx.config import OPTIONS, Config, Option, cache_dir, child_environment, faults, runtime_dir
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch.job_view import Observer
-from bpsx.system.address import inet6_addresses, interface_address, is_loopback, join_host_port, own_address_towards, resolve
+from bpsx.system.address import (
+    inet6_addresses,
+    interface_address,
+    is_loopback,
+    join_host_port,
+    own_address_towards,
+    resolve,
+)
 from bpsx.system.host import own_host
 from bpsx.transports.reach import unreachable
 
-#: Documentation addresses: no such host exists, but a route to it says which address faces the rest of the world.
+#: Documentation addresses: no such host exists, but a route to it says which address faces the rest
+#: of the world.
 _SOMEWHERE = ("192.0.2.1", "2001:db8::1")
 _FRAMEWORKS = ("torch", "tensorflow", "mxnet", "cupy")
 _ANSWER_SECONDS = 5.0
@@ -40,7 +51,9 @@ class Report:
 
     def add(self, section: str, name: str, value: object) -> None:
         """Add a line. Numbers and booleans stay what they are, for programs."""
-        self.found.setdefault(section, {})[name] = value if isinstance(value, bool | int | float) else str(value)
+        self.found.setdefault(section, {})[name] = (
+            value if isinstance(value, bool | int | float) else str(value)
+        )
 
 
 def software(report: Report) -> None:
@@ -49,12 +62,20 @@ def software(report: Report) -> None:
 
     report.add("software", "bpsx", f"{__version__} in {Path(__file__).parents[1]}")
     report.add("software", "Python", f"{platform.python_version()} at {sys.executable}")
-    report.add("software", "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    report.add(
+        "software", "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
+    )
     curve = bool(zmq.has("curve"))
-    report.add("software", "libzmq", f"{zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}, CURVE {'yes' if curve else 'no'}")
+    report.add(
+        "software",
+        "libzmq",
+        f"{zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}, CURVE {'yes' if curve else 'no'}",
+    )
     if not curve:
-        report.problems.append("libzmq was built without CURVE, so connections cannot be secured: install pyzmq from its wheels "
-                               "(pip install --force-reinstall pyzmq)")
+        report.problems.append(
+            "libzmq was built without CURVE, so connections cannot be secured: install pyzmq from"
+            " its wheels (pip install --force-reinstall pyzmq)"
+        )
     for name in ("numpy", "numba"):
         report.add("software", name, _version(name) or "missing")
     for name in _FRAMEWORKS:
@@ -70,7 +91,9 @@ def _version(module: str) -> str:
         return ""
     for package in importlib.metadata.packages_distributions().get(module, (module,)):
         try:
-            return f"{importlib.metadata.version(package)}" + (f" (package {package})" if package != module else "")
+            return f"{importlib.metadata.version(package)}" + (
+                f" (package {package})" if package != module else ""
+            )
         except importlib.metadata.PackageNotFoundError:
             continue
     return "of unknown version"
@@ -81,17 +104,29 @@ def devices(report: Report) -> None:
     report.add("devices", "CUDA", _gpus() or "none found (no nvidia-smi, or it shows no GPU)")
     found = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        texts = [_read(port / name).split(":")[-1].strip() for name in ("state", "link_layer", "rate")]
+        texts = [
+            _read(port / name).split(":")[-1].strip() for name in ("state", "link_layer", "rate")
+        ]
         found.append(f"{port.parent.parent.name}/{port.name}: {', '.join(t for t in texts if t)}")
     report.add("devices", "RDMA", "; ".join(found) or "none in /sys/class/infiniband")
     built = importlib.util.find_spec("bpsx.transports.rdma.endpoint") is not None
-    report.add("devices", "RDMA in bpsx", "built in" if built else "not built: the headers of libibverbs were missing")
+    report.add(
+        "devices",
+        "RDMA in bpsx",
+        "built in" if built else "not built: the headers of libibverbs were missing",
+    )
 
 
 def _gpus() -> str:
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,memory.total,driver_version",
+        "--format=csv,noheader",
+    ]
     try:
-        done = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            query, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
@@ -107,15 +142,22 @@ def _read(path: Path) -> str:
 def network(report: Report, config: Config | None) -> None:
     """Interfaces, the scheduler, and the address that this machine would go by."""
     for name, addresses in _interfaces().items():
-        state, speed = _read(Path("/sys/class/net") / name / "operstate"), _read(Path("/sys/class/net") / name / "speed")
+        state, speed = (
+            _read(Path("/sys/class/net") / name / "operstate"),
+            _read(Path("/sys/class/net") / name / "speed"),
+        )
         rate = f", {speed} Mbit/s" if speed.isdigit() else ""
-        report.add("network", name, f"{', '.join(addresses) or 'no address'} ({state or 'unknown'}{rate})")
+        report.add(
+            "network", name, f"{', '.join(addresses) or 'no address'} ({state or 'unknown'}{rate})"
+        )
     control = _read(Path("/proc/sys/net/ipv4/tcp_congestion_control"))
     report.add("network", "TCP congestion control", control or "unknown")
     if control == "bbr":
-        report.hints.append("TCP's congestion control is bbr, which slows each connection down for 0.2 s every 10 s to measure the network, and a "
-                            "push_pull waits for the slowest: within a data centre cubic is steadier (sysctl "
-                            "net.ipv4.tcp_congestion_control=cubic, on all machines)")
+        report.hints.append(
+            "TCP's congestion control is bbr, which slows each connection down for 0.2 s every 10 s"
+            " to measure the network, and a push_pull waits for the slowest: within a data centre"
+            " cubic is steadier (sysctl net.ipv4.tcp_congestion_control=cubic, on all machines)"
+        )
     if config is None:
         return
     if config.root_uri:
@@ -133,26 +175,43 @@ def _interfaces() -> dict[str, list[str]]:
             found[name] = [interface_address(name)]
         except OSError:
             found[name] = []
-        found[name] += [a for interface, a in inet6_addresses() if interface == name and a not in found[name]]
+        found[name] += [
+            a for interface, a in inet6_addresses() if interface == name and a not in found[name]
+        ]
     return found
 
 
 def _on(address: str) -> str:
     """``address`` and the interface that has it."""
-    return address + "".join(f" on {name}" for name, addresses in _interfaces().items() if address in addresses)
+    return address + "".join(
+        f" on {name}" for name, addresses in _interfaces().items() if address in addresses
+    )
 
 
 def _without_scheduler(report: Report, config: Config) -> None:
     if config.node_host or config.interface:
-        _own(report, config, "DMLC_NODE_HOST" if config.node_host else f"DMLC_INTERFACE={config.interface}")
+        _own(
+            report,
+            config,
+            "DMLC_NODE_HOST" if config.node_host else f"DMLC_INTERFACE={config.interface}",
+        )
         return
     for host in _SOMEWHERE:
         try:
-            report.add("network", "own address", f"{_on(own_address_towards(host, 9))}: faces the rest of the network (no scheduler is named)")
+            report.add(
+                "network",
+                "own address",
+                f"{_on(own_address_towards(host, 9))}: faces the rest of the network (no scheduler"
+                " is named)",
+            )
             return
         except OSError:
             continue
-    report.add("network", "own address", "none but loopback: no route leads anywhere, so only jobs on this machine are possible")
+    report.add(
+        "network",
+        "own address",
+        "none but loopback: no route leads anywhere, so only jobs on this machine are possible",
+    )
 
 
 def _scheduler(report: Report, config: Config) -> None:
@@ -161,20 +220,41 @@ def _scheduler(report: Report, config: Config) -> None:
         address = resolve(uri, port or 0)
     except OSError as error:
         report.add("network", "scheduler", f"{uri}: does not resolve")
-        report.problems.append(f"DMLC_PS_ROOT_URI={uri!r} does not resolve ({error}): correct the name, or ask for it in /etc/hosts or DNS")
+        report.problems.append(
+            f"DMLC_PS_ROOT_URI={uri!r} does not resolve ({error}): correct the name, or ask for it"
+            " in /etc/hosts or DNS"
+        )
         return
-    report.add("network", "scheduler", join_host_port(uri, port or 0) + ("" if address == uri.strip("[]") else f", which is {address}"))
-    _own(report, config, "DMLC_NODE_HOST" if config.node_host else f"DMLC_INTERFACE={config.interface}" if config.interface
-         else f"the one from which the scheduler at {address} is reached")
+    report.add(
+        "network",
+        "scheduler",
+        join_host_port(uri, port or 0)
+        + ("" if address == uri.strip("[]") else f", which is {address}"),
+    )
+    _own(
+        report,
+        config,
+        (
+            "DMLC_NODE_HOST"
+            if config.node_host
+            else (
+                f"DMLC_INTERFACE={config.interface}"
+                if config.interface
+                else f"the one from which the scheduler at {address} is reached"
+            )
+        ),
+    )
     if not port:
-        report.hints.append("DMLC_PS_ROOT_PORT is not set: whether the scheduler answers was not tried")
+        report.hints.append(
+            "DMLC_PS_ROOT_PORT is not set: whether the scheduler answers was not tried"
+        )
         return
     if config.role == "scheduler":
         return
     try:
         with socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
             pass
-        with Observer(config) as observer:      # whether it lets us in, too
+        with Observer(config) as observer:  # whether it lets us in, too
             view = observer.ask()
         report.add("network", "scheduler answers", f"yes, the job is {view['state']}")
         lanes(report, view["nodes"])
@@ -183,20 +263,33 @@ def _scheduler(report: Report, config: Config) -> None:
         report.problems.append(str(error))
     except OSError as error:
         report.add("network", "scheduler answers", f"no: {error}")
-        report.problems.append(f"the scheduler at {join_host_port(address, port)} does not answer ({error}): start it first, or open the port "
-                               "in the firewall; doctor sees it only while a job runs")
+        report.problems.append(
+            f"the scheduler at {join_host_port(address, port)} does not answer ({error}): start it"
+            " first, or open the port in the firewall; doctor sees it only while a job runs"
+        )
 
 
 def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Whether this machine reaches every lane of the servers among ``nodes``, as in a scheduler's VIEW."""
-    names = {lane: f"server {n['rank']} at {lane}" for n in nodes if n["role"] == "server" and n["state"] != "left" for lane in n["lanes"]}
+    """Whether this machine reaches every lane of the servers among ``nodes``, as in a scheduler's
+    VIEW.
+    """
+    names = {
+        lane: f"server {n['rank']} at {lane}"
+        for n in nodes
+        if n["role"] == "server" and n["state"] != "left"
+        for lane in n["lanes"]
+    }
     if not names:
         return
     silent = unreachable(names, _ANSWER_SECONDS)
-    report.add("network", "lanes of servers", f"{len(names) - len(silent)} of {len(names)} can be reached")
+    report.add(
+        "network", "lanes of servers", f"{len(names) - len(silent)} of {len(names)} can be reached"
+    )
     for lane, why in silent.items():
-        report.problems.append(f"this machine cannot reach {names[lane]} ({why}): open the ports of servers in the firewall (docs/ports.md; "
-                               "BPSX_PORTS chooses them)")
+        report.problems.append(
+            f"this machine cannot reach {names[lane]} ({why}): open the ports of servers in the"
+            " firewall (docs/ports.md; BPSX_PORTS chooses them)"
+        )
 
 
 def _own(report: Report, config: Config, why: str) -> None:
@@ -212,11 +305,16 @@ def _own(report: Report, config: Config, why: str) -> None:
             probe.bind((number, 0))
     except OSError as error:
         report.add("network", "own address", f"{host}: {why}")
-        report.problems.append(f"nothing can listen on the own address {host} ({error}): it has to be an address of this machine "
-                               "(DMLC_NODE_HOST, DMLC_INTERFACE)")
+        report.problems.append(
+            f"nothing can listen on the own address {host} ({error}): it has to be an address of"
+            " this machine (DMLC_NODE_HOST, DMLC_INTERFACE)"
+        )
     if config.root_uri and is_loopback(host) and not is_loopback(config.root_uri):
-        report.problems.append(f"the own address {host} is loopback, but the scheduler at {config.root_uri} is not: others cannot reach this "
-                               "machine by it; set DMLC_NODE_HOST to an address that they can reach")
+        report.problems.append(
+            f"the own address {host} is loopback, but the scheduler at {config.root_uri} is not:"
+            " others cannot reach this machine by it; set DMLC_NODE_HOST to an address that they"
+            " can reach"
+        )
 
 
 def limits(report: Report) -> None:
@@ -227,10 +325,10 @@ def limits(report: Report) -> None:
     if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
         report.hints.append(f"only {soft} open files are allowed: large jobs need more (ulimit -n)")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    report.add("limits", "locked memory, KiB", _limit(soft, 10))     # RDMA needs it
+    report.add("limits", "locked memory, KiB", _limit(soft, 10))  # RDMA needs it
     report.add("limits", "locked memory, KiB, at most", _limit(hard, 10))
     try:
-        shm = os.statvfs("/dev/shm")        # bpsx needs no space there; NCCL and data loaders do
+        shm = os.statvfs("/dev/shm")  # bpsx needs no space there; NCCL and data loaders do
         size, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
         report.add("limits", "/dev/shm, MiB", size >> 20)
         report.add("limits", "/dev/shm, MiB free", free >> 20)
@@ -250,7 +348,7 @@ def _limit(value: int, shift: int = 0) -> int | str:
 def _cgroup_memory(machine: int) -> int | str:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(Path(path))
-        if text.isdigit() and int(text) < machine:      # the old kind writes a huge number for none
+        if text.isdigit() and int(text) < machine:  # the old kind writes a huge number for none
             return int(text) >> 20
     return "unlimited"
 
@@ -260,14 +358,19 @@ def options(report: Report) -> Config | None:
     environment = child_environment()
     for option in OPTIONS:
         if text := environment.get(option.env, "").strip():
-            report.add("options", option.env, "(set)" if "SECRET" in option.env else _value(option, text))
+            report.add(
+                "options", option.env, "(set)" if "SECRET" in option.env else _value(option, text)
+            )
     if "options" not in report.found:
         report.add("options", "none", "no variable of bpsx is set")
     wrong = faults()
-    report.problems += [f"{fault}: {'set it' if fault.startswith('not set') else 'correct or unset it'}" for fault in wrong]
+    report.problems += [
+        f"{fault}: {'set it' if fault.startswith('not set') else 'correct or unset it'}"
+        for fault in wrong
+    ]
     try:
         config = Config()
-    except ConfigError:     # said above
+    except ConfigError:  # said above
         return None
     report.hints += config.unknown
     return config

@@ -1,4 +1,6 @@
-"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a job of its own."""
+"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a job
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from bpsx.launch.checks import Report
 
 _TRY_SECONDS = 120.0
 _TOLD = 10
-#: Where things are kept holds for the trial, too; all else of the job's variables is left out of it.
+#: Where things are kept holds for the trial, too; all else of the job's variables is left out of
+#: it.
 _KEPT = ("BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH")
 _OURS = ("DMLC_", "BYTEPS_", "BPSX_", "PS_")
 
@@ -28,17 +31,28 @@ def _trial_environment() -> dict[str, str]:
 
 
 def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
-    """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing to sum."""
+    """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing
+    to sum.
+    """
     python = [sys.executable, "-P", "-m"]
     job = ["--local", "--workers", "2", "--servers", "1", "--processes", "1", "--grace", "2"]
     command = [*python, "bpsx.launch", *job, "--", *python, "bpsx.launch.selftest"]
-    with subprocess.Popen(command, env=_trial_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as trial:
+    with subprocess.Popen(
+        command,
+        env=_trial_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as trial:
         try:
             out, err = trial.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             trial.send_signal(signal.SIGTERM)
             report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
-            report.problems.append(f"a push_pull on this machine did not end within {seconds:g} s: is something in the way on loopback?")
+            report.problems.append(
+                f"a push_pull on this machine did not end within {seconds:g} s: is something in the"
+                " way on loopback?"
+            )
             return
         except BaseException:
             trial.send_signal(signal.SIGTERM)
@@ -54,10 +68,16 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
     for name, value in result.items():
         report.add("push_pull to itself", name.replace("_", " "), value)
     if status or not result.get("right"):
-        report.add("push_pull to itself", "result", "wrong sums" if result and not result["right"] else f"failed with status {status}")
+        report.add(
+            "push_pull to itself",
+            "result",
+            "wrong sums" if result and not result["right"] else f"failed with status {status}",
+        )
         lines = err.splitlines()
         # Of tracebacks the last lines, which name the error; without any, the end of what was said.
-        telling = [line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)] or lines[-_TOLD:]
+        telling = [
+            line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)
+        ] or lines[-_TOLD:]
         said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "nothing was said"
         report.problems.append(f"a push_pull on this machine failed (status {status}): {said}")
     else:
@@ -91,7 +111,11 @@ def _verdict(report: Report) -> str:
     """The last line: it must not hide hints that stand above it."""
     if report.problems:
         return f"{_things(report.problems)} wrong"
-    return f"nothing is wrong; {_things(report.hints)} worth a look (above)" if report.hints else "all well"
+    return (
+        f"nothing is wrong; {_things(report.hints)} worth a look (above)"
+        if report.hints
+        else "all well"
+    )
 
 
 def _things(lines: Sequence[str]) -> str:
@@ -104,14 +128,31 @@ def _shown(value: object) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0 if all is well."""
-    parser = argparse.ArgumentParser("bpsx-run doctor", description="Report what was found on this machine and try a push_pull to itself.",
-                                     epilog="Set the variables of a job (DMLC_PS_ROOT_URI, ...) to have its scheduler and addresses looked at. "
-                                     "Exit status: 0 all well, 1 something is wrong.")
-    parser.add_argument("--json", action="store_true", help="one JSON object: ok, problems, hints, found")
+    parser = argparse.ArgumentParser(
+        "bpsx-run doctor",
+        description="Report what was found on this machine and try a push_pull to itself.",
+        epilog=(
+            "Set the variables of a job (DMLC_PS_ROOT_URI, ...) to have its scheduler and addresses"
+            " looked at. Exit status: 0 all well, 1 something is wrong."
+        ),
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: ok, problems, hints, found"
+    )
     options = parser.parse_args(arguments)
     report = examine()
     if options.json:
-        print(json.dumps({"ok": not report.problems, "problems": report.problems, "hints": report.hints, "found": report.found}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "ok": not report.problems,
+                    "problems": report.problems,
+                    "hints": report.hints,
+                    "found": report.found,
+                },
+                indent=1,
+            )
+        )
     else:
         print(text(report))
     sys.stdout.flush()

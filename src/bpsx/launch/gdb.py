@@ -1,7 +1,8 @@
 """``python -m bpsx.launch.gdb COMMAND``: the command under gdb, for BYTEPS_ENABLE_GDB=1.
 
-A crash prints the backtraces of all threads to standard error and ends the command. The exit status is the command's, 128 + n for signal n.
-Signals go to the command, not to gdb, which would take them as meant for itself.
+A crash prints the backtraces of all threads to standard error and ends the command. The exit status
+is the command's, 128 + n for signal n. Signals go to the command, not to gdb, which would take them
+as meant for itself.
 """
 
 from __future__ import annotations
@@ -19,9 +20,17 @@ from bpsx.launch.roles import cannot_run, child_setup, heeded
 
 #: Signals after which a backtrace is worth having; all others are the command's own business.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"
-# An old gdb that does not know one of these goes on. Some containers do not allow to disable address randomization.
-_BEFORE = ("set debuginfod enabled off", "set confirm off", "set pagination off", "set startup-with-shell off", "set disable-randomization off",
-           "set print thread-events off", "set print inferior-events off")
+# An old gdb that does not know one of these goes on. Some containers do not allow to disable
+# address randomization.
+_BEFORE = (
+    "set debuginfod enabled off",
+    "set confirm off",
+    "set pagination off",
+    "set startup-with-shell off",
+    "set disable-randomization off",
+    "set print thread-events off",
+    "set print inferior-events off",
+)
 _SCRIPT = f"""\
 handle all nostop noprint pass
 handle SIGINT nostop noprint pass
@@ -55,19 +64,40 @@ def _file(name: str, text: str) -> int:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run ``command`` under gdb. Returns its exit status. For the main thread of a process that does nothing else."""
+    """Run ``command`` under gdb. Returns its exit status.
+
+    For the main thread of a process that does nothing else.
+    """
     signals = heeded()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
     output = os.dup(1)
-    # gdb splits arguments at blanks, and shells do worse. So a script holds them; it also parts the command's output from gdb's.
+    # gdb splits arguments at blanks, and shells do worse. So a script holds them; it also parts the
+    # command's output from gdb's.
     program = _file("command", f"exec {shlex.join(command)} >&{output} {output}>&-\n")
     script = _file("gdb", _SCRIPT)
-    gdb = ["gdb", "-q", "-nx", "-batch", *(word for line in _BEFORE for word in ("-iex", line)), "-x", f"/proc/self/fd/{script}",
-           "--args", "/bin/sh", f"/proc/self/fd/{program}"]
+    gdb = [
+        "gdb",
+        "-q",
+        "-nx",
+        "-batch",
+        *(word for line in _BEFORE for word in ("-iex", line)),
+        "-x",
+        f"/proc/self/fd/{script}",
+        "--args",
+        "/bin/sh",
+        f"/proc/self/fd/{program}",
+    ]
     try:
-        # In a session of its own, or a terminal's Ctrl-C would be for gdb. So it cannot read from the terminal.
-        child = subprocess.Popen(gdb, stdin=subprocess.DEVNULL if os.isatty(0) else None, stdout=2, start_new_session=True,
-                                 pass_fds=(output, program, script), preexec_fn=child_setup(mask))
+        # In a session of its own, or a terminal's Ctrl-C would be for gdb. So it cannot read from
+        # the terminal.
+        child = subprocess.Popen(
+            gdb,
+            stdin=subprocess.DEVNULL if os.isatty(0) else None,
+            stdout=2,
+            start_new_session=True,
+            pass_fds=(output, program, script),
+            preexec_fn=child_setup(mask),
+        )
     except OSError as error:
         text, status = cannot_run(gdb, error)
         print(f"bpsx-run: error: {text}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""A record of each job that ``bpsx-run --local`` runs for this user, so that ``bpsx-run top`` and ``trace`` find it.
+"""A record of each job that ``bpsx-run --local`` runs for this user, so that ``bpsx-run top`` and
+``trace`` find it.
 
 The record is a file in the launcher's memory, mode 0600: it may hold the job's secret. It goes with
 the launcher, even one that was killed. Others of this user read it through ``/proc``.
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _NAME = "bpsx-job"
-_LINK = f"/memfd:{_NAME} (deleted)"     # how the kernel shows such a file's descriptor
+_LINK = f"/memfd:{_NAME} (deleted)"  # how the kernel shows such a file's descriptor
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Record:
     port: int
     secret: str
     command: list[str]
-    started: float          # seconds since the epoch
+    started: float  # seconds since the epoch
 
 
 def write(address: str, port: int, secret: str, command: Sequence[str]) -> int:
@@ -57,7 +58,8 @@ def _records(process: Path) -> Iterator[Record]:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if os.readlink(descriptor) == _LINK:
                     record = Record(**json.loads(descriptor.read_text()))
-                    if record.pid == int(process.name):     # and not a copy in a child between fork and exec
+                    # and not a copy in a child between fork and exec
+                    if record.pid == int(process.name):
                         yield record
 
 

@@ -1,4 +1,6 @@
-"""Looking at a running job from outside: finding it, asking its scheduler, and the command ``bpsx-run trace``."""
+"""Looking at a running job from outside: finding it, asking its scheduler, and the command
+``bpsx-run trace``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from bpsx.config import Config, child_environment
 from bpsx.errors import ConfigError, RendezvousError
 from bpsx.launch import job_registry
 from bpsx.scheduler import messages
-from bpsx.scheduler.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
+from bpsx.scheduler.sockets import (
+    REFUSALS,
+    REFUSED,
+    no_secret_in_common,
+    open_socket,
+    speaks_zeromq,
+)
 from bpsx.scheduler.waiting import why_silent
 from bpsx.system.address import is_ipv6, join_host_port, tcp_url
 from bpsx.system.host import scheduler_address
@@ -29,8 +37,11 @@ ANSWER, WRITTEN = 5.0, 30.0
 
 
 def find(scheduler: str | None, job: int | None) -> Config:
-    """Where the job's scheduler is: named, else by DMLC_PS_ROOT_URI and _PORT, else the one local job of this user's (or that of
-    launcher ``job``). Raises :class:`~bpsx.errors.ConfigError`."""
+    """Where the job's scheduler is: named, else by DMLC_PS_ROOT_URI and _PORT, else the one local
+    job of this user's (or that of launcher ``job``).
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     if scheduler is not None:
         host, _, port = scheduler.rpartition(":")
         if not host or not port.isascii() or not port.isdigit():
@@ -42,21 +53,42 @@ def find(scheduler: str | None, job: int | None) -> Config:
             return here
     jobs = [r for r in job_registry.running() if job in (None, r.pid)]
     if not jobs:
-        raise ConfigError("no job found: " + (f"no bpsx-run --local of this user has the process number {job}" if job is not None else
-                          "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run one with bpsx-run --local")
-                          + " (looked at the processes of this user)")
+        raise ConfigError(
+            "no job found: "
+            + (
+                f"no bpsx-run --local of this user has the process number {job}"
+                if job is not None
+                else (
+                    "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run"
+                    " one with bpsx-run --local"
+                )
+            )
+            + " (looked at the processes of this user)"
+        )
     if len(jobs) > 1:
-        raise ConfigError("several jobs run here; choose one with --job: " + "; ".join(f"{r.pid} ({' '.join(r.command)[:60]})" for r in jobs))
+        raise ConfigError(
+            "several jobs run here; choose one with --job: "
+            + "; ".join(f"{r.pid} ({' '.join(r.command)[:60]})" for r in jobs)
+        )
     found = jobs[0]
     secret = {"BPSX_SECRET": found.secret} if found.secret else {}
-    return Config(child_environment(DMLC_PS_ROOT_URI=found.address, DMLC_PS_ROOT_PORT=str(found.port), **secret))
+    return Config(
+        child_environment(
+            DMLC_PS_ROOT_URI=found.address, DMLC_PS_ROOT_PORT=str(found.port), **secret
+        )
+    )
 
 
 class Observer:
-    """A connection to a job's scheduler that takes no part in the job. A context manager; for one thread."""
+    """A connection to a job's scheduler that takes no part in the job.
+
+    A context manager; for one thread.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Raises :class:`~bpsx.errors.RendezvousError` if the scheduler's name cannot be resolved."""
+        """Raises :class:`~bpsx.errors.RendezvousError` if the scheduler's name cannot be
+        resolved.
+        """
         self.where = join_host_port(config.root_uri, config.root_port)
         self._config, self._refusals = config, 0
         self._address = address = scheduler_address(config)
@@ -68,13 +100,16 @@ class Observer:
         self._socket.connect(tcp_url(address, config.root_port))
 
     def ask(self, *, trace: int = 0, timeout: float = ANSWER) -> dict[str, Any]:
-        """The job's present state: the VIEW that ``scheduler/observers.py`` makes. ``trace``: have all nodes record for so many seconds; -1: that
-        they end what they were told so.
+        """The job's present state: the VIEW that ``scheduler/observers.py`` makes.
 
-        Raises :class:`~bpsx.errors.RendezvousError` when no answer comes in time, or the scheduler refuses.
+        ``trace``: have all nodes record for so many seconds; -1: that they end what they were told
+        so.
+
+        Raises :class:`~bpsx.errors.RendezvousError` when no answer comes in time, or the scheduler
+        refuses.
         """
         while self._socket.poll(0):
-            self._socket.recv_multipart()       # late answers
+            self._socket.recv_multipart()  # late answers
         self._socket.send(messages.encode("OBSERVE", protocol=messages.PROTOCOL, trace=trace))
         end = time.monotonic() + timeout
         while True:
@@ -84,7 +119,9 @@ class Observer:
             except messages.BadMessage as e:
                 raise RendezvousError(f"{self.where} is no scheduler of bpsx: {e}") from e
             if message["type"] == "REFUSED":
-                raise RendezvousError(f"refused by the scheduler at {self.where}: {message.get('reason')}")
+                raise RendezvousError(
+                    f"refused by the scheduler at {self.where}: {message.get('reason')}"
+                )
             if message["type"] == "VIEW":
                 return message
 
@@ -99,21 +136,29 @@ class Observer:
             return True
 
     def _await_answer(self, end: float, timeout: float) -> None:
-        """Wait until there is a message. Raises :class:`~bpsx.errors.RendezvousError` at the ``end``, or soon if the scheduler does not let us in."""
+        """Wait until there is a message.
+
+        Raises :class:`~bpsx.errors.RendezvousError` at the ``end``, or soon if the scheduler does
+        not let us in.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         while not self._socket.poll(0):
             if not poller.poll(max(0, int((end - time.monotonic()) * 1000))):
-                raise RendezvousError(f"no answer from a scheduler at {self.where} within {timeout:g} s: "
-                                      + why_silent(self._address, self._config.root_port))
+                raise RendezvousError(
+                    f"no answer from a scheduler at {self.where} within {timeout:g} s: "
+                    + why_silent(self._address, self._config.root_port)
+                )
             while self._monitor.poll(0):
                 self._monitor.recv_multipart()
                 self._refusals += 1
             if self._refusals >= REFUSALS:
                 self._refusals = 0
                 if speaks_zeromq(self._address, self._config.root_port):
-                    raise RendezvousError(f"the scheduler at {self.where} {no_secret_in_common(self._config)}")
+                    raise RendezvousError(
+                        f"the scheduler at {self.where} {no_secret_in_common(self._config)}"
+                    )
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -122,23 +167,50 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say which job is meant."""
-    parser.add_argument("--scheduler", metavar="HOST:PORT", help="the job's scheduler (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, else a local job)")
+    parser.add_argument(
+        "--scheduler",
+        metavar="HOST:PORT",
+        help="the job's scheduler (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, else a local job)",
+    )
     parser.add_argument("--job", type=int, metavar="PID", help="the local job of this bpsx-run")
 
 
 def _trace_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("bpsx-run trace", description="Record a timeline of a running job, or join the timelines of one.",
-                                     epilog="Each process writes into its own BYTEPS_TRACE_DIR, on its own machine; see docs/tracing.md.")
+    parser = argparse.ArgumentParser(
+        "bpsx-run trace",
+        description="Record a timeline of a running job, or join the timelines of one.",
+        epilog=(
+            "Each process writes into its own BYTEPS_TRACE_DIR, on its own machine; see"
+            " docs/tracing.md."
+        ),
+    )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seconds", type=float, metavar="N", help="record for N seconds (1..3600), from now on; Ctrl-C ends it early")
-    what.add_argument("--merge", type=Path, metavar="DIR", help="join all comm.json in DIR and below into DIR/merged.json")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --merge: write this file instead")
+    what.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="record for N seconds (1..3600), from now on; Ctrl-C ends it early",
+    )
+    what.add_argument(
+        "--merge",
+        type=Path,
+        metavar="DIR",
+        help="join all comm.json in DIR and below into DIR/merged.json",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="with --merge: write this file instead"
+    )
     add_job_arguments(parser)
     return parser
 
@@ -159,7 +231,9 @@ def _record(observer: Observer, seconds: int) -> int:
     """Have the job's processes record and wait until they have written."""
     view = observer.ask(trace=seconds)
     if view["state"] != "running":
-        raise RendezvousError(f"the job at {observer.where} is {view['state']}: there is nothing to record")
+        raise RendezvousError(
+            f"the job at {observer.where} is {view['state']}: there is nothing to record"
+        )
     before = view["traced_count"]
     asked = {(n["role"], n["rank"]) for n in view["nodes"] if n["state"] == "running"}
     print(f"recording {len(asked)} processes for {seconds} s", file=sys.stderr)
@@ -174,15 +248,29 @@ def _record(observer: Observer, seconds: int) -> int:
         try:
             traced = observer.ask()["traced"]
         except RendezvousError as e:
-            print(f"bpsx-run trace: the job is over; what it recorded is in its BYTEPS_TRACE_DIR ({e})", file=sys.stderr)
+            print(
+                "bpsx-run trace: the job is over; what it recorded is in its BYTEPS_TRACE_DIR"
+                f" ({e})",
+                file=sys.stderr,
+            )
             return 1
         for item in traced:
             who = (item["role"], item["rank"])
             if item["number"] >= before and who not in told:
                 told.add(who)
                 failed = failed or not item["path"]
-                print(f"{who[0]} {who[1]} ({item['host']}): " + (f"{item['records']} events in {item['path']}" if item["path"] else
-                      "is recording already, because bpsx.trace_start() or another bpsx-run trace told it to"), flush=True)
+                print(
+                    f"{who[0]} {who[1]} ({item['host']}): "
+                    + (
+                        f"{item['records']} events in {item['path']}"
+                        if item["path"]
+                        else (
+                            "is recording already, because bpsx.trace_start() or another bpsx-run"
+                            " trace told it to"
+                        )
+                    ),
+                    flush=True,
+                )
         time.sleep(0.5)
     for role, rank in sorted(asked - told):
         print(f"bpsx-run trace: {role} {rank} has not written its timeline", file=sys.stderr)

@@ -1,8 +1,10 @@
-"""Processes as children, until all of them have ended: a whole job on this machine, its workers only, or an ssh for each process elsewhere.
+"""Processes as children, until all of them have ended: a whole job on this machine, its workers
+only, or an ssh for each process elsewhere.
 
-One thread waits for everything at once (output, ended children, signals, deadlines). Children lead sessions of their own, so
-that a signal reaches what they started, too, and the terminal's Ctrl-C comes from here only. An ended child is not reaped before the
-end of the job: until then its id belongs to it, and no signal can hit a stranger.
+One thread waits for everything at once (output, ended children, signals, deadlines). Children lead
+sessions of their own, so that a signal reaches what they started, too, and the terminal's Ctrl-C
+comes from here only. An ended child is not reaped before the end of the job: until then its id
+belongs to it, and no signal can hit a stranger.
 """
 
 from __future__ import annotations
@@ -27,18 +29,24 @@ from bpsx.launch.roles import ENDING, Process, Processes, cannot_run, child_setu
 from bpsx.launch.ssh.client import Far
 from bpsx.system.host import SCRIPT_SIGNALS
 
-#: How often the scheduler's port file is looked for. It is there before one could notice, and watching a folder is not portable.
+#: How often the scheduler's port file is looked for. It is there before one could notice, and
+#: watching a folder is not portable.
 _LOOK = 0.01
-#: How long output stays open for what ended children have left behind, such as a resource tracker that tidies up.
+#: How long output stays open for what ended children have left behind, such as a resource tracker
+#: that tidies up.
 _LINGER = 2.0
-#: How long what was killed may take to be gone. It is a moment, but where nobody reaps orphans they stay for ever.
+#: How long what was killed may take to be gone. It is a moment, but where nobody reaps orphans they
+#: stay for ever.
 _DYING = 1.0
 _PIPE = 4096
 
 
 @dataclass(eq=False)
 class Child:
-    """A started process. ``status`` is None while it runs, then its exit status or 128 + the signal that killed it."""
+    """A started process.
+
+    ``status`` is None while it runs, then its exit status or 128 + the signal that killed it.
+    """
 
     name: str
     role: str
@@ -85,12 +93,20 @@ class Child:
             return f"{self.name} {self.overdue}{self.far.story(self.status)}"
         if self.far:
             self.killed = self.far.killed
-        how = f"was killed by {signal_name(self.status - 128)}" if self.killed else f"exited with status {self.status}"
+        how = (
+            f"was killed by {signal_name(self.status - 128)}"
+            if self.killed
+            else f"exited with status {self.status}"
+        )
         return f"{self.name} {self.overdue}{how}"
 
 
 class Ending:
-    """Which signal children that should be ending get, and when: SIGTERM after a grace time, SIGKILL ``kill_after`` s later. Pure."""
+    """Which signal children that should be ending get, and when: SIGTERM after a grace time,
+    SIGKILL ``kill_after`` s later.
+
+    Pure.
+    """
 
     def __init__(self, grace: float, kill_after: float) -> None:
         self._grace = grace
@@ -99,7 +115,9 @@ class Ending:
         self.due: float | None = None
 
     def begin(self, now: float, grace: float | None = None) -> None:
-        """Have SIGTERM due in ``grace`` seconds (default: the usual ones), unless it is due earlier or has been taken."""
+        """Have SIGTERM due in ``grace`` seconds (default: the usual ones), unless it is due earlier
+        or has been taken.
+        """
         if self._signal is signal.SIGTERM:
             due = now + (self._grace if grace is None else grace)
             self.due = due if self.due is None else min(self.due, due)
@@ -115,9 +133,14 @@ class Ending:
 
 
 class Job:
-    """Runs what a plan names, once. ``commands`` replaces the commands of roles. For the main thread."""
+    """Runs what a plan names, once. ``commands`` replaces the commands of roles.
 
-    def __init__(self, plan: Processes, commands: Mapping[str, Sequence[str]] | None = None) -> None:
+    For the main thread.
+    """
+
+    def __init__(
+        self, plan: Processes, commands: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         self._plan = plan
         self._commands = commands or {}
         self._complete = False  # whether all have been started
@@ -126,17 +149,25 @@ class Job:
         self._verdict: str | None = None  # what it had told when we first ended anybody
         self._children: list[Child] = []
         self._ended: list[Child] = []
-        self._ending = Ending(plan.grace, plan.kill_after)      # of workers
-        self._helpers = Ending(plan.grace, plan.kill_after)     # of scheduler and servers
+        self._ending = Ending(plan.grace, plan.kill_after)  # of workers
+        self._helpers = Ending(plan.grace, plan.kill_after)  # of scheduler and servers
         self._stop: list[int] = []  # signals that told us to stop
         self._record: int | None = None
-        self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
+        # what went wrong here, and the exit status for it
+        self._trouble: tuple[str, int] | None = None
 
     def run(self) -> int:
-        """Run the job to its end. Returns the largest exit status of who ended by itself; raises ConfigError before anything is started."""
+        """Run the job to its end.
+
+        Returns the largest exit status of who ended by itself; raises ConfigError before anything
+        is started.
+        """
         self._plan.check()
         config = Config()
-        self._asynchronous, self._term_grace = config.asynchronous, max(config.term_grace, self._plan.grace)
+        self._asynchronous, self._term_grace = (
+            config.asynchronous,
+            max(config.term_grace, self._plan.grace),
+        )
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with signals(self._on_signal) as wake:
             self._pump = Pump(wake, child_environment())
@@ -155,7 +186,8 @@ class Job:
 
     def _start_all(self) -> None:
         name = self._plan.command[0]
-        if shutil.which(name) is None:  # found out now, before the others have been started for nothing
+        # found out now, before the others have been started for nothing
+        if shutil.which(name) is None:
             code = errno.EACCES if "/" in name and os.path.exists(name) else errno.ENOENT
             return self._give_up(*cannot_run(self._plan.command, OSError(code, os.strerror(code))))
         port = self._plan.port
@@ -176,7 +208,12 @@ class Job:
         if self._stop or self._trouble:
             return
         try:
-            self._record = job_registry.write(environment["DMLC_PS_ROOT_URI"], port, environment.get("BPSX_SECRET", ""), self._plan.command)
+            self._record = job_registry.write(
+                environment["DMLC_PS_ROOT_URI"],
+                port,
+                environment.get("BPSX_SECRET", ""),
+                self._plan.command,
+            )
         except OSError as error:
             self._pump.say(f"bpsx-run top will not find this job: {error}")
 
@@ -185,19 +222,32 @@ class Job:
         timeout = Config(scheduler.environment).rendezvous_timeout
         if scheduler.request:
             self._start(scheduler)
-            return self._plan.port or self._await_port(lambda: (far := self._children[0].far) and far.port or 0, timeout)
+            return self._plan.port or self._await_port(
+                lambda: (far := self._children[0].far) and far.port or 0, timeout
+            )
         self._state_fd, state = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._state_fd, False)
-        scheduler = replace(scheduler, environment={**scheduler.environment, "BPSX_STATE_FD": str(state)})
+        scheduler = replace(
+            scheduler, environment={**scheduler.environment, "BPSX_STATE_FD": str(state)}
+        )
         try:
             if self._plan.port:
                 self._start(scheduler, state)
                 return self._plan.port
-            with tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:     # gone once the port is known
+            # gone once the port is known
+            with tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
                 file = Path(folder, "port")
-                self._start(replace(scheduler, environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)}), state)
+                self._start(
+                    replace(
+                        scheduler,
+                        environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)},
+                    ),
+                    state,
+                )
                 # Renamed into place, so it is complete.
-                return self._await_port(lambda: int(file.read_text()) if file.exists() else 0, timeout)
+                return self._await_port(
+                    lambda: int(file.read_text()) if file.exists() else 0, timeout
+                )
         finally:
             os.close(state)
 
@@ -207,9 +257,13 @@ class Job:
             if port := look():
                 return port
             if self._ended:
-                self._give_up(f"{self._ended[0].story()} before it listened", self._ended[0].status or 1)
+                self._give_up(
+                    f"{self._ended[0].story()} before it listened", self._ended[0].status or 1
+                )
             elif time.monotonic() >= deadline:
-                self._give_up(f"the scheduler did not listen within {timeout:g} s (BPSX_RENDEZVOUS_TIMEOUT)")
+                self._give_up(
+                    f"the scheduler did not listen within {timeout:g} s (BPSX_RENDEZVOUS_TIMEOUT)"
+                )
             else:
                 self._step(_LOOK)
         return 0
@@ -219,9 +273,16 @@ class Job:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
         try:
             started = subprocess.Popen(
-                command, env=process.environment, stdin=subprocess.PIPE if process.request else subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True,
-                pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus, _not_for(process)))
+                command,
+                env=process.environment,
+                stdin=subprocess.PIPE if process.request else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=kept,
+                preexec_fn=child_setup(self._mask, process.cpus, _not_for(process)),
+            )
             far = Far(process, started) if process.request else None
             self._children.append(Child(process.name, process.role, started, far))
             if far:
@@ -233,7 +294,14 @@ class Job:
         assert started.stdout and started.stderr
         for target, pipe in ((1, started.stdout), (2, started.stderr)):
             messages = (process.marker, far.heard) if far and target == 1 else None
-            self._pump.add(os.dup(pipe.fileno()), target, process.name, process.role, messages, far.overheard if far and target == 2 else None)
+            self._pump.add(
+                os.dup(pipe.fileno()),
+                target,
+                process.name,
+                process.role,
+                messages,
+                far.overheard if far and target == 2 else None,
+            )
             pipe.close()
         return None
 
@@ -242,7 +310,9 @@ class Job:
     def _step(self, longest: float | None = None) -> None:
         """Wait for anything to happen, at most ``longest`` seconds, and deal with it."""
         now = time.monotonic()
-        waits = [max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None]
+        waits = [
+            max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None
+        ]
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._look(time.monotonic())
         self._escalate(time.monotonic())
@@ -253,24 +323,43 @@ class Job:
             self._pump.step(0)  # what it said before it ended
         for child in ended:
             if child.far and not child.far.up and not self._stop and not self._ending.due:
-                self._give_up(child.story(), child.status or 1)  # without one of its hosts no job can form
-        # Of those who ended in the same instant: who was killed, then a worker, is more likely the cause.
+                # without one of its hosts no job can form
+                self._give_up(child.story(), child.status or 1)
+        # Of those who ended in the same instant: who was killed, then a worker, is more likely the
+        # cause.
         self._ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
-        done = self._complete and all(child.status is not None for child in self._children if child.role == "worker")
+        done = self._complete and all(
+            child.status is not None for child in self._children if child.role == "worker"
+        )
         # In an asynchronous job the others go on without a worker.
-        fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
+        fatal = any(
+            child.status and not (self._asynchronous and child.role == "worker") for child in ended
+        )
         # Who waits for a job to form that can form no longer would wait in vain.
-        in_vain = not self._stop and (done or any(child.status for child in ended)) and self._forming()
-        early = [child for child in ended if child.role == "worker" and not child.status and not done and not self._stop and self._forming()]
+        in_vain = (
+            not self._stop and (done or any(child.status for child in ended)) and self._forming()
+        )
+        early = [
+            child
+            for child in ended
+            if child.role == "worker"
+            and not child.status
+            and not done
+            and not self._stop
+            and self._forming()
+        ]
         for child in early:
-            self._pump.say(f"{child.name} has ended (status 0) without joining the job, which cannot form without it")
+            self._pump.say(
+                f"{child.name} has ended (status 0) without joining the job, which cannot form"
+                " without it"
+            )
         if in_vain:
             self._end_all(now)
         elif self._stop:
             self._ending.begin(now, self._term_grace if self._stop[-1] == signal.SIGTERM else None)
         elif fatal or early:
             self._ending.begin(now)
-        if done or early:       # no worker needs the others any more, or will
+        if done or early:  # no worker needs the others any more, or will
             self._helpers.begin(now)
 
     def _end_all(self, now: float) -> None:
@@ -286,11 +375,14 @@ class Job:
         """All that the scheduler has told."""
         if self._state_fd >= 0:
             with contextlib.suppress(BlockingIOError):
-                self._state.append(os.read(self._state_fd, _PIPE))      # whole lines; a signal's handler reads, too
+                # whole lines; a signal's handler reads, too
+                self._state.append(os.read(self._state_fd, _PIPE))
         return b"".join(self._state).decode()
 
     def _blamed(self) -> tuple[Child | None, str]:
-        """Whom the scheduler names as the cause of the job's end, nobody if that is us; and of what exception it died, if of one."""
+        """Whom the scheduler names as the cause of the job's end, nobody if that is us; and of what
+        exception it died, if of one.
+        """
         verdict = self._hear() if self._verdict is None else self._verdict
         told = [line.split(" ", 4) for line in verdict.splitlines() if line.startswith("blame ")]
         if not told or self._stop:
@@ -304,10 +396,14 @@ class Job:
 
     def _escalate(self, now: float) -> None:
         if number := self._ending.take(now):
-            self._send_overdue(number, [child for child in self._children if child.role == "worker"])
-            self._helpers.begin(now, self._plan.kill_after)     # they outlive those they serve
+            self._send_overdue(
+                number, [child for child in self._children if child.role == "worker"]
+            )
+            self._helpers.begin(now, self._plan.kill_after)  # they outlive those they serve
         if number := self._helpers.take(now):
-            self._send_overdue(number, [child for child in self._children if child.role != "worker"])
+            self._send_overdue(
+                number, [child for child in self._children if child.role != "worker"]
+            )
 
     def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
         self._verdict = self._hear() if self._verdict is None else self._verdict
@@ -316,7 +412,11 @@ class Job:
             child.send(number)
             if child.status is None and not child.overdue:
                 grace = self._term_grace if told and child.role == "worker" else self._plan.grace
-                waited = "running before the job had formed" if self._forming() else f"running after the grace time ({grace:g} s)"
+                waited = (
+                    "running before the job had formed"
+                    if self._forming()
+                    else f"running after the grace time ({grace:g} s)"
+                )
                 child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -337,7 +437,9 @@ class Job:
     # Ending
 
     def _settle(self) -> None:
-        """Write out what the ended children have said, end what they left behind, and say what failed."""
+        """Write out what the ended children have said, end what they left behind, and say what
+        failed.
+        """
         until = time.monotonic() + _LINGER
         while self._pump.sources and (left := until - time.monotonic()) > 0:
             self._pump.step(left)
@@ -358,7 +460,7 @@ class Job:
             child.process.wait()
         end = time.monotonic() + _DYING
         while time.monotonic() < end and not all(child.vanished() for child in self._children):
-            time.sleep(_LOOK)       # no event tells of the end of a child's child
+            time.sleep(_LOOK)  # no event tells of the end of a child's child
         self._pump.close()
         if self._state_fd >= 0:
             os.close(self._state_fd)
@@ -366,12 +468,20 @@ class Job:
     def _status(self) -> int:
         if self._trouble:
             return self._trouble[1]
-        if self._plan.forgiving and not self._stop and not any(child.status for child in self._children if child.role == "worker"):
+        if (
+            self._plan.forgiving
+            and not self._stop
+            and not any(child.status for child in self._children if child.role == "worker")
+        ):
             return 0
         # How those ended whom we had to end says nothing about the cause.
         overdue = any(child.overdue for child in self._children)
         if self._stop:
-            return self._own() if self._complete and self._pump.written and not overdue else max(self._own(), 128 + self._stop[0])
+            return (
+                self._own()
+                if self._complete and self._pump.written and not overdue
+                else max(self._own(), 128 + self._stop[0])
+            )
         return self._own() or int(overdue)
 
     def _own(self) -> int:
@@ -383,17 +493,30 @@ class Job:
         if self._trouble:
             return self._trouble[0]
         blamed, cause = self._blamed()
-        parts = [child.story() for child in self._ended if (child.status or child.overdue) and child is not blamed]
+        parts = [
+            child.story()
+            for child in self._ended
+            if (child.status or child.overdue) and child is not blamed
+        ]
         if blamed is not None and blamed.status is not None:
-            parts.insert(0, blamed.story() + ("" if blamed.status else " before the others were done"))
+            parts.insert(
+                0, blamed.story() + ("" if blamed.status else " before the others were done")
+            )
             if cause:
                 parts.insert(0, f"{blamed.name} failed: {cause}")
         if self._stop:
             parts.insert(0, f"told to stop by {signal_name(self._stop[0])}")
         elif not self._own() and self._forming():
             parts.insert(0, self._absent())
-        elif all(child.overdue and child.role != "worker" for child in self._children if child.status or child.overdue):
-            parts.append("all workers had ended well" + ("" if self._hear() else ": does the command call bpsx.init()?"))
+        elif all(
+            child.overdue and child.role != "worker"
+            for child in self._children
+            if child.status or child.overdue
+        ):
+            parts.append(
+                "all workers had ended well"
+                + ("" if self._hear() else ": does the command call bpsx.init()?")
+            )
         return "; ".join(parts)
 
     def _absent(self) -> str:
@@ -402,12 +525,17 @@ class Job:
         gone = [child.name for child in workers if child.status == 0 and not child.overdue]
         if len(gone) == len(workers):
             return "no worker called bpsx.init(): all ended with status 0 without joining the job"
-        return f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form without it"
+        return (
+            f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form"
+            " without it"
+        )
 
 
 def _not_for(process: Process) -> tuple[signal.Signals, ...]:
-    """The signals that ``process`` ignores from its first instruction on: a batch system may send them to every process of a job."""
-    if process.request:     # ssh: what runs at its other end gets them through us
+    """The signals that ``process`` ignores from its first instruction on: a batch system may send
+    them to every process of a job.
+    """
+    if process.request:  # ssh: what runs at its other end gets them through us
         return (*ENDING, *SCRIPT_SIGNALS)
     return () if process.role == "worker" else SCRIPT_SIGNALS
 
@@ -421,7 +549,10 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
-    """Have ``handler`` called for the signals that end a job. Yields a descriptor to wait on: readable after these and after SIGCHLD."""
+    """Have ``handler`` called for the signals that end a job.
+
+    Yields a descriptor to wait on: readable after these and after SIGCHLD.
+    """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     replaced = {number: signal.signal(number, handler) for number in heeded()}

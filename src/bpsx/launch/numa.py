@@ -1,4 +1,7 @@
-"""Which CPUs each worker process of a machine is bound to. Reads the topology that the kernel shows; the rest is pure."""
+"""Which CPUs each worker process of a machine is bound to.
+
+Reads the topology that the kernel shows; the rest is pure.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core: its hardware threads that may be used, as logical CPU numbers in order, and its NUMA node."""
+    """A physical core: its hardware threads that may be used, as logical CPU numbers in order, and
+    its NUMA node.
+    """
 
     cpus: tuple[int, ...]
     node: int = 0
 
 
 def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
-    """The cores of this machine as far as ``allowed`` goes (our affinity mask: a container may hold a part), by node and number.
+    """The cores of this machine as far as ``allowed`` goes (our affinity mask: a container may hold
+    a part), by node and number.
 
     A machine that does not show siblings or nodes counts as one thread per core, one node.
     """
@@ -30,9 +36,14 @@ def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
     nodes = {cpu: number for number, cpus in _nodes(system) for cpu in cpus}
     siblings: dict[frozenset[int], int] = {}
     for cpu in sorted(usable):
-        threads = _cpus(system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list") or frozenset((cpu,))
+        threads = _cpus(
+            system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        ) or frozenset((cpu,))
         siblings.setdefault(threads & usable | {cpu}, nodes.get(cpu, 0))
-    return sorted((Core(tuple(sorted(cpus)), node) for cpus, node in siblings.items()), key=lambda core: (core.node, core.cpus))
+    return sorted(
+        (Core(tuple(sorted(cpus)), node) for cpus, node in siblings.items()),
+        key=lambda core: (core.node, core.cpus),
+    )
 
 
 def _nodes(system: Path) -> Iterable[tuple[int, frozenset[int]]]:
@@ -48,13 +59,21 @@ def _cpus(file: Path) -> frozenset[int]:
 
 
 def wanted(config: Config, processes: int) -> bool:
-    """Whether anything is bound at all: several processes would crowd the same cores; a single one is bound only if asked."""
-    asked = config.visible_cpu_cores or _blacklist(config) or config.numa_default_quota or config.numa_root_quota
+    """Whether anything is bound at all: several processes would crowd the same cores; a single one
+    is bound only if asked.
+    """
+    asked = (
+        config.visible_cpu_cores
+        or _blacklist(config)
+        or config.numa_default_quota
+        or config.numa_root_quota
+    )
     return bool(config.numa_on and (processes > 1 or asked))
 
 
 def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
-    """The CPUs of each of ``processes`` worker processes, by local rank; an empty set leaves a process as it is.
+    """The CPUs of each of ``processes`` worker processes, by local rank; an empty set leaves a
+    process as it is.
 
     Raises :class:`~bpsx.errors.ConfigError` for what this machine cannot give.
     """
@@ -63,45 +82,68 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
     if config.visible_cpu_cores:
         return _explicit(config.visible_cpu_cores, processes, cores)
     blacklist = _blacklist(config)
-    kept = [Core(tuple(cpu for cpu in core.cpus if cpu not in blacklist), core.node) for core in cores]
+    kept = [
+        Core(tuple(cpu for cpu in core.cpus if cpu not in blacklist), core.node) for core in cores
+    ]
     free = [core for core in kept if core.cpus]
     if not free:
-        raise ConfigError(f"BYTEPS_CPU_BLACKLIST={config.cpu_blacklist}: no CPU is left of {text(_all(cores))}")
+        raise ConfigError(
+            f"BYTEPS_CPU_BLACKLIST={config.cpu_blacklist}: no CPU is left of {text(_all(cores))}"
+        )
     sizes = quotas(config, processes, len(free))
     bound = []
     for size in sizes:
         taken = _take(free, size)
         free = [core for core in free if core not in taken]
-        bound.append(frozenset(cpu for core in taken for cpu in (core.cpus if config.multithreaded_cpu else core.cpus[:1])))
+        bound.append(
+            frozenset(
+                cpu
+                for core in taken
+                for cpu in (core.cpus if config.multithreaded_cpu else core.cpus[:1])
+            )
+        )
     return bound
 
 
 def quotas(config: Config, processes: int, cores: int) -> list[int]:
-    """How many of ``cores`` physical cores each process gets. All 0 where nobody asked for a number and there are fewer cores than processes."""
+    """How many of ``cores`` physical cores each process gets.
+
+    All 0 where nobody asked for a number and there are fewer cores than processes.
+    """
     others = processes - 1
     root, each = config.numa_root_quota, config.numa_default_quota
     if not root and not each and cores < processes:
         return [0] * processes
     if root and root + others > cores:  # at least one for each of the others
-        raise ConfigError(f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so allowed are 0..{cores - others}")
+        raise ConfigError(
+            f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so allowed"
+            f" are 0..{cores - others}"
+        )
     if not each:
         each = min(cores // processes, (cores - root) // others) if others else 0
     if each * others + max(root, 1) > cores:
         limit = max(0, cores - max(root, 1)) // others
-        raise ConfigError(f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: {processes} processes share {cores} cores"
-                          f"{f', {root} of them for the root (BYTEPS_NUMA_ROOT_QUOTA)' if root else ''}, so allowed are 0..{limit}")
+        raise ConfigError(
+            f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: {processes} processes share {cores}"
+            f" cores{f', {root} of them for the root (BYTEPS_NUMA_ROOT_QUOTA)' if root else ''}, so"
+            f" allowed are 0..{limit}"
+        )
     return [each] * others + [root or cores - each * others]
 
 
 def _take(free: Sequence[Core], size: int) -> list[Core]:
-    """``size`` cores of one node where they fit, the fullest such node first; else of the emptiest nodes."""
+    """``size`` cores of one node where they fit, the fullest such node first; else of the emptiest
+    nodes.
+    """
     by_node: dict[int, list[Core]] = {}
     for core in free:
         by_node.setdefault(core.node, []).append(core)
     fitting = [cores for cores in by_node.values() if len(cores) >= size]
     if fitting:
         return min(fitting, key=len)[:size]
-    return [core for cores in sorted(by_node.values(), key=len, reverse=True) for core in cores][:size]
+    return [core for cores in sorted(by_node.values(), key=len, reverse=True) for core in cores][
+        :size
+    ]
 
 
 def _blacklist(config: Config) -> frozenset[int]:
@@ -111,11 +153,16 @@ def _blacklist(config: Config) -> frozenset[int]:
 def _explicit(given: str, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
     lists = [cpu_list(part) for part in given.split(":")]
     if len(lists) != processes:
-        raise ConfigError(f"BYTEPS_VISIBLE_CPU_CORES={given}: {len(lists)} lists for {processes} worker processes; "
-                          "allowed is one per process, separated by colons")
+        raise ConfigError(
+            f"BYTEPS_VISIBLE_CPU_CORES={given}: {len(lists)} lists for {processes} worker"
+            " processes; allowed is one per process, separated by colons"
+        )
     missing = frozenset().union(*lists) - _all(cores)
     if missing:
-        raise ConfigError(f"BYTEPS_VISIBLE_CPU_CORES={given}: this process may not use {text(missing)}; allowed are {text(_all(cores))}")
+        raise ConfigError(
+            f"BYTEPS_VISIBLE_CPU_CORES={given}: this process may not use {text(missing)}; allowed"
+            f" are {text(_all(cores))}"
+        )
     return lists
 
 

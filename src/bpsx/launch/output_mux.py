@@ -1,6 +1,8 @@
-"""The children's output on its way to ours: line by line, with the child's name in front, without losing a byte or waiting for one.
+"""The children's output on its way to ours: line by line, with the child's name in front, without
+losing a byte or waiting for one.
 
-Bytes throughout: nothing is decoded. Nothing here blocks, so that signals and deadlines are served while a reader of ours stalls.
+Bytes throughout: nothing is decoded. Nothing here blocks, so that signals and deadlines are served
+while a reader of ours stalls.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import select
 from collections.abc import Callable, Mapping
 
 _COLOURS = {"worker": 36, "server": 35, "scheduler": 33}
-#: A pipe that polls as writable takes this much without blocking (PIPE_BUF). O_NONBLOCK would change our caller's descriptor, too.
+#: A pipe that polls as writable takes this much without blocking (PIPE_BUF). O_NONBLOCK would
+#: change our caller's descriptor, too.
 _PIECE = 4096
 _READ = 65536
 #: What may wait for a reader of ours before the children have to.
@@ -20,7 +23,9 @@ _BACKLOG = 1 << 20
 #: A line longer than this is broken: a child that never ends its line must not fill our memory.
 _LONGEST = 1 << 20
 #: What the job's processes log about each other's end by Ctrl-C.
-_INTERRUPTED = re.compile(rb"bpsx (worker \d+|server|scheduler) ERROR: .*ended by KeyboardInterrupt\s*$")
+_INTERRUPTED = re.compile(
+    rb"bpsx (worker \d+|server|scheduler) ERROR: .*ended by KeyboardInterrupt\s*$"
+)
 
 
 def is_live(descriptor: int, environment: Mapping[str, str]) -> bool:
@@ -37,7 +42,8 @@ def label(name: str, role: str, colour: bool) -> bytes:
 class Prefixer:
     """Puts ``label`` before each line. Pure.
 
-    With ``live`` a carriage return ends a line, too, so that progress bars move; else they would show up when they are done.
+    With ``live`` a carriage return ends a line, too, so that progress bars move; else they would
+    show up when they are done.
     """
 
     def __init__(self, label: bytes, live: bool = False) -> None:
@@ -47,7 +53,11 @@ class Prefixer:
 
     def feed(self, data: bytes) -> bytes:
         """The lines that ``data`` completes."""
-        lines = (self._rest + data).splitlines(keepends=True) if self._live else _lines(self._rest + data)
+        lines = (
+            (self._rest + data).splitlines(keepends=True)
+            if self._live
+            else _lines(self._rest + data)
+        )
         # A last "\r" may be half of a "\r\n".
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if len(self._rest) >= _LONGEST:
@@ -75,9 +85,15 @@ class Overheard(Prefixer):
 
 
 class Announcer(Prefixer):
-    """A prefixer that takes messages out: from ``marker`` to the end of that line, wherever it stands. ``heard`` is called with each."""
+    """A prefixer that takes messages out: from ``marker`` to the end of that line, wherever it
+    stands.
 
-    def __init__(self, label: bytes, live: bool, marker: bytes, heard: Callable[[bytes], None]) -> None:
+    ``heard`` is called with each.
+    """
+
+    def __init__(
+        self, label: bytes, live: bool, marker: bytes, heard: Callable[[bytes], None]
+    ) -> None:
         super().__init__(label, live)
         self._marker = marker
         self._heard = heard
@@ -89,16 +105,18 @@ class Announcer(Prefixer):
         out = []
         while (at := data.find(self._marker)) >= 0:
             out.append(super().feed(data[:at]))
-            message, end, rest = data[at + len(self._marker):].partition(b"\n")
+            message, end, rest = data[at + len(self._marker) :].partition(b"\n")
             if not end:
                 self._held = data[at:]
                 return b"".join(out)
             self._heard(message)
             data = rest
         # The marker may be cut in two.
-        kept = next((n for n in range(len(self._marker) - 1, 0, -1) if data.endswith(self._marker[:n])), 0)
-        self._held = data[len(data) - kept:]
-        return b"".join([*out, super().feed(data[:len(data) - kept])])
+        kept = next(
+            (n for n in range(len(self._marker) - 1, 0, -1) if data.endswith(self._marker[:n])), 0
+        )
+        self._held = data[len(data) - kept :]
+        return b"".join([*out, super().feed(data[: len(data) - kept])])
 
     def finish(self) -> bytes:
         """See :class:`Prefixer`."""
@@ -141,7 +159,7 @@ class Sink:
         """Write what can be written without blocking."""
         try:
             while self._waiting and self._poll.poll(0):
-                del self._waiting[:os.write(self.descriptor, bytes(self._waiting[:_PIECE]))]
+                del self._waiting[: os.write(self.descriptor, bytes(self._waiting[:_PIECE]))]
         except BlockingIOError:  # our caller made it non-blocking
             pass
         except OSError:
@@ -152,7 +170,9 @@ class Sink:
 class Source:
     """The reading end of a child's output. Owns ``descriptor``."""
 
-    def __init__(self, descriptor: int, prefixer: Prefixer, sink: Sink, shown: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self, descriptor: int, prefixer: Prefixer, sink: Sink, shown: Callable[[bytes], bytes]
+    ) -> None:
         """``shown``: what is left of whole lines."""
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
@@ -161,7 +181,10 @@ class Source:
         self._prefixer, self._shown = prefixer, shown
 
     def read(self) -> bool:
-        """Move what is there, at most 64 KiB, to the sink. Closes at the end. Returns whether there may be more."""
+        """Move what is there, at most 64 KiB, to the sink.
+
+        Closes at the end. Returns whether there may be more.
+        """
         try:
             data = os.read(self.descriptor, _READ)
         except BlockingIOError:
@@ -192,21 +215,40 @@ class Pump:
         # One sink if both are the same terminal or file, or pieces of lines would mix.
         self._sinks = {1: out, 2: out if os.path.sameopenfile(1, 2) else Sink(2)}
 
-    def add(self, descriptor: int, target: int, name: str, role: str, messages: tuple[bytes, Callable[[bytes], None]] | None = None,
-            listen: Callable[[bytes], None] | None = None) -> None:
-        """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's ``name``. Takes the descriptor over.
+    def add(
+        self,
+        descriptor: int,
+        target: int,
+        name: str,
+        role: str,
+        messages: tuple[bytes, Callable[[bytes], None]] | None = None,
+        listen: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's
+        ``name``.
 
-        ``messages``: marker and receiver of an :class:`Announcer`. ``listen``: of an :class:`Overheard`.
+        Takes the descriptor over.
+
+        ``messages``: marker and receiver of an :class:`Announcer`. ``listen``: of an
+        :class:`Overheard`.
         """
         live = is_live(target, self._environment)
         mark = label(name, role, live and not self._environment.get("NO_COLOR"))
-        prefixer = Announcer(mark, live, *messages) if messages else Overheard(mark, live, listen) if listen else Prefixer(mark, live)
+        prefixer = (
+            Announcer(mark, live, *messages)
+            if messages
+            else Overheard(mark, live, listen)
+            if listen
+            else Prefixer(mark, live)
+        )
         self.sources.append(Source(descriptor, prefixer, self._sinks[target], self._shown))
 
     def _shown(self, lines: bytes) -> bytes:
         if not self.interrupted or b"KeyboardInterrupt" not in lines:
             return lines
-        return b"".join(line for line in lines.splitlines(keepends=True) if not _INTERRUPTED.search(line))
+        return b"".join(
+            line for line in lines.splitlines(keepends=True) if not _INTERRUPTED.search(line)
+        )
 
     def say(self, line: str) -> None:
         """Queue a line of our own for standard error."""
@@ -226,7 +268,9 @@ class Pump:
         for sink in self._sinks.values():
             if sink.waiting:
                 poll.register(sink.descriptor, select.POLLOUT)
-        for descriptor, _ in poll.poll(None if timeout is None else max(0, int(timeout * 1000) + 1)):
+        for descriptor, _ in poll.poll(
+            None if timeout is None else max(0, int(timeout * 1000) + 1)
+        ):
             if descriptor == self._wake:
                 _empty(descriptor)
             elif descriptor in readable:
@@ -244,7 +288,8 @@ class Pump:
     def close(self) -> None:
         """Take what the pipes hold, for children that have ended, and close them."""
         for source in self.sources:
-            for _ in range(64):  # pipes hold less; a stray process that writes on would keep us here for ever
+            # pipes hold less; a stray process that writes on would keep us here for ever
+            for _ in range(64):
                 if not source.read():
                     break
             source.close()

@@ -1,4 +1,6 @@
-"""What a process of each role needs: command, environment, CPUs, care; and the plan of ``--local``."""
+"""What a process of each role needs: command, environment, CPUs, care; and the plan of
+``--local``.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ from bpsx.system.role_process import module_command
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 LOOPBACK = "127.0.0.1"
-#: Once one has failed, the others have so long to end by themselves, then so long after SIGTERM: five seconds in all.
+#: Once one has failed, the others have so long to end by themselves, then so long after SIGTERM:
+#: five seconds in all.
 GRACE, KILL_AFTER = 3.0, 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process to start. ``cpus``: those it may run on, empty for ours. With ``request`` it is an ssh whose other end,
-    :mod:`bpsx.launch.ssh.agent`, gets the request as its first line of input; ``host`` names that end, ``marker`` begins what it says."""
+    """A process to start. ``cpus``: those it may run on, empty for ours.
+
+    With ``request`` it is an ssh whose other end, :mod:`bpsx.launch.ssh.agent`, gets the request as
+    its first line of input; ``host`` names that end, ``marker`` begins what it says.
+    """
 
     name: str
     role: str
@@ -83,7 +89,10 @@ class Processes(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole job on this machine, with ``processes`` workers on each of ``workers`` imitated machines. Times in seconds.
+    """A whole job on this machine, with ``processes`` workers on each of ``workers`` imitated
+    machines.
+
+    Times in seconds.
 
     ``port`` 0: the scheduler takes a free one. Raises ConfigError if it cannot be a job.
     """
@@ -101,26 +110,47 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.servers < 1 < self.workers:
-            raise ConfigError(f"--servers 0: {self.workers} workers need at least one server; allowed with --workers 1")
+            raise ConfigError(
+                f"--servers 0: {self.workers} workers need at least one server; allowed with"
+                " --workers 1"
+            )
 
     def environment(self, role: str, index: int, port: int, local_rank: int = 0) -> dict[str, str]:
-        """The environment of the ``index``-th process of ``role``, with the scheduler at ``port``."""
+        """The environment of the ``index``-th process of ``role``, with the scheduler at
+        ``port``.
+        """
         changes = {
-            "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": LOOPBACK,
-            "DMLC_NUM_WORKER": str(self.workers), "DMLC_NUM_SERVER": str(self.servers),
-            "BYTEPS_LOCAL_RANK": str(local_rank), "BYTEPS_LOCAL_SIZE": str(self.processes),
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": LOOPBACK,
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NODE_HOST": LOOPBACK,
+            "DMLC_NUM_WORKER": str(self.workers),
+            "DMLC_NUM_SERVER": str(self.servers),
+            "BYTEPS_LOCAL_RANK": str(local_rank),
+            "BYTEPS_LOCAL_SIZE": str(self.processes),
             # Who asks for one worker and a server means to use it.
-            "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0", "BPSX_ANNOUNCE": "0",
+            "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0",
+            "BPSX_ANNOUNCE": "0",
             **secret_unless_given(self.secret),
         }
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)
-            changes |= torch_variables(index * self.processes + local_rank, self.workers * self.processes, local_rank, self.processes,
-                                       (LOOPBACK, self.store_port))
+            changes |= torch_variables(
+                index * self.processes + local_rank,
+                self.workers * self.processes,
+                local_rank,
+                self.processes,
+                (LOOPBACK, self.store_port),
+            )
             # The imitated machines share a file system, and on each local ranks begin at 0.
-            changes["BYTEPS_TRACE_DIR"] = os.path.join(Config().trace_dir or "traces", f"worker-{index}")
-            if not is_set("OMP_NUM_THREADS"):       # each would start a thread for every core, and get in the others' way
-                changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // (self.workers * self.processes)))
+            changes["BYTEPS_TRACE_DIR"] = os.path.join(
+                Config().trace_dir or "traces", f"worker-{index}"
+            )
+            # each would start a thread for every core, and get in the others' way
+            if not is_set("OMP_NUM_THREADS"):
+                changes["OMP_NUM_THREADS"] = str(
+                    max(1, len(os.sched_getaffinity(0)) // (self.workers * self.processes))
+                )
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
@@ -133,32 +163,64 @@ class Plan:
         """See :class:`Processes`. Several processes need one to find each other, servers or not."""
         if not self.servers and self.processes == 1:
             return None
-        return Process("scheduler", "scheduler", tuple(module_command("scheduler")), self.environment("scheduler", 0, self.port))
+        return Process(
+            "scheduler",
+            "scheduler",
+            tuple(module_command("scheduler")),
+            self.environment("scheduler", 0, self.port),
+        )
 
     def others(self, port: int) -> list[Process]:
         """See :class:`Processes`."""
         config = Config()
         server, worker = debugged(module_command("server"), config), debugged(self.command, config)
-        return [Process(f"server {i}", "server", server, self.environment("server", i, port)) for i in range(self.servers)] + [
-            Process(f"worker {i}.{k}" if self.processes > 1 else f"worker {i}", "worker", worker, self.environment("worker", i, port, k))
-            for i in range(self.workers) for k in range(self.processes)]
+        return [
+            Process(f"server {i}", "server", server, self.environment("server", i, port))
+            for i in range(self.servers)
+        ] + [
+            Process(
+                f"worker {i}.{k}" if self.processes > 1 else f"worker {i}",
+                "worker",
+                worker,
+                self.environment("worker", i, port, k),
+            )
+            for i in range(self.workers)
+            for k in range(self.processes)
+        ]
 
 
 #: Variables that say on a machine of a real job what these options of ``--local`` say.
-_OVERLOOKED = {"DMLC_NUM_WORKER": "workers", "DMLC_NUM_SERVER": "servers", "BYTEPS_LOCAL_SIZE": "processes", "NVIDIA_VISIBLE_DEVICES": "processes"}
+_OVERLOOKED = {
+    "DMLC_NUM_WORKER": "workers",
+    "DMLC_NUM_SERVER": "servers",
+    "BYTEPS_LOCAL_SIZE": "processes",
+    "NVIDIA_VISIBLE_DEVICES": "processes",
+}
 
 
 def overlooked(plan: Plan, chosen: Container[str]) -> list[str]:
-    """What somebody should know who has set a variable that ``--local`` does not heed. ``chosen``: options that were given, and so were meant."""
+    """What somebody should know who has set a variable that ``--local`` does not heed.
+
+    ``chosen``: options that were given, and so were meant.
+    """
     config, found = Config(), []
-    wanted = {"DMLC_NUM_WORKER": config.num_worker, "DMLC_NUM_SERVER": config.num_server, "BYTEPS_LOCAL_SIZE": config.local_size,
-              "NVIDIA_VISIBLE_DEVICES": len(config.visible_devices.split(","))}
+    wanted = {
+        "DMLC_NUM_WORKER": config.num_worker,
+        "DMLC_NUM_SERVER": config.num_server,
+        "BYTEPS_LOCAL_SIZE": config.local_size,
+        "NVIDIA_VISIBLE_DEVICES": len(config.visible_devices.split(",")),
+    }
     devices = config.visible_devices.lower()
     for env, option in _OVERLOOKED.items():
-        same = wanted[env] == getattr(plan, option) and not (env == "NVIDIA_VISIBLE_DEVICES" and devices == "all")
+        same = wanted[env] == getattr(plan, option) and not (
+            env == "NVIDIA_VISIBLE_DEVICES" and devices == "all"
+        )
         idle = env == "NVIDIA_VISIBLE_DEVICES" and devices in ("none", "void")
         if is_set(env) and option not in chosen and not same and not idle:
-            found.append(f"{env} has no effect with --local: --{option} N does that ({getattr(plan, option)} now)")
+            found.append(
+                f"{env} has no effect with --local: --{option} N does that ({getattr(plan, option)}"
+                " now)"
+            )
     return found
 
 
@@ -178,37 +240,61 @@ def verify(environment: dict[str, str]) -> None:
 
 
 def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
-    """``command``, under gdb if BYTEPS_ENABLE_GDB asks for it. Raises ConfigError if there is no gdb."""
+    """``command``, under gdb if BYTEPS_ENABLE_GDB asks for it.
+
+    Raises ConfigError if there is no gdb.
+    """
     if not config.enable_gdb:
         return tuple(command)
     if shutil.which("gdb") is None:
-        raise ConfigError("BYTEPS_ENABLE_GDB=1: gdb is not on the PATH; install it, or unset the variable")
+        raise ConfigError(
+            "BYTEPS_ENABLE_GDB=1: gdb is not on the PATH; install it, or unset the variable"
+        )
     return (sys.executable, "-P", "-m", "bpsx.launch.gdb", *command)
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals that are passed on: all but those that our caller told us to ignore, as ``nohup`` does."""
+    """The signals that are passed on: all but those that our caller told us to ignore, as ``nohup``
+    does.
+    """
     return tuple(s for s in ENDING + SCRIPT_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN)
 
 
-def child_setup(mask: Iterable[int], cpus: Iterable[int] = (), ignored: Iterable[int] = ()) -> Callable[[], None]:
-    """What a child does between fork and exec: die when this process dies, have ordinary signals with ``mask`` blocked, keep to ``cpus``,
-    ignore the signals in ``ignored``.
+def child_setup(
+    mask: Iterable[int], cpus: Iterable[int] = (), ignored: Iterable[int] = ()
+) -> Callable[[], None]:
+    """What a child does between fork and exec: die when this process dies, have ordinary signals
+    with ``mask`` blocked, keep to ``cpus``, ignore the signals in ``ignored``.
 
-    For a process with one thread, in which running Python after a fork is safe. The kernel means the *thread* that forks when it says
-    parent. Grandchildren do not inherit the wish.
+    For a process with one thread, in which running Python after a fork is safe. The kernel means
+    the *thread* that forks when it says parent. Grandchildren do not inherit the wish.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return partial(_set_up_child, prctl, os.getpid(), heeded(), frozenset(mask), frozenset(cpus), tuple(ignored))
+    return partial(
+        _set_up_child,
+        prctl,
+        os.getpid(),
+        heeded(),
+        frozenset(mask),
+        frozenset(cpus),
+        tuple(ignored),
+    )
 
 
-def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int], mask: Iterable[int], cpus: frozenset[int],
-                  ignored: Sequence[int]) -> None:
+def _set_up_child(
+    prctl: Callable[..., int],
+    parent: int,
+    signals: Sequence[int],
+    mask: Iterable[int],
+    cpus: frozenset[int],
+    ignored: Sequence[int],
+) -> None:
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it died before the wish was heard
         os.kill(os.getpid(), signal.SIGKILL)
     for number in signals:
-        signal.signal(number, signal.SIG_DFL)  # or a Ctrl-C of this very moment would run the launcher's handler in the child
+        # or a Ctrl-C of this very moment would run the launcher's handler in the child
+        signal.signal(number, signal.SIG_DFL)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     if cpus:
@@ -217,10 +303,17 @@ def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int]
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
-    """``command``, with its first word as a path if it is a program in this folder that is not on the PATH."""
+    """``command``, with its first word as a path if it is a program in this folder that is not on
+    the PATH.
+    """
     name = command[0]
     here = os.path.join(os.curdir, name)
-    if "/" in name or shutil.which(name) is not None or not os.path.isfile(here) or not os.access(here, os.X_OK):
+    if (
+        "/" in name
+        or shutil.which(name) is not None
+        or not os.path.isfile(here)
+        or not os.access(here, os.X_OK)
+    ):
         return tuple(command)
     return (here, *command[1:])
 
@@ -230,11 +323,15 @@ def _advice(name: str) -> str:
     if not os.path.isfile(name) or os.access(name, os.X_OK):
         return ""
     run = f"python {name}" if name.endswith(".py") else f"an interpreter and {name}"
-    return f"; it is a file in {os.path.dirname(os.path.abspath(name))} that is not executable: name what runs it, as in bpsx-run … {run}"
+    return (
+        f"; it is a file in {os.path.dirname(os.path.abspath(name))} that is not executable: name"
+        f" what runs it, as in bpsx-run … {run}"
+    )
 
 
-def cannot_run(command: Sequence[str], error: OSError,
-               environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+def cannot_run(
+    command: Sequence[str], error: OSError, environment: Mapping[str, str] | None = None
+) -> tuple[str, int]:
     """A message and the exit status that shells use for it. ``environment``: the command's, if it
     is not this process's."""
     name = command[0]
@@ -245,4 +342,6 @@ def cannot_run(command: Sequence[str], error: OSError,
         folders = os.get_exec_path(environment)
         if not any(os.path.exists(os.path.join(folder, name)) for folder in folders):
             error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return f"cannot run {command[0]!r}: {error.strerror or error}", 127 if isinstance(error, FileNotFoundError) else 126
+    return f"cannot run {command[0]!r}: {error.strerror or error}", (
+        127 if isinstance(error, FileNotFoundError) else 126
+    )

@@ -1,6 +1,8 @@
-"""What ``bpsx-run`` does on one machine of a job: the one role that the environment names; as a worker, all processes of the machine.
+"""What ``bpsx-run`` does on one machine of a job: the one role that the environment names; as a
+worker, all processes of the machine.
 
-A worker's command is a child, not an ``exec`` in our place: signals, exit status and binding are the same for one process and for several.
+A worker's command is a child, not an ``exec`` in our place: signals, exit status and binding are
+the same for one process and for several.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 class Machine:
     """The worker processes of this machine, for :class:`~bpsx.launch.local.Job`.
 
-    A job of one machine without servers has no scheduler anywhere, so ``alone`` brings one along, on loopback.
+    A job of one machine without servers has no scheduler anywhere, so ``alone`` brings one along,
+    on loopback.
     """
 
     command: tuple[str, ...]
@@ -52,20 +55,31 @@ class Machine:
     grace: float = GRACE
     kill_after: float = KILL_AFTER
     port: int = 0
-    forgiving: bool = True      # the scheduler is ours; nobody has said that the command uses it
+    forgiving: bool = True  # the scheduler is ours; nobody has said that the command uses it
     secret: str = field(default_factory=make, repr=False)
     store_port: int = field(default_factory=free_port)
 
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
         """The environment of one process."""
-        changes = {"DMLC_ROLE": role, "BYTEPS_LOCAL_RANK": str(local_rank), "BYTEPS_LOCAL_SIZE": str(self.size)}
+        changes = {
+            "DMLC_ROLE": role,
+            "BYTEPS_LOCAL_RANK": str(local_rank),
+            "BYTEPS_LOCAL_SIZE": str(self.size),
+        }
         if role == "scheduler":
-            changes["BPSX_ANNOUNCE"] = "0"      # it is ours, and we say for whom the job waits
+            changes["BPSX_ANNOUNCE"] = "0"  # it is ours, and we say for whom the job waits
         if self.alone:
-            changes |= {"DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": LOOPBACK, "DMLC_NUM_SERVER": "0",
-                        **secret_unless_given(self.secret)}
+            changes |= {
+                "DMLC_PS_ROOT_URI": LOOPBACK,
+                "DMLC_PS_ROOT_PORT": str(port),
+                "DMLC_NODE_HOST": LOOPBACK,
+                "DMLC_NUM_SERVER": "0",
+                **secret_unless_given(self.secret),
+            }
         if role == "worker":
-            changes |= _torch_variables(Config(role=role, local_rank=local_rank, local_size=self.size), self.store_port)
+            changes |= _torch_variables(
+                Config(role=role, local_rank=local_rank, local_size=self.size), self.store_port
+            )
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
@@ -76,20 +90,39 @@ class Machine:
         """See :class:`~bpsx.launch.roles.Processes`."""
         if not self.alone:
             return None
-        return Process("scheduler", "scheduler", tuple(module_command("scheduler")), self.environment("scheduler", 0, self.port))
+        return Process(
+            "scheduler",
+            "scheduler",
+            tuple(module_command("scheduler")),
+            self.environment("scheduler", 0, self.port),
+        )
 
     def others(self, port: int) -> list[Process]:
         """See :class:`~bpsx.launch.roles.Processes`."""
         command, machine = debugged(self.command, Config()), Config().worker_id or 0
-        return [Process(f"worker {machine}.{i}", "worker", command, self.environment("worker", i, port), self.cpus[i]) for i in range(self.size)]
+        return [
+            Process(
+                f"worker {machine}.{i}",
+                "worker",
+                command,
+                self.environment("worker", i, port),
+                self.cpus[i],
+            )
+            for i in range(self.size)
+        ]
 
 
 def run_role(command: Sequence[str], grace: float | None = None) -> int:
-    """Run the role that the environment names, until it ends. Returns its exit status; raises ConfigError."""
+    """Run the role that the environment names, until it ends.
+
+    Returns its exit status; raises ConfigError.
+    """
     config = Config()
     if config.role is None:
-        raise ConfigError("not set: DMLC_ROLE, this machine's part in a job (worker, server or scheduler). For a whole job on this machine: "
-                          "bpsx-run --local COMMAND. All else: bpsx-run --help")
+        raise ConfigError(
+            "not set: DMLC_ROLE, this machine's part in a job (worker, server or scheduler). For a"
+            " whole job on this machine: bpsx-run --local COMMAND. All else: bpsx-run --help"
+        )
     if config.role != "worker":
         config.check()
         return _run_own(config)
@@ -101,8 +134,13 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
         return _run_single(command, config)
     from bpsx.launch.local import Job  # a server or a single worker has no use for it
 
-    # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says; so nobody has started a scheduler either.
-    alone = config.num_worker == 1 and config.local_reduce and not (config.force_distributed or config.asynchronous)
+    # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says; so nobody has
+    # started a scheduler either.
+    alone = (
+        config.num_worker == 1
+        and config.local_reduce
+        and not (config.force_distributed or config.asynchronous)
+    )
     cpus = numa.plan(config, size, numa.topology(os.sched_getaffinity(0)))
     _tell(config, dict(enumerate(cpus)))
     machine = Machine(tuple(command), size, tuple(cpus), alone)
@@ -117,19 +155,29 @@ def _run_own(config: Config) -> int:
 
 
 def _run_single(command: Sequence[str], config: Config) -> int:
-    environment = child_environment(BYTEPS_LOCAL_RANK=str(config.local_rank), BYTEPS_LOCAL_SIZE=str(config.local_size),
-                                    **_torch_variables(config, free_port() if config.size == 1 else 0))
+    environment = child_environment(
+        BYTEPS_LOCAL_RANK=str(config.local_rank),
+        BYTEPS_LOCAL_SIZE=str(config.local_size),
+        **_torch_variables(config, free_port() if config.size == 1 else 0),
+    )
     verify(environment)
     cpus: frozenset[int] = frozenset()
-    if numa.wanted(config, 1):  # of several that somebody else starts, each plans for all and takes its own
-        cpus = numa.plan(config, config.local_size, numa.topology(os.sched_getaffinity(0)))[config.local_rank]
+    # of several that somebody else starts, each plans for all and takes its own
+    if numa.wanted(config, 1):
+        cpus = numa.plan(config, config.local_size, numa.topology(os.sched_getaffinity(0)))[
+            config.local_rank
+        ]
     _tell(config, {config.local_rank: cpus})
     return run_command(debugged(command, config), environment, cpus)
 
 
 def _torch_variables(config: Config, port: int) -> dict[str, str]:
-    """PyTorch's variables for the worker of ``config``. Of several machines, and where somebody else starts the other processes, none knows
-    where worker 0 is and which of its ports are free (``port`` 0): the user says that, if PyTorch is to meet without bpsx."""
+    """PyTorch's variables for the worker of ``config``.
+
+    Of several machines, and where somebody else starts the other processes, none knows where worker
+    0 is and which of its ports are free (``port`` 0): the user says that, if PyTorch is to meet
+    without bpsx.
+    """
     store = (LOOPBACK, port) if port and config.num_worker == 1 else None
     return torch_variables(config.rank, config.size, config.local_rank, config.local_size, store)
 
@@ -142,7 +190,10 @@ def _tell(config: Config, cpus: Mapping[int, frozenset[int]]) -> None:
 
 
 def local_size(config: Config) -> int:
-    """How many worker processes this machine shall have. Raises ConfigError if two variables disagree."""
+    """How many worker processes this machine shall have.
+
+    Raises ConfigError if two variables disagree.
+    """
     text = config.visible_devices.strip()
     size = int(config.local_size)
     if text.lower() in ("", "none", "void"):
@@ -151,10 +202,15 @@ def local_size(config: Config) -> int:
         return size if is_set("BYTEPS_LOCAL_SIZE") else _gpus()
     entries = [entry.strip() for entry in text.split(",")]
     if not all(entries):
-        raise ConfigError(f"NVIDIA_VISIBLE_DEVICES={text!r}: an entry is empty; allowed are all, none, void or names, comma separated")
+        raise ConfigError(
+            f"NVIDIA_VISIBLE_DEVICES={text!r}: an entry is empty; allowed are all, none, void or"
+            " names, comma separated"
+        )
     if is_set("BYTEPS_LOCAL_SIZE") and size != len(entries):
-        raise ConfigError(f"NVIDIA_VISIBLE_DEVICES={text!r} has {len(entries)} entries but BYTEPS_LOCAL_SIZE={size}; "
-                          "unset one of them or make them agree")
+        raise ConfigError(
+            f"NVIDIA_VISIBLE_DEVICES={text!r} has {len(entries)} entries but"
+            f" BYTEPS_LOCAL_SIZE={size}; unset one of them or make them agree"
+        )
     return len(entries)
 
 
@@ -166,22 +222,41 @@ def _gpus() -> int:
         found = 0
     if not found:
         try:
-            listed = subprocess.run(["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
-            found = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+            listed = subprocess.run(
+                ["nvidia-smi", "-L"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            found = (
+                sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+                if listed.returncode == 0
+                else 0
+            )
         except (OSError, subprocess.TimeoutExpired):
             found = 0
     if not found:
-        print("bpsx-run: warning: NVIDIA_VISIBLE_DEVICES=all, but neither /proc/driver/nvidia nor nvidia-smi shows a GPU: "
-              "starting one process; set BYTEPS_LOCAL_SIZE for more", file=sys.stderr)
+        print(
+            "bpsx-run: warning: NVIDIA_VISIBLE_DEVICES=all, but neither /proc/driver/nvidia nor"
+            " nvidia-smi shows a GPU: starting one process; set BYTEPS_LOCAL_SIZE for more",
+            file=sys.stderr,
+        )
     return found or 1
 
 
-def run_command(command: Sequence[str], environment: dict[str, str], cpus: frozenset[int] = frozenset()) -> int:
-    """Run ``command`` as a child in our place: same input, output and terminal, signals passed on. Returns its exit status.
+def run_command(
+    command: Sequence[str], environment: dict[str, str], cpus: frozenset[int] = frozenset()
+) -> int:
+    """Run ``command`` as a child in our place: same input, output and terminal, signals passed on.
+
+    Returns its exit status.
 
     For the main thread of a process that does nothing else: leaves the signals blocked.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, the kernel throws exit statuses away
+    # if inherited as ignored, the kernel throws exit statuses away
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signals = heeded()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
     try:
@@ -198,7 +273,10 @@ def run_command(command: Sequence[str], environment: dict[str, str], cpus: froze
 
 
 def _has_it_already(pid: int, received: signal.struct_siginfo) -> bool:
-    """Whether the signal is the terminal's, which sends it to the whole process group. Twice would abort the child's cleaning up."""
+    """Whether the signal is the terminal's, which sends it to the whole process group.
+
+    Twice would abort the child's cleaning up.
+    """
     try:
         return received.si_code == _SI_KERNEL and os.getpgid(pid) == os.getpgrp()
     except ProcessLookupError:

@@ -1,4 +1,7 @@
-"""``bpsx-run top``: who is in a running job, what moves, and for whom the others wait. Refreshed in a terminal, or as plain lines."""
+"""``bpsx-run top``: who is in a running job, what moves, and for whom the others wait.
+
+Refreshed in a terminal, or as plain lines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,19 @@ from bpsx.errors import RendezvousError
 from bpsx.launch.job_view import Observer, add_job_arguments, find
 from bpsx.launch.lanes import Lanes
 
-_HEAD = ("role", "rank", "host", "pid", "state", "in MB/s", "out MB/s", "push_pulls/s", "rounds/s", "queue", "waiting")
+_HEAD = (
+    "role",
+    "rank",
+    "host",
+    "pid",
+    "state",
+    "in MB/s",
+    "out MB/s",
+    "push_pulls/s",
+    "rounds/s",
+    "queue",
+    "waiting",
+)
 #: Seconds waited per second below which a worker's lateness is not worth a word.
 _NOTABLE = 0.01
 
@@ -33,7 +48,9 @@ class Rates:
         self._slowest: dict[str, Any] | None = None
 
     def of(self, view: Mapping[str, Any]) -> dict[str, Any]:
-        """The view with ``rates`` (per second, by counter) in each node that has reported twice, and ``slowest``."""
+        """The view with ``rates`` (per second, by counter) in each node that has reported twice,
+        and ``slowest``.
+        """
         nodes, late = [], dict[int, list[float]]()
         for node in view["nodes"]:
             who = (node["role"], node["rank"])
@@ -41,7 +58,9 @@ class Rates:
             rates: dict[str, float] = dict((before or {}).get("rates", {}))
             seconds = (node["at"] - before["at"]) / 1e9 if before and before["at"] else 0.0
             if before and seconds > 0:
-                rates = {k: (v - before["values"].get(k, 0)) / seconds for k, v in node["values"].items()}
+                rates = {
+                    k: (v - before["values"].get(k, 0)) / seconds for k, v in node["values"].items()
+                }
                 for rank, (new, old) in enumerate(zip(node["late"], before["late"], strict=False)):
                     found = late.setdefault(rank, [0.0, 0.0])
                     found[0] += (new[0] - old[0]) / seconds
@@ -50,14 +69,17 @@ class Rates:
             nodes.append(made)
             if not before or not before["at"] or seconds > 0:
                 self._before[who] = made
-        if late:        # some server has reported since the last look
+        if late:  # some server has reported since the last look
             self._slowest = slowest(late)
         return {**view, "nodes": nodes, "slowest": self._slowest}
 
 
 def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
-    """The worker for which rounds waited longest. ``late``: rank -> (rounds in which it was last, seconds that these waited for it), per
-    second. ``share``: of all rounds; ``behind``: seconds after the last but one, on average over these."""
+    """The worker for which rounds waited longest.
+
+    ``late``: rank -> (rounds in which it was last, seconds that these waited for it), per second.
+    ``share``: of all rounds; ``behind``: seconds after the last but one, on average over these.
+    """
     if not late:
         return None
     rank = max(late, key=lambda r: late[r][1])
@@ -69,24 +91,38 @@ def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
 
 def lines(view: Mapping[str, Any], where: str) -> list[str]:
     """The table."""
-    counts = ", ".join(f"{view[what]} {what if view[what] != 1 else what[:-1]}" for what in ("workers", "servers", "tensors"))
+    counts = ", ".join(
+        f"{view[what]} {what if view[what] != 1 else what[:-1]}"
+        for what in ("workers", "servers", "tensors")
+    )
     title = f"job at {where}: {view['state']}, {counts}, up {view['seconds']:.0f} s"
     rows = [_HEAD, *(_row(n) for n in view["nodes"])]
     widths = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
-    table = ["  ".join(t.rjust(w) if i in (1, 3) or i > 4 else t.ljust(w) for i, (t, w) in enumerate(zip(r, widths))).rstrip() for r in rows]
+    table = [
+        "  ".join(
+            t.rjust(w) if i in (1, 3) or i > 4 else t.ljust(w)
+            for i, (t, w) in enumerate(zip(r, widths))
+        ).rstrip()
+        for r in rows
+    ]
     out = [title, "", *table, ""]
     if view["missing"]:
         out.append("missing: " + ", ".join(view["missing"]))
     late = view.get("slowest")
     if late:
-        out.append(f"slowest: worker {late['rank']}, last to push in {late['share']:.0%} of the rounds, on average "
-                   f"{late['behind'] * 1000:.1f} ms after the one before it")
+        out.append(
+            f"slowest: worker {late['rank']}, last to push in {late['share']:.0%} of the rounds, on"
+            f" average {late['behind'] * 1000:.1f} ms after the one before it"
+        )
     elif view["state"] == "running":
         out.append("slowest: no worker keeps the others waiting")
     out += [f"cannot be reached from this machine: {lane}" for lane in view.get("unreachable", ())]
     for node in view["nodes"]:
         for tensor, round_, seconds in node["waits"]:
-            out.append(f"stalled: worker {node['rank']} has waited {seconds:.0f} s for tensor {tensor!r}, round {round_}")
+            out.append(
+                f"stalled: worker {node['rank']} has waited {seconds:.0f} s for tensor {tensor!r},"
+                f" round {round_}"
+            )
     if view["failure"]:
         out.append(f"failed: {view['failure']}")
     return [_printable(line) for line in out]
@@ -107,14 +143,27 @@ def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
     def value(name: str) -> str:
         return str(values.get(name, "-")) if node["state"] == "running" else "-"
 
-    return (node["role"], str(node["rank"]), node["host"], str(node["pid"]), node["state"], rate("bytes_received", 1e-6), rate("bytes_sent", 1e-6),
-            rate("push_pulls") if worker else "", "" if worker else rate("rounds"), value("queued" if worker else "pending"),
-            value("outstanding" if worker else "open_rounds"))
+    return (
+        node["role"],
+        str(node["rank"]),
+        node["host"],
+        str(node["pid"]),
+        node["state"],
+        rate("bytes_received", 1e-6),
+        rate("bytes_sent", 1e-6),
+        rate("push_pulls") if worker else "",
+        "" if worker else rate("rounds"),
+        value("queued" if worker else "pending"),
+        value("outstanding" if worker else "open_rounds"),
+    )
 
 
 @contextlib.contextmanager
 def _screen() -> Iterator[bool]:
-    """The terminal's other screen, keys unbuffered; everything as it was afterwards. Yields whether there are keys."""
+    """The terminal's other screen, keys unbuffered; everything as it was afterwards.
+
+    Yields whether there are keys.
+    """
     keys = sys.stdin is not None and sys.stdin.isatty()
     before = termios.tcgetattr(sys.stdin) if keys else None
     try:
@@ -143,20 +192,32 @@ def _pause(seconds: float, keys: bool) -> bool:
 
 
 def _draw(text: Sequence[str]) -> None:
-    size = os.get_terminal_size(sys.stdout.fileno())        # 0 and 0 if the terminal does not know
-    shown = [line[:size.columns or None] for line in text[:max((size.lines or 25) - 1, 1)]]
+    size = os.get_terminal_size(sys.stdout.fileno())  # 0 and 0 if the terminal does not know
+    shown = [line[: size.columns or None] for line in text[: max((size.lines or 25) - 1, 1)]]
     sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "bpsx-run top", description="Show a running job: its processes, what they move, and for whom the others wait. q or Ctrl-C ends it.",
-        epilog="queue: partitions (worker) or messages (server) that wait for their turn. waiting: push_pulls under way (worker), rounds that "
-        "lack somebody's push (server). Looking on changes nothing in the job.")
+        "bpsx-run top",
+        description=(
+            "Show a running job: its processes, what they move, and for whom the others wait. q or"
+            " Ctrl-C ends it."
+        ),
+        epilog=(
+            "queue: partitions (worker) or messages (server) that wait for their turn. waiting:"
+            " push_pulls under way (worker), rounds that lack somebody's push (server). Looking on"
+            " changes nothing in the job."
+        ),
+    )
     add_job_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
-    parser.add_argument("--once", action="store_true", help="look once (twice, to know the rates) and end")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="look once (twice, to know the rates) and end"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per look and line")
     return parser
 
@@ -166,7 +227,10 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``bpsx-run top``. Returns the exit status: 0, or 1 when the job has failed or cannot be reached any more."""
+    """``bpsx-run top``.
+
+    Returns the exit status: 0, or 1 when the job has failed or cannot be reached any more.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if not 0.1 <= options.interval <= 3600:
@@ -182,7 +246,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)        # or the interpreter would complain again at its end
+        # or the interpreter would complain again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     print("\n".join(last))
     return status
@@ -235,7 +300,10 @@ def _plain(observer: Observer, options: argparse.Namespace) -> int:
         complete = complete and not lanes.pending
         if not options.once or over or complete:
             view.pop("type", None)
-            print(json.dumps(view) if options.json else "\n".join(lines(view, observer.where)), flush=True)
+            print(
+                json.dumps(view) if options.json else "\n".join(lines(view, observer.where)),
+                flush=True,
+            )
         if over or (options.once and complete):
             return int(view["state"] == "failed")
         time.sleep(max(options.interval, 1.1) if options.once else options.interval)

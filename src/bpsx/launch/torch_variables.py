@@ -16,17 +16,20 @@ _TRIES = 50
 
 
 def torch_variables(
-    rank: int, size: int, local_rank: int, local_size: int, store: tuple[str, int] | None = None,
+    rank: int, size: int, local_rank: int, local_size: int, store: tuple[str, int] | None = None
 ) -> dict[str, str]:
-    """The variables of worker ``rank`` of ``size``, which is process ``local_rank`` of ``local_size``
-    on its machine.
+    """The variables of worker ``rank`` of ``size``, which is process ``local_rank`` of
+    ``local_size`` on its machine.
 
-    ``store``: address and port of PyTorch's store, which worker 0 opens; None where this process does
-    not know it. MASTER_ADDR and MASTER_PORT of the user's win.
+    ``store``: address and port of PyTorch's store, which worker 0 opens; None where this process
+    does not know it. MASTER_ADDR and MASTER_PORT of the user's win.
     """
     changes = {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size), "GROUP_RANK": str(rank // local_size),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(rank // local_size),
         "GROUP_WORLD_SIZE": str(size // local_size),
         # The store is worker 0's. A torchrun that has started us says otherwise.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -45,7 +48,11 @@ def store_variables(store: tuple[str, int] | None) -> dict[str, str]:
     if address and port:
         return {"TORCHELASTIC_RUN_ID": run_id()}
     address, port = address or store[0], port or str(store[1])
-    return {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id(address, port)}
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run_id(address, port),
+    }
 
 
 def any_port() -> int:

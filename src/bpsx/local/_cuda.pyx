@@ -15,8 +15,9 @@ from libc.string cimport memcpy, memset
 from bpsx.core.gpu.device cimport DOWN, N_STREAMS, Device
 from bpsx.system.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, broken, collect, copy, divide, drop_event, end_group,
-    enter, enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group,
+    broken, collect, copy, divide, drop_event, end_group, enter, enter_nothing, fill, host_memory,
+    init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
 
 from bpsx.errors import ConfigError, DeviceError
@@ -36,7 +37,8 @@ cdef extern from "<unistd.h>" nogil:
 # ---- opening the libraries
 
 # NCCL as the dynamic loader knows it: a name, or the path of a file. Several libraries of one name
-# can be loaded; the loader gives the first of them for the name, and the one that is meant for a path.
+# can be loaded; the loader gives the first of them for the name, and the one that is meant for a
+# path.
 NCCL = "libnccl.so.2"
 
 
@@ -60,17 +62,19 @@ cdef int resolve(void *library, void **into, list names) except -1:
 
 
 _DRIVER = [
-    b"cuInit", b"cuGetErrorString", b"cuDeviceGetCount", b"cuDeviceGet", b"cuDeviceGetName", b"cuDeviceGetPCIBusId", b"cuDevicePrimaryCtxRetain",
-    b"cuDevicePrimaryCtxRelease_v2", b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode",
-    b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2", b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
-    b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2", b"cuMemFree_v2",
-    b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuMemHostUnregister", b"cuPointerGetAttribute",
-    b"cuLaunchKernel",
+    b"cuInit", b"cuGetErrorString", b"cuDeviceGetCount", b"cuDeviceGet", b"cuDeviceGetName",
+    b"cuDeviceGetPCIBusId", b"cuDevicePrimaryCtxRetain", b"cuDevicePrimaryCtxRelease_v2",
+    b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode",
+    b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2", b"cuStreamSynchronize",
+    b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2",
+    b"cuEventRecord", b"cuEventQuery", b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2",
+    b"cuMemFree_v2", b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2",
+    b"cuMemHostUnregister", b"cuPointerGetAttribute", b"cuLaunchKernel"
 ]
 _NCCL = [
-    b"ncclGetErrorString", b"ncclGetVersion", b"ncclGetUniqueId", b"ncclCommInitRank", b"ncclCommInitRankConfig",
-    b"ncclCommAbort", b"ncclGroupStart", b"ncclGroupEnd", b"ncclAllReduce", b"ncclReduce", b"ncclBroadcast", b"ncclReduceScatter",
-    b"ncclAllGather",
+    b"ncclGetErrorString", b"ncclGetVersion", b"ncclGetUniqueId", b"ncclCommInitRank",
+    b"ncclCommInitRankConfig", b"ncclCommAbort", b"ncclGroupStart", b"ncclGroupEnd",
+    b"ncclAllReduce", b"ncclReduce", b"ncclBroadcast", b"ncclReduceScatter", b"ncclAllGather"
 ]
 
 
@@ -87,9 +91,12 @@ cdef class Moment:
 
 @cython.no_gc_clear
 cdef class Gpu:
-    """One GPU of this process: context, streams, events, pinned memory, communicators. Thread-safe with the GIL; what the core does with it is its own.
+    """One GPU of this process: context, streams, events, pinned memory, communicators.
 
-    Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU, :class:`~bpsx.errors.DeviceError` when the driver fails.
+    Thread-safe with the GIL; what the core does with it is its own.
+
+    Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU,
+    :class:`~bpsx.errors.DeviceError` when the driver fails.
     """
     cdef Device table
     cdef State state
@@ -116,21 +123,34 @@ cdef class Gpu:
             resolve(open_library(b"libcuda.so.1", 0), <void **>&self.state.driver, _DRIVER)
         except ConfigError as e:
             raise ConfigError(f"a tensor on a GPU needs NVIDIA's driver: {e}") from e
-        self.stream_number = <int (*)(void *, uint64_t *) noexcept nogil>dlsym(open_library(b"libcuda.so.1", 0), b"cuStreamGetId")
+        self.stream_number = <int (*)(void *, uint64_t *) noexcept nogil>dlsym(
+            open_library(b"libcuda.so.1", 0), b"cuStreamGetId"
+        )
         self._check("cuInit", self.state.driver.init(0))
         self._check("cuDeviceGetCount", self.state.driver.device_count(&n))
         if not 0 <= ordinal < n:
-            raise ConfigError(f"GPU {ordinal} does not exist: this process sees {n} (CUDA_VISIBLE_DEVICES)")
+            raise ConfigError(
+                f"GPU {ordinal} does not exist: this process sees {n} (CUDA_VISIBLE_DEVICES)"
+            )
         self._check("cuDeviceGet", self.state.driver.device_get(&self.device, ordinal))
-        self._check("cuDevicePrimaryCtxRetain", self.state.driver.retain(&self.state.context, self.device))
-        self._check("cuDeviceGetName", self.state.driver.device_name(text, sizeof(text), self.device))
+        self._check(
+            "cuDevicePrimaryCtxRetain", self.state.driver.retain(&self.state.context, self.device)
+        )
+        self._check(
+            "cuDeviceGetName", self.state.driver.device_name(text, sizeof(text), self.device)
+        )
         self.name = (<bytes>text).decode(errors="replace")
-        self._check("cuDeviceGetPCIBusId", self.state.driver.device_bus(text, sizeof(text), self.device))
+        self._check(
+            "cuDeviceGetPCIBusId", self.state.driver.device_bus(text, sizeof(text), self.device)
+        )
         self.bus = (<bytes>text).decode(errors="replace").lower()
         self._fill_table()
         with self:
             for i in range(N_STREAMS):
-                self._check("cuStreamCreateWithPriority", self.state.driver.stream_new(&self.table.streams[i], NON_BLOCKING, 0))
+                self._check(
+                    "cuStreamCreateWithPriority",
+                    self.state.driver.stream_new(&self.table.streams[i], NON_BLOCKING, 0)
+                )
             self._check("cuEventCreate", self.state.driver.event_new(&self.table.fence, NO_TIMING))
 
     cdef void _fill_table(self) noexcept:
@@ -138,9 +158,13 @@ cdef class Gpu:
         self.table.enter, self.table.leave = enter, leave
         self.table.copy, self.table.fill = copy, fill
         self.table.record, self.table.wait, self.table.query = record, wait, query
-        self.table.new_event, self.table.drop_event, self.table.pin, self.table.host_memory = new_event, drop_event, pin, host_memory
+        self.table.new_event, self.table.drop_event, self.table.pin, self.table.host_memory = (
+            new_event, drop_event, pin, host_memory
+        )
         self.table.divide, self.table.room = divide, room
-        self.table.collect, self.table.begin_group, self.table.end_group = collect, begin_group, end_group
+        self.table.collect, self.table.begin_group, self.table.end_group = (
+            collect, begin_group, end_group
+        )
         self.table.broken, self.table.abort = broken, abort
 
     cdef int _enter(self) except -1:
@@ -154,7 +178,9 @@ cdef class Gpu:
         cdef const char *text = NULL
         if rc:
             self.state.driver.error_string(rc, &text)
-            raise DeviceError(f"{what}: CUDA error {rc}: {text.decode() if text != NULL else 'unknown'}")
+            raise DeviceError(
+                f"{what}: CUDA error {rc}: {text.decode() if text != NULL else 'unknown'}"
+            )
         return 0
 
     def __enter__(self):
@@ -179,8 +205,12 @@ cdef class Gpu:
     # ---- the user's streams
 
     def moment(self, uintptr_t stream, str what) -> Moment:
-        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the first of them. Its event is its own as long as
-        anybody has it. Raises :class:`~bpsx.errors.ConfigError` if the stream is being captured into a CUDA graph."""
+        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the
+        first of them.
+
+        Its event is its own as long as anybody has it. Raises :class:`~bpsx.errors.ConfigError` if
+        the stream is being captured into a CUDA graph.
+        """
         cdef Moment made = Moment.__new__(Moment)
         cdef int capturing = 0, token, rc
         made.gpu, made.stream, made.event = self, stream, self.event()
@@ -191,8 +221,10 @@ cdef class Gpu:
         leave(&self.state, token)
         self._check("cuEventRecord", rc)
         if capturing:
-            raise ConfigError(f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
-                              "call it outside the capture")
+            raise ConfigError(
+                f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an "
+                f"exchange with other processes: call it outside the capture"
+            )
         self.moments += 1
         made.number = self.moments
         return made
@@ -230,21 +262,28 @@ cdef class Gpu:
 
     def record(self, uintptr_t event, uintptr_t stream) -> None:
         """The event comes when all that ``stream`` has queued so far is over."""
-        cdef int token = self._enter(), rc = self.state.driver.event_record(<void *>event, <void *>stream)
+        cdef int token = self._enter(), rc = self.state.driver.event_record(
+            <void *>event, <void *>stream
+        )
         leave(&self.state, token)
         self._check("cuEventRecord", rc)
 
     def wait(self, uintptr_t stream, uintptr_t event) -> None:
-        """What ``stream`` queues from now on comes after the event. The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being
-        captured into a CUDA graph."""
+        """What ``stream`` queues from now on comes after the event.
+
+        The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being captured
+        into a CUDA graph.
+        """
         cdef int capturing = 0, token = self._enter()
         cdef int rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
         if rc == 0 and not capturing:
             rc = self.state.driver.stream_wait(<void *>stream, <void *>event, 0)
         leave(&self.state, token)
         if capturing:
-            raise ConfigError("a sum is waited for on a stream that is being captured into a CUDA graph, which cannot hold an exchange with other "
-                              "processes: wait for it before the capture")
+            raise ConfigError(
+                "a sum is waited for on a stream that is being captured into a CUDA graph, which "
+                "cannot hold an exchange with other processes: wait for it before the capture"
+            )
         self._check("cuStreamWaitEvent", rc)
 
     @property
@@ -252,7 +291,10 @@ cdef class Gpu:
         """A stream of our own for kernels that come before the core's work."""
         if self.kernels == NULL:
             with self:
-                self._check("cuStreamCreateWithPriority", self.state.driver.stream_new(&self.kernels, NON_BLOCKING, 0))
+                self._check(
+                    "cuStreamCreateWithPriority",
+                    self.state.driver.stream_new(&self.kernels, NON_BLOCKING, 0)
+                )
         return <uintptr_t>self.kernels
 
     def copy(self, uintptr_t to, uintptr_t source, uint64_t nbytes, uintptr_t stream) -> None:
@@ -291,27 +333,42 @@ cdef class Gpu:
         with self:
             self._check("cuMemAlloc", self.state.driver.alloc(&at, max(nbytes, <uint64_t>1)))
             self.owned.append(at)
-            self._check("cuMemsetD8Async", self.state.driver.fill(at, 0, max(nbytes, <uint64_t>1), self.table.streams[DOWN]))
-            self._check("cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN]))
+            self._check(
+                "cuMemsetD8Async",
+                self.state.driver.fill(at, 0, max(nbytes, <uint64_t>1), self.table.streams[DOWN])
+            )
+            self._check(
+                "cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN])
+            )
         return at
 
     def move(self, uintptr_t to, uintptr_t source, uint64_t nbytes) -> None:
         """Copy from the host or to it, and wait for that."""
         if nbytes:
             with self:
-                self._check("cuMemcpyAsync", self.state.driver.copy(to, source, nbytes, self.table.streams[DOWN]))
-                self._check("cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN]))
+                self._check(
+                    "cuMemcpyAsync",
+                    self.state.driver.copy(to, source, nbytes, self.table.streams[DOWN])
+                )
+                self._check(
+                    "cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN])
+                )
 
     # ---- NCCL
 
     def open_nccl(self) -> int:
-        """Find NCCL, which somebody has loaded; its version. Raises :class:`~bpsx.errors.ConfigError`."""
+        """Find NCCL, which somebody has loaded; its version.
+
+        Raises :class:`~bpsx.errors.ConfigError`.
+        """
         cdef int version = 0
         if self.state.nccl.version == NULL:
             try:
                 resolve(open_library(NCCL.encode(), RTLD_NOLOAD), <void **>&self.state.nccl, _NCCL)
             except ConfigError as e:
-                raise ConfigError(f"NCCL, which adds GPUs of one machine, cannot be used: {e}") from e
+                raise ConfigError(
+                    f"NCCL, which adds GPUs of one machine, cannot be used: {e}"
+                ) from e
         self._check_nccl("ncclGetVersion", self.state.nccl.version(&version))
         return version
 
@@ -323,8 +380,11 @@ cdef class Gpu:
         return one.internal[:ID_BYTES]
 
     def join(self, bytes unique_id, int rank, int size, uint64_t most, int rings=0) -> None:
-        """Become one of the ``size`` processes of the communicator; waits for the others, without the GIL. ``most``: bytes of a partition;
-        ``rings``: channels at least, 0 to let NCCL decide."""
+        """Become one of the ``size`` processes of the communicator; waits for the others, without
+        the GIL.
+
+        ``most``: bytes of a partition; ``rings``: channels at least, 0 to let NCCL decide.
+        """
         cdef UniqueId one
         cdef void *comm = NULL
         cdef int rc = 0
@@ -335,7 +395,11 @@ cdef class Gpu:
             if room(&self.table, most) != 0:
                 raise DeviceError(self.failure)
             with nogil:
-                rc = self.state.nccl.init_rank(&comm, size, one, rank) if rings == 0 else init_with(&self.state.nccl, &comm, size, one, rank, rings)
+                rc = (
+                    self.state.nccl.init_rank(&comm, size, one, rank)
+                    if rings == 0
+                    else init_with(&self.state.nccl, &comm, size, one, rank, rings)
+                )
             self._check_nccl("ncclCommInitRank", rc)
             self.state.comm = comm
             with nogil:
@@ -348,7 +412,9 @@ cdef class Gpu:
         return self.state.dividers[dtype] != NULL
 
     def take_divider(self, int dtype, uintptr_t kernel, unsigned int threads) -> None:
-        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number of blocks of so many threads."""
+        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number
+        of blocks of so many threads.
+        """
         self.state.dividers[dtype], self.state.threads = <void *>kernel, threads
 
     def made_ready(self) -> None:
@@ -356,14 +422,21 @@ cdef class Gpu:
         atomic_store(&self.table.ready, 1)
 
     def spoil(self, places: list) -> None:
-        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that done, for a second at most."""
+        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that
+        done, for a second at most.
+        """
         cdef void *stream = NULL
         cdef void *event = <void *><uintptr_t>self.event()
         with self:
-            self._check("cuStreamCreateWithPriority", self.state.driver.stream_new(&stream, NON_BLOCKING, 0))
+            self._check(
+                "cuStreamCreateWithPriority", self.state.driver.stream_new(&stream, NON_BLOCKING, 0)
+            )
             for at, nbytes in places:
                 if nbytes:
-                    self._check("cuMemsetD8Async", self.state.driver.fill(<uintptr_t>at, 0xFF, <uint64_t>nbytes, stream))
+                    self._check(
+                        "cuMemsetD8Async",
+                        self.state.driver.fill(<uintptr_t>at, 0xFF, <uint64_t>nbytes, stream)
+                    )
             self._check("cuEventRecord", self.state.driver.event_record(event, stream))
             end = time.monotonic() + 1
             while self.state.driver.event_query(event) == NOT_READY and time.monotonic() < end:
@@ -372,18 +445,27 @@ cdef class Gpu:
         self.give(<uintptr_t>event)
 
     def abort(self) -> None:
-        """End what waits on the GPU for another process. Any thread, also while the core is at it. Idempotent."""
+        """End what waits on the GPU for another process.
+
+        Any thread, also while the core is at it. Idempotent.
+        """
         with self, nogil:
             abort(&self.state)
 
     def _check_nccl(self, what: str, int rc):
         if rc:
-            raise DeviceError(f"{what}: NCCL error {rc}: {self.state.nccl.error_string(rc).decode(errors='replace')}")
+            raise DeviceError(
+                f"{what}: NCCL error {rc}: "
+                f"{self.state.nccl.error_string(rc).decode(errors='replace')}"
+            )
 
     # ---- the end
 
     def close(self) -> None:
-        """Give everything back. After the core has been closed, when nothing is under way. Idempotent."""
+        """Give everything back. After the core has been closed, when nothing is under way.
+
+        Idempotent.
+        """
         cdef int i
         if not self.usable:
             return
@@ -414,7 +496,10 @@ cdef class Gpu:
 
 
 def where(uintptr_t address) -> int:
-    """The GPU that has the memory at ``address``, or -1 if it is not a GPU's. Raises :class:`~bpsx.errors.ConfigError` without a driver."""
+    """The GPU that has the memory at ``address``, or -1 if it is not a GPU's.
+
+    Raises :class:`~bpsx.errors.ConfigError` without a driver.
+    """
     cdef int (*ask)(void *, int, uintptr_t) noexcept nogil
     cdef int ordinal = -1, kind = 0
     ask = NULL

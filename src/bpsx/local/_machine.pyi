@@ -8,15 +8,26 @@ def head_bytes(size: int) -> int:
 class Machine:
     """This process's shared memory, and its neighbours'. Made before the core, closed after it."""
 
-    def __init__(self, *, size: int, me: int, first_rank: int, alone: bool, name: str, room: int) -> None:
-        """``room``: bytes of address space for shares. Raises :class:`~bpsx.errors.ConfigError`, :class:`OSError`."""
+    def __init__(
+        self, *, size: int, me: int, first_rank: int, alone: bool, name: str, room: int
+    ) -> None:
+        """``room``: bytes of address space for shares.
+
+        Raises :class:`~bpsx.errors.ConfigError`, :class:`OSError`.
+        """
     @property
     def descriptor(self) -> int:
         """Of this process's segment."""
     def meet(self, local_rank: int, descriptor: int, wake: int) -> None:
-        """Map a neighbour's segment; takes ``wake`` over. Raises :class:`~bpsx.errors.ConfigError`."""
+        """Map a neighbour's segment; takes ``wake`` over.
+
+        Raises :class:`~bpsx.errors.ConfigError`.
+        """
     def load(self, dtype: int) -> None:
-        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        """Make sure that the kernels of a dtype code are there.
+
+        Raises :class:`KeyError` for an unknown code.
+        """
     def left(self, local_rank: int) -> None:
         """A neighbour has left the job in good order. Any thread."""
     def joined(self, local_rank: int) -> None:
@@ -30,7 +41,9 @@ class Machine:
     def notice(self, local_rank: int) -> bytes:
         """What stands on a process's notice board, or nothing. Any thread."""
     def group_gpus(self, group_size: int, roots: list[int]) -> None:
-        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by turns (none: each copies a part)."""
+        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by
+        turns (none: each copies a part).
+        """
     @property
     def collects(self) -> bool:
         """Whether this process's GPU may be needed by the others."""
@@ -43,7 +56,10 @@ class Machine:
         """Unmap everything. Idempotent."""
 
 class QuietEndpoint:
-    """An endpoint without peers. The contract is :class:`bpsx.transports.base.Endpoint`'s, without connections."""
+    """An endpoint without peers.
+
+    The contract is :class:`bpsx.transports.base.Endpoint`'s, without connections.
+    """
 
     address: str
     @property

@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The processes of one machine: shared memory, the wake-up descriptors, and the endpoint of a process that has no connections.
+"""The processes of one machine: shared memory, the wake-up descriptors, and the endpoint of a
+process that has no connections.
 
-The memory is anonymous (``memfd``): it has no name that could be left behind or opened by others, and is gone with the last process.
+The memory is anonymous (``memfd``): it has no name that could be left behind or opened by others,
+and is gone with the last process.
 """
 import fcntl
 import logging
@@ -59,25 +61,36 @@ cdef bint load(void *owner, int dtype) noexcept with gil:
         (<Machine>owner).load(dtype)
         return True
     except Exception as e:
-        log.error("the kernels of %s cannot be loaded: %s", BY_CODE[dtype].name if dtype in BY_CODE else f"dtype code {dtype}", e)
+        log.error(
+            "the kernels of %s cannot be loaded: %s",
+            BY_CODE[dtype].name if dtype in BY_CODE else f"dtype code {dtype}", e
+        )
         return False
 
 
 def head_bytes(int size) -> int:
-    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages, of which the last is the notice board."""
+    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages, of
+    which the last is the notice board.
+    """
     nbytes = sizeof(Segment) + (size - 1) * sizeof(Ring)
     return -(-nbytes // 4096) * 4096 + sizeof(Board)
 
 
 @cython.no_gc_clear
 cdef class Machine:
-    """This process's shared memory, and its neighbours'. Made before the core and closed after it; not thread-safe but for :meth:`left`."""
+    """This process's shared memory, and its neighbours'.
+
+    Made before the core and closed after it; not thread-safe but for :meth:`left`.
+    """
     cdef CMachine c
     cdef list kept
     cdef readonly int descriptor
 
     def __cinit__(self, *, int size, int me, int first_rank, bint alone, str name, uint64_t room):
-        """``room``: bytes of address space for shares; memory is taken as they are written. ``alone``: there are no servers."""
+        """``room``: bytes of address space for shares; memory is taken as they are written.
+
+        ``alone``: there are no servers.
+        """
         self.descriptor = -1
         self.kept = []
         self.c.size = size
@@ -98,30 +111,49 @@ cdef class Machine:
         try:
             os.ftruncate(self.descriptor, self.c.used + room)
         except OSError as e:
-            raise ConfigError(f"cannot make {self.c.used + room} bytes of shared memory ({e.strerror}): raise the limit of file sizes (ulimit -f), or "
-                              "set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
+            raise ConfigError(
+                f"cannot make {self.c.used + room} bytes of shared memory ({e.strerror}): raise "
+                f"the limit of file sizes (ulimit -f), or set BPSX_LOCAL_REDUCE=0 to let every "
+                f"process speak to the servers itself"
+            ) from e
         # Nobody can pull the memory away from under the others.
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            self.descriptor, fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         self._map(me, self.descriptor)
 
     cdef _map(self, int local_rank, int descriptor):
         cdef uint64_t nbytes = os.fstat(descriptor).st_size
         if nbytes < self.c.used and local_rank != self.c.me:
-            raise ConfigError(f"local rank {local_rank} shares {nbytes} bytes of memory; a segment has more: is its bpsx another version?")
-        cdef void *at = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0)
+            raise ConfigError(
+                f"local rank {local_rank} shares {nbytes} bytes of memory; a segment has more: is "
+                f"its bpsx another version?"
+            )
+        cdef void *at = mmap(
+            NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0
+        )
         if at == MAP_FAILED:
-            raise ConfigError(f"cannot map {nbytes} bytes of shared memory: raise the limit of address space (ulimit -v), or set "
-                              "BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself")
+            raise ConfigError(
+                f"cannot map {nbytes} bytes of shared memory: raise the limit of address space "
+                f"(ulimit -v), or set BPSX_LOCAL_REDUCE=0 to let every process speak to the "
+                f"servers itself"
+            )
         self.c.all[local_rank].segment = <Segment *>at
         self.c.all[local_rank].nbytes = nbytes
 
     def meet(self, int local_rank, int descriptor, int wake) -> None:
-        """Map the segment behind ``descriptor``, which may be closed then, and keep ``wake``, which ends that process's sleep."""
+        """Map the segment behind ``descriptor``, which may be closed then, and keep ``wake``,
+        which ends that process's sleep.
+        """
         self._map(local_rank, descriptor)
         self.c.all[local_rank].wake_fd = wake
 
     def load(self, int dtype) -> None:
-        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        """Make sure that the kernels of a dtype code are there.
+
+        Raises :class:`KeyError` for an unknown code.
+        """
         if not 0 <= dtype < N_DTYPES:
             raise KeyError(dtype)
         found = load_kernels(dtype)
@@ -134,17 +166,27 @@ cdef class Machine:
             atomic_store(&self.c.all[local_rank].gone, 1)
 
     def joined(self, int local_rank) -> None:
-        """A process has called join(): rounds close without it. The core has to be woken. Any thread."""
+        """A process has called join(): rounds close without it.
+
+        The core has to be woken. Any thread.
+        """
         if 0 <= local_rank < <int>self.c.size:
             atomic_store(&self.c.all[local_rank].joined, 1)
             atomic_store(&self.c.joined_news, 1)
 
     def rest(self, bint on) -> None:
-        """This process has called join(), or is back: meanwhile it works for the others if they need its GPU. The core has to be woken. Any thread."""
+        """This process has called join(), or is back: meanwhile it works for the others if they
+        need its GPU.
+
+        The core has to be woken. Any thread.
+        """
         atomic_store(&self.c.all[self.c.me].joined, on)
 
     def all_joined(self) -> None:
-        """Everybody is back: what is posted after this call meets no mark of :meth:`joined`. Any thread."""
+        """Everybody is back: what is posted after this call meets no mark of :meth:`joined`.
+
+        Any thread.
+        """
         cdef uint32_t i
         for i in range(self.c.size):
             atomic_store(&self.c.all[i].joined, 0)
@@ -156,7 +198,10 @@ cdef class Machine:
         return <Board *>(<char *>self.c.all[local_rank].segment + head - sizeof(Board))
 
     def put_notice(self, bytes text) -> None:
-        """Write on this process's notice board, in place of what was there. One thread. Raises :class:`ValueError` if it does not fit."""
+        """Write on this process's notice board, in place of what was there.
+
+        One thread. Raises :class:`ValueError` if it does not fit.
+        """
         cdef Board *board = self._board(self.c.me)
         if len(text) > NOTICE_BYTES:
             raise ValueError(f"a notice of {len(text)} bytes; at most {NOTICE_BYTES} are possible")
@@ -176,15 +221,26 @@ cdef class Machine:
                 return found
 
     def group_gpus(self, int group_size, list roots) -> None:
-        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by turns (none: each copies a part)."""
+        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by
+        turns (none: each copies a part).
+        """
         cdef uint32_t i
-        if not 0 < group_size <= <int>self.c.size or self.c.size % group_size or len(roots) > MOST_ROOTS:
-            raise ValueError(f"groups of {group_size} among {self.c.size} processes, {len(roots)} roots; at most {MOST_ROOTS} roots are possible")
+        if (
+            not 0 < group_size <= <int>self.c.size
+            or self.c.size % group_size
+            or len(roots) > MOST_ROOTS
+        ):
+            raise ValueError(
+                f"groups of {group_size} among {self.c.size} processes, {len(roots)} roots; at "
+                f"most {MOST_ROOTS} roots are possible"
+            )
         if self.c.pinned == NULL:
             self.c.pinned = <uint8_t *>calloc(self.c.all[self.c.root].nbytes // SLAB + 1, 1)
             if self.c.pinned == NULL:
                 raise MemoryError("no memory for what is pinned")
-        self.c.group_size, self.c.n_groups, self.c.n_roots = group_size, self.c.size // group_size, len(roots)
+        self.c.group_size, self.c.n_groups, self.c.n_roots = (
+            group_size, self.c.size // group_size, len(roots)
+        )
         for i in range(len(roots)):
             self.c.roots[i] = roots[i]
         self.c.collects = True
@@ -274,7 +330,10 @@ cdef void quiet_wake(void *self) noexcept nogil:
 
 
 cdef class QuietEndpoint:
-    """An endpoint without peers: its core sleeps and wakes, and sends nothing. See :mod:`bpsx.transports.base` for the contract."""
+    """An endpoint without peers: its core sleeps and wakes, and sends nothing.
+
+    See :mod:`bpsx.transports.base` for the contract.
+    """
     cdef int wake_fd
     cdef Endpoint table
     cdef readonly str address

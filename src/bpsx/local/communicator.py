@@ -20,24 +20,45 @@ from bpsx.local._machine import Machine
 from bpsx.local.topology import Card, Plan, plan
 
 log = logging.getLogger("bpsx.gpus")
-#: Between two looks at the others' notice boards: nothing tells that something has been written there.
+#: Between two looks at the others' notice boards: nothing tells that something has been written
+#: there.
 _LOOK_AGAIN = 0.005
 
 
 class Meeting(threading.Thread):
-    """Makes the communicator of a machine's GPUs, while the job goes on: its first tensors on a GPU wait for that.
+    """Makes the communicator of a machine's GPUs, while the job goes on: its first tensors on a GPU
+    wait for that.
 
-    Each process writes on its notice board which GPU it has. The root reads all, plans, and writes the plan with NCCL's id. All join; when all have
-    said so, the root begins. ``most``: bytes of a partition; ``gatherings``: how often all workers have joined so far. ``fail`` is called with a
+    Each process writes on its notice board which GPU it has. The root reads all, plans, and writes
+    the plan with NCCL's id. All join; when all have said so, the root begins. ``most``: bytes of a
+    partition; ``gatherings``: how often all workers have joined so far. ``fail`` is called with a
     text if that cannot be, ``done`` when it is.
     """
 
     def __init__(
-        self, config: Config, machine: Machine, gpu: Gpu, most: int, gatherings: int, done: Callable[[], None], fail: Callable[[str], None],
+        self,
+        config: Config,
+        machine: Machine,
+        gpu: Gpu,
+        most: int,
+        gatherings: int,
+        done: Callable[[], None],
+        fail: Callable[[str], None],
     ) -> None:
         super().__init__(name="bpsx-nccl", daemon=True)
-        self._config, self._machine, self._gpu, self._done, self._fail = config, machine, gpu, done, fail
-        self._me, self._size, self._most, self._gatherings = config.local_rank, config.local_size, most, gatherings
+        self._config, self._machine, self._gpu, self._done, self._fail = (
+            config,
+            machine,
+            gpu,
+            done,
+            fail,
+        )
+        self._me, self._size, self._most, self._gatherings = (
+            config.local_rank,
+            config.local_size,
+            most,
+            gatherings,
+        )
         self._notice: dict[str, Any] = {}
         self._stopping = threading.Event()
 
@@ -68,7 +89,13 @@ class Meeting(threading.Thread):
             log.info("%d GPUs, %d of them together: %s", self._size, found.group, found.why)
         agreed = self._read(root, "ids")
         group = int(agreed["group"])
-        self._gpu.join(bytes.fromhex(agreed["ids"][self._me // group]), self._me % group, group, self._most, self._config.nccl_rings)
+        self._gpu.join(
+            bytes.fromhex(agreed["ids"][self._me // group]),
+            self._me % group,
+            group,
+            self._most,
+            self._config.nccl_rings,
+        )
         self._machine.group_gpus(group, list(agreed["roots"]))
         if self._me == root:
             for i in range(self._size - 1):
@@ -78,14 +105,23 @@ class Meeting(threading.Thread):
 
     def _decide(self, notices: Sequence[dict[str, Any]]) -> Plan:
         cards = [Card(n["bus"], n["name"], n["switch"]) for n in notices]
-        return plan(cards, linked([card.bus for card in cards]), self._config.reduce_roots or (), self._config.switch_size, not self._config.servers)
+        return plan(
+            cards,
+            linked([card.bus for card in cards]),
+            self._config.reduce_roots or (),
+            self._config.switch_size,
+            not self._config.servers,
+        )
 
     def _say(self, **words: Any) -> None:
         self._notice.update(words)
         self._machine.put_notice(json.dumps(self._notice).encode())
 
     def _read(self, local_rank: int, word: str) -> dict[str, Any]:
-        """What a process has written, once it has said ``word``. Raises :class:`~bpsx.errors.DeviceError` for what has failed there."""
+        """What a process has written, once it has said ``word``.
+
+        Raises :class:`~bpsx.errors.DeviceError` for what has failed there.
+        """
         while not self._stopping.is_set():
             text = self._machine.notice(local_rank)
             notice: dict[str, Any] = json.loads(text) if text else {}
@@ -93,8 +129,11 @@ class Meeting(threading.Thread):
                 raise DeviceError(f"local rank {local_rank}: {notice['error']}")
             # What is left from a gathering that is over, its control thread is about to take away.
             if notice.get("rests", -1) >= self._gatherings:
-                raise DeviceError(f"local rank {local_rank}: it has called join() before its first tensor on a GPU, and NCCL needs all GPUs of a "
-                                  "machine to begin: use one on each process first")
+                raise DeviceError(
+                    f"local rank {local_rank}: it has called join() before its first tensor on a"
+                    " GPU, and NCCL needs all GPUs of a machine to begin: use one on each process"
+                    " first"
+                )
             if word in notice:
                 return notice
             time.sleep(_LOOK_AGAIN)
@@ -106,23 +145,34 @@ class _StoppedError(Exception):
 
 
 def load_nccl(gpu: Gpu) -> None:
-    """Have NCCL loaded, by CuPy, which brings it. Raises :class:`~bpsx.errors.ConfigError` naming the package that is missing."""
+    """Have NCCL loaded, by CuPy, which brings it.
+
+    Raises :class:`~bpsx.errors.ConfigError` naming the package that is missing.
+    """
     try:
         from cupy.cuda import nccl
     except ImportError as e:
-        raise ConfigError(f"several GPUs on one machine are added by NCCL, which bpsx takes from CuPy ({e}): pip install cupy-cuda13x (or "
-                          "cupy-cuda12x), or set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
+        raise ConfigError(
+            f"several GPUs on one machine are added by NCCL, which bpsx takes from CuPy ({e}): pip"
+            " install cupy-cuda13x (or cupy-cuda12x), or set BPSX_LOCAL_REDUCE=0 to let every"
+            " process speak to the servers itself"
+        ) from e
     log.debug("NCCL %s through CuPy", nccl.get_version())
     gpu.open_nccl()
 
 
 def switch_of(bus: str) -> str:
-    """The PCI bridge above the one that a GPU hangs on, as Linux shows it: what GPUs behind one switch have in common. "": not known."""
+    """The PCI bridge above the one that a GPU hangs on, as Linux shows it: what GPUs behind one
+    switch have in common.
+
+    "": not known.
+    """
     try:
         path = Path(f"/sys/bus/pci/devices/{bus}").resolve(strict=True)
     except OSError:
         return ""
-    # .../root port/switch's upstream port/switch's downstream port/GPU; without a switch, .../root port/GPU
+    # .../root port/switch's upstream port/switch's downstream port/GPU; without a switch,
+    # .../root port/GPU
     return str(path.parents[1]) if len(path.parents) > 3 else ""
 
 
@@ -136,8 +186,12 @@ def linked(buses: Sequence[str]) -> bool | None:
         pynvml.nvmlInit()
         try:
             handles = [pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode()) for bus in buses]
-            return all(pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK
-                       for i, a in enumerate(handles) for b in handles[:i])
+            return all(
+                pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                == pynvml.NVML_P2P_STATUS_OK
+                for i, a in enumerate(handles)
+                for b in handles[:i]
+            )
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as e:

@@ -1,16 +1,20 @@
-# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's table over them (core/gpu/device.pxd). Filled by _cuda.pyx, which opens them.
+# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's table over them
+# (core/gpu/device.pxd). Filled by _cuda.pyx, which opens them.
 #
 # Constants and signatures are those of CUDA's driver API and of NCCL, which both keep stable.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 
-from bpsx.core.gpu.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, REDUCE_SCATTER, REDUCE_TO, Device
+from bpsx.core.gpu.device cimport (
+    ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, REDUCE_SCATTER, REDUCE_TO, Device,
+)
 from bpsx.system.sync cimport atomic_load, atomic_store
 
 cdef extern from *:
     """
-    static inline void *bpsx_take(void **p) { return __atomic_exchange_n(p, NULL, __ATOMIC_SEQ_CST); }
+    static inline void *bpsx_take(void **p) { return __atomic_exchange_n(p, NULL, __ATOMIC_SEQ_CST);
+    }
     """
     void *atomic_take "bpsx_take"(void **p) noexcept nogil     # leaves NULL
 
@@ -71,8 +75,10 @@ cdef struct Driver:             # libcuda.so.1
     int (*host_register)(void *, size_t, unsigned int) noexcept nogil
     int (*host_unregister)(void *) noexcept nogil
     int (*pointer)(void *, int, uintptr_t) noexcept nogil
-    int (*launch)(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, void *, void **,
-                  void **) noexcept nogil
+    int (*launch)(
+        void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
+        unsigned int, void *, void **, void **
+    ) noexcept nogil
 
 cdef struct Nccl:               # libnccl.so.2
     const char *(*error_string)(int) noexcept nogil
@@ -141,7 +147,9 @@ cdef inline int nccl_failed(State *s, const char *what, int rc) noexcept nogil:
 
 
 cdef inline int enter(void *self) noexcept nogil:
-    """Also take this thread out of other threads' capture of a CUDA graph, which asking for an event would break."""
+    """Also take this thread out of other threads' capture of a CUDA graph, which asking for an
+    event would break.
+    """
     cdef State *s = <State *>self
     cdef int mode = RELAXED
     if failed(s, b"cuCtxPushCurrent", s.driver.push(s.context)) != 0:
@@ -157,12 +165,18 @@ cdef inline void leave(void *self, int token) noexcept nogil:
     s.driver.pop(&was)
 
 
-cdef inline int copy(void *self, void *to, const void *source, uint64_t nbytes, void *stream) noexcept nogil:
+cdef inline int copy(
+    void *self, void *to, const void *source, uint64_t nbytes, void *stream
+) noexcept nogil:
     cdef State *s = <State *>self
-    return failed(s, b"cuMemcpyAsync", s.driver.copy(<uintptr_t>to, <uintptr_t>source, nbytes, stream))
+    return failed(
+        s, b"cuMemcpyAsync", s.driver.copy(<uintptr_t>to, <uintptr_t>source, nbytes, stream)
+    )
 
 
-cdef inline int fill(void *self, void *at, unsigned char value, uint64_t nbytes, void *stream) noexcept nogil:
+cdef inline int fill(
+    void *self, void *at, unsigned char value, uint64_t nbytes, void *stream
+) noexcept nogil:
     cdef State *s = <State *>self
     return failed(s, b"cuMemsetD8Async", s.driver.fill(<uintptr_t>at, value, nbytes, stream))
 
@@ -188,7 +202,11 @@ cdef inline int query(void *self, void *event) noexcept nogil:
 cdef inline void *new_event(void *self) noexcept nogil:
     cdef State *s = <State *>self
     cdef void *event = NULL
-    return event if failed(s, b"cuEventCreate", s.driver.event_new(&event, NO_TIMING)) == 0 else NULL
+    return (
+        event
+        if failed(s, b"cuEventCreate", s.driver.event_new(&event, NO_TIMING)) == 0
+        else NULL
+    )
 
 
 cdef inline void drop_event(void *self, void *event) noexcept nogil:
@@ -197,7 +215,8 @@ cdef inline void drop_event(void *self, void *event) noexcept nogil:
 
 cdef inline int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
     cdef State *s = <State *>self
-    # Had a former session left the address registered, copies would go to its pages: so that is an error, too.
+    # Had a former session left the address registered, copies would go to its pages: so that is an
+    # error, too.
     cdef int rc = failed(s, b"cuMemHostRegister", s.driver.host_register(at, nbytes, PORTABLE))
     if rc == 0 and s.n_shared < MOST_SLABS:
         s.shared[s.n_shared] = at
@@ -217,34 +236,60 @@ cdef inline void *host_memory(void *self, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline int collect(
-    void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction, int root, void *stream,
+    void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction,
+    int root, void *stream
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef void *comm = s.comm
     cdef int kind = nccl_type(dtype)
     if what == ALL_REDUCE:
-        return nccl_failed(s, b"ncclAllReduce", s.nccl.all_reduce(send, receive, count, kind, reduction, comm, stream))
+        return nccl_failed(
+            s, b"ncclAllReduce",
+            s.nccl.all_reduce(send, receive, count, kind, reduction, comm, stream)
+        )
     if what == REDUCE_SCATTER:
-        return nccl_failed(s, b"ncclReduceScatter", s.nccl.reduce_scatter(send, receive, count, kind, reduction, comm, stream))
+        return nccl_failed(
+            s, b"ncclReduceScatter",
+            s.nccl.reduce_scatter(send, receive, count, kind, reduction, comm, stream)
+        )
     if what == ALL_GATHER:
-        return nccl_failed(s, b"ncclAllGather", s.nccl.all_gather(send, receive, count, kind, comm, stream))
+        return nccl_failed(
+            s, b"ncclAllGather", s.nccl.all_gather(send, receive, count, kind, comm, stream)
+        )
     if what == REDUCE_TO:
-        return nccl_failed(s, b"ncclReduce", s.nccl.reduce(send, receive, count, kind, reduction, root, comm, stream))
-    return nccl_failed(s, b"ncclBroadcast", s.nccl.broadcast(send, receive, count, kind, root, comm, stream))
+        return nccl_failed(
+            s, b"ncclReduce",
+            s.nccl.reduce(send, receive, count, kind, reduction, root, comm, stream)
+        )
+    return nccl_failed(
+        s, b"ncclBroadcast", s.nccl.broadcast(send, receive, count, kind, root, comm, stream)
+    )
 
 
-cdef inline int divide(void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream) noexcept nogil:
+cdef inline int divide(
+    void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream
+) noexcept nogil:
     cdef State *s = <State *>self
     cdef void *arguments[3]
-    cdef unsigned int blocks = <unsigned int>min((count + s.threads - 1) // max(s.threads, 1), <uint64_t>MOST_BLOCKS)
+    cdef unsigned int blocks = <unsigned int>min(
+        (count + s.threads - 1) // max(s.threads, 1), <uint64_t>MOST_BLOCKS
+    )
     arguments[0], arguments[1], arguments[2] = &at, &count, &divisor
     if s.dividers[dtype] == NULL:
         return failed(s, b"no kernel divides this type of element", NOT_FOUND)
-    return failed(s, b"cuLaunchKernel", s.driver.launch(s.dividers[dtype], blocks, 1, 1, s.threads, 1, 1, 0, stream, arguments, NULL))
+    return failed(
+        s, b"cuLaunchKernel",
+        s.driver.launch(
+            s.dividers[dtype], blocks, 1, 1, s.threads, 1, 1, 0, stream, arguments, NULL
+        )
+    )
 
 
 cdef inline int room(Device *d, uint64_t nbytes) noexcept nogil:
-    """What there was stays until the end: something may be queued with it. It doubles, so that is not much."""
+    """What there was stays until the end: something may be queued with it.
+
+    It doubles, so that is not much.
+    """
     cdef State *s = <State *>d.self
     cdef uintptr_t at = 0
     cdef uint64_t most = max(nbytes, 2 * d.most)
@@ -281,12 +326,15 @@ cdef inline void abort(void *self) noexcept nogil:
         s.nccl.abort(comm)
 
 
-cdef inline int init_with(Nccl *nccl, void **comm, int size, UniqueId one, int rank, int rings) noexcept nogil:
+cdef inline int init_with(
+    Nccl *nccl, void **comm, int size, UniqueId one, int rank, int rings
+) noexcept nogil:
     """ncclCommInitRank for at least so many channels."""
     cdef Options options
     options.size = sizeof(Options)
     options.magic = 0xCAFEBEEF
-    options.version = 21700                     # the NCCL whose ncclConfig_t this is; later ones know it
+    # the NCCL whose ncclConfig_t this is; later ones know it
+    options.version = 21700
     options.blocking = options.cluster = options.most = UNDEFINED
     options.least = rings
     options.net = NULL
@@ -307,7 +355,11 @@ cdef inline int always(void *self, void *event) noexcept nogil:
 
 
 cdef inline int warm(Device *d, int size) noexcept nogil:
-    """Have NCCL make its connections, which the first collective of a kind waits for: now, and not in a driver. 0, or an error."""
+    """Have NCCL make its connections, which the first collective of a kind waits for: now, and not
+    in a driver.
+
+    0, or an error.
+    """
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t count = d.most // size // 4
     cdef int rc = d.collect(d.self, ALL_REDUCE, d.zeros, d.waste, 1, 3, 0, 0, stream)

@@ -1,4 +1,6 @@
-"""Where tensors are: in the host's memory, or on this process's GPU, which is opened when the first tensor on it comes."""
+"""Where tensors are: in the host's memory, or on this process's GPU, which is opened when the first
+tensor on it comes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
     from bpsx.local.communicator import Meeting
 
-#: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for nothing.
+#: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for
+#: nothing.
 _BATCH = 50 << 20
 #: Collectives that go together at most, with servers and without.
 _GROUP, _GROUP_ALONE = 4, 64
@@ -59,29 +62,44 @@ class Devices:
     """The GPU of a session. Thread-safe."""
 
     def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
-        """``fail``: a method of the session, called with a text, on another thread, when the GPUs of this machine do not come together."""
+        """``fail``: a method of the session, called with a text, on another thread, when the GPUs
+        of this machine do not come together.
+        """
         self._config, self._near = config, near
-        self._session_fails = weakref.WeakMethod(fail)      # the session has this object: a closed one shall be freed at once
-        self.core: Core         # set once there is one
+        # the session has this object: a closed one shall be freed at once
+        self._session_fails = weakref.WeakMethod(fail)
+        self.core: Core  # set once there is one
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
         self._meeting: Meeting | None = None
         self._closed = False
-        self._gatherings = 0    # how often all workers have joined
+        self._gatherings = 0  # how often all workers have joined
 
     def place(self, name: str, source: View, target: View) -> OnGpu | None:
-        """Where a tensor is: None for the host's memory. Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU."""
+        """Where a tensor is: None for the host's memory.
+
+        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU.
+        """
         if source.gpu < 0 and target.gpu < 0:
             return None
         if source.gpu != target.gpu or source.streams is None:
-            where = ["the host's memory" if gpu < 0 else f"GPU {gpu}" for gpu in (source.gpu, target.gpu)]
-            raise ConfigError(f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike")
+            where = [
+                "the host's memory" if gpu < 0 else f"GPU {gpu}" for gpu in (source.gpu, target.gpu)
+            ]
+            raise ConfigError(
+                f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike"
+            )
         return self.place_on(name, source.gpu, source.streams)
 
-    def place_on(self, name: str, ordinal: int, streams: Streams, stream: int | None = None) -> OnGpu:
-        """Where tensors on a GPU are, of which ``name`` is the first. ``stream``: what makes them; None: the current one at the time.
+    def place_on(
+        self, name: str, ordinal: int, streams: Streams, stream: int | None = None
+    ) -> OnGpu:
+        """Where tensors on a GPU are, of which ``name`` is the first.
 
-        Raises :class:`~bpsx.errors.ConfigError` if it is a second GPU, and if the stream cannot tell.
+        ``stream``: what makes them; None: the current one at the time.
+
+        Raises :class:`~bpsx.errors.ConfigError` if it is a second GPU, and if the stream cannot
+        tell.
         """
         gpu = self._gpu
         if gpu is None or gpu.ordinal != ordinal:
@@ -94,9 +112,17 @@ class Devices:
         return self._config.partition_bytes if self._config.servers else _BATCH
 
     def check_average(self, name: str, dtype: int, divisor: int, on: OnGpu | None) -> None:
-        """See to it that sums of integers can be divided, also where NCCL makes them. Raises :class:`~bpsx.errors.ConfigError`."""
+        """See to it that sums of integers can be divided, also where NCCL makes them.
+
+        Raises :class:`~bpsx.errors.ConfigError`.
+        """
         self._near.check_average(name, dtype, divisor, on is not None)
-        if on is None or self._config.servers or not self._config.distributed or on.gpu.divides(dtype):
+        if (
+            on is None
+            or self._config.servers
+            or not self._config.distributed
+            or on.gpu.divides(dtype)
+        ):
             return
         try:
             from bpsx.kernels.cuda.device import THREADS
@@ -105,27 +131,41 @@ class Devices:
             with on.gpu:
                 kernel = divider(BY_CODE[dtype].name).handle()
         except Exception as e:
-            raise ConfigError(f"{name!r}: averages of integers on GPUs of one machine need a kernel, which cannot be built: {type(e).__name__}: {e}. "
-                              "Install numba-cuda (pip install 'bpsx[cuda]'; versions that work together: docs/versions.md), or push floats") from e
+            raise ConfigError(
+                f"{name!r}: averages of integers on GPUs of one machine need a kernel, which cannot"
+                f" be built: {type(e).__name__}: {e}. Install numba-cuda (pip install 'bpsx[cuda]';"
+                " versions that work together: docs/versions.md), or push floats"
+            ) from e
         with on.gpu:
             on.gpu.take_divider(dtype, kernel, THREADS)
 
     def copy(self, name: str, source: View, target: View) -> None:
-        """Queue a copy from one place on the GPU to another on the current stream. Raises as :meth:`place`, and for other lengths."""
+        """Queue a copy from one place on the GPU to another on the current stream.
+
+        Raises as :meth:`place`, and for other lengths.
+        """
         place = self.place(name, source, target)
         if place is None or source.nbytes != target.nbytes or source.shape != target.shape:
-            raise ConfigError(f"{name!r}: input is {source.shape}, output {target.shape}, both on a GPU: must be alike")
+            raise ConfigError(
+                f"{name!r}: input is {source.shape}, output {target.shape}, both on a GPU: must be"
+                " alike"
+            )
         if source.address != target.address and source.nbytes:
             place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
 
     def rest(self, joined: bool) -> None:
-        """This process has called join(), or takes part again: its machine is told. NCCL needs all GPUs of a machine once, to come together: who
-        waits for this one's, which has never been used, is told that too."""
+        """This process has called join(), or takes part again: its machine is told.
+
+        NCCL needs all GPUs of a machine once, to come together: who waits for this one's, which has
+        never been used, is told that too.
+        """
         self._near.rest(joined, self.core.look)
         with self._lock:
             self._gatherings += not joined
             if self._gpu is None and self._near.machine is not None:
-                self._near.machine.put_notice(json.dumps({"rests": self._gatherings} if joined else {}).encode())
+                self._near.machine.put_notice(
+                    json.dumps({"rests": self._gatherings} if joined else {}).encode()
+                )
 
     def _open(self, name: str, ordinal: int) -> Gpu:
         from bpsx.local._cuda import Gpu
@@ -133,16 +173,30 @@ class Devices:
 
         with self._lock:
             if self._gpu is not None and self._gpu.ordinal != ordinal:
-                raise ConfigError(f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU {self._gpu.ordinal}: a process has one "
-                                  "GPU; start one process for each (BYTEPS_LOCAL_SIZE)")
+                raise ConfigError(
+                    f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU"
+                    f" {self._gpu.ordinal}: a process has one GPU; start one process for each"
+                    " (BYTEPS_LOCAL_SIZE)"
+                )
             if self._closed:
                 raise ConfigError(f"{name!r}: bpsx was shut down")
             if self._gpu is None:
                 gpu = Gpu(ordinal)
-                self.core.open_gpu(gpu, self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE))
+                self.core.open_gpu(
+                    gpu,
+                    self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE),
+                )
                 if self._near.machine is not None:
                     most = most_bytes(self._config.partition_bytes, compressed=True)
-                    self._meeting = Meeting(self._config, self._near.machine, gpu, most, self._gatherings, self.core.look, self._fail)
+                    self._meeting = Meeting(
+                        self._config,
+                        self._near.machine,
+                        gpu,
+                        most,
+                        self._gatherings,
+                        self.core.look,
+                        self._fail,
+                    )
                     self._meeting.start()
                 self._gpu = gpu
             return self._gpu
@@ -158,6 +212,7 @@ class Devices:
             self._closed = True
         if self._meeting is not None:
             self._meeting.stop()
-            self._meeting.join(1.0)     # NCCL may wait in it for somebody who is dead: it is a daemon
+            # NCCL may wait in it for somebody who is dead: it is a daemon
+            self._meeting.join(1.0)
         if self._gpu is not None and (self._meeting is None or not self._meeting.is_alive()):
             self._gpu.close()

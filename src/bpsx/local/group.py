@@ -1,4 +1,6 @@
-"""A worker process among the others of its machine: what it is to them, and what it hears about them."""
+"""A worker process among the others of its machine: what it is to them, and what it hears about
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,23 @@ from bpsx.transports.base import Endpoint
 
 
 class Neighbourhood:
-    """With ``BYTEPS_LOCAL_SIZE`` > 1 the processes of a machine sum among themselves first, and the largest local rank speaks for all; else
-    everybody speaks for himself and there is no :attr:`machine`. :meth:`hear` is the control thread's; the rest is called by one thread."""
+    """With ``BYTEPS_LOCAL_SIZE`` > 1 the processes of a machine sum among themselves first, and the
+    largest local rank speaks for all; else everybody speaks for himself and there is no
+    :attr:`machine`.
+
+    :meth:`hear` is the control thread's; the rest is called by one thread.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.place = Place.DIRECT
         self.machine: Machine | None = None
         if config.shares_machine:
-            root, member = (Place.ROOT, Place.MEMBER) if config.servers else (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+            root, member = (
+                (Place.ROOT, Place.MEMBER)
+                if config.servers
+                else (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+            )
             self.place = root if config.local_rank == config.local_size - 1 else member
 
     @property
@@ -40,31 +50,60 @@ class Neighbourhood:
         return int(self._config.rank if self.place is Place.DIRECT else self._config.worker_id or 0)
 
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
-        """Compile what the machine's root adds with while the others are still coming: see :func:`bpsx.kernels.loading`."""
+        """Compile what the machine's root adds with while the others are still coming: see
+        :func:`bpsx.kernels.loading`.
+        """
         if self.place in (Place.DIRECT, Place.MEMBER, Place.ONLY_MEMBER):
             return contextlib.nullcontext()
         return loading(BY_NAME["float32"].code)
 
     def open_endpoint(self) -> Endpoint | QuietEndpoint:
-        """What this process sleeps on, and sends by if it speaks to servers. Raises :class:`~bpsx.errors.TransportError`."""
-        return QuietEndpoint() if self.place in (Place.MEMBER, Place.ONLY_MEMBER) else open_endpoint(self._config)
+        """What this process sleeps on, and sends by if it speaks to servers.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
+        return (
+            QuietEndpoint()
+            if self.place in (Place.MEMBER, Place.ONLY_MEMBER)
+            else open_endpoint(self._config)
+        )
 
     def meet(self, job: int, wake: int, look: Callable[[], None]) -> None:
-        """Come together with the machine's other processes, if there are any: see :func:`bpsx.local.handshake.meet`."""
+        """Come together with the machine's other processes, if there are any: see
+        :func:`bpsx.local.handshake.meet`.
+        """
         if self.place is not Place.DIRECT:
             self.machine = meet(self._config, job, wake, not self._config.servers, look)
 
     def check_average(self, name: str, dtype: int, divisor: int, on_gpu: bool) -> None:
         """Refuse averages that would be wrong. Raises :class:`~bpsx.errors.ConfigError`."""
-        if on_gpu and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER) and divisor > 1 and BY_CODE[dtype].itemsize == 1:
-            raise ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged on GPUs: NCCL's sum would wrap first; sum it (average=False) or "
-                              "use a wider type")
-        if self.place is not Place.DIRECT and self._config.servers and divisor > 1 and BY_CODE[dtype].itemsize == 1:
-            raise ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
-                              "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")
+        if (
+            on_gpu
+            and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+            and divisor > 1
+            and BY_CODE[dtype].itemsize == 1
+        ):
+            raise ConfigError(
+                f"{name!r}: {BY_CODE[dtype].name} cannot be averaged on GPUs: NCCL's sum would wrap"
+                " first; sum it (average=False) or use a wider type"
+            )
+        if (
+            self.place is not Place.DIRECT
+            and self._config.servers
+            and divisor > 1
+            and BY_CODE[dtype].itemsize == 1
+        ):
+            raise ConfigError(
+                f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several"
+                " processes: their sums would wrap first; sum it (average=False), use a wider"
+                " type, or set BPSX_LOCAL_REDUCE=0"
+            )
 
     def hear(self, message: dict[str, Any]) -> bool:
-        """Something about this machine's processes: LEFT, JOINED, CLEAR; whether it was that. The core has to look around then."""
+        """Something about this machine's processes: LEFT, JOINED, CLEAR; whether it was that.
+
+        The core has to look around then.
+        """
         kind, machine = message["type"], self.machine
         if machine is None or kind not in ("LEFT", "JOINED", "CLEAR"):
             return False
@@ -76,7 +115,11 @@ class Neighbourhood:
         return True
 
     def rest(self, on: bool, look: Callable[[], None]) -> None:
-        """This process joins, or is back. A root hears so from the scheduler, in order with what it hears of the others. ``look``: the core's."""
+        """This process joins, or is back.
+
+        A root hears so from the scheduler, in order with what it hears of the others. ``look``: the
+        core's.
+        """
         if self.machine is not None and self.place in (Place.MEMBER, Place.ONLY_MEMBER):
             self.machine.rest(on)
             look()

@@ -1,7 +1,8 @@
-"""How the processes of a machine find each other: each hands the root its memory and its wake-up descriptor, the root hands all to all.
+"""How the processes of a machine find each other: each hands the root its memory and its wake-up
+descriptor, the root hands all to all.
 
-They meet at a Unix socket in the user's private folder, named after the job's random number and the machine. The root removes it as soon
-as everybody is there.
+They meet at a Unix socket in the user's private folder, named after the job's random number and the
+machine. The root removes it as soon as everybody is there.
 """
 
 from __future__ import annotations
@@ -22,22 +23,33 @@ from bpsx.local._machine import Machine
 
 _GREETING = struct.Struct("=8sII")
 _MAGIC = b"bpsx-2\0\0"
-_SLICE = 0.1        # how long one wait lasts before `look` is called again
+_SLICE = 0.1  # how long one wait lasts before `look` is called again
 _UCRED = struct.Struct("3i")
-#: Seconds after which a socket that nobody listens on was left behind: a younger one may be about to be listened on.
+#: Seconds after which a socket that nobody listens on was left behind: a younger one may be about
+#: to be listened on.
 _YOUNG = 60.0
 
 
 def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
-    """Come together with the other processes of this machine; returns the :class:`Machine` with all of them mapped.
+    """Come together with the other processes of this machine; returns the :class:`Machine` with all
+    of them mapped.
 
-    ``wake``: descriptor that ends this process's sleep. ``look`` is called every moment, and may raise to give up. Raises
-    :class:`~bpsx.errors.RendezvousError` naming the local ranks that did not come, :class:`~bpsx.errors.ConfigError`.
+    ``wake``: descriptor that ends this process's sleep. ``look`` is called every moment, and may
+    raise to give up. Raises :class:`~bpsx.errors.RendezvousError` naming the local ranks that did
+    not come, :class:`~bpsx.errors.ConfigError`.
     """
     size, me = config.local_size, config.local_rank
-    # All have the same tensors: together their shares cannot be more than the machine's memory. Twice that is address space only.
+    # All have the same tensors: together their shares cannot be more than the machine's memory.
+    # Twice that is address space only.
     room = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size
-    machine = Machine(size=size, me=me, first_rank=(config.worker_id or 0) * size, alone=alone, name=f"bpsx-{os.getuid()}-{job:x}-{me}", room=room)
+    machine = Machine(
+        size=size,
+        me=me,
+        first_rank=(config.worker_id or 0) * size,
+        alone=alone,
+        name=f"bpsx-{os.getuid()}-{job:x}-{me}",
+        room=room,
+    )
     digest = hashlib.sha256(f"{job} {config.worker_id or 0}".encode()).hexdigest()[:20]
     path = runtime_dir() / f"job-{digest}.sock"
     end = time.monotonic() + config.rendezvous_timeout
@@ -45,12 +57,20 @@ def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], No
         (_host if me == size - 1 else _visit)(machine, path, size, me, wake, end, look)
     except BaseException:
         machine.close()
-        path.unlink(missing_ok=True)        # a root that was killed leaves it
+        path.unlink(missing_ok=True)  # a root that was killed leaves it
         raise
     return machine
 
 
-def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: float, look: Callable[[], None]) -> None:
+def _host(
+    machine: Machine,
+    path: Path,
+    size: int,
+    me: int,
+    wake: int,
+    end: float,
+    look: Callable[[], None],
+) -> None:
     """The root's part: gather everybody's descriptors, then hand them out."""
     guests: dict[int, tuple[socket.socket, int, int]] = {}
     with _listening(path) as listener, contextlib.ExitStack() as stack:
@@ -58,8 +78,11 @@ def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: floa
             look()
             if time.monotonic() >= end:
                 missing = ", ".join(str(i) for i in range(size - 1) if i not in guests)
-                raise RendezvousError(f"local rank {missing} did not come to {path}: do all processes with this DMLC_WORKER_ID run on one machine, "
-                                      "as one user, with the same BYTEPS_SOCKET_PATH?")
+                raise RendezvousError(
+                    f"local rank {missing} did not come to {path}: do all processes with this"
+                    " DMLC_WORKER_ID run on one machine, as one user, with the same"
+                    " BYTEPS_SOCKET_PATH?"
+                )
             try:
                 guest, _ = listener.accept()
             except TimeoutError:
@@ -67,9 +90,14 @@ def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: floa
             stack.enter_context(guest)
             rank, descriptors = _receive(guest, size, end, look)
             if rank in guests or rank == me:
-                raise RendezvousError(f"two processes have BYTEPS_LOCAL_RANK={rank} on this machine")
+                raise RendezvousError(
+                    f"two processes have BYTEPS_LOCAL_RANK={rank} on this machine"
+                )
             guests[rank] = (guest, *descriptors)
-        everybody = {**{r: (segment, bell) for r, (_, segment, bell) in guests.items()}, me: (machine.descriptor, wake)}
+        everybody = {
+            **{r: (segment, bell) for r, (_, segment, bell) in guests.items()},
+            me: (machine.descriptor, wake),
+        }
         for rank, (guest, *_) in guests.items():
             for other, descriptors in everybody.items():
                 if other != rank:
@@ -79,9 +107,20 @@ def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: floa
             os.close(segment)
 
 
-def _visit(machine: Machine, path: Path, size: int, me: int, wake: int, end: float, look: Callable[[], None]) -> None:
+def _visit(
+    machine: Machine,
+    path: Path,
+    size: int,
+    me: int,
+    wake: int,
+    end: float,
+    look: Callable[[], None],
+) -> None:
     """The others' part."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link, _address(path) as address:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link,
+        _address(path) as address,
+    ):
         link.settimeout(_SLICE)
         while True:
             look()
@@ -92,9 +131,13 @@ def _visit(machine: Machine, path: Path, size: int, me: int, wake: int, end: flo
                 if e.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
                     raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot reach {path}: {e}") from e
                 if time.monotonic() >= end:
-                    raise RendezvousError(f"local rank {size - 1} is not at {path}: do all processes with this DMLC_WORKER_ID run on one "
-                                          "machine, as one user, with the same BYTEPS_SOCKET_PATH?") from e
-            time.sleep(0.01)        # no event tells that a socket has appeared; the root is a moment away
+                    raise RendezvousError(
+                        f"local rank {size - 1} is not at {path}: do all processes with this"
+                        " DMLC_WORKER_ID run on one machine, as one user, with the same"
+                        " BYTEPS_SOCKET_PATH?"
+                    ) from e
+            # no event tells that a socket has appeared; the root is a moment away
+            time.sleep(0.01)
         _send(link, me, size, (machine.descriptor, wake), end, look)
         for _ in range(size - 1):
             rank, (segment, bell) = _receive(link, size, end, look)
@@ -104,7 +147,9 @@ def _visit(machine: Machine, path: Path, size: int, me: int, wake: int, end: flo
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """``path`` as a socket's address, which has 107 bytes at most: through a descriptor of its folder."""
+    """``path`` as a socket's address, which has 107 bytes at most: through a descriptor of its
+    folder.
+    """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -114,8 +159,14 @@ def _address(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at ``path``, which is gone afterwards. What a killed job with this very number left is replaced."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener, _address(path) as address:
+    """A listening socket at ``path``, which is gone afterwards.
+
+    What a killed job with this very number left is replaced.
+    """
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
+        _address(path) as address,
+    ):
         path.unlink(missing_ok=True)
         _sweep(path.parent)
         try:
@@ -139,25 +190,39 @@ def _sweep(folder: Path) -> None:
                     path.unlink()
 
 
-def _send(link: socket.socket, rank: int, size: int, descriptors: tuple[int, int], end: float, look: Callable[[], None]) -> None:
+def _send(
+    link: socket.socket,
+    rank: int,
+    size: int,
+    descriptors: tuple[int, int],
+    end: float,
+    look: Callable[[], None],
+) -> None:
     link.settimeout(10)
     while True:
         try:
             socket.send_fds(link, [_GREETING.pack(_MAGIC, rank, size)], list(descriptors))
             return
         except OSError as e:
-            # A user may have as many descriptors on their way as a process may have open ones: on large machines the others must read first.
+            # A user may have as many descriptors on their way as a process may have open ones: on
+            # large machines the others must read first.
             if e.errno != errno.ETOOMANYREFS or time.monotonic() >= end:
-                raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+                raise RendezvousError(
+                    f"a process of this machine left while the job was coming together: {e}"
+                ) from e
         look()
         time.sleep(_SLICE)
 
 
-def _receive(link: socket.socket, size: int, end: float, look: Callable[[], None]) -> tuple[int, tuple[int, int]]:
+def _receive(
+    link: socket.socket, size: int, end: float, look: Callable[[], None]
+) -> tuple[int, tuple[int, int]]:
     """Who is there, with memory and wake-up descriptor. Raises :class:`RendezvousError`."""
     _, uid, _ = _UCRED.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (os.getuid(), 0):
-        raise RendezvousError(f"a process of user {uid} came to the meeting of user {os.getuid()}'s job")
+        raise RendezvousError(
+            f"a process of user {uid} came to the meeting of user {os.getuid()}'s job"
+        )
     link.settimeout(_SLICE)
     while True:
         look()
@@ -168,13 +233,20 @@ def _receive(link: socket.socket, size: int, end: float, look: Callable[[], None
             if time.monotonic() >= end:
                 raise RendezvousError("a process of this machine came and said nothing") from None
         except OSError as e:
-            raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+            raise RendezvousError(
+                f"a process of this machine left while the job was coming together: {e}"
+            ) from e
     if len(data) != _GREETING.size or len(found) != 2:
         for descriptor in found:
             os.close(descriptor)
-        raise RendezvousError("a process of this machine left while the job was coming together" if not data else
-                              "a stranger came to the meeting of this machine's processes")
+        raise RendezvousError(
+            "a process of this machine left while the job was coming together"
+            if not data
+            else "a stranger came to the meeting of this machine's processes"
+        )
     magic, rank, theirs = _GREETING.unpack(data)
     if magic != _MAGIC or theirs != size or not 0 <= rank < size:
-        raise RendezvousError(f"local rank {rank} says BYTEPS_LOCAL_SIZE={theirs}, here it is {size}")
+        raise RendezvousError(
+            f"local rank {rank} says BYTEPS_LOCAL_SIZE={theirs}, here it is {size}"
+        )
     return rank, (found[0], found[1])

@@ -1,4 +1,7 @@
-"""Which GPUs of a machine reduce together, and which of them copy what to the host. Pure: it is told what there is."""
+"""Which GPUs of a machine reduce together, and which of them copy what to the host.
+
+Pure: it is told what there is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from bpsx.errors import ConfigError
 
 
 class Card(NamedTuple):
-    """A GPU as its process sees it: PCI address, model, and the PCI bridge that it shares with its nearest neighbours ("": not known)."""
+    """A GPU as its process sees it: PCI address, model, and the PCI bridge that it shares with its
+    nearest neighbours ("": not known).
+    """
 
     bus: str
     name: str
@@ -17,19 +22,32 @@ class Card(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``group``: so many neighbouring local ranks reduce among themselves, and the CPU adds the groups' sums. ``roots``: local ranks to which is
-    reduced, by turns; none: each of a group copies a part. ``why``: for the log."""
+    """``group``: so many neighbouring local ranks reduce among themselves, and the CPU adds the
+    groups' sums.
+
+    ``roots``: local ranks to which is reduced, by turns; none: each of a group copies a part.
+    ``why``: for the log.
+    """
 
     group: int
     roots: tuple[int, ...]
     why: str
 
 
-def plan(cards: Sequence[Card], linked: bool | None, roots: Sequence[int] = (), switch_size: int | None = None, alone: bool = False) -> Plan:
-    """What to do with these GPUs, by local rank. ``linked``: whether NVLink joins all of them, None if nobody knows. ``alone``: there are no servers,
-    and so nothing is copied to the host.
+def plan(
+    cards: Sequence[Card],
+    linked: bool | None,
+    roots: Sequence[int] = (),
+    switch_size: int | None = None,
+    alone: bool = False,
+) -> Plan:
+    """What to do with these GPUs, by local rank.
 
-    Raises :class:`~bpsx.errors.ConfigError` if two processes have one GPU, or if ``switch_size`` is no divisor of their number.
+    ``linked``: whether NVLink joins all of them, None if nobody knows. ``alone``: there are no
+    servers, and so nothing is copied to the host.
+
+    Raises :class:`~bpsx.errors.ConfigError` if two processes have one GPU, or if ``switch_size`` is
+    no divisor of their number.
     """
     size = len(cards)
     _check_cards(cards)
@@ -39,14 +57,19 @@ def plan(cards: Sequence[Card], linked: bool | None, roots: Sequence[int] = (), 
         return Plan(size, tuple(roots), "BYTEPS_REDUCE_ROOTS")
     if switch_size is not None:
         if size % switch_size:
-            raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE={switch_size}: must be a divisor of the {size} GPUs of this machine")
+            raise ConfigError(
+                f"BYTEPS_PCIE_SWITCH_SIZE={switch_size}: must be a divisor of the {size} GPUs of"
+                " this machine"
+            )
         return Plan(switch_size, (), "BYTEPS_PCIE_SWITCH_SIZE")
     if linked:
         return Plan(size, (), "NVLink joins all")
     found = _by_switch([card.switch for card in cards])
     if linked is None or found is None:
         return Plan(size, (), "what joins them is not known")
-    return Plan(found, (), "one PCIe switch" if found == size else "no NVLink, and several PCIe switches")
+    return Plan(
+        found, (), "one PCIe switch" if found == size else "no NVLink, and several PCIe switches"
+    )
 
 
 def _check_cards(cards: Sequence[Card]) -> None:
@@ -54,16 +77,21 @@ def _check_cards(cards: Sequence[Card]) -> None:
     for local_rank, card in enumerate(cards):
         other = seen.setdefault(card.bus, local_rank)
         if other != local_rank:
-            raise ConfigError(f"local ranks {other} and {local_rank} use one GPU ({card.name} at {card.bus}): each process needs its own, as with "
-                              "torch.cuda.set_device(bps.local_rank()) or CUDA_VISIBLE_DEVICES; or set BPSX_LOCAL_REDUCE=0")
+            raise ConfigError(
+                f"local ranks {other} and {local_rank} use one GPU ({card.name} at {card.bus}):"
+                " each process needs its own, as with torch.cuda.set_device(bps.local_rank()) or"
+                " CUDA_VISIBLE_DEVICES; or set BPSX_LOCAL_REDUCE=0"
+            )
 
 
 def _by_switch(switches: Sequence[str]) -> int | None:
-    """How many neighbours share a switch each, if all switches have as many; None if it is not known or not so."""
+    """How many neighbours share a switch each, if all switches have as many; None if it is not
+    known or not so.
+    """
     if not all(switches):
         return None
     size = switches.count(switches[0])
     if len(switches) % size or len(set(switches)) != len(switches) // size:
         return None
-    groups = [switches[i:i + size] for i in range(0, len(switches), size)]
+    groups = [switches[i : i + size] for i in range(0, len(switches), size)]
     return size if all(len(set(group)) == 1 for group in groups) else None

@@ -1,4 +1,5 @@
-"""bpsx for MXNet: ``import bpsx.mxnet as bps``, before MXNet itself, which then works with today's NumPy.
+"""bpsx for MXNet: ``import bpsx.mxnet as bps``, before MXNet itself, which then works with today's
+NumPy.
 
 BytePS's names and arguments: a script for ``byteps.mxnet`` runs with the import changed.
 """
@@ -13,7 +14,9 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "mxnet":
         raise
-    raise ImportError("bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1", name="mxnet") from None
+    raise ImportError(
+        "bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1", name="mxnet"
+    ) from None
 
 from bpsx.mxnet import op_library as _op_library  # noqa: E402
 from bpsx.mxnet import shutdown as _shutdown  # noqa: E402
@@ -41,9 +44,25 @@ from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.mxnet.trainer import DistributedTrainer, broadcast_optimizer_state  # noqa: E402
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "DistributedTrainer", "UnsupportedTensor", "barrier", "broadcast_optimizer_state", "broadcast_parameters",
-    "byteps_declare_tensor", "byteps_push_pull", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "rank", "resume", "shutdown",
-    "size", "suspend",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "UnsupportedTensor",
+    "barrier",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_declare_tensor",
+    "byteps_push_pull",
+    "get_pushpull_speed",
+    "init",
+    "join",
+    "local_rank",
+    "local_size",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
 ]
 
 

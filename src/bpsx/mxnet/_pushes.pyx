@@ -6,7 +6,10 @@ from libc.stdlib cimport calloc, free, malloc
 
 from bpsx.plugin.adapter cimport Handle
 from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit
-from bpsx.plugin.async_op cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
+from bpsx.plugin.async_op cimport (
+    ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call,
+    room_for_dims,
+)
 from bpsx.system.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 
 import _thread
@@ -16,34 +19,41 @@ import sys
 from bpsx.plugin import adapter
 from bpsx.errors import BpsxError
 
-BEHIND = ("an earlier exchange under this name did not begin on this worker, as its own error says: from then on this worker's arrays would be added to "
-          "those of other steps of the others. End this worker, or have all leave the job and join another one")
+BEHIND = (
+    "an earlier exchange under this name did not begin on this worker, as its own error says: "
+    "from then on this worker's arrays would be added to those of other steps of the others. End "
+    "this worker, or have all leave the job and join another one"
+)
 
 cdef enum:
     CPU = 1                     # of Context.kind
     KEPT = 64
-    ASYNCHRONOUS = 4            # the engine is told when the operation is over, and keeps no thread for it
+    # the engine is told when the operation is over, and keeps no thread for it
+    ASYNCHRONOUS = 4
 
 cdef struct Context:            # where an operation runs
     int kind
     int index
 
-cdef struct Told:               # mxnet::Engine's CallbackOnComplete: whom to tell that an operation is over. No error: NULL
+# mxnet::Engine's CallbackOnComplete: whom to tell that an operation is over. No error: NULL
+cdef struct Told:
     void (*function)(void *engine, void *operation, const void *error) noexcept nogil
     void *engine
     void *operation
 
-cdef struct Error:              # std::runtime_error, of which MXNet's dmlc::Error has nothing but the name
+# std::runtime_error, of which MXNet's dmlc::Error has nothing but the name
+cdef struct Error:
     void *parts[2]
 
-# The operations of one name, which the core has to get in the order in which the engine has got them: that is not the one in which their arrays are
-# complete. Guarded by `pushed`.
+# The operations of one name, which the core has to get in the order in which the engine has got
+# them: that is not the one in which their arrays are complete. Guarded by `pushed`.
 cdef struct Turn:
     int64_t given               # so many the engine has got
     int64_t due                 # so many the core has got
     Push *early                 # those whose arrays are there, and others' before are not
     bint taken                  # somebody gives them to the core
-    int64_t gap_job             # in that job one did not begin: all after it would be added to other steps' of the others
+    # in that job one did not begin: all after it would be added to other steps' of the others
+    int64_t gap_job
     int64_t gap                 # ... the first one's number
 
 cdef struct Push:
@@ -58,7 +68,8 @@ cdef struct Push:
     int64_t number              # among those of its name
     Push *next_early
 
-cdef struct Ticket:             # what the engine has, and throws away when it is done with the operation, executed or not
+# what the engine has, and throws away when it is done with the operation, executed or not
+cdef struct Ticket:
     Push *push                  # NULL: it has been executed
 
 # MXNet's C API, and two functions of C++'s library; by the names in op_library.py.
@@ -70,8 +81,11 @@ cdef struct Api:
     int (*shape)(void *array, int *n_dims, const int64_t **dims) noexcept nogil
     int (*dtype)(void *array, int *dtype) noexcept nogil
     void (*reorder)(void *array) noexcept nogil
-    int (*push)(void (*run)(void *where, void *done, void *parameter) noexcept nogil, void *parameter, void *deleter, Context *context, void **read,
-                int n_read, void **written, int n_written, int *kind, int priority, const char *name, bint waits) noexcept nogil
+    int (*push)(
+        void (*run)(void *where, void *done, void *parameter) noexcept nogil, void *parameter,
+        void *deleter, Context *context, void **read, int n_read, void **written, int n_written,
+        int *kind, int priority, const char *name, bint waits
+    ) noexcept nogil
     const char *(*last_error)() noexcept nogil
     void (*make_error)(Error *where, const char *text) noexcept nogil
     void (*drop_error)(Error *where) noexcept nogil
@@ -80,8 +94,8 @@ cdef struct Pushed:             # operations that the engine has been given
     Monitor monitor
     int64_t pending             # those that are not over
     int64_t job                 # counts them, from 1
-    # Arrays of operations that have failed in this job, the first ones, and of the first that it has not executed: the engine knows whether anybody
-    # has been told.
+    # Arrays of operations that have failed in this job, the first ones, and of the first that it
+    # has not executed: the engine knows whether anybody has been told.
     void *failed[KEPT]
     int n_failed
     void *left_out
@@ -95,7 +109,9 @@ cdef Pushed pushed
 cdef Caller of_engine
 if monitor_init(&pushed.monitor) != 0:
     raise MemoryError("cannot create a mutex")
-of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leave = plan_of, fail, settle, keep_array, leave_array
+of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leave = (
+    plan_of, fail, settle, keep_array, leave_array
+)
 
 
 # By thread: what a handler of signals has raised while a fork waited.
@@ -104,8 +120,11 @@ cdef dict interrupted = {}
 
 def load(found) -> None:
     """Use these addresses, by the names of :class:`Api`."""
-    cdef uintptr_t copy = found["copy"], free_ = found["free"], wait_ = found["wait"], data = found["data"], shape = found["shape"], dtype = found["dtype"]
-    cdef uintptr_t reorder = found["reorder"], push_ = found["push"], last_error = found["last_error"]
+    cdef uintptr_t copy = found["copy"], free_ = found["free"], wait_ = found["wait"]
+    cdef uintptr_t data = found["data"], shape = found["shape"], dtype = found["dtype"]
+    cdef uintptr_t reorder = found["reorder"], push_ = found["push"], last_error = found[
+        "last_error"
+    ]
     cdef uintptr_t make_error = found["make_error"], drop_error = found["drop_error"]
     api.copy = <int (*)(void *, void **) noexcept nogil>copy
     api.free = <int (*)(void *) noexcept nogil>free_
@@ -114,8 +133,10 @@ def load(found) -> None:
     api.shape = <int (*)(void *, int *, const int64_t **) noexcept nogil>shape
     api.dtype = <int (*)(void *, int *) noexcept nogil>dtype
     api.reorder = <void (*)(void *) noexcept nogil>reorder
-    api.push = <int (*)(void (*)(void *, void *, void *) noexcept nogil, void *, void *, Context *, void **, int, void **, int, int *, int,
-                        const char *, bint) noexcept nogil>push_
+    api.push = <int (*)(
+        void (*)(void *, void *, void *) noexcept nogil, void *, void *, Context *, void **, int,
+        void **, int, int *, int, const char *, bint
+    ) noexcept nogil>push_
     api.last_error = <const char *(*)() noexcept nogil>last_error
     api.make_error = <void (*)(Error *, const char *) noexcept nogil>make_error
     api.drop_error = <void (*)(Error *) noexcept nogil>drop_error
@@ -148,22 +169,29 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
     with nogil:
         status = api.copy(<void *>array, &made.array)
         if status == 0:
-            # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in the engine's thread, for the engine.
+            # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in
+            # the engine's thread, for the engine.
             api.reorder(made.array)
             lock(&pushed.monitor)
             pushed.pending += 1
             made.number = made.turn.given
             made.turn.given += 1
             unlock(&pushed.monitor)
-            given = True        # from here on it is the engine's, which throws the ticket away whatever happens
+            # from here on it is the engine's, which throws the ticket away whatever happens
+            given = True
             array_ = made.array
-            status = api.push(run, ticket, <void *>thrown_away, &context, NULL, 0, &array_, 1, &kind, priority, b"bpsx", False)
+            status = api.push(
+                run, ticket, <void *>thrown_away, &context, NULL, 0, &array_, 1, &kind, priority,
+                b"bpsx", False
+            )
     if not given:
         Py_DECREF(plan)
         free_call(&made.call)
         free(ticket)
     if status != 0:
-        raise BpsxError(f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}")
+        raise BpsxError(
+            f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}"
+        )
 
 
 def begin_job() -> None:
@@ -210,7 +238,9 @@ def is_behind(uintptr_t turn) -> bool:
 
 
 cdef str untold(void *array):
-    """The error that the engine keeps for whoever waits for ``array``, which from then on is told; empty: there is none."""
+    """The error that the engine keeps for whoever waits for ``array``, which from then on is
+    told; empty: there is none.
+    """
     cdef int status
     with nogil:
         status = api.wait(array)
@@ -247,7 +277,9 @@ def raise_after_fork(kind) -> None:
 
 
 def _raise_interrupted() -> None:
-    """Nothing of Python's runs in here, where the exception would come at once, and be printed and forgotten."""
+    """Nothing of Python's runs in here, where the exception would come at once, and be printed
+    and forgotten.
+    """
     kind = interrupted.pop(_thread.get_ident(), None)
     if kind is None:
         return
@@ -260,8 +292,8 @@ def _raise_interrupted() -> None:
 def _raise_in(frame, kind) -> None:
     """Have ``frame``, which has called fork(), raise at its next instruction.
 
-    Since 3.13 Python warns of forks with threads after this hook. It throws away what is raised while
-    it warns, so an exception that comes with whatever runs next would be lost.
+    Since 3.13 Python warns of forks with threads after this hook. It throws away what is raised
+    while it warns, so an exception that comes with whatever runs next would be lost.
     """
     before = sys.gettrace()
 
@@ -316,7 +348,9 @@ cdef void leave_gap(Push *made) noexcept nogil:
 # ---- in the engine
 
 cdef void run(void *where, void *done, void *parameter) noexcept nogil:
-    """All that the array depends on is there. Any of the engine's threads, or the one that pushes."""
+    """All that the array depends on is there. Any of the engine's threads, or the one that
+    pushes.
+    """
     cdef Ticket *ticket = <Ticket *>parameter
     cdef Push *made = ticket.push
     ticket.push = NULL
@@ -338,8 +372,11 @@ cdef void thrown_away(void *parameter) noexcept nogil:
 
 
 cdef void come(Push *made) noexcept nogil:
-    """Its array is there, or will never be. Give it to the core, and those of its name that have waited for it; or have it wait. One thread at a time
-    does so for a name, without the lock: whoever comes meanwhile leaves it to that one."""
+    """Its array is there, or will never be.
+
+    Give it to the core, and those of its name that have waited for it; or have it wait. One thread
+    at a time does so for a name, without the lock: whoever comes meanwhile leaves it to that one.
+    """
     cdef Turn *turn = made.turn
     cdef bint ends
     lock(&pushed.monitor)
@@ -384,7 +421,11 @@ cdef void take_array(Push *made) noexcept nogil:
     cdef int64_t *ours
     cdef void *data = NULL
     cdef int d
-    if api.shape(made.array, &part.n_dims, &dims) != 0 or api.dtype(made.array, &part.dtype) != 0 or api.data(made.array, &data) != 0:
+    if (
+        api.shape(made.array, &part.n_dims, &dims) != 0
+        or api.dtype(made.array, &part.dtype) != 0
+        or api.data(made.array, &data) != 0
+    ):
         fail(&made.call, INTERNAL, api.last_error())
         return
     ours = room_for_dims(part)
@@ -401,8 +442,9 @@ cdef void take_array(Push *made) noexcept nogil:
 
 
 cdef inline size_t size_of(int dtype) noexcept nogil:
-    """Bytes of an element, as mshadow numbers them: float32, float64, float16, uint8, int32, int8, int64, bool, int16, uint16, uint32, uint64,
-    bfloat16."""
+    """Bytes of an element, as mshadow numbers them: float32, float64, float16, uint8, int32,
+    int8, int64, bool, int16, uint16, uint32, uint64, bfloat16.
+    """
     if dtype == 1 or dtype == 6 or dtype == 11:
         return 8
     if dtype == 0 or dtype == 4 or dtype == 10:
@@ -419,7 +461,12 @@ cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     lock(&pushed.monitor)
     if call.failed == 0:
         leave_gap(made)
-    if made.array != NULL and not made.again and pushed.n_failed < KEPT and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0:
+    if (
+        made.array != NULL
+        and not made.again
+        and pushed.n_failed < KEPT
+        and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0
+    ):
         pushed.n_failed += 1
     unlock(&pushed.monitor)
 
@@ -448,7 +495,9 @@ cdef void free_array(void *array) noexcept nogil:
 
 
 cdef void keep_array(Call *call) noexcept:
-    """Have the handle keep the array, which the transport may still read, for as long as it does."""
+    """Have the handle keep the array, which the transport may still read, for as long as it
+    does.
+    """
     cdef Push *made = <Push *>call
     cdef Handle handle
     if call.n > 0 and call.parts[0].handle != NULL:

@@ -1,4 +1,6 @@
-"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what travels."""
+"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what
+travels.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,31 @@ PREFIX = "Async."
 
 
 class Weights:
-    """Moves the weights of one optimizer. The servers hold them: worker 0's, before the first step, for which all workers wait; no later step waits
-    for anybody. Not thread-safe."""
+    """Moves the weights of one optimizer.
+
+    The servers hold them: worker 0's, before the first step, for which all workers wait; no later
+    step waits for anybody. Not thread-safe.
+    """
 
     def __init__(self) -> None:
-        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()        # by session
+        # by session
+        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
-    def step(self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any) -> None:
-        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much, and put there what the servers have then.
-        ``optimizer``: who changes them. Raises :class:`ConfigError` if it has weights of its own."""
-        if optimizer.multi_precision and any(copies[0].dtype == np.float16 for copies in weights.values()):
-            raise ConfigError("multi_precision=True: the optimizer has weights of its own, in float32, where with BYTEPS_ENABLE_ASYNC=1 the servers' "
-                              "count: leave it out, or train in float32")
+    def step(
+        self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any
+    ) -> None:
+        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much,
+        and put there what the servers have then.
+
+        ``optimizer``: who changes them. Raises :class:`ConfigError` if it has weights of its own.
+        """
+        if optimizer.multi_precision and any(
+            copies[0].dtype == np.float16 for copies in weights.values()
+        ):
+            raise ConfigError(
+                "multi_precision=True: the optimizer has weights of its own, in float32, where with"
+                " BYTEPS_ENABLE_ASYNC=1 the servers' count: leave it out, or train in float32"
+            )
         seeded = self._seeded.setdefault(adapter.session(), set())
         for name, copies in weights.items():
             check_array(copies[0], f"weight {name!r}")
@@ -37,6 +52,7 @@ class Weights:
         changes = {name: copies[0].copy() for name, copies in weights.items()}
         update()
         for i, (name, copies) in enumerate(weights.items()):
-            change = changes[name]      # of its own, so that the worker's own weights stay where an exchange fails
+            # of its own, so that the worker's own weights stay where an exchange fails
+            change = changes[name]
             change[:] = copies[0] - change
             overwrite([change, *copies], PREFIX + name, priority=-i)

@@ -20,18 +20,26 @@ PREFIX = "Parameter."
 @public
 @counted_together(PREFIX)
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
-    """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are there.
+    """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are
+    there.
 
-    ``params``: a mapping from names to NDArrays of any dtype (what ``Module.get_params()`` gives, each of the two), or to gluon's Parameters (what
-    ``collect_params()`` gives), which :class:`DistributedTrainer` broadcasts by itself. Names, shapes and dtypes have to be the same on all workers.
-    Raises :class:`~bpsx.errors.ConfigError`, :class:`UnsupportedTensor`, :class:`mxnet.MXNetError`.
+    ``params``: a mapping from names to NDArrays of any dtype (what ``Module.get_params()`` gives,
+    each of the two), or to gluon's Parameters (what ``collect_params()`` gives), which
+    :class:`DistributedTrainer` broadcasts by itself. Names, shapes and dtypes have to be the same
+    on all workers. Raises :class:`~bpsx.errors.ConfigError`, :class:`UnsupportedTensor`,
+    :class:`mxnet.MXNetError`.
     """
     verb = "broadcast_parameters"
     if not isinstance(params, (Mapping, mx.gluon.ParameterDict)):
-        raise ConfigError(f"{verb}: params is a {type(params).__name__}; a mapping from names to NDArrays or Parameters is needed")
+        raise ConfigError(
+            f"{verb}: params is a {type(params).__name__}; a mapping from names to NDArrays or"
+            " Parameters is needed"
+        )
     unnamed = [name for name in params if not isinstance(name, str)]
     if unnamed:
-        raise ConfigError(f"{verb}: params has the key {unnamed[0]!r}; names, which are strings, are needed")
+        raise ConfigError(
+            f"{verb}: params has the key {unnamed[0]!r}; names, which are strings, are needed"
+        )
     root = checked_root(root_rank, verb, adapter.session().size)
     arrays = {name: copies_of(value, f"{verb}: {name!r}") for name, value in params.items()}
     for name in sorted(arrays):
@@ -49,5 +57,7 @@ def copies_of(value: Any, what: str) -> list[Any]:
     try:
         return list(value.list_data())
     except mx.gluon.parameter.DeferredInitializationError:
-        raise ConfigError(f"{what} has no shape yet: compute something with the network first, or leave it to DistributedTrainer, which broadcasts "
-                          "when there is one") from None
+        raise ConfigError(
+            f"{what} has no shape yet: compute something with the network first, or leave it to"
+            " DistributedTrainer, which broadcasts when there is one"
+        ) from None

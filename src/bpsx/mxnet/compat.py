@@ -1,7 +1,8 @@
 """Importing MXNet 1.9.1, which was written for Python and NumPy of 2021, with those that are there.
 
-MXNet's modules see NumPy through a :class:`Facade` that has the names which NumPy has dropped since, and a ``distutils.version``, which Python has
-dropped. NumPy itself stays as it is: nobody else sees them. What MXNet imports later, when it is needed, goes the same way.
+MXNet's modules see NumPy through a :class:`Facade` that has the names which NumPy has dropped
+since, and a ``distutils.version``, which Python has dropped. NumPy itself stays as it is: nobody
+else sees them. What MXNet imports later, when it is needed, goes the same way.
 """
 
 from __future__ import annotations
@@ -26,19 +27,40 @@ from bpsx.plugin import adapter
 log = logging.getLogger("bpsx.mxnet")
 #: What was called like that in NumPy 1.19, by what says the same today.
 _NAMES: dict[str, Any] = {
-    "bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str,
-    "Inf": np.inf, "PINF": np.inf, "NINF": -np.inf, "NAN": np.nan, "NaN": np.nan, "PZERO": 0.0, "NZERO": -0.0,
-    "alltrue": np.all, "sometrue": np.any, "product": np.prod, "round_": np.round, "in1d": np.isin,
-    "trapz": getattr(np, "trapezoid", None), "msort": lambda a: np.sort(a, axis=0),
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "object": object,
+    "str": str,
+    "Inf": np.inf,
+    "PINF": np.inf,
+    "NINF": -np.inf,
+    "NAN": np.nan,
+    "NaN": np.nan,
+    "PZERO": 0.0,
+    "NZERO": -0.0,
+    "alltrue": np.all,
+    "sometrue": np.any,
+    "product": np.prod,
+    "round_": np.round,
+    "in1d": np.isin,
+    "trapz": getattr(np, "trapezoid", None),
+    "msort": lambda a: np.sort(a, axis=0),
 }
-#: The financial functions, which left NumPy for a package of their own: MXNet passes them on, and nobody is known to call them.
+#: The financial functions, which left NumPy for a package of their own: MXNet passes them on, and
+#: nobody is known to call them.
 _GONE = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
 NAME = "mxnet"
 
 
 def _gone(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"mxnet.numpy.{name}: NumPy has had no {name} since 1.20; the package numpy-financial has")
+        raise NotImplementedError(
+            f"mxnet.numpy.{name}: NumPy has had no {name} since 1.20; the package"
+            " numpy-financial has"
+        )
+
     function.__name__ = name
     return function
 
@@ -46,7 +68,11 @@ def _gone(name: str) -> Any:
 def missing() -> dict[str, Any]:
     """The names that this NumPy lacks."""
     known = vars(np)
-    return {name: value for name, value in {**_NAMES, **{name: _gone(name) for name in _GONE}}.items() if name not in known}
+    return {
+        name: value
+        for name, value in {**_NAMES, **{name: _gone(name) for name in _GONE}}.items()
+        if name not in known
+    }
 
 
 class Facade(types.ModuleType):
@@ -54,7 +80,13 @@ class Facade(types.ModuleType):
 
     def __init__(self, module: types.ModuleType, names: dict[str, Any]) -> None:
         super().__init__(module.__name__, module.__doc__)
-        self.__dict__.update({key: value for key, value in vars(module).items() if key.startswith("__") and key != "__getattr__"})
+        self.__dict__.update(
+            {
+                key: value
+                for key, value in vars(module).items()
+                if key.startswith("__") and key != "__getattr__"
+            }
+        )
         self.__dict__.update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +125,10 @@ def _distutils() -> types.ModuleType:
 
 
 class _Loader(importlib.abc.Loader):
-    """Executes a module of MXNet's, for which ``import numpy`` means the facade. What Python warns of in old code is nobody's concern any more."""
+    """Executes a module of MXNet's, for which ``import numpy`` means the facade.
+
+    What Python warns of in old code is nobody's concern any more.
+    """
 
     def __init__(self, loader: Any, numpy: Facade) -> None:
         self._loader, self._numpy = loader, numpy
@@ -129,7 +164,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, numpy: Facade) -> None:
         self._numpy = numpy
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -139,10 +176,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def prepare() -> None:
-    """Make ``import mxnet`` work with this Python and NumPy, from now on. Says what it did at level INFO."""
+    """Make ``import mxnet`` work with this Python and NumPy, from now on.
+
+    Says what it did at level INFO.
+    """
     if NAME in sys.modules:
         return
     names = missing()
     sys.meta_path.insert(0, _Finder(Facade(np, names)))
-    adapter.early(log, "MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s, which has dropped them: %s",
-               np.__version__, ", ".join(names) or "none")
+    adapter.early(
+        log,
+        "MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s,"
+        " which has dropped them: %s",
+        np.__version__,
+        ", ".join(names) or "none",
+    )

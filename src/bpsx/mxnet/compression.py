@@ -1,4 +1,7 @@
-"""Gradient compression for the wire. A compressor is a class with two static methods; choose one through :class:`Compression`."""
+"""Gradient compression for the wire.
+
+A compressor is a class with two static methods; choose one through :class:`Compression`.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ _VERB = "DistributedTrainer"
 
 
 class Exchange:
-    """Sums gradients over a worker's devices and over all workers, in place. ``params``: ``compression_params``. Not thread-safe.
+    """Sums gradients over a worker's devices and over all workers, in place.
+
+    ``params``: ``compression_params``. Not thread-safe.
 
     Raises :class:`ConfigError`.
     """
@@ -35,9 +37,11 @@ class Exchange:
         check_names(params, [str(p.name) for p in parameters], _VERB)
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
-        self.choices: dict[str, adapter.Compression] = {}      # by name, of those that are compressed
-        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
-        self._begun: set[str] = set()                           # of which this has taken charge
+        # by name, of those that are compressed
+        self.choices: dict[str, adapter.Compression] = {}
+        # by session
+        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._begun: set[str] = set()  # of which this has taken charge
         self.keeping = Keeping([PREFIX + name for name in self._names])
 
     @property
@@ -46,28 +50,39 @@ class Exchange:
         return bool(self._params)
 
     def check_async(self) -> None:
-        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights travel in their place."""
+        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights
+        travel in their place.
+        """
         if self._params:
-            raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave "
-                              "compression_params out")
+            raise ConfigError(
+                f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in"
+                " their own type: leave compression_params out"
+            )
 
     def of(self, i: int) -> adapter.Compression | None:
         """How the gradient of the i-th Parameter is compressed, if it is."""
         return self.choices.get(self._names[i])
 
     def declare(self) -> None:
-        """Say how gradients travel, once in a job, and again when more Parameters are trained. Raises :class:`ConfigError`."""
+        """Say how gradients travel, once in a job, and again when more Parameters are trained.
+
+        Raises :class:`ConfigError`.
+        """
         session = adapter.session()
         known = self._declared.setdefault(session, set())
         trained = self._trained()
         new = [name for name in trained if name not in known]
         if not new:
             return
-        own = [str(p.name) for p in self._parameters]       # as users say them
+        own = [str(p.name) for p in self._parameters]  # as users say them
         chosen = choose(self._params, own, _VERB, self._momentum.by_name(own))
-        if not session.config.distributed:      # alone nothing travels
+        if not session.config.distributed:  # alone nothing travels
             chosen = {}
-        self.choices = {name: chosen[o] for name, o in zip(self._names, own, strict=True) if o in chosen and name in trained}
+        self.choices = {
+            name: chosen[o]
+            for name, o in zip(self._names, own, strict=True)
+            if o in chosen and name in trained
+        }
         self._momentum.take_over(trained, self.choices)
         for name in new:
             session.declare(PREFIX + name, self.choices.get(name), anew=name not in self._begun)
@@ -76,17 +91,28 @@ class Exchange:
         self.keeping.put_back()
 
     def follow(self, optimizer: Any, of_gradients: bool) -> None:
-        """Another optimizer has taken the place of the one whose gradients these are; see :meth:`Momentum.follow`."""
+        """Another optimizer has taken the place of the one whose gradients these are; see
+        :meth:`Momentum.follow`.
+        """
         self._momentum.follow(optimizer, of_gradients)
         if self.choices:
             self._momentum.take_over(self._trained(), self.choices)
 
     def _trained(self) -> list[str]:
-        return [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad_req != "null"]
+        return [
+            name
+            for name, p in zip(self._names, self._parameters, strict=True)
+            if p.grad_req != "null"
+        ]
 
-    def __call__(self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()) -> None:
-        """Begin to exchange all gradients, times ``scale``, but those of the Parameters with the numbers ``absent``; the first ones are the most
-        urgent. ``rate``: gives the learning rate, if compression needs it."""
+    def __call__(
+        self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()
+    ) -> None:
+        """Begin to exchange all gradients, times ``scale``, but those of the Parameters with the
+        numbers ``absent``; the first ones are the most urgent.
+
+        ``rate``: gives the learning rate, if compression needs it.
+        """
         self.declare()
         now = rate() if any(c.ef == "corrected" for c in self.choices.values()) else -1.0
         for i, parameter in enumerate(self._parameters):
@@ -100,10 +126,16 @@ class Exchange:
             overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=now)
 
     def agree_on_users(self) -> list[int]:
-        """Have workers that have no new gradient of a Parameter push zeros, where others have one. Returns the numbers of those that nobody has."""
+        """Have workers that have no new gradient of a Parameter push zeros, where others have one.
+
+        Returns the numbers of those that nobody has.
+        """
         if not self._parameters:
             return []
-        own = [p.grad_req != "null" and any(data._fresh_grad for data in p.list_data()) for p in self._parameters]
+        own = [
+            p.grad_req != "null" and any(data._fresh_grad for data in p.list_data())
+            for p in self._parameters
+        ]
         counts = mx.nd.array(own, dtype="int32", ctx=mx.cpu())
         submit(counts, USERS + self._names[0])
         users = counts.asnumpy()

@@ -12,23 +12,38 @@ from bpsx.mxnet import _pushes
 VERSION = "1.9.1"
 #: What ``_pushes.pyx`` calls a function, and what it is called there.
 _FUNCTIONS = {
-    "copy": "MXShallowCopyNDArray", "free": "MXNDArrayFree", "wait": "MXNDArrayWaitToRead", "data": "MXNDArrayGetData",
-    "shape": "MXNDArrayGetShapeEx64", "dtype": "MXNDArrayGetDType", "push": "MXEnginePushAsyncND", "last_error": "MXGetLastError",
-    "reorder": "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv",                                           # NDArray::Reorder2DefaultAsync() const
-    "make_error": "_ZNSt13runtime_errorC1EPKc", "drop_error": "_ZNSt13runtime_errorD1Ev",               # std::runtime_error
+    "copy": "MXShallowCopyNDArray",
+    "free": "MXNDArrayFree",
+    "wait": "MXNDArrayWaitToRead",
+    "data": "MXNDArrayGetData",
+    "shape": "MXNDArrayGetShapeEx64",
+    "dtype": "MXNDArrayGetDType",
+    "push": "MXEnginePushAsyncND",
+    "last_error": "MXGetLastError",
+    # NDArray::Reorder2DefaultAsync() const
+    "reorder": "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv",
+    # std::runtime_error
+    "make_error": "_ZNSt13runtime_errorC1EPKc",
+    "drop_error": "_ZNSt13runtime_errorD1Ev",
 }
 
 
 def load() -> None:
     """Find them. Raises :class:`ImportError`, which names what is missing."""
     if mx.__version__ != VERSION:
-        raise ImportError(f"bpsx.mxnet needs MXNet {VERSION}, the last release, and this is {mx.__version__}: pip install mxnet=={VERSION}",
-                          name="mxnet")
+        raise ImportError(
+            f"bpsx.mxnet needs MXNet {VERSION}, the last release, and this is {mx.__version__}: pip"
+            f" install mxnet=={VERSION}",
+            name="mxnet",
+        )
     library: Any = mx.base._LIB
     found = {}
     for ours, name in _FUNCTIONS.items():
         try:
             found[ours] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
         except AttributeError:
-            raise ImportError(f"bpsx.mxnet: this build of MXNet {VERSION} lacks {name}, which bpsx needs", name="mxnet") from None
+            raise ImportError(
+                f"bpsx.mxnet: this build of MXNet {VERSION} lacks {name}, which bpsx needs",
+                name="mxnet",
+            ) from None
     _pushes.load(found)

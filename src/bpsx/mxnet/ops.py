@@ -24,18 +24,35 @@ from bpsx.system.tracebacks import public
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Element types that are summed, by mshadow's numbers.
-_SUMMED = {0: "float32", 1: "float64", 2: "float16", 3: "uint8", 4: "int32", 5: "int8", 6: "int64", 12: "bfloat16"}
+_SUMMED = {
+    0: "float32",
+    1: "float64",
+    2: "float16",
+    3: "uint8",
+    4: "int32",
+    5: "int8",
+    6: "int64",
+    12: "bfloat16",
+}
 #: Kinds of devices whose memory is the host's.
 HOST = ("cpu", "cpu_pinned", "cpu_shared")
 #: BytePS's keys of a tensor's compression, and ours.
 _KEYS = {
-    "compressor_type": "compressor", "compressor_k": "k", "compressor_onebit_scaling": "scaling", "ef_type": "ef", "momentum_type": "momentum",
-    "momentum_mu": "mu", "seed": "seed", "dithering_partition": "partition", "dithering_normalize": "normalize",
+    "compressor_type": "compressor",
+    "compressor_k": "k",
+    "compressor_onebit_scaling": "scaling",
+    "ef_type": "ef",
+    "momentum_type": "momentum",
+    "momentum_mu": "mu",
+    "seed": "seed",
+    "dithering_partition": "partition",
+    "dithering_normalize": "normalize",
 }
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
 #: By name: what keeps the order of its operations, and what a thread holds while it adds one.
 _turns: dict[str, tuple[int, threading.Lock]] = {}
-#: By session: what has made the engine leave out an exchange; None: nobody has asked the engine yet.
+#: By session: what has made the engine leave out an exchange; None: nobody has asked the engine
+#: yet.
 _causes: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 #: Labels of arrays that :func:`refuse` has got in this job.
 _refused: set[str] = set()
@@ -53,18 +70,25 @@ def check_array(array: Any, what: str) -> None:
     if not isinstance(array, mx.nd.NDArray):
         raise UnsupportedTensor(f"{what}: a mxnet.nd.NDArray is needed, not {type(array).__name__}")
     if array.stype != "default":
-        raise UnsupportedTensor(f"{what}: an NDArray of stype {array.stype!r} cannot be sent: give array.tostype('default')")
+        raise UnsupportedTensor(
+            f"{what}: an NDArray of stype {array.stype!r} cannot be sent: give"
+            " array.tostype('default')"
+        )
 
 
 def check_summable(array: Any, what: str) -> None:
     """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that cannot be summed."""
     if _dtype_name(array) not in _SUMMED.values():
-        raise UnsupportedDType(f"{what}: dtype {_dtype_name(array)} cannot be summed; allowed: {', '.join(_SUMMED.values())}")
+        raise UnsupportedDType(
+            f"{what}: dtype {_dtype_name(array)} cannot be summed; allowed:"
+            f" {', '.join(_SUMMED.values())}"
+        )
 
 
 def _dtype_name(array: Any) -> str:
     dtype = np.dtype(array.dtype)
-    return str(dtype.names[0] if dtype.names else dtype.name)        # bfloat16 is a structure with one field of that name
+    # bfloat16 is a structure with one field of that name
+    return str(dtype.names[0] if dtype.names else dtype.name)
 
 
 @functools.lru_cache(4096)
@@ -97,11 +121,17 @@ def _check_job() -> None:
 
 
 def end_job() -> None:
-    """What has failed in it, and nobody has been told of, is a line on standard error and exit status 1: unless another one stands already."""
+    """What has failed in it, and nobody has been told of, is a line on standard error and exit
+    status 1: unless another one stands already.
+    """
     if told.is_set():
         told.clear()
     elif (text := _pushes.unheard()) and adapter.set_exit_status(1):
-        print(f"bpsx: exit status 1, because an exchange has failed, and nobody had waited for its array: {in_short(text)}", file=sys.stderr)
+        print(
+            "bpsx: exit status 1, because an exchange has failed, and nobody had waited for its"
+            f" array: {in_short(text)}",
+            file=sys.stderr,
+        )
 
 
 def _left_out(session: Any) -> str:
@@ -110,16 +140,30 @@ def _left_out(session: Any) -> str:
         # are for whoever waits for their arrays.
         if _causes[session] is None:
             _causes[session] = in_short(_pushes.why())
-    return (f"an earlier exchange was left out by MXNet's engine, because what computes its array has failed "
-            f"({_causes[session] or 'an MXNetError said why'}): from then on this worker's gradients would be added to those of other steps of the "
-            "others. End this worker")
+    return (
+        "an earlier exchange was left out by MXNet's engine, because what computes its array has"
+        f" failed ({_causes[session] or 'an MXNetError said why'}): from then on this worker's"
+        " gradients would be added to those of other steps of the others. End this worker"
+    )
 
 
-def submit(array: Any, name: str, *, average: bool = False, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
-    """Have the engine overwrite ``array``, when it is complete, with the sum or average of all workers', or with worker ``root``'s. Returns at once.
+def submit(
+    array: Any,
+    name: str,
+    *,
+    average: bool = False,
+    root: int = -1,
+    priority: int = 0,
+    rate: float = -1.0,
+) -> None:
+    """Have the engine overwrite ``array``, when it is complete, with the sum or average of all
+    workers', or with worker ``root``'s.
 
-    Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` where the job is known to have failed; and
-    :class:`~bpsx.errors.BpsxError` where the engine has left an exchange out, or one of that name did not begin.
+    Returns at once.
+
+    Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` where the
+    job is known to have failed; and :class:`~bpsx.errors.BpsxError` where the engine has left an
+    exchange out, or one of that name did not begin.
     """
     _check_job()
     # Elsewhere it is copied here and back, both by the engine.
@@ -129,15 +173,21 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
         told.set()
         raise BpsxError(f"{name!r}: {_pushes.BEHIND}")
     with mx.autograd.pause():
-        with adding:        # the engine gets operations in the order of their turns: those on one array would wait for each other otherwise
-            _pushes.push(here.handle.value, turn, _plan(name, priority, average, root), rate, priority)
+        # the engine gets operations in the order of their turns: those on one array would wait for
+        # each other otherwise
+        with adding:
+            _pushes.push(
+                here.handle.value, turn, _plan(name, priority, average, root), rate, priority
+            )
         if here is not array:
             here.copyto(array)
 
 
 def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
-    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for what
-    Python would print and forget. Until then nobody has been told of it.
+    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for
+    what Python would print and forget.
+
+    Until then nobody has been told of it.
 
     ``arrays``: by what tells them apart in a job.
     """
@@ -150,7 +200,9 @@ def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
             _refused.add(label)
 
 
-def overwrite(copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
+def overwrite(
+    copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0
+) -> None:
     """:func:`submit` of the first of a worker's copies, and the others become the same."""
     submit(copies[0], name, root=root, priority=priority, rate=rate)
     copy_to_devices(copies)
@@ -171,7 +223,9 @@ def copy_to_devices(copies: Sequence[Any]) -> None:
 
 
 def _behind_engine(function: _Function) -> _Function:
-    """A verb whose refusals come after what the engine has been given before, as its operations do."""
+    """A verb whose refusals come after what the engine has been given before, as its operations
+    do.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
@@ -181,24 +235,33 @@ def _behind_engine(function: _Function) -> _Function:
             adapter.finish()
             raise
 
-    return call     # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
 @public
 @counted("byteps_push_pull")
 @_behind_engine
-def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0, name: str | None = None, is_average: bool = True) -> None:
+def byteps_push_pull(
+    tensor: mx.nd.NDArray,
+    version: int = 0,
+    priority: int = 0,
+    name: str | None = None,
+    is_average: bool = True,
+) -> None:
     """Overwrite ``tensor`` with the average (or sum) over all workers.
 
-    An operation of MXNet's engine: it returns at once, begins when what writes to ``tensor`` before has been done, and what reads it afterwards waits
-    for it. ``tensor``: dense, of a dtype in :data:`bpsx.dtypes.DTYPES`, any shape; on a GPU it is copied to the host and back. Workers must agree on
-    name, shape, dtype and reduction; operations of one name are executed in the order of the calls. Without a ``name`` a call is known by dtype and
-    shape. Integers round down. Larger ``priority`` goes first. ``version`` is BytePS's and ignored. In asynchronous training: adds to the servers'
-    value of ``name``, and gives that.
+    An operation of MXNet's engine: it returns at once, begins when what writes to ``tensor`` before
+    has been done, and what reads it afterwards waits for it. ``tensor``: dense, of a dtype in
+    :data:`bpsx.dtypes.DTYPES`, any shape; on a GPU it is copied to the host and back. Workers must
+    agree on name, shape, dtype and reduction; operations of one name are executed in the order of
+    the calls. Without a ``name`` a call is known by dtype and shape. Integers round down. Larger
+    ``priority`` goes first. ``version`` is BytePS's and ignored. In asynchronous training: adds to
+    the servers' value of ``name``, and gives that.
 
-    Raises :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.ConfigError`,
-    :class:`~bpsx.errors.NotInitializedError`. What goes wrong later is a :class:`mxnet.MXNetError`, with bpsx's text, where the array, or what is
-    computed from it, is waited for. Thread-safe.
+    Raises :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`,
+    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`. What goes wrong
+    later is a :class:`mxnet.MXNetError`, with bpsx's text, where the array, or what is computed
+    from it, is waited for. Thread-safe.
     """
     check_name(name, "byteps_push_pull")
     check_flag(is_average, "is_average", "byteps_push_pull")
@@ -214,20 +277,30 @@ def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0,
 def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
 
-    ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …; texts are as good as numbers), or ours, as in
-    :doc:`docs/compression.md`. The same on all workers. Raises :class:`~bpsx.errors.ConfigError`.
+    ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …; texts
+    are as good as numbers), or ours, as in :doc:`docs/compression.md`. The same on all workers.
+    Raises :class:`~bpsx.errors.ConfigError`.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")
     params = dict(_said(key.removeprefix("byteps_"), value) for key, value in kwargs.items())
-    return int(adapter.session().declare(name, adapter.compression(params, f"byteps_declare_tensor of {name!r}") if params else None))
+    return int(
+        adapter.session().declare(
+            name,
+            adapter.compression(params, f"byteps_declare_tensor of {name!r}") if params else None,
+        )
+    )
 
 
 def _said(key: str, value: Any) -> tuple[str, Any]:
     """A key and value of BytePS's as one of ours."""
     if key in _CHOICES and str(value) in ("0", "1"):
         value = _CHOICES[key][int(value)]
-    elif isinstance(value, str) and key == "compressor_onebit_scaling" and value.lower() in ("true", "false"):
+    elif (
+        isinstance(value, str)
+        and key == "compressor_onebit_scaling"
+        and value.lower() in ("true", "false")
+    ):
         value = value.lower() == "true"
     elif isinstance(value, str) and key in ("compressor_k", "momentum_mu", "seed"):
         value = _number(value)

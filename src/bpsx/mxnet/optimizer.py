@@ -24,26 +24,31 @@ _numbers = itertools.count(1)
 
 @public_methods
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer that works with the averages of all workers' gradients, and otherwise is ``optimizer``.
+    """An optimizer that works with the averages of all workers' gradients, and otherwise is
+    ``optimizer``.
 
-    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which adds up theirs), and for updaters of one's own.
-    Gradients are known by their indices or names, as the Module gives them; each is exchanged when it is updated, the first layers' with the highest
-    priority. Weights have to begin alike: see :func:`broadcast_parameters`; the first step compares a sample of them (``BPSX_CHECK_WEIGHTS``).
-    In asynchronous training the weights' changes travel, see ``docs/async.md``.
+    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which
+    adds up theirs), and for updaters of one's own. Gradients are known by their indices or names,
+    as the Module gives them; each is exchanged when it is updated, the first layers' with the
+    highest priority. Weights have to begin alike: see :func:`broadcast_parameters`; the first step
+    compares a sample of them (``BPSX_CHECK_WEIGHTS``). In asynchronous training the weights'
+    changes travel, see ``docs/async.md``.
 
     With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(self, optimizer: mx.optimizer.Optimizer) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
-            raise ConfigError(f"DistributedOptimizer: an optimizer of MXNet's is needed, not {type(optimizer).__name__}: "
-                              "mxnet.optimizer.create(name, ...) makes one")
+            raise ConfigError(
+                "DistributedOptimizer: an optimizer of MXNet's is needed, not"
+                f" {type(optimizer).__name__}: mxnet.optimizer.create(name, ...) makes one"
+            )
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigError("DistributedOptimizer: this optimizer is distributed already")
         self.__setstate__({"_optimizer": optimizer})
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":        # is being unpickled
+        if name == "_optimizer":  # is being unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -55,7 +60,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         number = next(_numbers)
-        self.__dict__.update(state, _weights=Weights(), _first_step=None, _suffix="" if number == 1 else f"#{number}")
+        self.__dict__.update(
+            state, _weights=Weights(), _first_step=None, _suffix="" if number == 1 else f"#{number}"
+        )
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As the optimizer's own, after the exchange."""
@@ -76,16 +83,30 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             refuse({f"{i}{self._suffix}": w for i, w in zip(indices, weights)}, e)
 
     @counted_together(PREFIX)
-    def _exchange(self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any], update: Callable[[], Any]) -> None:
+    def _exchange(
+        self,
+        indices: Sequence[Any],
+        weights: Sequence[Any],
+        grads: Sequence[Any],
+        update: Callable[[], Any],
+    ) -> None:
         if adapter.session().config.asynchronous:
-            self._weights.step(update, {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
-                               self._optimizer)
+            self._weights.step(
+                update,
+                {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
+                self._optimizer,
+            )
             return
         first = self._step_of_this_job()
         first.meet(indices, weights)
         for i, g in zip(indices, grads, strict=True):
             check_array(g, f"DistributedOptimizer: gradient {i}")
-            submit(g, f"{PREFIX}{i}{self._suffix}", average=True, priority=-i if isinstance(i, int) else 0)
+            submit(
+                g,
+                f"{PREFIX}{i}{self._suffix}",
+                average=True,
+                priority=-i if isinstance(i, int) else 0,
+            )
         update()
         first.end_if_complete()
 
@@ -98,10 +119,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def _is_called_by_kvstore() -> bool:
-    """Whether MXNet's C library has called an updater: what is raised there is printed, and forgotten."""
+    """Whether MXNet's C library has called an updater: what is raised there is printed, and
+    forgotten.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "updater_handle" and frame.f_globals.get("__name__", "").startswith("mxnet."):
+        if frame.f_code.co_name == "updater_handle" and frame.f_globals.get(
+            "__name__", ""
+        ).startswith("mxnet."):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -110,6 +135,7 @@ def _is_called_by_kvstore() -> bool:
 def _delegated(name: str) -> Any:
     def method(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._optimizer, name)(*args, **kwargs)
+
     method.__name__, method.__doc__ = name, f"As the optimizer's own ``{name}``."
     return method
 

@@ -15,20 +15,33 @@ from bpsx.mxnet.weight_decay import DecayMomentum
 _OVERVIEW, _STATE, _DECAY = "Overview of states of ", "State.", "Momentum of decay."
 
 
-def share(parameters: Sequence[Any], optimizer: Any, updaters: Sequence[Any], decay: DecayMomentum, root: int) -> None:
-    """Give this worker's optimizer what worker ``root``'s remembers: counts of updates, states, and the momentum of weight decay.
+def share(
+    parameters: Sequence[Any],
+    optimizer: Any,
+    updaters: Sequence[Any],
+    decay: DecayMomentum,
+    root: int,
+) -> None:
+    """Give this worker's optimizer what worker ``root``'s remembers: counts of updates, states, and
+    the momentum of weight decay.
 
-    ``updaters``: the optimizer's, for each device. Waits for the overview of what there is. All workers call it at the same place.
+    ``updaters``: the optimizer's, for each device. Waits for the overview of what there is. All
+    workers call it at the same place.
     """
     if not parameters:
         return
     counts = optimizer._index_update_count
-    rows = [[counts.get(i, -1), i in updaters[0].states, i in decay.kept] for i in range(len(parameters))]
+    rows = [
+        [counts.get(i, -1), i in updaters[0].states, i in decay.kept]
+        for i in range(len(parameters))
+    ]
     overview = mx.nd.array([optimizer.num_update, *np.ravel(rows)], dtype="int64", ctx=mx.cpu())
     submit(overview, _OVERVIEW + name_of(parameters[0]), root=root)
     said = overview.asnumpy()
     optimizer.num_update = int(said[0])
-    for i, (parameter, (count, has_state, has_decay)) in enumerate(zip(parameters, said[1:].reshape(-1, 3), strict=True)):
+    for i, (parameter, (count, has_state, has_decay)) in enumerate(
+        zip(parameters, said[1:].reshape(-1, 3), strict=True)
+    ):
         for device in range(len(updaters)):
             of_device = optimizer._all_index_update_counts.setdefault(device, {})
             of_device.pop(i, None)
@@ -48,7 +61,9 @@ def _share_state(i: int, parameter: Any, updaters: Sequence[Any], there: bool, r
             updater.states[i] = updater.optimizer.create_state_multi_precision(i, weight)
             updater.states_synced[i] = True
     if there:
-        for number, copies in enumerate(zip(*(_arrays(updater.states[i]) for updater in updaters), strict=True)):
+        for number, copies in enumerate(
+            zip(*(_arrays(updater.states[i]) for updater in updaters), strict=True)
+        ):
             overwrite(copies, f"{_STATE}{number}.{name_of(parameter)}", root=root)
 
 

@@ -1,4 +1,6 @@
-"""The end of a job and of a process, and forks: what MXNet's engine has been given is finished first."""
+"""The end of a job and of a process, and forks: what MXNet's engine has been given is finished
+first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from bpsx.plugin import adapter
 
 def prepare() -> None:
     """Once."""
-    atexit.register(_at_exit)       # first: what is registered last is done first
+    atexit.register(_at_exit)  # first: what is registered last is done first
     adapter.add_engine(_pushes.wait)
     os.register_at_fork(before=_before_fork)
 
@@ -25,7 +27,9 @@ def _at_exit() -> None:
 
 
 def _before_fork() -> None:
-    """MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet needs: so Ctrl-C waits, too."""
+    """MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet
+    needs: so Ctrl-C waits, too.
+    """
     while True:
         try:
             adapter.finish()

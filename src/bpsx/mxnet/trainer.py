@@ -32,7 +32,8 @@ from bpsx.system.tracebacks import public, public_methods
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
-#: Files of states end in an archive of ours, its length in 8 bytes, and this. MXNet does not look beyond its own part, which comes first.
+#: Files of states end in an archive of ours, its length in 8 bytes, and this. MXNet does not look
+#: beyond its own part, which comes first.
 _MARK = b"bpsx.mx1"
 _DECAY = "decay"
 #: Optimizers whose momentum is that of gradients.
@@ -43,46 +44,76 @@ _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon Trainer that applies the gradients of all workers.
 
-    ``params``: what ``collect_params()`` gives, a dict or a list of Parameters, the same on all workers; ``optimizer``: a name or an optimizer, with
-    ``optimizer_params``. Worker ``root_rank``'s weights are everybody's from the first step on, Parameters whose shape is not known then from the
-    step in which it is. ``step(batch_size)``: of one worker's batch; gradients are summed, and divided by ``batch_size`` and the number of workers.
-    ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by Parameters' names; its momentum takes the place of SGD's
-    and NAG's.
+    ``params``: what ``collect_params()`` gives, a dict or a list of Parameters, the same on all
+    workers; ``optimizer``: a name or an optimizer, with ``optimizer_params``. Worker
+    ``root_rank``'s weights are everybody's from the first step on, Parameters whose shape is not
+    known then from the step in which it is. ``step(batch_size)``: of one worker's batch; gradients
+    are summed, and divided by ``batch_size`` and the number of workers. ``compression_params``: as
+    for :func:`bpsx.torch.DistributedOptimizer`, one for all or by Parameters' names; its momentum
+    takes the place of SGD's and NAG's.
 
-    ``step(..., ignore_stale_grad=True)`` updates what has a new gradient on any worker. What compression keeps is part of ``save_states()``, of which
-    each worker needs a file of its own. In asynchronous training the weights' changes travel, see ``docs/async.md``. Sparse Parameters and gradients
-    are refused. Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`; and what
-    goes wrong later is a :class:`mxnet.MXNetError` where weights, or what is computed from them, are waited for. Not thread-safe.
+    ``step(..., ignore_stale_grad=True)`` updates what has a new gradient on any worker. What
+    compression keeps is part of ``save_states()``, of which each worker needs a file of its own. In
+    asynchronous training the weights' changes travel, see ``docs/async.md``. Sparse Parameters and
+    gradients are refused. Raises :class:`~bpsx.errors.ConfigError`,
+    :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`; and what goes
+    wrong later is a :class:`mxnet.MXNetError` where weights, or what is computed from them, are
+    waited for. Not thread-safe.
     """
 
     def __init__(
-        self, params: Any, optimizer: Any, optimizer_params: dict[str, Any] | None = None, root_rank: int = 0, compression_params: Params = None,
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        root_rank: int = 0,
+        compression_params: Params = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
-            log.warning("%s exchanges gradients itself: the DistributedOptimizer around the optimizer is left out", _VERB)
+            log.warning(
+                "%s exchanges gradients itself: the DistributedOptimizer around the optimizer is"
+                " left out",
+                _VERB,
+            )
             optimizer = optimizer._optimizer
         if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
-            raise ConfigError(f"{_VERB}: optimizer={optimizer!r}: a name is needed, such as 'sgd', or an optimizer of MXNet's")
+            raise ConfigError(
+                f"{_VERB}: optimizer={optimizer!r}: a name is needed, such as 'sgd', or an"
+                " optimizer of MXNet's"
+            )
         self._root = checked_root(root_rank, _VERB, adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         counts: Counter[Any] = Counter(self._params)
         twice = [p.name for p, count in counts.items() if count > 1]
         if twice:
-            raise ConfigError(f"{_VERB}: {', '.join(twice[:5])}: given twice: give each Parameter once")
-        sparse = [p.name for p in self._params if p._stype != "default" or p._grad_stype != "default"]
+            raise ConfigError(
+                f"{_VERB}: {', '.join(twice[:5])}: given twice: give each Parameter once"
+            )
+        sparse = [
+            p.name for p in self._params if p._stype != "default" or p._grad_stype != "default"
+        ]
         if sparse:
-            raise ConfigError(f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be sent: leave stype, grad_stype and "
-                              "sparse_grad out")
-        self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
+            raise ConfigError(
+                f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be sent:"
+                " leave stype, grad_stype and sparse_grad out"
+            )
+        self._taken = Momentum(
+            self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG"
+        )
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = weakref.ref(adapter.session()), False
-        self._compared_in, self._refusal = None, ""     # in which session, and what has come of it
+        self._compared_in, self._refusal = None, ""  # in which session, and what has come of it
 
     # ---- what gluon's Trainer is made of
 
     def _init_kvstore(self) -> None:
-        self._kvstore, self._distributed, self._update_on_kvstore, self._kv_initialized = None, False, False, True
+        self._kvstore, self._distributed, self._update_on_kvstore, self._kv_initialized = (
+            None,
+            False,
+            False,
+            True,
+        )
 
     _params_to_init: list[Any]
     _compared_in: weakref.ref[Any] | None
@@ -98,22 +129,33 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _check_and_rescale_grad(self, scale: float) -> None:
         session = adapter.session()
-        super()._check_and_rescale_grad(scale if session.config.asynchronous else scale / session.size)
+        super()._check_and_rescale_grad(
+            scale if session.config.asynchronous else scale / session.size
+        )
 
     def _allreduce_grads(self) -> None:
         _refuse_parts()
         self._exchange(self._rate)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        onebit = {i: c.mu for i in range(len(self._params)) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
+        onebit = {
+            i: c.mu
+            for i in range(len(self._params))
+            if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"
+        }
         mus = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
-        with self._taken.off(), self._decay.around(self._params, mus, self._optimizer, self._updaters):
+        with (
+            self._taken.off(),
+            self._decay.around(self._params, mus, self._optimizer, self._updaters),
+        ):
             super()._update(ignore_stale_grad)
 
     def _rate(self) -> float:
         """The learning rate of the step that is being made."""
         scheduler = self._optimizer.lr_scheduler
-        return float(self._optimizer.lr if scheduler is None else scheduler(self._optimizer.num_update + 1))
+        return float(
+            self._optimizer.lr if scheduler is None else scheduler(self._optimizer.num_update + 1)
+        )
 
     # ---- what users call
 
@@ -130,12 +172,17 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @counted_together(*BEGINNINGS)
     def _exchange_scaled(self, batch_size: int, ignore_stale_grad: bool) -> float:
-        """Exchange gradients, for one worker's batch of that size each; returns what they are still to be multiplied by."""
-        # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units. What is left of a loss's scale is
-        # for the optimizer where it can be: in half precision small gradients would be lost.
+        """Exchange gradients, for one worker's batch of that size each; returns what they are still
+        to be multiplied by.
+        """
+        # Before the exchange: workers' batches may differ in size, and what compression keeps is in
+        # these units. What is left of a loss's scale is for the optimizer where it can be: in half
+        # precision small gradients would be lost.
         after = 1.0 if self._exchange.compresses else self._scale
         scale = self._scale / after / (batch_size * adapter.session().size)
-        self._exchange(self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ())
+        self._exchange(
+            self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ()
+        )
         return after
 
     def _step_asynchronously(self, ignore_stale_grad: bool) -> None:
@@ -144,11 +191,17 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             gradients = parameter.list_grad()
             add_devices(gradients)
             copy_to_devices(gradients)
-        self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained}, self._optimizer)
+        self._weights.step(
+            lambda: self._update(ignore_stale_grad),
+            {name_of(p): p.list_data() for p in trained},
+            self._optimizer,
+        )
 
     @counted_together(*BEGINNINGS)
     def allreduce_grads(self) -> None:
-        """As gluon's, over all workers' devices: for what is done with the sums before ``update()``."""
+        """As gluon's, over all workers' devices: for what is done with the sums before
+        ``update()``.
+        """
         self._prepare()
         super().allreduce_grads()
 
@@ -159,12 +212,17 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _prepare(self) -> None:
         session = adapter.session()
-        if self._known_to() is not session:     # after resume() there may be workers that have never had these weights
-            self._known_to, self._params_to_init, self._alike = weakref.ref(session), list(self._params), False
+        # after resume() there may be workers that have never had these weights
+        if self._known_to() is not session:
+            self._known_to, self._params_to_init, self._alike = (
+                weakref.ref(session),
+                list(self._params),
+                False,
+            )
         if self._compared_in is None or self._compared_in() is not session:
             self._compared_in = weakref.ref(session)
             self._refusal = refusal_of(self._params)
-        if self._refusal:       # from then on: what follows would be exchanged for something else
+        if self._refusal:  # from then on: what follows would be exchanged for something else
             raise MismatchError(self._refusal)
         if not self._kv_initialized:
             self._init_kvstore()
@@ -175,12 +233,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._alike = True
 
     def take_states(self, root: int) -> None:
-        """Have what worker ``root``'s optimizer remembers; :func:`broadcast_optimizer_state` of others."""
+        """Have what worker ``root``'s optimizer remembers; :func:`broadcast_optimizer_state` of
+        others.
+        """
         share(self._params, self._optimizer, self._updaters, self._decay, root)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        """Inside, gluon's Trainer does not get the root's weights: other workers may not be at that, and this one's may be read later."""
+        """Inside, gluon's Trainer does not get the root's weights: other workers may not be at
+        that, and this one's may be read later.
+        """
         waiting, self._params_to_init = self._params_to_init, []
         try:
             yield
@@ -188,7 +250,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._params_to_init = waiting
 
     def save_states(self, fname: str) -> None:
-        """As gluon's, and what compression keeps: each worker needs a file of its own. Waits for what the engine has been given."""
+        """As gluon's, and what compression keeps: each worker needs a file of its own.
+
+        Waits for what the engine has been given.
+        """
         adapter.finish()
         with self._by_itself():
             super().save_states(fname)
@@ -198,7 +263,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 file.write(archive + len(archive).to_bytes(8, "little") + _MARK)
 
     def load_states(self, fname: str) -> None:
-        """As gluon's, of which files without compression are read, too: then what it keeps begins anew.
+        """As gluon's, of which files without compression are read, too: then what it keeps begins
+        anew.
 
         Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
         """
@@ -208,8 +274,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 super().load_states(fname)
             except OSError:
                 raise
-            except Exception as e:      # whatever reading it raises
-                raise ConfigError(f"load_states: {str(fname)!r} has no states that save_states() has written: {e}") from e
+            except Exception as e:  # whatever reading it raises
+                raise ConfigError(
+                    f"load_states: {str(fname)!r} has no states that save_states() has written: {e}"
+                ) from e
         self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
@@ -219,22 +287,30 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 @public
 def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -> None:
-    """Give all workers' optimizers what worker ``root_rank``'s remembers: momenta and the like, counts of updates, and so what schedules follow.
+    """Give all workers' optimizers what worker ``root_rank``'s remembers: momenta and the like,
+    counts of updates, and so what schedules follow.
 
-    For after :func:`bpsx.mxnet.join`, with the worker that it returns; at the first step of a job, also one that :func:`bpsx.mxnet.resume` has
-    joined, a trainer does so by itself. Parameters without a shape have nothing yet. What compression keeps is each worker's own, and stays.
-    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`, :class:`mxnet.MXNetError`. Not thread-safe.
+    For after :func:`bpsx.mxnet.join`, with the worker that it returns; at the first step of a job,
+    also one that :func:`bpsx.mxnet.resume` has joined, a trainer does so by itself. Parameters
+    without a shape have nothing yet. What compression keeps is each worker's own, and stays. Raises
+    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`,
+    :class:`mxnet.MXNetError`. Not thread-safe.
     """
     verb = "broadcast_optimizer_state"
     if not isinstance(trainer, DistributedTrainer):
-        raise ConfigError(f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed")
+        raise ConfigError(
+            f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed"
+        )
     trainer.take_states(checked_root(root_rank, verb, adapter.session().size))
 
 
 def _refuse_parts() -> None:
     """Raise :class:`ConfigError` in asynchronous training, where a step is one."""
     if adapter.session().config.asynchronous:
-        raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: call step()")
+        raise ConfigError(
+            f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
+            " changes of weights: call step()"
+        )
 
 
 def _archive(content: bytes) -> bytes:
@@ -242,5 +318,5 @@ def _archive(content: bytes) -> bytes:
     if not content.endswith(_MARK):
         return b""
     end = len(content) - len(_MARK) - 8
-    length = int.from_bytes(content[end:end + 8], "little")
-    return content[end - length:end]
+    length = int.from_bytes(content[end : end + 8], "little")
+    return content[end - length : end]

@@ -1,4 +1,6 @@
-"""The momentum of weight decay, where compression has that of gradients: onebit would lose the decay (as BytePS has it)."""
+"""The momentum of weight decay, where compression has that of gradients: onebit would lose the
+decay (as BytePS has it).
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,38 @@ import numpy as np
 
 
 class DecayMomentum:
-    """Of one SGD: m = mu m + wd w, and w -= lr mu m besides what the optimizer does. Not thread-safe."""
+    """Of one SGD: m = mu m + wd w, and w -= lr mu m besides what the optimizer does.
+
+    Not thread-safe.
+    """
 
     def __init__(self) -> None:
-        self.kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device, float32
+        # by the Parameter's number: on each device, float32
+        self.kept: dict[int, list[Any]] = {}
 
     @contextmanager
-    def around(self, parameters: Sequence[Any], mus: Mapping[int, float], optimizer: Any, updaters: Sequence[Any]) -> Iterator[None]:
-        """Inside, ``optimizer`` steps. ``mus``: by the numbers of those whose gradients' momentum is added by onebit on the way, its factor;
-        ``updaters``: the optimizer's, for each device."""
+    def around(
+        self,
+        parameters: Sequence[Any],
+        mus: Mapping[int, float],
+        optimizer: Any,
+        updaters: Sequence[Any],
+    ) -> Iterator[None]:
+        """Inside, ``optimizer`` steps.
+
+        ``mus``: by the numbers of those whose gradients' momentum is added by onebit on the way,
+        its factor; ``updaters``: the optimizer's, for each device.
+        """
         new = {}
         for i, mu in mus.items():
             weights, wd = _dense(parameters[i]), optimizer._get_wd(i)
-            if wd and all(w._fresh_grad for w in weights):      # others are left alone
+            if wd and all(w._fresh_grad for w in weights):  # others are left alone
                 new[i] = self._grown(i, weights, mu, wd)
         yield
         for i, momenta in new.items():
             weights = _dense(parameters[i])
             if any(w._fresh_grad for w in weights):
-                continue            # an overflow: nothing was done
+                continue  # an overflow: nothing was done
             self.kept[i] = momenta
             for weight, m, updater in zip(weights, momenta, updaters, strict=True):
                 _subtract(weight, optimizer._get_lr(i) * mus[i] * m, updater.states.get(i))
@@ -51,7 +66,9 @@ class DecayMomentum:
 
     def load(self, saved: Mapping[str, np.ndarray], contexts: Sequence[Any]) -> None:
         """Put back what :meth:`save` has given."""
-        self.kept = {int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()}
+        self.kept = {
+            int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()
+        }
 
 
 def _nothing(weights: Sequence[Any]) -> list[Any]:
@@ -59,13 +76,21 @@ def _nothing(weights: Sequence[Any]) -> list[Any]:
 
 
 def _dense(parameter: Any) -> list[Any]:
-    """The copies on each device; of the one kind also where npx.set_np() makes arrays of the other."""
+    """The copies on each device; of the one kind also where npx.set_np() makes arrays of the
+    other.
+    """
     return [w.as_nd_ndarray() for w in parameter.list_data()]
 
 
 def _subtract(weight: Any, change: Any, state: Any) -> None:
-    """From a weight; of one in half precision that the optimizer has in float32, too (multi_precision), from that."""
-    whole = state[-1] if isinstance(state, (list, tuple)) and state and weight.dtype == np.float16 else None
+    """From a weight; of one in half precision that the optimizer has in float32, too
+    (multi_precision), from that.
+    """
+    whole = (
+        state[-1]
+        if isinstance(state, (list, tuple)) and state and weight.dtype == np.float16
+        else None
+    )
     if whole is None:
         weight -= change.astype(weight.dtype)
     else:

@@ -1,8 +1,11 @@
-"""Partitions to servers and lanes. Pure: no I/O; the scheduler is the only one who asks, so all workers agree.
+"""Partitions to servers and lanes.
 
-BytePS' hashes are kept by name (``BYTEPS_KEY_HASH_FN``, see its ``global.cc``): they look at the key only. The default looks at the bytes
-placed so far, takes the server that lacks most of its share, and cuts a tensor finer where a whole partition would give a server too much: on
-32 servers a ResNet-50 has no more than 3 MB each. docs/decisions/0025.
+Pure: no I/O; the scheduler is the only one who asks, so all workers agree.
+
+BytePS' hashes are kept by name (``BYTEPS_KEY_HASH_FN``, see its ``global.cc``): they look at the
+key only. The default looks at the bytes placed so far, takes the server that lacks most of its
+share, and cuts a tensor finer where a whole partition would give a server too much: on 32 servers a
+ResNet-50 has no more than 3 MB each. docs/decisions/0025.
 """
 
 from __future__ import annotations
@@ -15,15 +18,20 @@ from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
 
 #: Most partitions of a tensor: 4 GiB at the smallest partition size, 4 TiB at the default.
 PARTS_PER_TENSOR = 1 << 20
-#: Least bytes of a partition that is cut finer, and of what is left of it: a smaller one costs as much as this.
+#: Least bytes of a partition that is cut finer, and of what is left of it: a smaller one costs as
+#: much as this.
 _LEAST = 32 << 10
-#: By which part a server may have more than its share of all bytes so far, before a tensor is cut finer for it.
+#: By which part a server may have more than its share of all bytes so far, before a tensor is cut
+#: finer for it.
 _SLACK = 0.015
 
 
 class Place(NamedTuple):
-    """Where a partition is summed: ``key`` in the job, ``lane`` among all lanes of all servers, ``slot`` on that lane. It has ``length`` bytes, and
-    begins where the one before it ends."""
+    """Where a partition is summed: ``key`` in the job, ``lane`` among all lanes of all servers,
+    ``slot`` on that lane.
+
+    It has ``length`` bytes, and begins where the one before it ends.
+    """
 
     key: int
     lane: int
@@ -41,7 +49,9 @@ def _naive(key: int, coefficient: int) -> int:
 
 
 def _built_in(key: int, coefficient: int) -> int:
-    """A multiplicative hash of the key's decimal digits stands in for the C++ library's std::hash, which no document fixes."""
+    """A multiplicative hash of the key's decimal digits stands in for the C++ library's std::hash,
+    which no document fixes.
+    """
     value = 14695981039346656037
     for byte in str(key).encode():
         value = ((value ^ byte) * 1099511628211) % 2**64
@@ -62,19 +72,29 @@ def _sdbm(key: int, coefficient: int) -> int:
     return value
 
 
-_HASHES: dict[str, Callable[[int, int], int]] = {"naive": _naive, "built_in": _built_in, "djb2": _djb2, "sdbm": _sdbm}
+_HASHES: dict[str, Callable[[int, int], int]] = {
+    "naive": _naive,
+    "built_in": _built_in,
+    "djb2": _djb2,
+    "sdbm": _sdbm,
+}
 
 
 class Placement:
     """Hands out places. Not thread-safe: the scheduler's one thread owns it.
 
-    ``lanes``: how many lanes each server has; lanes are numbered through, server by server. ``function``: ``balanced`` or a hash's name.
-    ``shares``: what part of the bytes each server should sum, by default the same; for ``balanced`` only. ``partition_bytes``: most bytes
-    of a partition, by :func:`bpsx.planning.partitioner.most_bytes`.
+    ``lanes``: how many lanes each server has; lanes are numbered through, server by server.
+    ``function``: ``balanced`` or a hash's name. ``shares``: what part of the bytes each server
+    should sum, by default the same; for ``balanced`` only. ``partition_bytes``: most bytes of a
+    partition, by :func:`bpsx.planning.partitioner.most_bytes`.
     """
 
     def __init__(
-        self, lanes: Sequence[int], function: str = "balanced", coefficient: int = 1, shares: Sequence[float] | None = None,
+        self,
+        lanes: Sequence[int],
+        function: str = "balanced",
+        coefficient: int = 1,
+        shares: Sequence[float] | None = None,
         partition_bytes: int = 2 << 20,
     ) -> None:
         self._hash = _HASHES.get(function)
@@ -91,13 +111,23 @@ class Placement:
         self._slots = [0] * sum(lanes)
 
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Place]:
-        """Places for tensor number ``tensor`` of so many bytes, in the order of its partitions, which begin at whole pages."""
+        """Places for tensor number ``tensor`` of so many bytes, in the order of its partitions,
+        which begin at whole pages.
+        """
         self._bytes += max(nbytes, PAGE_BYTES)
-        # What compression keeps of a partition is to be found again by a job with other servers; and cut finer, a tensor of 32 GiB could have more
-        # partitions than there are keys.
-        finer = self._hash is None and not compressed and len(self._lanes) > 1 and nbytes < PARTS_PER_TENSOR * _LEAST
+        # What compression keeps of a partition is to be found again by a job with other servers;
+        # and cut finer, a tensor of 32 GiB could have more partitions than there are keys.
+        finer = (
+            self._hash is None
+            and not compressed
+            and len(self._lanes) > 1
+            and nbytes < PARTS_PER_TENSOR * _LEAST
+        )
         if not finer:
-            return [self._place_one(key_of(tensor, i), span.length) for i, span in enumerate(partition(nbytes, self._partition_bytes, compressed))]
+            return [
+                self._place_one(key_of(tensor, i), span.length)
+                for i, span in enumerate(partition(nbytes, self._partition_bytes, compressed))
+            ]
         places: list[Place] = []
         left = nbytes
         while left or not places:
@@ -107,7 +137,9 @@ class Placement:
         return places
 
     def _next_length(self, left: int) -> int:
-        """Of the next partition of a tensor with so many bytes left, which goes to the server that lacks most."""
+        """Of the next partition of a tensor with so many bytes left, which goes to the server that
+        lacks most.
+        """
         most = most_bytes(self._partition_bytes, False)
         has, server = self._least[0]
         lacks = (self._bytes * (1 + _SLACK) - has) * self._shares[server]
@@ -116,8 +148,9 @@ class Placement:
 
     def _place_one(self, key: int, size: int) -> Place:
         if not self.server_bytes:
-            return Place(key, 0, 0, size)       # a single machine: its root has the sum
-        # Tensors of no bytes cost a message all the same: count a little, or all of them would land on one server.
+            return Place(key, 0, 0, size)  # a single machine: its root has the sum
+        # Tensors of no bytes cost a message all the same: count a little, or all of them would land
+        # on one server.
         counted = max(size, 64)
         if self._hash is None:
             has, server = self._least[0]

@@ -8,8 +8,16 @@ class Kept:
 class Plan:
     """What a call asks for.
 
-    ``names`` and ``priorities`` (larger is more urgent) of its tensors; ``root``: of a broadcast, or -1 for a sum, or with ``average`` an average.
-    ``dtypes``: the element types that are summed (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
+    ``names`` and ``priorities`` (larger is more urgent) of its tensors; ``root``: of a broadcast,
+    or -1 for a sum, or with ``average`` an average. ``dtypes``: the element types that are summed
+    (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
     """
 
-    def __init__(self, names: Sequence[str], priorities: Sequence[int], average: bool, root: int, dtypes: Mapping[int, str]) -> None: ...
+    def __init__(
+        self,
+        names: Sequence[str],
+        priorities: Sequence[int],
+        average: bool,
+        root: int,
+        dtypes: Mapping[int, str],
+    ) -> None: ...

@@ -5,10 +5,13 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from bpsx.plugin.adapter cimport Handle, Tell
-from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_init, notify_all, now_ns, unlock, wait_until
+from bpsx.system.sync cimport (
+    atomic_load, atomic_store, lock, monitor_init, notify_all, now_ns, unlock, wait_until,
+)
 from bpsx.plugin.async_op cimport (
-    ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, TOLD, Call, Calls, Part, Waste, enqueue,
-    free_call, mark_failed, part_over, put_failed, put_over, wait_for_calls,
+    ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED,
+    TOLD, Call, Calls, Part, Waste, enqueue, free_call, mark_failed, part_over, put_failed,
+    put_over, wait_for_calls,
 )
 
 import _thread
@@ -31,10 +34,11 @@ if monitor_init(&calls.monitor) != 0:
 
 # What exceptions are to callers. Not UNAVAILABLE, which a tf.function turns into an internal error.
 cdef list CODES = [
-    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.JoinedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT),
-    (errors.StallError, DEADLINE_EXCEEDED),
-    (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED), (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
-    (TypeError, INVALID_ARGUMENT), (MemoryError, RESOURCE_EXHAUSTED),
+    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.JoinedError, FAILED_PRECONDITION),
+    (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
+    (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED),
+    (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
+    (TypeError, INVALID_ARGUMENT), (MemoryError, RESOURCE_EXHAUSTED)
 ]
 
 
@@ -72,8 +76,9 @@ cdef void throw_away(Waste *waste) noexcept nogil:
     unlock(&calls.monitor)
 
 
-# ---- the thread that begins calls. Callers' own threads would do it at less cost, but Python's main thread, which eager code calls on, runs signal
-# handlers whenever it runs Python: their exceptions would end in the midst of this, and what they call would wait for this.
+# ---- the thread that begins calls. Callers' own threads would do it at less cost, but Python's
+# main thread, which eager code calls on, runs signal handlers whenever it runs Python: their
+# exceptions would end in the midst of this, and what they call would wait for this.
 
 cdef void serve() noexcept with gil:
     """Start it, once in a process."""
@@ -89,7 +94,9 @@ cdef void serve() noexcept with gil:
         lock(&calls.monitor)
         calls.served = False
         unlock(&calls.monitor)
-        logging.getLogger("bpsx").error("no thread can be started that begins calls, which wait until one can: %s", e)
+        logging.getLogger("bpsx").error(
+            "no thread can be started that begins calls, which wait until one can: %s", e
+        )
 
 
 def _serve() -> None:
@@ -146,7 +153,9 @@ cdef void bury() noexcept:
 cdef class Plan:
 
     def __init__(self, names, priorities, average, root, dtypes):
-        self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(priorities), average, root, dict(dtypes)
+        self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(
+            priorities
+        ), average, root, dict(dtypes)
 
 
 cdef class Kept:
@@ -157,14 +166,20 @@ cdef class Kept:
 
 
 cdef object keep(void *what, void (*free)(void *what) noexcept nogil):
-    """For handles, which keep what the transport may still be sending for as long as it does. ``what`` may be NULL."""
+    """For handles, which keep what the transport may still be sending for as long as it does.
+
+    ``what`` may be NULL.
+    """
     cdef Kept kept = Kept.__new__(Kept)
     kept.what, kept.free = what, free
     return kept
 
 
 cdef void begin(Call *call) noexcept:
-    """Give all parts to the core. The first that it refuses makes the call fail when those before have ended."""
+    """Give all parts to the core.
+
+    The first that it refuses makes the call fail when those before have ended.
+    """
     cdef uint32_t i, begun = 0
     cdef Handle handle
     cdef Plan plan
@@ -201,12 +216,23 @@ cdef begin_part(session, Plan plan, uint32_t i, Part *part):
     source = TensorView(<uintptr_t>part.source, part.n_bytes, dtype, shape, owner)
     if plan.root >= 0:      # the root's target has what it gets already; the others push nothing
         return session.broadcast(plan.names[i], source, plan.root)
-    target = source if part.source == part.target else TensorView(<uintptr_t>part.target, part.n_bytes, dtype, shape, owner)
-    return session.push_pull(plan.names[i], source, target, average=plan.average, priority=plan.priorities[i], rate=part.call.rate)
+    target = (
+        source
+        if part.source == part.target
+        else TensorView(<uintptr_t>part.target, part.n_bytes, dtype, shape, owner)
+    )
+    return session.push_pull(
+        plan.names[i], source, target, average=plan.average, priority=plan.priorities[i],
+        rate=part.call.rate
+    )
 
 
 cdef stage(Part *part):
-    """Push a copy: the caller's memory is gone when the call has failed, and the transport may still be sending then. Returns the copy."""
+    """Push a copy: the caller's memory is gone when the call has failed, and the transport may
+    still be sending then.
+
+    Returns the copy.
+    """
     cdef uintptr_t where
     array = np.empty(part.n_bytes, np.uint8)
     where = array.ctypes.data
@@ -235,7 +261,11 @@ cdef void over(Call *call) noexcept nogil:
 
 
 cdef void give_up(Call *call) noexcept nogil:
-    """Nobody has the GIL any more. What the transport may still read stays where it is, and who else waits is told what there is to tell."""
+    """Nobody has the GIL any more.
+
+    What the transport may still read stays where it is, and who else waits is told what there is to
+    tell.
+    """
     if call.failed != TOLD:
         call.caller.fail(call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
     if call.failed and not call.caller.goes_first:
@@ -285,7 +315,9 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """A child has no thread that begins calls, and calls that its parent waits for are the parent's."""
+    """A child has no thread that begins calls, and calls that its parent waits for are the
+    parent's.
+    """
     memset(&calls, 0, sizeof(calls))
     monitor_init(&calls.monitor)
 

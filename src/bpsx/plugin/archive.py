@@ -17,12 +17,18 @@ _REST = "rest"
 
 
 def packed(saved: Mapping[str, Any]) -> bytes:
-    """What :meth:`bpsx.compression.manager.Compressing.save` has given, as an archive of NumPy's."""
+    """What :meth:`bpsx.compression.manager.Compressing.save` has given, as an archive of
+    NumPy's.
+    """
     arrays: dict[str, Any] = {}
     rest = {}
     for i, (name, state) in enumerate(saved.items()):
-        arrays.update({f"{i}.{key}": value for key, value in state.items() if isinstance(value, np.ndarray)})
-        rest[name] = {key: value for key, value in state.items() if not isinstance(value, np.ndarray)}
+        arrays.update(
+            {f"{i}.{key}": value for key, value in state.items() if isinstance(value, np.ndarray)}
+        )
+        rest[name] = {
+            key: value for key, value in state.items() if not isinstance(value, np.ndarray)
+        }
     text = json.dumps({"version": _VERSION, "names": rest}).encode()
     to = io.BytesIO()
     arrays[_REST] = np.frombuffer(text, np.uint8)
@@ -31,11 +37,14 @@ def packed(saved: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(archive: bytes) -> dict[str, Any]:
-    """What :func:`packed` has been given; of nothing, nothing. Raises :class:`ConfigError` for what is no such archive."""
+    """What :func:`packed` has been given; of nothing, nothing.
+
+    Raises :class:`ConfigError` for what is no such archive.
+    """
     if not archive:
         return {}
     try:
-        with np.load(io.BytesIO(archive)) as found:     # which reads no objects
+        with np.load(io.BytesIO(archive)) as found:  # which reads no objects
             rest = json.loads(found[_REST].tobytes())
             if rest["version"] != _VERSION:
                 raise ValueError(f"version {rest['version']!r}; {_VERSION} is known")
@@ -45,6 +54,7 @@ def unpacked(archive: bytes) -> dict[str, Any]:
                 if key != _REST:
                     i, _, what = key.partition(".")
                     of[int(i)][what] = found[key]
-    except Exception as e:          # whatever zip files, NumPy and JSON raise for what is none of theirs
+    # whatever zip files, NumPy and JSON raise for what is none of theirs
+    except Exception as e:
         raise ConfigError(f"state of compression: {len(archive)} bytes that are none: {e}") from e
     return saved

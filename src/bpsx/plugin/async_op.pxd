@@ -1,4 +1,5 @@
-# One call of a framework's engine: its tensors, who is to be told, and the queues in which it waits for the GIL.
+# One call of a framework's engine: its tensors, who is to be told, and the queues in which it waits
+# for the GIL.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 
@@ -35,22 +36,27 @@ cdef struct Part:
 cdef struct Caller:
     object (*plan)(Call *call)                      # with the GIL: the Plan of what is asked for
     void (*fail)(Call *call, int code, const char *text) noexcept nogil    # before `settle`
-    void (*settle)(Call *call) noexcept nogil       # it is over: tensors and plan are the caller's again, who ends the call
-    void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read
+    # it is over: tensors and plan are the caller's again, who ends the call
+    void (*settle)(Call *call) noexcept nogil
+    # with the GIL: it has failed; handles shall keep what the transport may still read
+    void (*keep)(Call *call) noexcept
     void (*leave)(Call *call) noexcept nogil        # the same when Python ends: for ever
-    bint goes_first                                 # there are no such two: what is pushed has to be a copy
+    # there are no such two: what is pushed has to be a copy
+    bint goes_first
 
 cdef struct Call:               # first in what a caller has of its own
     const Caller *caller
     void *held                  # an object that is needed as long as the call; or NULL
     double rate
     int64_t left                # parts under way, and one for who begins them
-    int64_t failed              # TOLD: its caller knows; else the part that has failed, counted from 1; 0: none
+    # TOLD: its caller knows; else the part that has failed, counted from 1; 0: none
+    int64_t failed
     uint32_t n                  # parts
     Part *parts
     Call *next
 
-cdef struct Waste:              # first in what is to be freed when there is the GIL: it holds an object
+# first in what is to be freed when there is the GIL: it holds an object
+cdef struct Waste:
     void *held
     void (*free)(Waste *waste) noexcept nogil
     Waste *next
@@ -86,7 +92,10 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noe
 
 
 cdef inline int64_t *room_for_dims(Part *part) noexcept nogil:
-    """Where its ``n_dims`` dimensions can be put, until :func:`drop_dims`. NULL, and it has none: no memory."""
+    """Where its ``n_dims`` dimensions can be put, until :func:`drop_dims`.
+
+    NULL, and it has none: no memory.
+    """
     cdef int64_t *more = part.few
     if part.n_dims > FEW_DIMS:
         more = <int64_t *>malloc(part.n_dims * sizeof(int64_t))
@@ -148,7 +157,10 @@ cdef inline bint put_failed(Calls *calls, Call *call) noexcept nogil:
 
 
 cdef inline bint wait_for_calls(Calls *calls, Call **first, Call **failed) noexcept nogil:
-    """Sleep until there are calls to be begun, or some that have failed, and take them. False when Python ends."""
+    """Sleep until there are calls to be begun, or some that have failed, and take them.
+
+    False when Python ends.
+    """
     cdef bint go_on
     lock(&calls.monitor)
     while calls.first == NULL and calls.failed == NULL and not calls.ended:

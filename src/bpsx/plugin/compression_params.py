@@ -12,8 +12,12 @@ from bpsx.plugin import adapter
 Params = Mapping[str, Any] | Callable[[str], Mapping[str, Any] | None] | None
 
 
-def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str, float]) -> dict[str, adapter.Compression]:
-    """The compression of each parameter that has one. ``momenta``: the optimizer's, which is ``mu`` where none is given.
+def choose(
+    given: Params, names: Iterable[str], verb: str, momenta: Mapping[str, float]
+) -> dict[str, adapter.Compression]:
+    """The compression of each parameter that has one.
+
+    ``momenta``: the optimizer's, which is ``mu`` where none is given.
 
     Raises :class:`ConfigError`, which names parameter, key and value.
     """
@@ -24,26 +28,42 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
         said = {name: given(name) for name in known}
     elif _by_name(given, verb):
         check_names(given, known, verb)
-        wrong = {name: value for name, value in given.items() if value is not None and not isinstance(value, Mapping)}
+        wrong = {
+            name: value
+            for name, value in given.items()
+            if value is not None and not isinstance(value, Mapping)
+        }
         if wrong:
-            raise ConfigError(f"{verb}: compression_params has mappings by parameter's name, and {wrong!r}: allowed are mappings and None")
+            raise ConfigError(
+                f"{verb}: compression_params has mappings by parameter's name, and {wrong!r}:"
+                " allowed are mappings and None"
+            )
         said = dict(given)
     else:
         said = dict.fromkeys(known, given)
-    found = {name: _compression(name, params, verb, momenta) for name, params in said.items() if params is not None}
+    found = {
+        name: _compression(name, params, verb, momenta)
+        for name, params in said.items()
+        if params is not None
+    }
     return {name: chosen for name, chosen in found.items() if chosen != adapter.NOT_COMPRESSED}
 
 
 def check_params(given: Any, verb: str, momentum: bool = False) -> None:
-    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters. ``momentum``: whether there is an optimizer's, which
-    may be ``mu``."""
+    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters.
+
+    ``momentum``: whether there is an optimizer's, which may be ``mu``.
+    """
     if isinstance(given, type):
-        raise ConfigError(f"{verb}: compression_params={given.__name__}: a mapping is needed, or a function of a parameter's name, and not a class: "
-                          "those of Compression convert tensors before the exchange")
+        raise ConfigError(
+            f"{verb}: compression_params={given.__name__}: a mapping is needed, or a function of a"
+            " parameter's name, and not a class: those of Compression convert tensors before the"
+            " exchange"
+        )
     if given is None or callable(given):
         return
     by_name = _by_name(given, verb)
-    if not adapter.initialised():      # until then, nobody knows the compressors from outside
+    if not adapter.initialised():  # until then, nobody knows the compressors from outside
         return
     for name, params in given.items() if by_name else [(None, given)]:
         if isinstance(params, Mapping):
@@ -51,19 +71,29 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
 
 
 def check_names(given: Params, known: Sequence[str], verb: str) -> None:
-    """Raise :class:`ConfigError` if ``given`` has choices by name, and one is none of the ``known``."""
+    """Raise :class:`ConfigError` if ``given`` has choices by name, and one is none of the
+    ``known``.
+    """
     if given is None or callable(given) or not _by_name(given, verb):
         return
     strange = [str(name) for name in given if name not in known]
     if strange:
-        raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}; it has "
-                          f"{', '.join(known[:10])}{', …' * (len(known) > 10)}")
+        raise ConfigError(
+            f"{verb}: compression_params names parameters that the optimizer has not:"
+            f" {', '.join(strange[:10])}; it has {', '.join(known[:10])}{', …' * (len(known) > 10)}"
+        )
 
 
 def _by_name(given: Any, verb: str) -> bool:
-    """Whether a mapping has parameters' names for keys. Raises :class:`ConfigError` for anything else."""
+    """Whether a mapping has parameters' names for keys.
+
+    Raises :class:`ConfigError` for anything else.
+    """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
+        raise ConfigError(
+            f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a"
+            " function of a parameter's name"
+        )
     return any(isinstance(value, Mapping) for value in given.values())
 
 
@@ -71,11 +101,16 @@ def _missing(value: Any) -> bool:
     return value is None or value is False or isinstance(value, str) and value == ""
 
 
-def _compression(name: str | None, params: Any, verb: str, momenta: Mapping[Any, float]) -> adapter.Compression:
+def _compression(
+    name: str | None, params: Any, verb: str, momenta: Mapping[Any, float]
+) -> adapter.Compression:
     what = f"{verb}: compression_params" + ("" if name is None else f" of {name!r}")
     if isinstance(params, Mapping) and params.get("momentum") and _missing(params.get("mu")):
         if name not in momenta:
-            raise ConfigError(f"{what}: momentum={params['momentum']!r} without mu, and there is no momentum of an optimizer's that could be taken "
-                              "over: give mu, a number between 0 and 1, such as 0.9")
+            raise ConfigError(
+                f"{what}: momentum={params['momentum']!r} without mu, and there is no momentum of"
+                " an optimizer's that could be taken over: give mu, a number between 0 and 1, such"
+                " as 0.9"
+            )
         params = {**params, "mu": momenta[name]}
     return adapter.compression(params, what)

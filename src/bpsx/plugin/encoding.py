@@ -1,4 +1,5 @@
-"""Python values as JSON and bytes, which can be read without running anything that came over the network.
+"""Python values as JSON and bytes, which can be read without running anything that came over the
+network.
 
 A plugin derives from :class:`Encoder` to have its framework's tensors travel as well.
 """
@@ -16,7 +17,8 @@ from bpsx.errors import BpsxError
 #: Kinds of NumPy's element types whose bytes are all there is to them.
 _NUMPY_KINDS = "biufcSUmM"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
-#: JSON readers stop at integers of some thousand digits; from this many bits on they travel as hexadecimal text.
+#: JSON readers stop at integers of some thousand digits; from this many bits on they travel as
+#: hexadecimal text.
 _MOST_BITS = 64
 
 
@@ -27,8 +29,8 @@ class StateError(BpsxError, ValueError):
 class Encoder:
     """Python values to JSON without losing their types; bytes are put aside, in :attr:`blobs`.
 
-    ``verb`` begins every error. ``exact``: refuse what would come back as another type (a subclass of
-    ``dict``, an ``IntEnum``); otherwise subclasses come back as what they are derived from.
+    ``verb`` begins every error. ``exact``: refuse what would come back as another type (a subclass
+    of ``dict``, an ``IntEnum``); otherwise subclasses come back as what they are derived from.
     """
 
     def __init__(self, verb: str, exact: bool = False) -> None:
@@ -36,7 +38,10 @@ class Encoder:
         self._verb, self._exact = verb, exact
 
     def encode(self, value: Any, where: str) -> Any:
-        """``value`` as JSON. ``where`` names it in errors and on the wire. Raises :class:`StateError`."""
+        """``value`` as JSON. ``where`` names it in errors and on the wire.
+
+        Raises :class:`StateError`.
+        """
         if value is None or type(value) in (bool, float, str):
             return value
         if type(value) is int:
@@ -49,7 +54,7 @@ class Encoder:
                 return {kind: [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
         if type(value) is dict or isinstance(value, dict) and not self._exact:
             return {"dict": self._items(value, where)}
-        if type(value) is OrderedDict:      # a module's state_dict, which has attributes of its own
+        if type(value) is OrderedDict:  # a module's state_dict, which has attributes of its own
             return {"ordered": [self._items(value, where), self._items(vars(value), where)]}
         return self._rarer(value, where)
 
@@ -65,14 +70,21 @@ class Encoder:
             return {type(value).__name__: self._put_aside(value, where)}
         if type(value) is complex:
             return {"complex": [value.real, value.imag]}
-        if not self._exact and isinstance(value, (int, float, str)):        # a NumPy float64, an IntEnum
+        # a NumPy float64, an IntEnum
+        if not self._exact and isinstance(value, (int, float, str)):
             return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
-        if (type(value) is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        if (
+            type(value) is np.ndarray or isinstance(value, np.generic)
+        ) and value.dtype.kind in _NUMPY_KINDS:
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            return {kind: [value.dtype.str, list(value.shape), self._put_aside(value.tobytes(), where)]}
-        raise StateError(f"{self._verb}: {where} is a {type(value).__name__}; allowed are tensors, NumPy "
-                         "arrays and scalars, None, bool, int, float, complex, str, bytes, and tuples, "
-                         "lists, sets, dicts of these")
+            return {
+                kind: [value.dtype.str, list(value.shape), self._put_aside(value.tobytes(), where)]
+            }
+        raise StateError(
+            f"{self._verb}: {where} is a {type(value).__name__}; allowed are tensors, NumPy "
+            "arrays and scalars, None, bool, int, float, complex, str, bytes, and tuples, "
+            "lists, sets, dicts of these"
+        )
 
     def _put_aside(self, value: bytes | bytearray, where: str) -> int:
         """The place of ``value`` among what has been put aside."""
@@ -83,8 +95,8 @@ class Encoder:
 def decode(value: Any, raw: Callable[[int], bytes], tensor: Callable[[Any], Any]) -> Any:
     """The reverse of :meth:`Encoder.encode`.
 
-    ``raw``: the bytes put aside, by place; ``tensor``: the tensor that has been described like this.
-    Raises :class:`StateError`.
+    ``raw``: the bytes put aside, by place; ``tensor``: the tensor that has been described like
+    this. Raises :class:`StateError`.
     """
     if not isinstance(value, dict):
         return value
@@ -92,7 +104,7 @@ def decode(value: Any, raw: Callable[[int], bytes], tensor: Callable[[Any], Any]
     def inner(encoded: Any) -> Any:
         return decode(encoded, raw, tensor)
 
-    (kind, body), = value.items()
+    ((kind, body),) = value.items()
     if kind == "tensor":
         return tensor(body)
     if kind == "dict":

@@ -59,7 +59,9 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
         if op is not None:
             raise ConfigError(f"{verb}: op and average are both given; leave average out")
         adapter.check_flag(average, "average", verb)
-        warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning)
+        warn(
+            f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning
+        )
         return ReduceOp.Average if average else ReduceOp.Sum
     try:
         known = ReduceOp.Average if op is None else ReduceOp(op)
@@ -67,8 +69,10 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
         allowed = ", ".join(f"hvd.{o.name}" for o in ReduceOp if o is not ReduceOp.Adasum)
         raise ConfigError(f"{verb}: op={op!r}; allowed are {allowed}") from None
     if known is ReduceOp.Adasum:
-        raise ConfigError(f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with "
-                          "the learning rate that fits an average")
+        raise ConfigError(
+            f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with "
+            "the learning rate that fits an average"
+        )
     return known
 
 
@@ -88,13 +92,16 @@ def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str)
         if not isinstance(factor, numbers.Real):
             raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
     if adapter.session().config.asynchronous:
-        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
-                          f"keep, and a sum over the workers there is not; use {instead}, which "
-                          "says what it does then")
+        raise ConfigError(
+            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
+            f"keep, and a sum over the workers there is not; use {instead}, which "
+            "says what it does then"
+        )
     return How(verb, op, float(prescale), float(postscale))
 
 
 # ---- process sets
+
 
 class ProcessSet:
     """Some of the workers, by rank.
@@ -108,8 +115,10 @@ class ProcessSet:
             known = [r for r in map(adapter.integer, ranks) if r is not None and r >= 0]
         complete = isinstance(ranks, Sequence) and len(set(known)) == len(ranks)
         if ranks is not None and not complete:
-            raise ConfigError(f"ProcessSet: ranks={ranks!r}: a list of ranks from 0, each once, is "
-                              "needed, or None for all workers")
+            raise ConfigError(
+                f"ProcessSet: ranks={ranks!r}: a list of ranks from 0, each once, is "
+                "needed, or None for all workers"
+            )
         self.ranks: list[int] | None = None if ranks is None else sorted(known)
 
     @property
@@ -146,12 +155,16 @@ global_process_set = ProcessSet(None)
 def check_process_set(process_set: Any, argument: str = "process_set", instead: str = "") -> None:
     """Raise :class:`ConfigError` unless it is all workers. ``instead``: what to use for fewer."""
     if not isinstance(process_set, ProcessSet):
-        raise ConfigError(f"{argument}={process_set!r}: a ProcessSet is needed, not "
-                          f"{type(process_set).__name__}; leave it out for all workers")
+        raise ConfigError(
+            f"{argument}={process_set!r}: a ProcessSet is needed, not "
+            f"{type(process_set).__name__}; leave it out for all workers"
+        )
     if process_set.ranks is not None and process_set.ranks != list(range(verbs.size())):
         more = f"; {instead}" if instead else ""
-        raise ConfigError(f"{argument}={process_set}: these are not all {verbs.size()} workers, and "
-                          f"a sum over summation servers takes all of them{more}")
+        raise ConfigError(
+            f"{argument}={process_set}: these are not all {verbs.size()} workers, and "
+            f"a sum over summation servers takes all of them{more}"
+        )
 
 
 def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -> ProcessSet:
@@ -165,8 +178,10 @@ def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) 
     """Check Horovod's arguments of ``init`` and call ``begin``, the framework's own ``init``."""
     if comm is not None and (not isinstance(comm, Sequence) or comm):
         more = f", and {instead}" if instead else ""
-        raise ConfigError("init: comm: the job's workers are those that the launcher has started; "
-                          f"leave comm out{more}")
+        raise ConfigError(
+            "init: comm: the job's workers are those that the launcher has started; "
+            f"leave comm out{more}"
+        )
     begin()
     if process_sets is not None and process_sets != "dynamic":
         for process_set in process_sets:
@@ -174,6 +189,7 @@ def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) 
 
 
 # ---- what Horovod tells about itself
+
 
 def is_initialized() -> bool:
     """Whether this process is in a job."""
@@ -209,7 +225,8 @@ def refuse_elastic(suspending: str) -> NoReturn:
         "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
         "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
         f"a checkpoint; for a planned change of size there are {suspending}.suspend() and "
-        "resume(). See the table \"From Horovod\" in docs/migrating.md")
+        'resume(). See the table "From Horovod" in docs/migrating.md'
+    )
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -241,6 +258,7 @@ def stop_timeline() -> None:
 
 # ---- arguments of distributed optimizers and tapes
 
+
 def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
     """``op``, a sum or an average, which ``gradient_predivide_factor`` fits.
 
@@ -248,16 +266,20 @@ def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
     """
     kind = check_adds(verb, checked_op(verb, op))
     if not isinstance(predivide, numbers.Real) or not float(predivide) > 0:
-        raise ConfigError(f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is "
-                          "needed")
+        raise ConfigError(
+            f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is needed"
+        )
     if predivide != 1.0 and kind is not ReduceOp.Average:
-        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; "
-                          f"with op=hvd.{kind.name} leave it out")
+        raise ConfigError(
+            f"{verb}: gradient_predivide_factor divides an average in two steps; "
+            f"with op=hvd.{kind.name} leave it out"
+        )
     return kind
 
 
-def check_groups(verb: str, num_groups: Any, groups: Any, known: Callable[[Any], bool],
-                 what: str = "parameter") -> None:
+def check_groups(
+    verb: str, num_groups: Any, groups: Any, known: Callable[[Any], bool], what: str = "parameter"
+) -> None:
     """Raise :class:`ConfigError` unless ``groups`` are a number, or lists of ``what``, each once.
 
     ``known``: whether a member is one.
@@ -287,8 +309,9 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
     """
     if splits is None:
         if rows is None or rows % size:
-            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} "
-                              "workers; give splits")
+            raise ConfigError(
+                f"alltoall: {rows} rows cannot be divided evenly among {size} workers; give splits"
+            )
         return [rows // size] * size
     given = list(splits) if isinstance(splits, Iterable) else []
     numbers_ = [n for n in map(adapter.integer, given) if n is not None and n >= 0]
@@ -296,6 +319,8 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
     if len(given) != size or len(numbers_) != size or too_many:
         limit = "" if rows is None else f", of at most {rows} rows together"
         seen = splits if shown is None else shown
-        raise ConfigError(f"alltoall: splits={seen!r}: {size} integers from 0, one for each "
-                          f"worker{limit} are needed")
+        raise ConfigError(
+            f"alltoall: splits={seen!r}: {size} integers from 0, one for each "
+            f"worker{limit} are needed"
+        )
     return numbers_

@@ -1,4 +1,6 @@
-"""The momentum of an optimizer's own, where ``compression_params`` has momentum in its place: taken over, and switched off while it steps."""
+"""The momentum of an optimizer's own, where ``compression_params`` has momentum in its place: taken
+over, and switched off while it steps.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,24 @@ def _is_one(value: Any) -> bool:
 
 
 class Momentum:
-    """Of one optimizer. ``attribute`` is where it has it; ``of_gradients``: whether it is that of gradients, so that compression can have it in its
-    place; ``where_it_is``: such optimizers. One thread at a time, but for :meth:`off`, in which the threads of replicas are together."""
+    """Of one optimizer.
 
-    def __init__(self, optimizer: Any, attribute: str, of_gradients: bool, where_it_is: str) -> None:
-        self._optimizer, self._attribute, self._of_gradients, self._where_it_is = optimizer, attribute, of_gradients, where_it_is
-        self._taken = 0.0           # what it was when compression took it over
-        self._stays = False         # some variables' gradients get none on the way
+    ``attribute`` is where it has it; ``of_gradients``: whether it is that of gradients, so that
+    compression can have it in its place; ``where_it_is``: such optimizers. One thread at a time,
+    but for :meth:`off`, in which the threads of replicas are together.
+    """
+
+    def __init__(
+        self, optimizer: Any, attribute: str, of_gradients: bool, where_it_is: str
+    ) -> None:
+        self._optimizer, self._attribute, self._of_gradients, self._where_it_is = (
+            optimizer,
+            attribute,
+            of_gradients,
+            where_it_is,
+        )
+        self._taken = 0.0  # what it was when compression took it over
+        self._stays = False  # some variables' gradients get none on the way
         self._stepping = 0
 
     @property
@@ -48,10 +61,15 @@ class Momentum:
     def by_name(self, names: Sequence[str]) -> dict[str, float]:
         """For :func:`bpsx.plugin.compression_params.choose`."""
         value = self.value
-        return dict.fromkeys(names, float(value)) if isinstance(value, (int, float)) and value else {}
+        return (
+            dict.fromkeys(names, float(value)) if isinstance(value, (int, float)) and value else {}
+        )
 
     def take_over(self, names: Sequence[str], choices: Mapping[str, adapter.Compression]) -> None:
-        """Compression adds it to gradients of these names, from now on, if ``choices`` say so. Raises :class:`ConfigError` if it cannot be so."""
+        """Compression adds it to gradients of these names, from now on, if ``choices`` say so.
+
+        Raises :class:`ConfigError` if it cannot be so.
+        """
         without = [name for name in names if name not in choices or not choices[name].momentum]
         own = type(self._optimizer).__name__
         value: Any = self.value
@@ -59,28 +77,40 @@ class Momentum:
         if not _is_one(value) or len(without) == len(names) and not self._taken:
             return
         if not self._of_gradients:
-            raise ConfigError(f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of gradients; with that of "
-                              f"{self._where_it_is} it can. Leave momentum out here or there")
+            raise ConfigError(
+                f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of"
+                f" gradients; with that of {self._where_it_is} it can. Leave momentum out here or"
+                " there"
+            )
         if not isinstance(value, (int, float)):
-            raise ConfigError(f"{_WHAT} takes the place of {own}'s momentum, which is a {type(value).__name__}: give a number")
+            raise ConfigError(
+                f"{_WHAT} takes the place of {own}'s momentum, which is a {type(value).__name__}:"
+                " give a number"
+            )
         if without or stays:
             names_of = f", and not for {', '.join(map(repr, without[:5]))}" if without else ""
-            raise ConfigError(f"{_WHAT} takes the place of {own}'s momentum for some variables{names_of}: give all of an optimizer's variables "
-                              "momentum, or none")
+            raise ConfigError(
+                f"{_WHAT} takes the place of {own}'s momentum for some variables{names_of}: give"
+                " all of an optimizer's variables momentum, or none"
+            )
         self._taken = self._taken or float(value)
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside, the optimizer has none, if compression has taken it over.
 
-        Raises :class:`ConfigError` if somebody has changed it: what is added to gradients would not follow.
+        Raises :class:`ConfigError` if somebody has changed it: what is added to gradients would not
+        follow.
         """
         if not self._taken:
             yield
             return
         if self.value != self._taken:
-            raise ConfigError(f"the momentum of {type(self._optimizer).__name__} is {self.value}, and was {self._taken} when compression_params' "
-                              "momentum='nesterov' took its place, which cannot follow: leave it as it is")
+            raise ConfigError(
+                f"the momentum of {type(self._optimizer).__name__} is {self.value}, and was"
+                f" {self._taken} when compression_params' momentum='nesterov' took its place, which"
+                " cannot follow: leave it as it is"
+            )
         self._stepping += 1
         vars(self._optimizer)[self._attribute] = 0.0
         try:

@@ -95,8 +95,10 @@ def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> li
     for rank, each in enumerate(messages):
         if each[:1] == _ERROR:
             raise ObjectError(f"worker {rank}: {each[1:].decode(errors='replace')}")
-    copies = [_unpack(message, verb, where, call, rank, rank == ours.rank, codec)
-              for rank, message in enumerate(messages)]
+    copies = [
+        _unpack(message, verb, where, call, rank, rank == ours.rank, codec)
+        for rank, message in enumerate(messages)
+    ]
     return [obj if rank == ours.rank else copy for rank, copy in enumerate(copies)]
 
 
@@ -113,19 +115,24 @@ def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
         problem = str(e)
     try:
         if adapter.proof(_PURPOSE) is None:
-            return _ERROR + (f"{problem}. Other objects are pickled, which needs a job secret: set "
-                             "BPSX_SECRET on all processes, or start the job with bpsx-run "
-                             "--local, which makes one").encode()
+            return (
+                _ERROR
+                + (
+                    f"{problem}. Other objects are pickled, which needs a job secret: set "
+                    "BPSX_SECRET on all processes, or start the job with bpsx-run "
+                    "--local, which makes one"
+                ).encode()
+            )
         body = pickle.dumps(obj)
         return _PICKLED + (_proof(where, call, adapter.session().rank, body) or b"") + body
-    except Exception as e:      # __reduce__ and its like may raise anything
+    except Exception as e:  # __reduce__ and its like may raise anything
         kind = type(obj).__name__
         text = f"{verb}: {kind} cannot be pickled: {type(e).__name__}: {e}"
         return _ERROR + text.encode(errors="replace")
 
 
 def _unpack(
-    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec,
+    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec
 ) -> Any:
     """The object in a message. If it is this worker's own (``ours``) nothing is made of it.
 
@@ -141,25 +148,31 @@ def _unpack(
     proof, pickled = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
     expected = _proof(where, call, sender, pickled)
     if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
-        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it "
-                          "knows the job secret and was made for this call; it has not been "
-                          "unpickled")
+        raise ObjectError(
+            f"{verb}: what has arrived from worker {sender} does not prove that it "
+            "knows the job secret and was made for this call; it has not been "
+            "unpickled"
+        )
     try:
         return pickle.loads(pickled)
     except Exception as e:
-        raise ObjectError(f"{verb}: worker {sender}'s object cannot be unpickled here: "
-                          f"{type(e).__name__}: {e}") from e
+        raise ObjectError(
+            f"{verb}: worker {sender}'s object cannot be unpickled here: {type(e).__name__}: {e}"
+        ) from e
 
 
 def _decoded(body: bytes, verb: str, sender: int, codec: Codec) -> Any:
     try:
         return codec.decode(body)
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError) as e:
-        raise ObjectError(f"{verb}: what has arrived from worker {sender} is no encoded object: "
-                          f"{type(e).__name__}: {e}") from e
+        raise ObjectError(
+            f"{verb}: what has arrived from worker {sender} is no encoded object: "
+            f"{type(e).__name__}: {e}"
+        ) from e
 
 
 # ---- bytes of any length
+
 
 def _begun(array: np.ndarray, name: str, root: int) -> Handle:
     """A broadcast of ``array``, contiguous, of uint8 or int64, in its place."""
@@ -170,7 +183,7 @@ def _begun(array: np.ndarray, name: str, root: int) -> Handle:
 def _room(length: int, text: bytes) -> np.ndarray:
     """Memory for ``length`` bytes, of one of few sizes, with ``text`` at its beginning."""
     body = np.zeros(capacity(length), np.uint8)
-    body[:len(text)] = np.frombuffer(text, np.uint8)
+    body[: len(text)] = np.frombuffer(text, np.uint8)
     return body
 
 
@@ -182,7 +195,7 @@ def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
     body = _room(int(length[0]), text if own else b"")
     if len(body):
         _begun(body, f"{name}.structure", root).wait()
-    return body[:length[0]].tobytes()
+    return body[: length[0]].tobytes()
 
 
 def gather_bytes(text: bytes, name: str) -> list[bytes]:
@@ -191,9 +204,11 @@ def gather_bytes(text: bytes, name: str) -> list[bytes]:
     lengths = [np.array([len(text)], np.int64) for _ in range(ours.size)]
     for handle in [_begun(n, f"{name}.length.{root}", root) for root, n in enumerate(lengths)]:
         handle.wait()
-    bodies = [_room(int(length[0]), text if root == ours.rank else b"")
-              for root, length in enumerate(lengths)]
+    bodies = [
+        _room(int(length[0]), text if root == ours.rank else b"")
+        for root, length in enumerate(lengths)
+    ]
     begun = [_begun(body, f"{name}.{root}", root) for root, body in enumerate(bodies) if len(body)]
     for handle in begun:
         handle.wait()
-    return [body[:n[0]].tobytes() for body, n in zip(bodies, lengths, strict=True)]
+    return [body[: n[0]].tobytes() for body, n in zip(bodies, lengths, strict=True)]

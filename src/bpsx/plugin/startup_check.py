@@ -93,9 +93,9 @@ def meaning_problem(
     if not others:
         return ""
     return (
-        f"{what}: {_workers(others)} other names of {things}, or the same in another order, than "
-        f"worker {first}: names and their order must be the same on all workers, and so must be the "
-        f"order in which {order}. Here: {here}"
+        f"{what}: {_workers(others)} other names of {things}, or the same in another order, than"
+        f" worker {first}: names and their order must be the same on all workers, and so must be"
+        f" the order in which {order}. Here: {here}"
     )
 
 

@@ -1,4 +1,7 @@
-"""Smaller types on the wire, as BytePS has them: classes with two static methods. What plugins share of them."""
+"""Smaller types on the wire, as BytePS has them: classes with two static methods.
+
+What plugins share of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ from bpsx.errors import ConfigError
 
 
 class Compressor:
-    """What a compressor provides, for tensors of its framework. Both methods are pure: they never write to the tensor that they are given."""
+    """What a compressor provides, for tensors of its framework.
+
+    Both methods are pure: they never write to the tensor that they are given.
+    """
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor to send, and a context for :meth:`decompress`. May return ``tensor`` itself: then it is sent as it is."""
+        """The tensor to send, and a context for :meth:`decompress`.
+
+        May return ``tensor`` itself: then it is sent as it is.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -34,7 +43,12 @@ class NoneCompressor(Compressor):
 
 
 def check_compression(compression: Any, verb: str, plugin: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor. ``plugin``: ``bpsx.torch`` and the like."""
+    """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor.
+
+    ``plugin``: ``bpsx.torch`` and the like.
+    """
     if not (isinstance(compression, type) and issubclass(compression, Compressor)):
-        raise ConfigError(f"{verb}: compression={compression!r}: allowed are {plugin}.Compression.none and .fp16, and other classes derived from "
-                          f"{plugin}.compression.Compressor")
+        raise ConfigError(
+            f"{verb}: compression={compression!r}: allowed are {plugin}.Compression.none and .fp16,"
+            f" and other classes derived from {plugin}.compression.Compressor"
+        )

@@ -26,8 +26,9 @@ def main() -> int:
     except BpsxError as e:
         print(f"bpsx scheduler: {e}", file=sys.stderr)
         return 2
+
     def interrupt(number: signal.Signals) -> None:
-        signal.signal(number, signal.SIG_DFL)       # another one ends at once
+        signal.signal(number, signal.SIG_DFL)  # another one ends at once
         hub.interrupt(number.name)
 
     heed_signals("scheduler", interrupt, lambda: hub.serving, config.term_grace)

@@ -1,6 +1,7 @@
 """A node's link to the scheduler: joins the job, then one thread reads, writes and watches.
 
-The thread needs the GIL only to handle control messages. Liveness does not depend on it: ZeroMQ's I/O threads answer heartbeats.
+The thread needs the GIL only to handle control messages. Liveness does not depend on it: ZeroMQ's
+I/O threads answer heartbeats.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from bpsx.config import Config
 from bpsx.config.fingerprint import fingerprint
 from bpsx.errors import JobOverError, RendezvousError
 from bpsx.scheduler import messages
-from bpsx.scheduler.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
+from bpsx.scheduler.sockets import (
+    REFUSALS,
+    REFUSED,
+    no_secret_in_common,
+    open_socket,
+    speaks_zeromq,
+)
 from bpsx.scheduler.waiting import why_silent
 from bpsx.system.address import is_ipv6, join_host_port, tcp_url
 from bpsx.system.host import scheduler_address
@@ -32,36 +39,47 @@ _GOODBYE_SECONDS, _MOST_FAILURE = 2.0, 4096
 
 
 class Link:
-    """One node's connection to the hub. :meth:`send` and :meth:`stop` may be called from any thread."""
+    """One node's connection to the hub.
+
+    :meth:`send` and :meth:`stop` may be called from any thread.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
-        self.address = ""           # the same, numeric, once it is known
+        self.address = ""  # the same, numeric, once it is known
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED,
-                                                        f"inproc://monitor.{id(self)}")
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED,
+            f"inproc://monitor.{id(self)}",
+        )
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._joined = False
-        self._descriptor = -1       # of the connection on which the hub spoke to us
-        self._refusals = 0          # handshakes that have failed in a row
-        self._refused = False       # the end of a connection that follows is that of one which never was
+        self._descriptor = -1  # of the connection on which the hub spoke to us
+        self._refusals = 0  # handshakes that have failed in a row
+        # the end of a connection that follows is that of one which never was
+        self._refused = False
         self._thread: threading.Thread | None = None
-        self._early: list[dict[str, Any]] = []      # read by `news`, not for its caller
+        self._early: list[dict[str, Any]] = []  # read by `news`, not for its caller
         self.goodbye = threading.Event()
 
     # ---- joining
 
-    def join(self, role: str, rank: int, host: str, lanes: list[str], again: bool = False) -> dict[str, Any]:
-        """Introduce this node and wait for everybody else; returns the WELCOME message. ``again``: this process has been in a job before.
+    def join(
+        self, role: str, rank: int, host: str, lanes: list[str], again: bool = False
+    ) -> dict[str, Any]:
+        """Introduce this node and wait for everybody else; returns the WELCOME message.
 
-        Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who is missing.
+        ``again``: this process has been in a job before.
+
+        Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who
+        is missing.
         """
         # A little later than the scheduler, whose list of who is missing is better than ours.
         end = time.monotonic() + self._config.rendezvous_timeout + 1
@@ -69,23 +87,41 @@ class Link:
         self.address = join_host_port(address, self._config.root_port)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, self._config.root_port))
-        hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
-                                config=fingerprint(self._config), again=again)
+        hello = messages.encode(
+            "HELLO",
+            protocol=messages.PROTOCOL,
+            role=role,
+            rank=rank,
+            host=host,
+            pid=os.getpid(),
+            lanes=lanes,
+            config=fingerprint(self._config),
+            again=again,
+        )
         self._socket.send(hello)
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
-        alone = never = float("inf")    # when the scheduler, once heard and now gone, counts as dead
+        # when the scheduler, once heard and now gone, counts as dead
+        alone = never = float("inf")
         while True:
             message = self._receive(min(end, report, alone) - time.monotonic())
             alone = alone if message is None else never
             if self._disconnected():
                 message = self._last_word(message)
                 if message is not None and message["type"] == "WELCOME":
-                    # The job has begun without us: nobody would ever tell us anything on the connection that libzmq makes now.
-                    raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke just as the job began")
-                alone = min(alone, never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace)
-                # The connection broke while the job was gathering; libzmq makes a new one, on which nobody knows us yet.
+                    # The job has begun without us: nobody would ever tell us anything on the
+                    # connection that libzmq makes now.
+                    raise RendezvousError(
+                        f"{who}: the {self.where} is gone: its connection broke just as the job"
+                        " began"
+                    )
+                alone = min(
+                    alone,
+                    never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace,
+                )
+                # The connection broke while the job was gathering; libzmq makes a new one, on which
+                # nobody knows us yet.
                 self._socket.send(hello)
                 if message is None:
                     continue
@@ -93,20 +129,35 @@ class Link:
                 self._explain_refusals(who, address)
             now = time.monotonic()
             if now >= alone:
-                raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke, and it has not come back for "
-                                      f"{self._config.gather_grace:g} s, while the job was gathering")
+                raise RendezvousError(
+                    f"{who}: the {self.where} is gone: its connection broke, and it has not come"
+                    f" back for {self._config.gather_grace:g} s, while the job was gathering"
+                )
             if message is None and now >= end:
                 raise RendezvousError(
-                    f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
-                    + (f"missing: {missing}" if missing else f"no answer from the {self.where}: {self._why_silent(address)}"))
+                    f"{who}: the job has not come together after"
+                    f" {self._config.rendezvous_timeout:g} s; "
+                    + (
+                        f"missing: {missing}"
+                        if missing
+                        else f"no answer from the {self.where}: {self._why_silent(address)}"
+                    )
+                )
             if message is None:
-                if now < report:        # only something about the connection
+                if now < report:  # only something about the connection
                     continue
                 report = now + 10
-                log.warning("waiting for %s", missing or f"the {self.where}: {self._why_silent(address)}")
+                log.warning(
+                    "waiting for %s", missing or f"the {self.where}: {self._why_silent(address)}"
+                )
             elif message["type"] == "STATUS":
                 if not missing:
-                    log.info("%s: known to the %s, which waits for %s", who, self.where, message["missing"])
+                    log.info(
+                        "%s: known to the %s, which waits for %s",
+                        who,
+                        self.where,
+                        message["missing"],
+                    )
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
                 kind = JobOverError if message.get("over") else RendezvousError
@@ -130,9 +181,15 @@ class Link:
         return messages.decode(frame.bytes)
 
     def _last_word(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
-        """``message`` and what has come after it on a connection that has broken: the one that ends the gathering, else the latest. Before the
-        next HELLO nothing can come on another connection; what came on this one may still be on its way through ZeroMQ."""
-        while (message is None or message["type"] not in ("WELCOME", "REFUSED")) and self._socket.poll(100):
+        """``message`` and what has come after it on a connection that has broken: the one that ends
+        the gathering, else the latest.
+
+        Before the next HELLO nothing can come on another connection; what came on this one may
+        still be on its way through ZeroMQ.
+        """
+        while (
+            message is None or message["type"] not in ("WELCOME", "REFUSED")
+        ) and self._socket.poll(100):
             message = self._receive(0)
         return message
 
@@ -155,13 +212,18 @@ class Link:
         return why_silent(address, self._config.root_port)
 
     def _explain_refusals(self, who: str, address: str) -> None:
-        """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes. Else it may be a proxy before one that is starting."""
+        """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes.
+
+        Else it may be a proxy before one that is starting.
+        """
         self._refusals = 0
         if speaks_zeromq(address, self._config.root_port):
             raise RendezvousError(f"{who}: the {self.where} {no_secret_in_common(self._config)}")
 
     def news(self) -> dict[str, Any] | None:
-        """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the scheduler is gone."""
+        """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the
+        scheduler is gone.
+        """
         message = self._receive(0)
         if message is None and self._disconnected():
             return {"type": "LOST", "text": f"the {self.where} is gone: its connection broke"}
@@ -172,12 +234,21 @@ class Link:
     # ---- while the job runs
 
     def start(
-        self, handle: Callable[[dict[str, Any]], None], *, lost: Callable[[str], None], tick: Callable[[], None],
+        self,
+        handle: Callable[[dict[str, Any]], None],
+        *,
+        lost: Callable[[str], None],
+        tick: Callable[[], None],
         watch: tuple[int, Callable[[], None]] | None = None,
     ) -> None:
-        """Start the thread. It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every second, and
-        ``watch``'s function when its descriptor becomes readable."""
-        thread = threading.Thread(target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True)
+        """Start the thread.
+
+        It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every
+        second, and ``watch``'s function when its descriptor becomes readable.
+        """
+        thread = threading.Thread(
+            target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True
+        )
         thread.start()
         self._thread = thread
 
@@ -191,7 +262,10 @@ class Link:
         os.eventfd_write(self._wake, 1)
 
     def _run(
-        self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None], tick: Callable[[], None],
+        self,
+        handle: Callable[[dict[str, Any]], None],
+        lost: Callable[[str], None],
+        tick: Callable[[], None],
         watch: tuple[int, Callable[[], None]] | None,
     ) -> None:
         poller = zmq.Poller()
@@ -210,7 +284,8 @@ class Link:
                     next_tick = time.monotonic() + TICK
                     tick()
             except Exception as e:
-                # This thread is what turns a death elsewhere into an error here: it must not die silently itself.
+                # This thread is what turns a death elsewhere into an error here: it must not die
+                # silently itself.
                 log.exception("control thread: unexpected error")
                 lost(f"internal error on the control thread: {e!r}")
         while self._outbox:
@@ -235,19 +310,25 @@ class Link:
             self.goodbye.set()
 
     def leave(self, failure: str, timeout: float) -> bool:
-        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time. Idempotent.
+        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time.
 
-        ``timeout``: seconds; where connections are probed, at least as long as the scheduler may be silent. Who
-        leaves without the answer looks like one that has died.
+        Idempotent.
+
+        ``timeout``: seconds; where connections are probed, at least as long as the scheduler may be
+        silent. Who leaves without the answer looks like one that has died.
         """
         if not self.goodbye.is_set():
             self.send("BYE", failure=failure)
         silence = self._config.heartbeat_interval + self._config.heartbeat_timeout
-        return self.goodbye.wait(max(timeout, silence) if self._config.heartbeat_interval > 0 else timeout)
+        return self.goodbye.wait(
+            max(timeout, silence) if self._config.heartbeat_interval > 0 else timeout
+        )
 
     def give_up(self, failure: str) -> None:
-        """Leave the job between :meth:`join` and :meth:`start`, and have the others hear why. Waits a little for the answer: a connection that ends
-        first would be all that they hear of."""
+        """Leave the job between :meth:`join` and :meth:`start`, and have the others hear why.
+
+        Waits a little for the answer: a connection that ends first would be all that they hear of.
+        """
         if not self._joined:
             return
         self._socket.send(messages.encode("BYE", failure=failure[:_MOST_FAILURE]))
@@ -259,7 +340,10 @@ class Link:
                     return
 
     def stop(self) -> None:
-        """End the thread, flush what is to be sent, close. Idempotent. Not from the control thread."""
+        """End the thread, flush what is to be sent, close.
+
+        Idempotent. Not from the control thread.
+        """
         self._stopping = True
         if self._thread is not None:
             self._ring()

@@ -1,7 +1,9 @@
-"""A node that cannot start tells the scheduler why, before it has introduced itself; the others hear it instead of waiting.
+"""A node that cannot start tells the scheduler why, before it has introduced itself; the others
+hear it instead of waiting.
 
-``python -m bpsx.scheduler.failing`` does the telling, with the reason on its standard input: the node may lack memory or threads,
-and ZeroMQ ends a process in which it cannot start its own. Best effort: what goes wrong is left out.
+``python -m bpsx.scheduler.failing`` does the telling, with the reason on its standard input: the
+node may lack memory or threads, and ZeroMQ ends a process in which it cannot start its own. Best
+effort: what goes wrong is left out.
 """
 
 from __future__ import annotations
@@ -26,24 +28,57 @@ from bpsx.system.host import own_host, scheduler_address
 _LONGEST_SECONDS, _ANSWER_MS = 10.0, 3000
 _MOST_REASON = 4000
 #: Options that say who and where a node is. Others may be what is wrong.
-_NEEDED = {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_WORKER_ID", "DMLC_NODE_HOST", "DMLC_INTERFACE",
-           "BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "BPSX_SECRET", "BPSX_SECRET_FILE", "BPSX_INSECURE"}
+_NEEDED = {
+    "DMLC_PS_ROOT_URI",
+    "DMLC_PS_ROOT_PORT",
+    "DMLC_NUM_WORKER",
+    "DMLC_NUM_SERVER",
+    "DMLC_WORKER_ID",
+    "DMLC_NODE_HOST",
+    "DMLC_INTERFACE",
+    "BYTEPS_LOCAL_RANK",
+    "BYTEPS_LOCAL_SIZE",
+    "BPSX_SECRET",
+    "BPSX_SECRET_FILE",
+    "BPSX_INSECURE",
+}
 
 
 def tell(role: str, error: BaseException, config: Config | None = None) -> None:
-    """Tell the scheduler that this process, a ``role``, cannot start because of ``error``. Raises nothing; takes seconds at most.
+    """Tell the scheduler that this process, a ``role``, cannot start because of ``error``.
 
-    ``config``: of the node, if it has come so far; else the environment says where the scheduler is.
+    Raises nothing; takes seconds at most.
+
+    ``config``: of the node, if it has come so far; else the environment says where the scheduler
+    is.
     """
     with contextlib.suppress(Exception):
         known = _known(role) if config is None else config
-        if known.root_uri is None or not known.root_port or not known.distributed and role == "worker":
+        if (
+            known.root_uri is None
+            or not known.root_port
+            or not known.distributed
+            and role == "worker"
+        ):
             return
-        fields = {"DMLC_ROLE": role, "DMLC_PS_ROOT_URI": known.root_uri, "DMLC_PS_ROOT_PORT": str(known.root_port),
-                "DMLC_WORKER_ID": str(known.worker_id or 0), "DMLC_NUM_WORKER": str(known.num_worker),
-                "BYTEPS_LOCAL_RANK": str(known.local_rank), "BYTEPS_LOCAL_SIZE": str(known.local_size)}
-        subprocess.run([sys.executable, "-P", "-m", "bpsx.scheduler.failing", str(os.getpid())], env=child_environment(**fields), check=False,
-                       input=in_short(error)[:_MOST_REASON].encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_LONGEST_SECONDS)
+        fields = {
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": known.root_uri,
+            "DMLC_PS_ROOT_PORT": str(known.root_port),
+            "DMLC_WORKER_ID": str(known.worker_id or 0),
+            "DMLC_NUM_WORKER": str(known.num_worker),
+            "BYTEPS_LOCAL_RANK": str(known.local_rank),
+            "BYTEPS_LOCAL_SIZE": str(known.local_size),
+        }
+        subprocess.run(
+            [sys.executable, "-P", "-m", "bpsx.scheduler.failing", str(os.getpid())],
+            env=child_environment(**fields),
+            check=False,
+            input=in_short(error)[:_MOST_REASON].encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_LONGEST_SECONDS,
+        )
 
 
 @contextlib.contextmanager
@@ -61,8 +96,14 @@ def _known(role: str) -> Config:
 
 
 def _message(config: Config, pid: int, reason: str) -> bytes:
-    fields: dict[str, Any] = {"role": config.role, "rank": config.rank if config.role == "worker" else -1, "host": own_host(config), "pid": pid,
-                              "reason": reason, "config": {"BYTEPS_LOCAL_SIZE": config.local_size}}
+    fields: dict[str, Any] = {
+        "role": config.role,
+        "rank": config.rank if config.role == "worker" else -1,
+        "host": own_host(config),
+        "pid": pid,
+        "reason": reason,
+        "config": {"BYTEPS_LOCAL_SIZE": config.local_size},
+    }
     return messages.encode("CANNOT", **fields)
 
 

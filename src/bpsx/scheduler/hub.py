@@ -1,7 +1,8 @@
 """The scheduler: :class:`Membership` behind a ZeroMQ ROUTER socket.
 
-Which connection has died is known by its descriptor: libzmq names it in the monitor's DISCONNECTED event and on every message received.
-Descriptors are used again, so the monitor is always read before a message is handled.
+Which connection has died is known by its descriptor: libzmq names it in the monitor's DISCONNECTED
+event and on every message received. Descriptors are used again, so the monitor is always read
+before a message is handled.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ GRACE = 5.0
 
 class Interrupted(Exception):
     """A signal asks the scheduler to end."""
+
+
 #: Seconds. Python heeds a signal that came just before a wait only when the wait ends.
 _LONGEST_WAIT = 1.0
 
@@ -49,7 +52,8 @@ class Hub:
         self._config = config
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.ROUTER, config)
-        # A send to a node whose connection is gone says so: it may have died before its HELLO was read, with no event left to come.
+        # A send to a node whose connection is gone says so: it may have died before its HELLO was
+        # read, with no event left to come.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.port = self._bind()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -57,19 +61,30 @@ class Hub:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | EVENTS)
         self._refusals = Refusals()
         # ZeroMQ does not say which of the two it was.
-        silent = f", or it was silent for {config.heartbeat_timeout:g} s (PS_HEARTBEAT_TIMEOUT)" if config.heartbeat_interval > 0 else ""
+        silent = (
+            f", or it was silent for {config.heartbeat_timeout:g} s (PS_HEARTBEAT_TIMEOUT)"
+            if config.heartbeat_interval > 0
+            else ""
+        )
         self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
         self._hint = ""
-        self._gone: list[bytes] = []            # nodes whose connections have ended, and whose last messages may be unread
+        # nodes whose connections have ended, and whose last messages may be unread
+        self._gone: list[bytes] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
         self._members = Membership(
-            config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
-            stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
+            config.num_worker,
+            config.num_server,
+            config.local_size,
+            secrets.randbits(63),
+            stall_warn=config.stall_warn,
+            deadlock_after=config.deadlock_after,
         )
         self._observers = Observers(self._members, config.root_uri)
         try:
-            self._exporter = Exporter.serving(config.metrics_port, self._observers, config.ports or ())
+            self._exporter = Exporter.serving(
+                config.metrics_port, self._observers, config.ports or ()
+            )
         except TransportError:
             self._socket.disable_monitor()
             self._context.destroy(0)
@@ -82,37 +97,49 @@ class Hub:
             require_trust(self._config, resolve(host, self._config.root_port))
         except OSError as e:
             self._context.destroy(0)
-            raise ConfigError(f"DMLC_PS_ROOT_URI={host!r}: the scheduler cannot resolve its own address: {e}") from e
+            raise ConfigError(
+                f"DMLC_PS_ROOT_URI={host!r}: the scheduler cannot resolve its own address: {e}"
+            ) from e
         except ConfigError:
             self._context.destroy(0)
             raise
         allow_descriptors()
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         try:
-            bind_one((self._config.ports or ()) if not self._config.root_port else (),
-                     lambda port: self._socket.bind(tcp_url(host, self._config.root_port or port or "*")))
+            bind_one(
+                (self._config.ports or ()) if not self._config.root_port else (),
+                lambda port: self._socket.bind(
+                    tcp_url(host, self._config.root_port or port or "*")
+                ),
+            )
         except TransportError:
             self._context.destroy(0)
             raise
         except zmq.ZMQError as e:
             self._context.destroy(0)
-            raise TransportError(f"the scheduler cannot listen on {host}:{self._config.root_port} (DMLC_PS_ROOT_URI, "
-                                 f"DMLC_PS_ROOT_PORT): {e}; it has to run on the machine that has this address, and the port must be "
-                                 "free") from e
+            raise TransportError(
+                f"the scheduler cannot listen on {host}:{self._config.root_port} (DMLC_PS_ROOT_URI,"
+                f" DMLC_PS_ROOT_PORT): {e}; it has to run on the machine that has this address, and"
+                " the port must be free"
+            ) from e
         return int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0"))
 
     def announce(self) -> None:
-        """Say where we listen: in the log, in the file that the launcher named, and to the worker that has started us."""
+        """Say where we listen: in the log, in the file that the launcher named, and to the worker
+        that has started us.
+        """
         self._tell_launcher("waiting")
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
             draft.unlink(missing_ok=True)
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            with open(
+                os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w"
+            ) as file:
                 file.write(f"{self.port}\n")
             os.replace(draft, path)
         if self._config.lifeline_fd >= 0:
-            with contextlib.suppress(OSError):      # it may have gone
+            with contextlib.suppress(OSError):  # it may have gone
                 os.write(self._config.lifeline_fd, b"%d" % self.port)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
         if doubt := doubtful_name(self._config):
@@ -120,12 +147,15 @@ class Hub:
 
     def _tell_launcher(self, line: str) -> None:
         if self._config.state_fd >= 0:
-            with contextlib.suppress(OSError):      # it may have gone
+            with contextlib.suppress(OSError):  # it may have gone
                 os.write(self._config.state_fd, f"{line}\n".encode())
 
     def interrupt(self, name: str) -> None:
-        """End because of the signal called ``name``; for its handler. It takes effect between messages: an exception out of the handler
-        could tear one apart, and its frames would be taken for the next one's."""
+        """End because of the signal called ``name``; for its handler.
+
+        It takes effect between messages: an exception out of the handler could tear one apart, and
+        its frames would be taken for the next one's.
+        """
         self._signal = name
         os.eventfd_write(self._wake, 1)
 
@@ -135,7 +165,10 @@ class Hub:
         return self._members.state == "running"
 
     def orphaned(self) -> None:
-        """Who has started us is gone; for any thread. A job that has begun knows by itself who is there."""
+        """Who has started us is gone; for any thread.
+
+        A job that has begun knows by itself who is there.
+        """
         if self._members.state == "waiting":
             self.interrupt("the end of the worker that had started it")
 
@@ -153,15 +186,37 @@ class Hub:
                     self._turn(_LONGEST_WAIT)
                 if blamed := self._members.blamed:
                     own = f"{blamed} has failed: ended by "
-                    cause = self._members.failure.removeprefix(own) if self._members.failure.startswith(own) else ""
-                    self._tell_launcher(" ".join(["blame", blamed.role, str(blamed.rank), str(blamed.pid), *cause.split()]))
+                    cause = (
+                        self._members.failure.removeprefix(own)
+                        if self._members.failure.startswith(own)
+                        else ""
+                    )
+                    self._tell_launcher(
+                        " ".join(
+                            [
+                                "blame",
+                                blamed.role,
+                                str(blamed.rank),
+                                str(blamed.pid),
+                                *cause.split(),
+                            ]
+                        )
+                    )
             self._farewell()
         except Interrupted as e:
-            # A launcher that runs us has ended us, and says why; or it sees by this that somebody else has.
-            ended_for_us = self._config.state_fd >= 0 and self._members.state in ("waiting", "running")
+            # A launcher that runs us has ended us, and says why; or it sees by this that somebody
+            # else has.
+            ended_for_us = self._config.state_fd >= 0 and self._members.state in (
+                "waiting",
+                "running",
+            )
             if ended_for_us:
                 self._tell_launcher(f"blame scheduler 0 {os.getpid()}")
-            self._send(self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"))
+            self._send(
+                self._members.abort(
+                    f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"
+                )
+            )
             self._farewell()
         finally:
             if self._exporter is not None:
@@ -172,7 +227,11 @@ class Hub:
         if self._members.survived:
             log.warning("the job is over: %s", self._members.failure)
         elif self._members.state != "done":
-            log.log(logging.INFO if ended_for_us else logging.ERROR, "the job has failed: %s", self._members.failure)
+            log.log(
+                logging.INFO if ended_for_us else logging.ERROR,
+                "the job has failed: %s",
+                self._members.failure,
+            )
         return 0 if self._members.state == "done" else 1
 
     def _gather(self) -> None:
@@ -184,7 +243,10 @@ class Hub:
             vanished = self._members.vanished.due(now, self._config.gather_grace)
             lost = vanished is not None and now >= vanished[0]
             if now >= end or lost:
-                text = f"after {self._config.rendezvous_timeout:g} s still missing: {self._status()['missing']}"
+                text = (
+                    f"after {self._config.rendezvous_timeout:g} s still missing:"
+                    f" {self._status()['missing']}"
+                )
                 text = vanished[1] if vanished and lost else text
                 self._members.state, self._members.failure = "failed", text
                 self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
@@ -198,7 +260,11 @@ class Hub:
 
     def _status(self) -> dict[str, Any]:
         missing = self._members.missing_text() + self._refusals.hint() + self._hint
-        return {"type": "STATUS", "missing": missing, "here": self._members.present_text() or "nobody"}
+        return {
+            "type": "STATUS",
+            "missing": missing,
+            "here": self._members.present_text() or "nobody",
+        }
 
     def _farewell(self) -> None:
         """Give everybody time to hear how it ended and to go."""
@@ -227,16 +293,22 @@ class Hub:
                 return
             self._read_monitor()
             message = self._parse(ident.bytes, frames)
-            if message is not None and message["type"] == "HELLO" and self._members.would_refuse(ident.bytes, message):
+            if (
+                message is not None
+                and message["type"] == "HELLO"
+                and self._members.would_refuse(ident.bytes, message)
+            ):
                 self._unwelcome.append((ident.bytes, message))
             elif message is not None:
                 self._handle(ident.bytes, message)
 
     def _settle(self) -> None:
-        """All that has come has been read: act on the connections that have ended, and turn away who is not wanted."""
+        """All that has come has been read: act on the connections that have ended, and turn away
+        who is not wanted.
+        """
         if self._unwelcome and self._members.state == "waiting":
-            # A node in whose place somebody comes may have died right after its HELLO, and left no event that names
-            # it. A send tells.
+            # A node in whose place somebody comes may have died right after its HELLO, and left no
+            # event that names it. A send tells.
             status = self._status()
             self._send([(i, status) for i in list(self._members.nodes)])
         self._bury()
@@ -245,19 +317,32 @@ class Hub:
             self._handle(ident, message)
 
     def _read_monitor(self) -> None:
-        """Note whose connections have ended. Descriptors are used again: so this comes before each message."""
+        """Note whose connections have ended.
+
+        Descriptors are used again: so this comes before each message.
+        """
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
+            ident = (
+                self._descriptors.pop(int(event["value"]), None)
+                if self._refusals.event(event)
+                else None
+            )
             if ident is not None:
                 self._gone.append(ident)
 
     def _bury(self) -> None:
-        """Act on the ends of connections, once all that came on them has been read: a goodbye may be among it."""
+        """Act on the ends of connections, once all that came on them has been read: a goodbye may
+        be among it.
+        """
         while self._gone:
             ident = self._gone.pop(0)
             node = self._members.nodes.get(ident)
-            connections.info("the connection of %s %s", node or "a former node", "has ended" if node and node.left else "is gone")
+            connections.info(
+                "the connection of %s %s",
+                node or "a former node",
+                "has ended" if node and node.left else "is gone",
+            )
             self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
@@ -287,7 +372,11 @@ class Hub:
             if any(m["type"] == "REFUSED" for _, m in out):
                 log.warning("refused %s: %s", newcomer(message), out[0][1]["reason"])
             elif ident in self._members.nodes:
-                log.info("has come: %s; missing: %s", self._members.nodes[ident], self._members.missing_text() or "nobody")
+                log.info(
+                    "has come: %s; missing: %s",
+                    self._members.nodes[ident],
+                    self._members.missing_text() or "nobody",
+                )
                 connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
         if kind == "CANNOT":
@@ -314,7 +403,7 @@ class Hub:
         for ident, message in outputs:
             if message["type"] == "WARN":
                 log.warning("%s", message["text"])
-            if message is not last:         # what all are told is encoded once
+            if message is not last:  # what all are told is encoded once
                 fields = dict(message)
                 last, data = message, messages.encode(fields.pop("type"), **fields)
             try:
@@ -322,6 +411,7 @@ class Hub:
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
-                # Not yet a death: its goodbye may be among what has not been read. What follows comes after what was to
-                # be said before: no server may hear of the end before the failure.
+                # Not yet a death: its goodbye may be among what has not been read. What follows
+                # comes after what was to be said before: no server may hear of the end before the
+                # failure.
                 self._gone.append(ident)

@@ -1,10 +1,11 @@
 """Who has called ``join()``, and when everybody is back. Pure: the hub's one thread owns it.
 
-A worker that has joined pushes nothing more; the lanes close rounds without it. When all have joined, first the servers forget their
-marks and say so, then the workers hear it: or a fast worker's next push could meet the mark of a slow one.
+A worker that has joined pushes nothing more; the lanes close rounds without it. When all have
+joined, first the servers forget their marks and say so, then the workers hear it: or a fast
+worker's next push could meet the mark of a slow one.
 
-Where the processes of a machine sum among themselves, the machine's root keeps marks, too, and the servers are told once all of a machine have
-joined.
+Where the processes of a machine sum among themselves, the machine's root keeps marks, too, and the
+servers are told once all of a machine have joined.
 """
 
 from __future__ import annotations
@@ -14,21 +15,33 @@ from typing import Any
 
 
 class Joins:
-    """One gathering after another. ``joined`` are the ranks that have called ``join()`` in the present one, the last one last."""
+    """One gathering after another.
+
+    ``joined`` are the ranks that have called ``join()`` in the present one, the last one last.
+    """
 
     def __init__(self) -> None:
         self.joined: dict[int, None] = {}
         self.generation = 0
-        self._awaited: set[bytes] = set()       # holders of marks that have not forgotten their marks yet
+        # holders of marks that have not forgotten their marks yet
+        self._awaited: set[bytes] = set()
         self._clearing = False
         self._last = -1
 
     def join(
-        self, rank: int, live: Collection[int], servers: Sequence[bytes], roots: Mapping[int, bytes] | None = None, processes: int = 1,
+        self,
+        rank: int,
+        live: Collection[int],
+        servers: Sequence[bytes],
+        roots: Mapping[int, bytes] | None = None,
+        processes: int = 1,
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        """Worker ``rank`` joins; ``live`` are the workers still in the job. What servers and roots have to be told.
+        """Worker ``rank`` joins; ``live`` are the workers still in the job.
 
-        ``roots``: machine -> who speaks for its ``processes`` workers, where that is not each for itself.
+        What servers and roots have to be told.
+
+        ``roots``: machine -> who speaks for its ``processes`` workers, where that is not each for
+        itself.
         """
         if rank in self.joined:
             return []
@@ -41,7 +54,9 @@ class Joins:
             told += servers
         return [(s, {"type": "JOINED", "rank": rank}) for s in told]
 
-    def left(self, live: Collection[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def left(
+        self, live: Collection[int], servers: Iterable[bytes]
+    ) -> list[tuple[bytes, dict[str, Any]]]:
         """A worker of an asynchronous job is gone: perhaps it was the last one awaited."""
         return self._clear(live, servers) if live and self._all_here(live) else []
 
@@ -57,10 +72,19 @@ class Joins:
         return self._last
 
     def _all_here(self, live: Collection[int]) -> bool:
-        return not self._clearing and len(live) <= len(self.joined) and all(rank in self.joined for rank in live)
+        return (
+            not self._clearing
+            and len(live) <= len(self.joined)
+            and all(rank in self.joined for rank in live)
+        )
 
-    def _clear(self, live: Collection[int], holders: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def _clear(
+        self, live: Collection[int], holders: Iterable[bytes]
+    ) -> list[tuple[bytes, dict[str, Any]]]:
         self._clearing = True
-        self._last = [rank for rank in self.joined if rank in live][-1]     # who died since is no root for anything
+        # who died since is no root for anything
+        self._last = [rank for rank in self.joined if rank in live][-1]
         self._awaited = set(holders)
-        return [(s, {"type": "CLEAR", "generation": self.generation}) for s in sorted(self._awaited)]
+        return [
+            (s, {"type": "CLEAR", "generation": self.generation}) for s in sorted(self._awaited)
+        ]

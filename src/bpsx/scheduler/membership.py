@@ -1,8 +1,11 @@
-"""Who is in the job, and what follows from who comes, goes and waits. Pure: events in, messages out; no sockets, no clock of its own.
+"""Who is in the job, and what follows from who comes, goes and waits.
 
-A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets WELCOME. It ends ``done`` when all workers have
-left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who. An asynchronous job survives the
-death of workers, and fails for it at its end.
+Pure: events in, messages out; no sockets, no clock of its own.
+
+A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets
+WELCOME. It ends ``done`` when all workers have left in good order, or ``failed`` when somebody is
+gone without a goodbye; then everybody else is told who. An asynchronous job survives the death of
+workers, and fails for it at its end.
 """
 
 from __future__ import annotations
@@ -31,9 +34,21 @@ _FOR_WANT = "ended by PeerLeftError"
 
 
 class Membership:
-    """The state of the job. One thread owns it; every method returns the messages to send, as (node, message)."""
+    """The state of the job.
 
-    def __init__(self, num_worker: int, num_server: int, local_size: int, job: int, *, stall_warn: float, deadlock_after: float) -> None:
+    One thread owns it; every method returns the messages to send, as (node, message).
+    """
+
+    def __init__(
+        self,
+        num_worker: int,
+        num_server: int,
+        local_size: int,
+        job: int,
+        *,
+        stall_warn: float,
+        deadlock_after: float,
+    ) -> None:
         self.num_worker = num_worker
         self.num_server = num_server
         self.local_size = local_size
@@ -42,24 +57,31 @@ class Membership:
         self.failure = ""
         self._roster = Roster()
         self.nodes = self._roster.nodes
-        self.again = False                      # some process has been in an earlier job, and may have kept things from it
-        self.processes = 1                      # workers for whom one of them speaks to the servers
-        self.asynchronous = False               # no worker waits for another, so the job goes on when one dies
-        self.epoch = 0                          # how often the job has begun anew after a stall
-        self.refused: dict[str, str] = {}       # who was turned away, and why
-        self._options: dict[str, list[str]] = {}    # options as they were given -> what makes no sense in them
+        # some process has been in an earlier job, and may have kept things from it
+        self.again = False
+        self.processes = 1  # workers for whom one of them speaks to the servers
+        # no worker waits for another, so the job goes on when one dies
+        self.asynchronous = False
+        self.epoch = 0  # how often the job has begun anew after a stall
+        self.refused: dict[str, str] = {}  # who was turned away, and why
+        # options as they were given -> what makes no sense in them
+        self._options: dict[str, list[str]] = {}
         self.vanished = Vanished()
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
-        self._roots: dict[int, bytes] = {}      # machine -> who speaks for its processes, where one does
+        # machine -> who speaks for its processes, where one does
+        self._roots: dict[int, bytes] = {}
         self._left_unjoined: dict[int, Node] = {}
         self._nobody_left_early = True
-        self._unheard: dict[bytes, int] = {}    # workers -> errors that they have not said they heard
-        self._leaving: list[tuple[bytes, dict[str, Any]]] = []     # goodbyes that wait until all have heard
-        self._dead: list[str] = []              # workers that an asynchronous job has survived
-        self.survived = False                   # ... and then ended, for lack of them not "done", though the others were
-        self.blamed: Node | None = None         # whose end was the first that should not have been
+        # workers -> errors that they have not said they heard
+        self._unheard: dict[bytes, int] = {}
+        # goodbyes that wait until all have heard
+        self._leaving: list[tuple[bytes, dict[str, Any]]] = []
+        self._dead: list[str] = []  # workers that an asynchronous job has survived
+        # ... and then ended, for lack of them not "done", though the others were
+        self.survived = False
+        self.blamed: Node | None = None  # whose end was the first that should not have been
 
     # ---- coming
 
@@ -71,7 +93,7 @@ class Membership:
         if ident in self.nodes:
             return []
         known = self._roster.same(m)
-        if known is not None:       # it lost its connection while the job was gathering
+        if known is not None:  # it lost its connection while the job was gathering
             self._roster.drop(known.ident)
         rank = m["rank"] if m["role"] == "worker" else self._roster.count("server")
         node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
@@ -80,8 +102,13 @@ class Membership:
         self._roster.add(node)
         self.again = self.again or m.get("again") is True
         self.refused.pop(_place(m), None)
-        self.vanished.back(node.role, node.rank, node.host, self.num_server - self._roster.count("server"))
-        complete = len(self._roster.workers) == self.size and self._roster.count("server") == self.num_server
+        self.vanished.back(
+            node.role, node.rank, node.host, self.num_server - self._roster.count("server")
+        )
+        complete = (
+            len(self._roster.workers) == self.size
+            and self._roster.count("server") == self.num_server
+        )
         return self._start() if complete else []
 
     def would_refuse(self, ident: bytes, m: dict[str, Any]) -> bool:
@@ -89,17 +116,28 @@ class Membership:
         return bool(self._refusal(ident, m))
 
     def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
-        """Turn a node away. Who waits for one in its place shall hear of it: the node has proven the secret, if the job has one."""
+        """Turn a node away.
+
+        Who waits for one in its place shall hear of it: the node has proven the secret, if the job
+        has one.
+        """
         if self._lacks(m):
             self.refused[_place(m)] = f"refused: {why}"
-            self.vanished.turn_away(m["role"], m["rank"], m["host"], f"{newcomer(m)} was refused ({why})")
+            self.vanished.turn_away(
+                m["role"], m["rank"], m["host"], f"{newcomer(m)} was refused ({why})"
+            )
         return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
 
     def cannot_start(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A node that has not introduced itself says why it never will. Unless it is started again, the job cannot form."""
+        """A node that has not introduced itself says why it never will.
+
+        Unless it is started again, the job cannot form.
+        """
         if self._lacks(m):
             self.refused[_place(m)] = f"could not start: {m['reason']}"
-            self.vanished.turn_away(m["role"], m["rank"], m["host"], f"{newcomer(m)} could not start: {m['reason']}")
+            self.vanished.turn_away(
+                m["role"], m["rank"], m["host"], f"{newcomer(m)} could not start: {m['reason']}"
+            )
         return [(ident, {"type": "GOODBYE"})]
 
     def _lacks(self, m: dict[str, Any]) -> bool:
@@ -117,9 +155,13 @@ class Membership:
     def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
         """Why a node may not join, or nothing."""
         if m["protocol"] != PROTOCOL:
-            return f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the same bpsx everywhere"
+            return (
+                f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the"
+                " same bpsx everywhere"
+            )
         given = repr(sorted(m["config"].items()))
-        if given not in self._options:      # most nodes give the same: a check reads every option many times
+        # most nodes give the same: a check reads every option many times
+        if given not in self._options:
             if len(self._options) >= _MOST_OPTIONS:
                 self._options.clear()
             self._options[given] = wrong_options(m["config"])
@@ -129,15 +171,29 @@ class Membership:
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: allowed are worker and server"
         if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
-            return f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most {MOST_WORKERS} are possible"
+            return (
+                f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most"
+                f" {MOST_WORKERS} are possible"
+            )
         if self.state == "failed":
             return f"the job has failed: {self.failure}"
         if self.state != "waiting":
             return f"the job is {self.state}, and has all its nodes"
-        for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
-            if name == "DMLC_NUM_SERVER" and m["config"].get(name) == 0 and ours and m["role"] == "worker":
-                return (f"the processes of a single machine need no servers: set DMLC_NUM_SERVER=0 for the scheduler, which has {ours}, "
-                        "and start none; or set BYTEPS_FORCE_DISTRIBUTED=1 on all workers")
+        for name, ours in (
+            ("DMLC_NUM_WORKER", self.num_worker),
+            ("DMLC_NUM_SERVER", self.num_server),
+        ):
+            if (
+                name == "DMLC_NUM_SERVER"
+                and m["config"].get(name) == 0
+                and ours
+                and m["role"] == "worker"
+            ):
+                return (
+                    "the processes of a single machine need no servers: set DMLC_NUM_SERVER=0 for"
+                    f" the scheduler, which has {ours}, and start none; or set"
+                    " BYTEPS_FORCE_DISTRIBUTED=1 on all workers"
+                )
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
         differs = disagreement(m["role"], m["config"], self._roster.kinds())
@@ -147,18 +203,28 @@ class Membership:
             if not m["lanes"]:
                 return "a server without lanes"
             again = self._roster.same(m) is not None
-            full = "there is a server already" if self.num_server == 1 else f"there are {self.num_server} servers already"
+            full = (
+                "there is a server already"
+                if self.num_server == 1
+                else f"there are {self.num_server} servers already"
+            )
             return "" if again or self._roster.count("server") < self.num_server else full
         first = self._roster.a_worker()
         if first is not None:
             for name, value in first.config.items():
                 if m["config"].get(name) != value:
-                    return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {first}: must be the same on all workers"
+                    return (
+                        f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {first}:"
+                        " must be the same on all workers"
+                    )
         if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
             return f"rank {m['rank']} is out of range"
         there = self._roster.workers.get(m["rank"])
         if there is not None and self._roster.same(m) is None:
-            return f"there is a {there} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
+            return (
+                f"there is a {there} already: two processes have the same DMLC_WORKER_ID and"
+                " BYTEPS_LOCAL_RANK"
+            )
         return ""
 
     @property
@@ -172,7 +238,9 @@ class Membership:
     def missing(self) -> list[str]:
         """The nodes that have not come yet, for people."""
         ranks, _ = self._roster.absent(self.size, self.size)
-        return [self._with_reason(f"worker {r}", f"worker {r}") for r in ranks] + self._missing_servers()
+        return [
+            self._with_reason(f"worker {r}", f"worker {r}") for r in ranks
+        ] + self._missing_servers()
 
     def missing_text(self, most: int = 8) -> str:
         """The same in a line, cut when long; empty when the job is complete."""
@@ -208,50 +276,92 @@ class Membership:
         self.asynchronous = any(n.config.get(_ASYNC) for n in self.nodes.values())
         self.processes = self.local_size if config.get("BPSX_LOCAL_REDUCE") else 1
         if self.processes > 1:
-            self._roots = {w.rank // self.processes: w.ident for w in workers if w.rank % self.processes == self.processes - 1}
+            self._roots = {
+                w.rank // self.processes: w.ident
+                for w in workers
+                if w.rank % self.processes == self.processes - 1
+            }
         for worker in workers:
             self._stalls.enter(worker.rank)
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
-        placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]),
-                              self._shares(), partition_bytes)
+        placement = Placement(
+            [len(s.lanes) for s in servers],
+            str(config["BYTEPS_KEY_HASH_FN"]),
+            int(config["BYTEPS_BUILT_IN_HASH_COEF"]),
+            self._shares(),
+            partition_bytes,
+        )
         self.registry = Registry(placement, partition_bytes, self.processes)
         self.state = "running"
         roster = {
-            "type": "WELCOME", "job": self.job, "workers": self.size // self.processes, "processes": self.processes,
+            "type": "WELCOME",
+            "job": self.job,
+            "workers": self.size // self.processes,
+            "processes": self.processes,
             "lanes": [s.lanes for s in servers],
-            "names": {"server": [str(n) for n in servers]}, "again": self.again,
+            "names": {"server": [str(n) for n in servers]},
+            "again": self.again,
         }
         # A server names a worker that it loses; workers know only servers by name.
         peers = [str(w) for w in workers]
-        told: list[Output] = [(s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers]
-        return told + [(w.ident, roster) for w in workers]      # they know their ranks
+        told: list[Output] = [
+            (s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers
+        ]
+        return told + [(w.ident, roster) for w in workers]  # they know their ranks
 
     def _shares(self) -> list[float]:
         """What part of all bytes each server should sum."""
         servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in self._of("server")]
         if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
             return [weight / sum(w for _, w in servers) for _, weight in servers]
-        return shares_by_host([w.host for w in self._of("worker") if w.rank % self.processes == 0], servers)
+        return shares_by_host(
+            [w.host for w in self._of("worker") if w.rank % self.processes == 0], servers
+        )
 
     # ---- while it runs
 
     def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A worker declares a tensor. One that it declares before it hears that the job begins anew is void."""
+        """A worker declares a tensor.
+
+        One that it declares before it hears that the job begins anew is void.
+        """
         node = self.nodes.get(ident)
-        if node is None or node.role != "worker" or self.registry is None or m["epoch"] != self.epoch:
+        if (
+            node is None
+            or node.role != "worker"
+            or self.registry is None
+            or m["epoch"] != self.epoch
+        ):
             return []
         name, generation = m["name"], m["generation"]
-        known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"])
+        known, told = self.registry.declare(
+            node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"]
+        )
         if known.failure:
-            failed = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
-            return self._tell_error((self._roster.live[r].ident for r in told if r in self._roster.live), failed)
-        placed = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
+            failed = {
+                "type": "FAILED",
+                "tensors": [[name, generation]],
+                "status": known.status,
+                "text": known.failure,
+            }
+            return self._tell_error(
+                (self._roster.live[r].ident for r in told if r in self._roster.live), failed
+            )
+        placed = {
+            "type": "PLACED",
+            "name": name,
+            "generation": generation,
+            "places": [list(p) for p in known.places],
+        }
         out: list[Output] = [(ident, placed)]
         return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
 
     def _tell_error(self, idents: Collection[bytes] | Any, message: dict[str, Any]) -> list[Output]:
-        """An error of several workers. None of them may leave before all have heard it: what servers say of one
-        that has left would be there first, and tell the others of the consequence instead of the cause."""
+        """An error of several workers.
+
+        None of them may leave before all have heard it: what servers say of one that has left would
+        be there first, and tell the others of the consequence instead of the cause.
+        """
         out = [(ident, message) for ident in idents]
         for ident, _ in out:
             self._unheard[ident] = self._unheard.get(ident, 0) + 1
@@ -274,10 +384,16 @@ class Membership:
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """A worker says what has changed in what it has pushed and waits for."""
         node = self.nodes.get(ident)
-        if node is None or node.role != "worker" or node.left or self.state != "running" or m["epoch"] != self.epoch:
+        if (
+            node is None
+            or node.role != "worker"
+            or node.left
+            or self.state != "running"
+            or m["epoch"] != self.epoch
+        ):
             return []
         self._stalls.report(node.rank, m["new"], m["over"], now, m["busy"], m["calls"])
-        if not m["last"]:       # what follows from it is said of the whole report
+        if not m["last"]:  # what follows from it is said of the whole report
             return []
         text = self._stalls.warning(node.rank)
         out: list[Output] = [(ident, {"type": "WARN", "text": text})] if text else []
@@ -296,20 +412,36 @@ class Membership:
         if node is None or node.role != "worker" or node.left or self.state != "running":
             return []
         self._stalls.leave(node.rank)
-        out = self._joins.join(node.rank, *self._here(), self._roots, self.processes) + self._end_join()
+        out = (
+            self._joins.join(node.rank, *self._here(), self._roots, self.processes)
+            + self._end_join()
+        )
         return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
 
     def _make_known(self, machine: int) -> list[Output]:
-        """A root that has joined adds for its neighbours what it does not push itself: tell it of what only they have declared."""
+        """A root that has joined adds for its neighbours what it does not push itself: tell it of
+        what only they have declared.
+        """
         root = machine * self.processes + self.processes - 1
         if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
             return []
-        return [(self._roster.live[root].ident, self._adopted(name, generation, d)) for name, generation, d in self.registry.adopt(root)]
+        return [
+            (self._roster.live[root].ident, self._adopted(name, generation, d))
+            for name, generation, d in self.registry.adopt(root)
+        ]
 
     @staticmethod
     def _adopted(name: str, generation: int, d: Declared) -> dict[str, Any]:
-        return {"type": "ADOPT", "name": name, "generation": generation, "nbytes": d.nbytes, "dtype": d.dtype,
-                "shape": list(d.shape), "codec": d.codec, "places": [list(p) for p in d.places]}
+        return {
+            "type": "ADOPT",
+            "name": name,
+            "generation": generation,
+            "nbytes": d.nbytes,
+            "dtype": d.dtype,
+            "shape": list(d.shape),
+            "codec": d.codec,
+            "places": [list(p) for p in d.places],
+        }
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A server, or a machine's root, has forgotten who had joined."""
@@ -319,39 +451,61 @@ class Membership:
         for rank in self._roster.live:
             self._stalls.enter(rank)
         self._left_unjoined = {r: w for r, w in self._roster.workers.items() if w.left}
-        return [(w.ident, {"type": "ALL_JOINED", "last": last}) for w in self._of("worker") if not w.left]
+        return [
+            (w.ident, {"type": "ALL_JOINED", "last": last})
+            for w in self._of("worker")
+            if not w.left
+        ]
 
     def _end_join(self) -> list[Output]:
         """Nobody can wait for a worker that has left: who has joined hears so."""
         if not self._left_unjoined or self.asynchronous or not self._joins.joined:
             return []
-        text = f"join: {names([str(w) for _, w in sorted(self._left_unjoined.items())])} has left the job without calling join()"
-        return [(w.ident, {"type": "UNJOINED", "text": text}) for r, w in sorted(self._roster.live.items()) if r in self._joins.joined]
+        text = (
+            f"join: {names([str(w) for _, w in sorted(self._left_unjoined.items())])} has left the"
+            " job without calling join()"
+        )
+        return [
+            (w.ident, {"type": "UNJOINED", "text": text})
+            for r, w in sorted(self._roster.live.items())
+            if r in self._joins.joined
+        ]
 
     def _here(self) -> tuple[Collection[int], list[bytes]]:
-        """The ranks of the workers and the servers that are still in the job. Without asynchronous training all workers count."""
-        return self._roster.live if self.asynchronous else range(self.size), list(self._roster.live_servers)
+        """The ranks of the workers and the servers that are still in the job.
+
+        Without asynchronous training all workers count.
+        """
+        return self._roster.live if self.asynchronous else range(self.size), list(
+            self._roster.live_servers
+        )
 
     def waits(self, rank: int) -> list[tuple[str, int, float]]:
         """What worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
         return self._stalls.waits(rank)
 
     def _end_deadlock(self) -> list[Output]:
-        """Fail what nobody will ever get, and with it all that is under way anywhere: the job begins anew.
+        """Fail what nobody will ever get, and with it all that is under way anywhere: the job
+        begins anew.
 
-        Some have pushed what others have not, so counts of pushes mean nothing any more. From this message on every
-        worker counts from zero, under new keys, and no push from before can meet one from after."""
+        Some have pushed what others have not, so counts of pushes mean nothing any more. From this
+        message on every worker counts from zero, under new keys, and no push from before can meet
+        one from after.
+        """
         stuck = self._stalls.deadlock()
         if not stuck or self.registry is None:
             return []
         shown = dict(list(stuck.items())[:8])
         who = "; ".join(f"worker {r} waits for {self._awaited(keys)}" for r, keys in shown.items())
         who += f"; and {len(stuck) - len(shown)} more workers" if len(stuck) > len(shown) else ""
-        text = (f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all workers use the same names and shapes, "
-                "in code that all of them reach, equally often? (For batches that run out earlier on some there is join(): "
-                "docs/uneven-and-elastic.md.)")
-        # Workers that are not at the same point of their scripts would go on one behind the other; and servers of an
-        # asynchronous job keep values by key, which would be lost.
+        text = (
+            f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all"
+            " workers use the same names and shapes, in code that all of them reach, equally"
+            " often? (For batches that run out earlier on some there is join():"
+            " docs/uneven-and-elastic.md.)"
+        )
+        # Workers that are not at the same point of their scripts would go on one behind the other;
+        # and servers of an asynchronous job keep values by key, which would be lost.
         apart = self._stalls.out_of_step()
         if apart or self.asynchronous:
             return self._fail(f"the job has to end{': ' if apart else ''}{apart}: {text}", -4)
@@ -363,7 +517,10 @@ class Membership:
         return self._tell_error([w.ident for _, w in sorted(self._roster.live.items())], reset)
 
     def _awaited(self, keys: Sequence[tuple[str, int]]) -> str:
-        """What a worker has pushed in vain, and who has not pushed the first. :class:`~bpsx.errors.StallError` reads it."""
+        """What a worker has pushed in vain, and who has not pushed the first.
+
+        :class:`~bpsx.errors.StallError` reads it.
+        """
         assert self.registry is not None
         described = [self.registry.describe(*key) for key in keys]
         for rank in self._stalls.lacking(keys[0])[:1]:
@@ -393,9 +550,17 @@ class Membership:
         self._nobody_left_early = self._nobody_left_early and not node.early
         if m["failure"] and self.state == "running":
             # Who failed for want of one that had left is not the first cause.
-            early = [w for w in self._of("worker") if w.early] if m["failure"].startswith(_FOR_WANT) else []
+            early = (
+                [w for w in self._of("worker") if w.early]
+                if m["failure"].startswith(_FOR_WANT)
+                else []
+            )
             self.blamed = self.blamed or next(iter(early), node)
-            return out + self._lost(node, f"{node} has failed: {m['failure']}") + self._after_leaving(node)
+            return (
+                out
+                + self._lost(node, f"{node} has failed: {m['failure']}")
+                + self._after_leaving(node)
+            )
         if node.role == "server" and self.state == "running":
             self.blamed = self.blamed or node
             return out + self._fail(f"{node} has left while workers were running")
@@ -412,7 +577,7 @@ class Membership:
             return []
         said = [m for i, m in self._leaving if i == ident]
         self._unheard.pop(ident, None)
-        if said:                    # it had said goodbye, and did not wait for the answer
+        if said:  # it had said goodbye, and did not wait for the answer
             self._leaving = [(i, m) for i, m in self._leaving if i != ident]
             return [out for out in self.bye(ident, said[0]) if out[0] != ident]
         self._let_go(node)
@@ -438,7 +603,9 @@ class Membership:
         return [(ident, {"type": kind, field_: text, "ended": True}) for ident, _ in out]
 
     def _lost(self, node: Node, text: str) -> list[Output]:
-        """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
+        """A node is gone that should not be: the end of the job, unless it is asynchronous and
+        lacks only a worker.
+        """
         self.blamed = self.blamed or node
         workers = list(self._roster.live.values())
         if node.role != "worker" or not self.asynchronous or not workers:
@@ -448,7 +615,10 @@ class Membership:
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _fail(self, text: str, status: int = -1) -> list[Output]:
-        """The job is over: tell everybody who is left. ``status``: what their push_pulls end with."""
+        """The job is over: tell everybody who is left.
+
+        ``status``: what their push_pulls end with.
+        """
         self.state = "failed"
         self.failure = text
         lost = {"type": "LOST", "text": text, "status": status}
@@ -467,14 +637,20 @@ class Membership:
             if self.state == "running":
                 self.survived = bool(self._dead)
                 self.state = "failed" if self._dead else "done"
-                self.failure = "; ".join(self._dead) + "; the others have gone on and left in good order" if self._dead else ""
+                self.failure = (
+                    "; ".join(self._dead) + "; the others have gone on and left in good order"
+                    if self._dead
+                    else ""
+                )
             if node.role == "worker":
                 out += [(s.ident, {"type": "END"}) for s in servers]
         return out
 
     def everybody_left(self) -> bool:
         """Whether nobody has to be told anything any more."""
-        return self.state in ("done", "failed") and not (self._roster.live or self._roster.live_servers)
+        return self.state in ("done", "failed") and not (
+            self._roster.live or self._roster.live_servers
+        )
 
 
 def _place(m: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO (or CANNOT, in its place), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME,
-REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
-For those who look on, a node sends CLOCK, STATS, TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
+A node sends HELLO (or CANNOT, in its place), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE;
+the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT,
+ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE. For those who look on, a node sends CLOCK, STATS,
+TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 from typing import Any
 
 PROTOCOL = 5
-MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
-#: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to this size, on each connection.
+MAX_BYTES = 64 << 20  # the places of a tensor with the most partitions fit
+#: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to
+#: this size, on each connection.
 MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
 #: Most tensors that one WAITING speaks of. A report may take several; "last" ends it.
@@ -22,13 +24,40 @@ _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
 #: type -> field -> (type, least, most); for strings and lists the bounds are on the length.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
-    "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
-              "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
-    "CANNOT": {"role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION, "reason": _TEXT, "config": (dict, 0, 64)},
-    "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
-                "shape": (list, 0, 64), "codec": (str, 0, 1024), "epoch": _POSITION},
-    "WAITING": {"new": (list, 0, MOST_ITEMS), "over": (list, 0, MOST_ITEMS), "busy": (bool, 0, 1), "epoch": _POSITION,
-                "calls": (int, 0, 2**62), "last": (bool, 0, 1)},
+    "HELLO": {
+        "protocol": _POSITION,
+        "role": (str, 1, 16),
+        "rank": (int, -1, 2**31),
+        "host": _TEXT,
+        "pid": _POSITION,
+        "lanes": (list, 0, 4096),
+        "config": (dict, 0, 64),
+    },
+    "CANNOT": {
+        "role": (str, 1, 16),
+        "rank": (int, -1, 2**31),
+        "host": _TEXT,
+        "pid": _POSITION,
+        "reason": _TEXT,
+        "config": (dict, 0, 64),
+    },
+    "DECLARE": {
+        "name": (str, 1, MAX_NAME),
+        "generation": _POSITION,
+        "nbytes": (int, 0, 2**62),
+        "dtype": (int, 0, 255),
+        "shape": (list, 0, 64),
+        "codec": (str, 0, 1024),
+        "epoch": _POSITION,
+    },
+    "WAITING": {
+        "new": (list, 0, MOST_ITEMS),
+        "over": (list, 0, MOST_ITEMS),
+        "busy": (bool, 0, 1),
+        "epoch": _POSITION,
+        "calls": (int, 0, 2**62),
+        "last": (bool, 0, 1),
+    },
     "HEARD": {},
     "DOUBT": {"text": _TEXT, "status": (int, -64, -1)},
     "JOIN": {},
@@ -64,7 +93,10 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def check(message: dict[str, Any]) -> None:
-    """Whether a node's message has the fields of its type, in range. Raises :class:`BadMessage` naming the field."""
+    """Whether a node's message has the fields of its type, in range.
+
+    Raises :class:`BadMessage` naming the field.
+    """
     fields = _FIELDS.get(message["type"])
     if fields is None:
         raise BadMessage(f"unknown type {message['type'][:40]!r}")
@@ -75,9 +107,13 @@ def check(message: dict[str, Any]) -> None:
         size = value if isinstance(value, int) else len(value)
         if not least <= size <= most:
             raise BadMessage(f"{message['type']}: field {name!r} is out of range")
-    if message["type"] == "HELLO" and not all(isinstance(a, str) and len(a) < 300 for a in message["lanes"]):
+    if message["type"] == "HELLO" and not all(
+        isinstance(a, str) and len(a) < 300 for a in message["lanes"]
+    ):
         raise BadMessage("HELLO: lanes are not addresses")
-    if message["type"] == "DECLARE" and not all(isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]):
+    if message["type"] == "DECLARE" and not all(
+        isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]
+    ):
         raise BadMessage("DECLARE: shape is not a list of sizes")
     if message["type"] == "STATS":
         _check_stats(message["values"], message["late"])
@@ -86,18 +122,29 @@ def check(message: dict[str, Any]) -> None:
 
 
 def _check_stats(values: dict[str, Any], late: list[Any]) -> None:
-    if not all(len(k) < 64 and isinstance(v, int) and not isinstance(v, bool) and -2**63 <= v < 2**64 for k, v in values.items()):
+    if not all(
+        len(k) < 64 and isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**64
+        for k, v in values.items()
+    ):
         raise BadMessage("STATS: a value is not a number with a short name")
     for item in late:
-        if not isinstance(item, list) or len(item) != 2 or not all(isinstance(x, int) and 0 <= x < 2**63 for x in item):
+        if (
+            not isinstance(item, list)
+            or len(item) != 2
+            or not all(isinstance(x, int) and 0 <= x < 2**63 for x in item)
+        ):
             raise BadMessage("STATS: an item of late is not [rounds, nanoseconds]")
 
 
 def _check_waiting(new: list[Any], over: list[Any]) -> None:
     for item in new:
-        fits = isinstance(item, list) and len(item) == 5 and _is_key(item) and isinstance(item[2], int)
+        fits = (
+            isinstance(item, list) and len(item) == 5 and _is_key(item) and isinstance(item[2], int)
+        )
         if not fits or not all(isinstance(x, (int, float)) and -1 <= x < 1e12 for x in item[3:]):
-            raise BadMessage("WAITING: an item is not [name, generation, round, seconds, seconds waited for]")
+            raise BadMessage(
+                "WAITING: an item is not [name, generation, round, seconds, seconds waited for]"
+            )
     for item in over:
         if not isinstance(item, list) or len(item) != 2 or not _is_key(item):
             raise BadMessage("WAITING: an item is not [name, generation]")

@@ -1,6 +1,8 @@
-"""A job's metrics in Prometheus' text format 0.0.4, and the port on which the scheduler serves them.
+"""A job's metrics in Prometheus' text format 0.0.4, and the port on which the scheduler serves
+them.
 
-:func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text. docs/metrics.md explains each metric.
+:func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text. docs/metrics.md
+explains each metric.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric(NamedTuple):
-    """One metric. ``source``: the name under which nodes report it; empty: computed here. ``scale`` turns it into base units."""
+    """One metric. ``source``: the name under which nodes report it; empty: computed here.
+
+    ``scale`` turns it into base units.
+    """
 
     name: str
     kind: str
@@ -40,26 +45,111 @@ METRICS: tuple[Metric, ...] = (
     Metric("bpsx_report_age_seconds", "gauge", "How old this process's other figures are."),
     Metric("bpsx_job_running", "gauge", "1 while the job is complete and running."),
     Metric("bpsx_tensors", "gauge", "Tensors declared in the job."),
-    Metric("bpsx_push_pulls_total", "counter", "Push_pulls that a worker has completed.", "push_pulls"),
-    Metric("bpsx_tensor_bytes_total", "counter", "Bytes of tensors that came home to a worker.", "tensor_bytes"),
-    Metric("bpsx_sent_bytes_total", "counter", "Bytes handed to the transport, headers included.", "bytes_sent"),
-    Metric("bpsx_received_bytes_total", "counter", "Bytes taken from the transport, headers included.", "bytes_received"),
-    Metric("bpsx_sent_messages_total", "counter", "Messages handed to the transport.", "messages_sent"),
-    Metric("bpsx_received_messages_total", "counter", "Messages taken from the transport.", "messages_received"),
-    Metric("bpsx_malformed_messages_total", "counter", "Messages that made no sense and were dropped.", "malformed"),
-    Metric("bpsx_repeated_pushes_total", "counter", "Pushes that a server had counted already and ignored.", "repeated"),
-    Metric("bpsx_busy_seconds_total", "counter", "Time in which a worker had push_pulls under way.", "busy_ns", _NS),
-    Metric("bpsx_outstanding_push_pulls", "gauge", "Push_pulls under way on a worker.", "outstanding"),
-    Metric("bpsx_queued_partitions", "gauge", "Partitions that wait in a worker for their turn to be sent.", "queued"),
-    Metric("bpsx_in_flight_bytes", "gauge", "Bytes that a worker has handed to the transport and that are not written out yet.", "in_flight"),
-    Metric("bpsx_rounds_total", "counter", "Rounds (one partition summed over all workers) that a server has closed.", "rounds"),
+    Metric(
+        "bpsx_push_pulls_total", "counter", "Push_pulls that a worker has completed.", "push_pulls"
+    ),
+    Metric(
+        "bpsx_tensor_bytes_total",
+        "counter",
+        "Bytes of tensors that came home to a worker.",
+        "tensor_bytes",
+    ),
+    Metric(
+        "bpsx_sent_bytes_total",
+        "counter",
+        "Bytes handed to the transport, headers included.",
+        "bytes_sent",
+    ),
+    Metric(
+        "bpsx_received_bytes_total",
+        "counter",
+        "Bytes taken from the transport, headers included.",
+        "bytes_received",
+    ),
+    Metric(
+        "bpsx_sent_messages_total", "counter", "Messages handed to the transport.", "messages_sent"
+    ),
+    Metric(
+        "bpsx_received_messages_total",
+        "counter",
+        "Messages taken from the transport.",
+        "messages_received",
+    ),
+    Metric(
+        "bpsx_malformed_messages_total",
+        "counter",
+        "Messages that made no sense and were dropped.",
+        "malformed",
+    ),
+    Metric(
+        "bpsx_repeated_pushes_total",
+        "counter",
+        "Pushes that a server had counted already and ignored.",
+        "repeated",
+    ),
+    Metric(
+        "bpsx_busy_seconds_total",
+        "counter",
+        "Time in which a worker had push_pulls under way.",
+        "busy_ns",
+        _NS,
+    ),
+    Metric(
+        "bpsx_outstanding_push_pulls", "gauge", "Push_pulls under way on a worker.", "outstanding"
+    ),
+    Metric(
+        "bpsx_queued_partitions",
+        "gauge",
+        "Partitions that wait in a worker for their turn to be sent.",
+        "queued",
+    ),
+    Metric(
+        "bpsx_in_flight_bytes",
+        "gauge",
+        "Bytes that a worker has handed to the transport and that are not written out yet.",
+        "in_flight",
+    ),
+    Metric(
+        "bpsx_rounds_total",
+        "counter",
+        "Rounds (one partition summed over all workers) that a server has closed.",
+        "rounds",
+    ),
     Metric("bpsx_round_bytes_total", "counter", "Bytes of the results of closed rounds.", "bytes"),
-    Metric("bpsx_open_rounds", "gauge", "Rounds of which a server has the pushes of some workers only.", "open_rounds"),
-    Metric("bpsx_pending_messages", "gauge", "Messages that wait in a server for their turn (BYTEPS_SERVER_ENABLE_SCHEDULE).", "pending"),
-    Metric("bpsx_round_wait_seconds_total", "counter", "Time from the first to the last push of a server's rounds, summed.", "waited_ns", _NS),
-    Metric("bpsx_worker_last_rounds_total", "counter", "Rounds in which this worker was the last to push, by server."),
-    Metric("bpsx_worker_late_seconds_total", "counter", "Time that rounds waited for this worker alone, by server."),
-    Metric("bpsx_stalled_push_pulls", "gauge", "Push_pulls for which a worker has waited longer than BPSX_STALL_WARN_SECONDS."),
+    Metric(
+        "bpsx_open_rounds",
+        "gauge",
+        "Rounds of which a server has the pushes of some workers only.",
+        "open_rounds",
+    ),
+    Metric(
+        "bpsx_pending_messages",
+        "gauge",
+        "Messages that wait in a server for their turn (BYTEPS_SERVER_ENABLE_SCHEDULE).",
+        "pending",
+    ),
+    Metric(
+        "bpsx_round_wait_seconds_total",
+        "counter",
+        "Time from the first to the last push of a server's rounds, summed.",
+        "waited_ns",
+        _NS,
+    ),
+    Metric(
+        "bpsx_worker_last_rounds_total",
+        "counter",
+        "Rounds in which this worker was the last to push, by server.",
+    ),
+    Metric(
+        "bpsx_worker_late_seconds_total",
+        "counter",
+        "Time that rounds waited for this worker alone, by server.",
+    ),
+    Metric(
+        "bpsx_stalled_push_pulls",
+        "gauge",
+        "Push_pulls for which a worker has waited longer than BPSX_STALL_WARN_SECONDS.",
+    ),
     Metric("bpsx_oldest_stall_seconds", "gauge", "Age of the oldest of these; 0 without any."),
 )
 
@@ -89,10 +179,18 @@ def _number(value: float) -> str:
 def _samples(metric: Metric, view: Mapping[str, Any]) -> Iterator[tuple[Labels, float]]:
     scheduler: Labels = (("role", "scheduler"), ("rank", "0"), ("host", view["host"]))
     if metric.name in ("bpsx_job_running", "bpsx_tensors", "bpsx_up"):
-        values = {"bpsx_job_running": view["state"] == "running", "bpsx_tensors": view["tensors"], "bpsx_up": 1}
+        values = {
+            "bpsx_job_running": view["state"] == "running",
+            "bpsx_tensors": view["tensors"],
+            "bpsx_up": 1,
+        }
         yield scheduler, float(values[metric.name])
     for node in view["nodes"]:
-        labels: Labels = (("role", node["role"]), ("rank", str(node["rank"])), ("host", node["host"]))
+        labels: Labels = (
+            ("role", node["role"]),
+            ("rank", str(node["rank"])),
+            ("host", node["host"]),
+        )
         if metric.source:
             if metric.source in node["values"]:
                 yield labels, float(node["values"][metric.source])
@@ -111,7 +209,10 @@ def _computed(name: str, node: Mapping[str, Any], labels: Labels) -> Iterator[tu
         yield labels, max((w[2] for w in node["waits"]), default=0.0)
     elif name.startswith("bpsx_worker_"):
         for rank, (rounds, ns) in enumerate(node["late"]):
-            yield (*labels, ("worker", str(rank))), float(rounds) if name == "bpsx_worker_last_rounds_total" else ns * _NS
+            yield (
+                (*labels, ("worker", str(rank))),
+                float(rounds) if name == "bpsx_worker_last_rounds_total" else ns * _NS,
+            )
 
 
 #: Connections to the metrics' port at once.
@@ -126,7 +227,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, observers: Observers) -> None:
         self.address_family = AF_INET6 if is_ipv6(host) else AF_INET
         self.observers = observers
-        self._open: dict[Any, None] = {}        # requests, the oldest first
+        self._open: dict[Any, None] = {}  # requests, the oldest first
         self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
@@ -138,7 +239,7 @@ class _Server(ThreadingHTTPServer):
             if late is not None:
                 del self._open[late]
         if late is not None:
-            with contextlib.suppress(OSError):      # its thread ends, and closes it
+            with contextlib.suppress(OSError):  # its thread ends, and closes it
                 late.shutdown(SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -155,7 +256,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 10            # an idle connection does not hold a thread for ever
+    timeout = 10  # an idle connection does not hold a thread for ever
 
     def do_GET(self) -> None:
         if self.path.split("?")[0] not in ("/metrics", "/"):
@@ -175,22 +276,34 @@ class _Handler(BaseHTTPRequestHandler):
 class Exporter:
     """Serves the metrics over HTTP from a daemon thread until :meth:`close`."""
 
-    def __init__(self, host: str, port: int, observers: Observers, ports: Sequence[int] = ()) -> None:
-        """Port 0: the first free one of ``ports``, else of the system's choice. Raises :class:`~bpsx.errors.TransportError` if it cannot listen
-        there."""
+    def __init__(
+        self, host: str, port: int, observers: Observers, ports: Sequence[int] = ()
+    ) -> None:
+        """Port 0: the first free one of ``ports``, else of the system's choice.
+
+        Raises :class:`~bpsx.errors.TransportError` if it cannot listen there.
+        """
         try:
-            self._server = bind_one(() if port else ports, lambda free: _Server(host, port or free, observers))
+            self._server = bind_one(
+                () if port else ports, lambda free: _Server(host, port or free, observers)
+            )
         except TransportError:
             raise
         except OSError as e:
-            raise TransportError(f"BPSX_METRICS_PORT={join_host_port(host, port)}: cannot listen there: {e}") from e
+            raise TransportError(
+                f"BPSX_METRICS_PORT={join_host_port(host, port)}: cannot listen there: {e}"
+            ) from e
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="bpsx-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="bpsx-metrics", daemon=True
+        )
         self._thread.start()
         log.info("metrics at http://%s/metrics", join_host_port(host, self.port))
 
     @classmethod
-    def serving(cls, where: tuple[str, int] | None, observers: Observers, ports: Sequence[int] = ()) -> Exporter | None:
+    def serving(
+        cls, where: tuple[str, int] | None, observers: Observers, ports: Sequence[int] = ()
+    ) -> Exporter | None:
         """One at ``where`` (host, port), or none."""
         return cls(*where, observers, ports) if where is not None else None
 

@@ -1,8 +1,12 @@
-"""Those who look at a job without being in it: ``bpsx-run top``, ``bpsx-run trace``, the metrics port. Events in, messages out; no sockets.
+"""Those who look at a job without being in it: ``bpsx-run top``, ``bpsx-run trace``, the metrics
+port.
 
-An observer is no member. It asks (OBSERVE) and gets the job's present state (VIEW); when it stops asking, nobody has to be told. Nodes send
-their statistics (STATS) for as long as the last WATCH said, which is renewed while somebody asks. So a job that nobody looks at carries
-none of this traffic, and an observer that dies leaves nothing behind.
+Events in, messages out; no sockets.
+
+An observer is no member. It asks (OBSERVE) and gets the job's present state (VIEW); when it stops
+asking, nobody has to be told. Nodes send their statistics (STATS) for as long as the last WATCH
+said, which is renewed while somebody asks. So a job that nobody looks at carries none of this
+traffic, and an observer that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from typing import Any
 from bpsx.scheduler.membership import Membership, Output
 from bpsx.scheduler.messages import PROTOCOL
 
-#: How long nodes report after they were asked to, and how old that request may be before it is repeated. Seconds.
+#: How long nodes report after they were asked to, and how old that request may be before it is
+#: repeated. Seconds.
 LEASE, RENEW = 10.0, 3.0
 #: Finished recordings that are remembered.
 _MOST_TRACED = 1024
@@ -22,7 +27,10 @@ KINDS = frozenset(("OBSERVE", "STATS", "CLOCK", "TRACED"))
 
 
 class Observers:
-    """What nodes have told about themselves, for who asks. The hub's thread calls :meth:`handle`; :meth:`view` may be called from any thread."""
+    """What nodes have told about themselves, for who asks.
+
+    The hub's thread calls :meth:`handle`; :meth:`view` may be called from any thread.
+    """
 
     def __init__(self, members: Membership, host: str) -> None:
         self._members = members
@@ -39,18 +47,41 @@ class Observers:
             return [(ident, {"type": "CLOCK", "at": m["at"], "wall": time.time_ns()})]
         if m["type"] == "OBSERVE":
             if m["protocol"] != PROTOCOL:
-                return [(ident, {"type": "REFUSED", "reason": f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}"})]
+                return [
+                    (
+                        ident,
+                        {
+                            "type": "REFUSED",
+                            "reason": (
+                                f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}"
+                            ),
+                        },
+                    )
+                ]
             out = self._watch(now)
             if m["trace"] and self._members.state == "running":
                 out += [(n.ident, {"type": "TRACE", "seconds": m["trace"]}) for n in self._live()]
             return [*out, (ident, {"type": "VIEW", **self.view(now)})]
         node = self._members.nodes.get(ident)
         if node is not None and m["type"] == "STATS":
-            self._stats[ident] = {"at": m["at"], "here": now, "values": m["values"], "late": m["late"]}
+            self._stats[ident] = {
+                "at": m["at"],
+                "here": now,
+                "values": m["values"],
+                "late": m["late"],
+            }
         elif node is not None:
             self._traced_count += 1
-            self._traced.append({"number": self._traced_count - 1, "role": node.role, "rank": node.rank, "host": node.host,
-                                 "path": m["path"], "records": m["records"]})
+            self._traced.append(
+                {
+                    "number": self._traced_count - 1,
+                    "role": node.role,
+                    "rank": node.rank,
+                    "host": node.host,
+                    "path": m["path"],
+                    "records": m["records"],
+                }
+            )
         return []
 
     def _live(self) -> list[Any]:
@@ -64,7 +95,11 @@ class Observers:
 
     def watch_for(self, seconds: float) -> list[Output]:
         """Have all nodes report."""
-        return [(n.ident, {"type": "WATCH", "seconds": seconds}) for n in self._live()] if self._members.state == "running" else []
+        return (
+            [(n.ident, {"type": "WATCH", "seconds": seconds}) for n in self._live()]
+            if self._members.state == "running"
+            else []
+        )
 
     def view(self, now: float) -> dict[str, Any]:
         """The job as it is known now: plain data."""
@@ -72,16 +107,34 @@ class Observers:
         nodes = []
         for node in sorted(members.nodes.values(), key=lambda n: (n.role != "worker", n.rank)):
             found = self._stats.get(node.ident)
-            state = "left" if node.left else "running" if members.state == "running" else members.state
-            nodes.append({
-                "role": node.role, "rank": node.rank, "host": node.host, "pid": node.pid, "state": state, "lanes": node.lanes,
-                "at": found["at"] if found else 0, "age": round(now - found["here"], 3) if found else None,
-                "values": found["values"] if found else {}, "late": found["late"] if found else [],
-                "waits": members.waits(node.rank) if node.role == "worker" else [],
-            })
+            state = (
+                "left" if node.left else "running" if members.state == "running" else members.state
+            )
+            nodes.append(
+                {
+                    "role": node.role,
+                    "rank": node.rank,
+                    "host": node.host,
+                    "pid": node.pid,
+                    "state": state,
+                    "lanes": node.lanes,
+                    "at": found["at"] if found else 0,
+                    "age": round(now - found["here"], 3) if found else None,
+                    "values": found["values"] if found else {},
+                    "late": found["late"] if found else [],
+                    "waits": members.waits(node.rank) if node.role == "worker" else [],
+                }
+            )
         return {
-            "state": members.state, "failure": members.failure, "missing": members.missing() if members.state == "waiting" else [],
-            "workers": members.size, "servers": members.num_server, "host": self._host, "seconds": round(time.time() - self._started, 1),
-            "tensors": len(members.registry) if members.registry is not None else 0, "nodes": nodes, "traced": list(self._traced),
+            "state": members.state,
+            "failure": members.failure,
+            "missing": members.missing() if members.state == "waiting" else [],
+            "workers": members.size,
+            "servers": members.num_server,
+            "host": self._host,
+            "seconds": round(time.time() - self._started, 1),
+            "tensors": len(members.registry) if members.registry is not None else 0,
+            "nodes": nodes,
+            "traced": list(self._traced),
             "traced_count": self._traced_count,
         }

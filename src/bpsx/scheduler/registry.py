@@ -1,7 +1,8 @@
 """What each tensor name means, for the whole job. Pure: the hub's one thread owns it.
 
-The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same dtype, same compression. The first to declare
-causes the placement; whoever differs causes a mismatch, which everybody is told who has declared it or will.
+The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same
+dtype, same compression. The first to declare causes the placement; whoever differs causes a
+mismatch, which everybody is told who has declared it or will.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ class Declared:
     nbytes: int
     dtype: int
     shape: tuple[int, ...]
-    codec: str              # how it is compressed, as spec.py says it; "": not at all
+    codec: str  # how it is compressed, as spec.py says it; "": not at all
     ranks: dict[int, None]  # the workers that have declared it, the first one first
     places: list[Place] = field(default_factory=list)
     failure: str = ""
-    status: int = 0         # of the failure; a code of core/status.pxd
+    status: int = 0  # of the failure; a code of core/status.pxd
 
     def describe(self) -> str:
         """Shape, dtype and compression, for people."""
         dtype = BY_CODE[self.dtype].name if self.dtype in BY_CODE else f"dtype {self.dtype}"
-        return f"{dtype} of shape {self.shape}" + (f", compressed with {self.codec}" if self.codec else "")
+        return f"{dtype} of shape {self.shape}" + (
+            f", compressed with {self.codec}" if self.codec else ""
+        )
 
 
 class Registry:
@@ -41,21 +44,38 @@ class Registry:
         self._partition_bytes = partition_bytes
         self._processes = processes
         self._tensors: dict[tuple[str, int], Declared] = {}
-        self._placed = 0                                        # tensors that have got places, ever
-        self._unadopted: dict[int, dict[tuple[str, int], Declared]] = {}    # root -> what only its neighbours have declared
+        self._placed = 0  # tensors that have got places, ever
+        # root -> what only its neighbours have declared
+        self._unadopted: dict[int, dict[tuple[str, int], Declared]] = {}
 
     def declare(
-        self, rank: int, name: str, generation: int, nbytes: int, dtype: int, shape: Sequence[int], codec: str = "",
+        self,
+        rank: int,
+        name: str,
+        generation: int,
+        nbytes: int,
+        dtype: int,
+        shape: Sequence[int],
+        codec: str = "",
     ) -> tuple[Declared, list[int]]:
-        """Worker ``rank`` declares a tensor. Returns what is known of it now and the ranks that have to be told.
+        """Worker ``rank`` declares a tensor.
 
-        With ``failure`` set, those ranks have to hear that; else the one rank has to hear the places.
+        Returns what is known of it now and the ranks that have to be told.
+
+        With ``failure`` set, those ranks have to hear that; else the one rank has to hear the
+        places.
         """
         wanted = Declared(nbytes, dtype, tuple(shape), codec, {rank: None})
         known = self._tensors.get((name, generation))
         if known is None:
             if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
-                wanted.failure, wanted.status = f"tensor {name!r} of {nbytes} bytes has too many partitions: raise BYTEPS_PARTITION_BYTES", -2
+                wanted.failure, wanted.status = (
+                    (
+                        f"tensor {name!r} of {nbytes} bytes has too many partitions: raise"
+                        " BYTEPS_PARTITION_BYTES"
+                    ),
+                    -2,
+                )
             else:
                 wanted.places = self._placement.place(self._placed, nbytes, bool(codec))
                 self._placed += 1
@@ -63,9 +83,17 @@ class Registry:
             self._note(rank, name, generation, wanted)
             return wanted, [rank]
         told = [rank]
-        if not known.failure and (known.dtype, known.shape, known.nbytes, known.codec) != (dtype, wanted.shape, nbytes, codec):
-            known.failure = (f"tensor {name!r}: worker {next(iter(known.ranks))} has {known.describe()}, worker {rank} has {wanted.describe()}; "
-                             "all workers must give the same shape and dtype, compressed alike, under one name")
+        if not known.failure and (known.dtype, known.shape, known.nbytes, known.codec) != (
+            dtype,
+            wanted.shape,
+            nbytes,
+            codec,
+        ):
+            known.failure = (
+                f"tensor {name!r}: worker {next(iter(known.ranks))} has {known.describe()}, worker"
+                f" {rank} has {wanted.describe()}; all workers must give the same shape and dtype,"
+                " compressed alike, under one name"
+            )
             known.status = -2
             told += [r for r in known.ranks if r != rank]
         known.ranks.setdefault(rank)
@@ -83,14 +111,23 @@ class Registry:
             self._unadopted.setdefault(root, {})[name, generation] = declared
 
     def adopt(self, root: int) -> list[tuple[str, int, Declared]]:
-        """The tensors that only the neighbours of worker ``root`` have declared: from now on it counts as having declared them."""
-        found = [(name, generation, d) for (name, generation), d in self._unadopted.pop(root, {}).items() if not d.failure]
+        """The tensors that only the neighbours of worker ``root`` have declared: from now on it
+        counts as having declared them.
+        """
+        found = [
+            (name, generation, d)
+            for (name, generation), d in self._unadopted.pop(root, {}).items()
+            if not d.failure
+        ]
         for _, _, declared in found:
             declared.ranks.setdefault(root)
         return found
 
     def clear(self) -> None:
-        """All declarations are void: the next one of a name is the first. Their keys are not used again."""
+        """All declarations are void: the next one of a name is the first.
+
+        Their keys are not used again.
+        """
         self._tensors.clear()
         self._unadopted.clear()
 

@@ -23,7 +23,11 @@ _PATIENCE = 3
 
 
 class Refusals:
-    """Counts connections whose handshake failed and warns of them, at most once in :data:`EVERY_SECONDS`. One thread."""
+    """Counts connections whose handshake failed and warns of them, at most once in
+    :data:`EVERY_SECONDS`.
+
+    One thread.
+    """
 
     def __init__(self, every: float = EVERY_SECONDS) -> None:
         self.count = 0
@@ -32,16 +36,19 @@ class Refusals:
         self._told = 0
         self._next = 0.0
         self._failed = False
-        self._peers: dict[int, str] = {}        # by descriptor
+        self._peers: dict[int, str] = {}  # by descriptor
 
     def event(self, event: Mapping[str, Any]) -> bool:
-        """Take a monitor's event. True if it says that a connection is gone that had been let in."""
+        """Take a monitor's event. True if it says that a connection is gone that had been let
+        in.
+        """
         kind, value = event["event"], int(event["value"])
         if kind == zmq.EVENT_ACCEPTED:
             if len(self._peers) < _MOST_KEPT:
                 self._peers[value] = _peer_of(value)
         elif kind & REFUSED:
-            self._failed = True                 # the same connection's end follows, with its descriptor
+            # the same connection's end follows, with its descriptor
+            self._failed = True
         elif kind == zmq.EVENT_DISCONNECTED:
             who, failed, self._failed = self._peers.pop(value, _UNKNOWN), self._failed, False
             if failed:
@@ -50,22 +57,37 @@ class Refusals:
         return False
 
     def hint(self) -> str:
-        """For those who wait in vain: perhaps one of these is whom they miss. Empty if there was none."""
+        """For those who wait in vain: perhaps one of these is whom they miss.
+
+        Empty if there was none.
+        """
         if not self.count:
             return ""
-        return f" ({self.count} connection{'s' * (self.count > 1)} refused for not knowing the job secret, the last from {self._last})"
+        return (
+            f" ({self.count} connection{'s' * (self.count > 1)} refused for not knowing the job"
+            f" secret, the last from {self._last})"
+        )
 
     def _refused(self, who: str) -> None:
         self.count += 1
         self._last = self._last if who == _UNKNOWN else who
         now = time.monotonic()
-        # Who closes at once is gone before we have looked where he was; he comes again, and a line without an address helps nobody.
+        # Who closes at once is gone before we have looked where he was; he comes again, and a line
+        # without an address helps nobody.
         if now < self._next or (who == _UNKNOWN and self.count - self._told < _PATIENCE):
             return
         more, told_before = self.count - self._told - 1, bool(self._told)
         self._next, self._told = now + self._every, self.count
-        log.warning("refused a connection from %s: it does not know the job secret (BPSX_SECRET) or speaks something else%s", who,
-                    f"; {more} more {'since the last such line' if told_before else 'before it'}" if more else "")
+        log.warning(
+            "refused a connection from %s: it does not know the job secret (BPSX_SECRET) or speaks"
+            " something else%s",
+            who,
+            (
+                f"; {more} more {'since the last such line' if told_before else 'before it'}"
+                if more
+                else ""
+            ),
+        )
 
 
 def _peer_of(descriptor: int) -> str:

@@ -1,4 +1,7 @@
-"""The nodes of a job, found by what they are: each look-up costs the same however many there are. Pure."""
+"""The nodes of a job, found by what they are: each look-up costs the same however many there are.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Node:
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     left: bool = False
-    early: bool = False         # the first worker to leave, in good order
+    early: bool = False  # the first worker to leave, in good order
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
@@ -33,12 +36,12 @@ class Roster:
     def __init__(self) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.workers: dict[int, Node] = {}
-        self.live: dict[int, Node] = {}             # workers that have not left
+        self.live: dict[int, Node] = {}  # workers that have not left
         self.live_servers: dict[bytes, Node] = {}
         self._servers: dict[tuple[str, int, tuple[str, ...]], Node] = {}
         self._configs: dict[tuple[str, str], dict[bytes, Node]] = {}
-        self._absent: list[int] = []                # heap of ranks that may be missing
-        self._absent_of = 0                         # ... of this many workers
+        self._absent: list[int] = []  # heap of ranks that may be missing
+        self._absent_of = 0  # ... of this many workers
 
     # ---- coming and going
 
@@ -107,7 +110,9 @@ class Roster:
         return node if node is not None and (node.host, node.pid) == (m["host"], m["pid"]) else None
 
     def absent(self, workers: int, most: int) -> tuple[list[int], int]:
-        """The lowest ranks of ``workers`` that are missing, at most ``most``, and how many are missing."""
+        """The lowest ranks of ``workers`` that are missing, at most ``most``, and how many are
+        missing.
+        """
         if workers != self._absent_of:
             self._absent, self._absent_of = list(range(workers)), workers
         found: list[int] = []

@@ -1,11 +1,12 @@
 """Which push_pulls do not end, and whether the job can still go on. Pure.
 
 A worker reports the tensors that it has pushed and not got back, and which of them its script waits
-for. A tensor that a worker has not reported has not been pushed there. One such case is a slow worker:
-a warning. If *every* worker waits for something that another one has not pushed, the job cannot go on.
+for. A tensor that a worker has not reported has not been pushed there. One such case is a slow
+worker: a warning. If *every* worker waits for something that another one has not pushed, the job
+cannot go on.
 
-Reports are differences, and every structure here is updated by what changed: a message costs time in
-proportion to what it says, however many workers and tensors there are.
+Reports are differences, and every structure here is updated by what changed: a message costs time
+in proportion to what it says, however many workers and tensors there are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 Key = tuple[str, int]
 #: A warning about the same tensor is repeated after so many warning intervals.
 REPEAT = 10
-#: A worker has to wait so many times longer while another of its threads, which has used bpsx, does not.
+#: A worker has to wait so many times longer while another of its threads, which has used bpsx, does
+#: not.
 PATIENCE = 10
 _MOST_NAMED = 8
 
@@ -31,8 +33,8 @@ class _Wait:
 
     round: int
     since: float
-    waited: float | None        # since when the script waits for it; None: it does not
-    full: bool = False          # all workers have been seen to push it
+    waited: float | None  # since when the script waits for it; None: it does not
+    full: bool = False  # all workers have been seen to push it
 
 
 @dataclass(slots=True)
@@ -41,18 +43,18 @@ class _Pushed:
 
     ranks: set[int] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
-    candidates: list[int] | None = None     # heap with the ranks that lack it, and perhaps others
+    candidates: list[int] | None = None  # heap with the ranks that lack it, and perhaps others
 
 
 @dataclass(slots=True)
 class _Worker:
     """One worker's reports."""
 
-    waits: OrderedDict[Key, _Wait] = field(default_factory=OrderedDict)     # oldest first
-    vain: list[tuple[float, Key]] = field(default_factory=list)     # heap; some are out of date
+    waits: OrderedDict[Key, _Wait] = field(default_factory=OrderedDict)  # oldest first
+    vain: list[tuple[float, Key]] = field(default_factory=list)  # heap; some are out of date
     reported: float = 0.0
     busy: bool = False
-    calls: int = 0              # push_pulls that its script has asked for
+    calls: int = 0  # push_pulls that its script has asked for
     warned: tuple[Key, int] | None = None
     warned_at: float = float("-inf")
 
@@ -63,9 +65,10 @@ class Stalls:
     def __init__(self, warn_after: float, deadlock_after: float) -> None:
         self._warn_after = warn_after
         self._deadlock_after = deadlock_after
-        self._workers: dict[int, _Worker] = {}      # those that are neither gone nor in join()
+        self._workers: dict[int, _Worker] = {}  # those that are neither gone nor in join()
         self._pushed: dict[Key, _Pushed] = {}
-        self._by_count: dict[int, set[Key]] = {}    # number of workers that report a tensor -> tensors
+        # number of workers that report a tensor -> tensors
+        self._by_count: dict[int, set[Key]] = {}
         self._stuck: set[int] = set()
 
     # ---- who counts
@@ -97,15 +100,20 @@ class Stalls:
     # ---- what they report
 
     def report(
-        self, rank: int, new: Iterable[Sequence[Any]], over: Iterable[Sequence[Any]], now: float,
-        busy: bool = False, calls: int = 0,
+        self,
+        rank: int,
+        new: Iterable[Sequence[Any]],
+        over: Iterable[Sequence[Any]],
+        now: float,
+        busy: bool = False,
+        calls: int = 0,
     ) -> None:
         """What has changed on worker ``rank``.
 
-        ``new``: pushed tensors, oldest first: [name, generation, round, seconds since the push, seconds
-        that the script has waited for it or -1]. ``over``: [name, generation] of those that have ended.
-        ``busy``: a thread that has used bpsx does not wait. ``calls``: how many push_pulls the script has
-        asked for since the job began or began anew.
+        ``new``: pushed tensors, oldest first: [name, generation, round, seconds since the push,
+        seconds that the script has waited for it or -1]. ``over``: [name, generation] of those that
+        have ended. ``busy``: a thread that has used bpsx does not wait. ``calls``: how many
+        push_pulls the script has asked for since the job began or began anew.
         """
         worker = self._workers.get(rank)
         if worker is None:
@@ -152,8 +160,8 @@ class Stalls:
         self._count(key, pushed, rank, False)
         if not all_had:
             return
-        # Who was in the same round had pushed what the others wait for; who was in an earlier one, and had only not
-        # said yet that it was over, had not.
+        # Who was in the same round had pushed what the others wait for; who was in an earlier one,
+        # and had only not said yet that it was over, had not.
         for other in pushed.ranks:
             theirs = self._workers[other].waits[key]
             if theirs.full and theirs.round != wait.round:
@@ -188,8 +196,11 @@ class Stalls:
     # ---- what follows
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
-        """The oldest tensors that worker ``rank`` has pushed longer ago than ``warn_after`` seconds (by
-        default: than a warning takes), at most 8: (tensor, round, seconds). For any thread."""
+        """The oldest tensors that worker ``rank`` has pushed longer ago than ``warn_after`` seconds
+        (by default: than a warning takes), at most 8: (tensor, round, seconds).
+
+        For any thread.
+        """
         limit = self._warn_after if warn_after is None else warn_after
         worker = self._workers.get(rank)
         if worker is None:
@@ -199,10 +210,11 @@ class Stalls:
         return [item for item in found if item[2] >= limit]
 
     def warning(self, rank: int) -> str:
-        """What to tell worker ``rank``, which has just reported, of its oldest tensor; mostly nothing.
+        """What to tell worker ``rank``, which has just reported, of its oldest tensor; mostly
+        nothing.
 
-        A worker hears of a stall once, and again after :data:`REPEAT` intervals; of another one after
-        one interval at the earliest.
+        A worker hears of a stall once, and again after :data:`REPEAT` intervals; of another one
+        after one interval at the earliest.
         """
         worker = self._workers.get(rank)
         if worker is None or not worker.waits:
@@ -250,16 +262,24 @@ class Stalls:
         return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
 
     def deadlock(self) -> dict[int, list[Key]]:
-        """What each worker has pushed in vain, if all have waited in vain for long enough; else nothing."""
+        """What each worker has pushed in vain, if all have waited in vain for long enough; else
+        nothing.
+        """
         if len(self._workers) < 2 or len(self._stuck) < len(self._workers):
             return {}
-        return {rank: [key for key, wait in worker.waits.items() if not wait.full]
-                for rank, worker in sorted(self._workers.items())}
+        return {
+            rank: [key for key, wait in worker.waits.items() if not wait.full]
+            for rank, worker in sorted(self._workers.items())
+        }
 
     def out_of_step(self) -> str:
-        """Which workers have asked for the fewest and for the most push_pulls; empty if all for equally many."""
+        """Which workers have asked for the fewest and for the most push_pulls; empty if all for
+        equally many.
+        """
         ordered = sorted(self._workers.items(), key=lambda item: item[1].calls)
         (least, first), (most, last) = ordered[0], ordered[-1]
         if first.calls == last.calls:
             return ""
-        return f"worker {most} has asked for {last.calls} push_pulls, worker {least} for {first.calls}"
+        return (
+            f"worker {most} has asked for {last.calls} push_pulls, worker {least} for {first.calls}"
+        )

@@ -14,7 +14,10 @@ _NUMERIC = frozenset("0123456789.:[]%abcdefABCDEF")
 
 
 def why_silent(address: str, port: int) -> str:
-    """What is known of a scheduler at ``address`` (numeric) that does not answer. Takes up to two seconds."""
+    """What is known of a scheduler at ``address`` (numeric) that does not answer.
+
+    Takes up to two seconds.
+    """
     where = join_host_port(address, port)
     why = unreachable([where], _SECONDS).get(where, "")
     if why.startswith("refused"):
@@ -26,29 +29,48 @@ def why_silent(address: str, port: int) -> str:
     else:
         text = "it accepts connections and does not answer: it is stopped or busy"
     if why and is_loopback(address):
-        text += (f"; {address} is a loopback address and means this machine: for a scheduler elsewhere set DMLC_PS_ROOT_URI to an address "
-                 "that others reach")
+        text += (
+            f"; {address} is a loopback address and means this machine: for a scheduler elsewhere"
+            " set DMLC_PS_ROOT_URI to an address that others reach"
+        )
     return text
 
 
 def loopback_hint(config: Config) -> str:
-    """For a scheduler that waits in vain: that others than this machine cannot reach it; empty if they can."""
+    """For a scheduler that waits in vain: that others than this machine cannot reach it; empty if
+    they can.
+    """
     if not is_loopback(config.root_uri):
         return ""
-    return f" (the scheduler listens on loopback, DMLC_PS_ROOT_URI={config.root_uri}, which other machines cannot reach)"
+    return (
+        f" (the scheduler listens on loopback, DMLC_PS_ROOT_URI={config.root_uri}, which other"
+        " machines cannot reach)"
+    )
 
 
 def doubtful_name(config: Config) -> str:
-    """A warning for a scheduler whose own name stands for loopback, as in Debian's /etc/hosts; empty if all is well."""
+    """A warning for a scheduler whose own name stands for loopback, as in Debian's /etc/hosts;
+    empty if all is well.
+    """
     host = config.root_uri
-    if not host or host.lower().split(".")[0] == "localhost" or set(host) <= _NUMERIC or not is_loopback(host):
+    if (
+        not host
+        or host.lower().split(".")[0] == "localhost"
+        or set(host) <= _NUMERIC
+        or not is_loopback(host)
+    ):
         return ""
-    return (f"DMLC_PS_ROOT_URI={host} is a loopback address on this machine (see /etc/hosts), so processes on other machines cannot reach this "
-            "scheduler: name an address that they reach")
+    return (
+        f"DMLC_PS_ROOT_URI={host} is a loopback address on this machine (see /etc/hosts), so"
+        " processes on other machines cannot reach this scheduler: name an address that they reach"
+    )
 
 
 def introduce(config: Config, where: str) -> None:
-    """Say to standard error what this process is, and for whom it waits. ``where``: the scheduler's address."""
+    """Say to standard error what this process is, and for whom it waits.
+
+    ``where``: the scheduler's address.
+    """
     if not config.announce:
         return
     workers = f"{config.num_worker} worker{' machines' if config.num_worker > 1 else ' machine'}"
@@ -57,5 +79,7 @@ def introduce(config: Config, where: str) -> None:
     if config.role == "scheduler":
         text = f"listening on {where}, waiting for {workers} and {servers} {limit}"
     else:
-        text = f"joining the job of {workers} and {servers} at the scheduler {where}, waiting {limit}"
+        text = (
+            f"joining the job of {workers} and {servers} at the scheduler {where}, waiting {limit}"
+        )
     print(f"bpsx {config.role}: {text}", file=sys.stderr, flush=True)

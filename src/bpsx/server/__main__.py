@@ -1,4 +1,7 @@
-"""``python -m bpsx.server``: the server role. One thread per lane; this process's main thread waits for the end."""
+"""``python -m bpsx.server``: the server role.
+
+One thread per lane; this process's main thread waits for the end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import sys
 import threading
 from typing import Any
 
-import bpsx.compression.spec  # lanes import both for the first compressed tensor: then there may be no descriptor left
+# lanes import both for the first compressed tensor: then there may be no descriptor left
+import bpsx.compression.spec
 import bpsx.planning.placement  # noqa: F401
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
@@ -22,7 +26,15 @@ from bpsx.scheduler.waiting import introduce
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
 from bpsx.system.address import join_host_port
-from bpsx.system.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_descriptors, require_trust
+from bpsx.system.host import (
+    allow_descriptors,
+    heed_signals,
+    hold,
+    keep_memory,
+    own_host,
+    require_descriptors,
+    require_trust,
+)
 from bpsx.system.logs import configure
 from bpsx.telemetry.reporter import Reporter
 from bpsx.transports import open_endpoint
@@ -30,12 +42,16 @@ from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.server")
 connections = logging.getLogger("bpsx.connections")
-#: After a failure a server stays this long at most: workers shall hear who has died before they lose their servers too.
+#: After a failure a server stays this long at most: workers shall hear who has died before they
+#: lose their servers too.
 LINGER_SECONDS = 2.0
 
 
 class Server:
-    """One server process: its lanes, and the link to the scheduler. :meth:`run` blocks until the job is over."""
+    """One server process: its lanes, and the link to the scheduler.
+
+    :meth:`run` blocks until the job is over.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -53,7 +69,10 @@ class Server:
         self._broken: Broken
 
     def run(self) -> int:
-        """Join the job and sum until it ends; returns the exit status. Raises :class:`~bpsx.errors.BpsxError` if it never begins."""
+        """Join the job and sum until it ends; returns the exit status.
+
+        Raises :class:`~bpsx.errors.BpsxError` if it never begins.
+        """
         config = self._config
         keep_memory(config.keep_memory)
         host = own_host(config)
@@ -62,22 +81,39 @@ class Server:
         link = Link(config)
         try:
             self._link = link
-            # While the others are still coming; later, strangers' connections may have used up the descriptors that loading needs.
+            # While the others are still coming; later, strangers' connections may have used up the
+            # descriptors that loading needs.
             with loading(*BY_CODE, codecs=True):
                 lanes = [e.bind(host, config.ports or ()) for e in endpoints]
                 self.introduced = True
                 welcome = link.join("server", -1, host, lanes)
-                for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait for long
+                # before anything that takes time: workers are at the door, and do not wait for long
+                for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
             self._joined = True
-            self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
-                                      processes=welcome["processes"])
+            self._reporter = Reporter(
+                config,
+                "server",
+                welcome["rank"],
+                host,
+                writers=len(endpoints),
+                workers=welcome["workers"],
+                processes=welcome["processes"],
+            )
             self._reporter.attach(link.send, self._stats, welcome["job"])
-            self._broken = Broken(endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout)
+            self._broken = Broken(
+                endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout
+            )
             try:
                 self._start_lanes(endpoints, welcome)
-                link.start(self._handle, lost=self._alone, tick=self._tick, watch=(self._broken.descriptor, self._broken.look))
-            except Exception as error:      # no more threads, no memory: nobody would hear of this server's end
+                link.start(
+                    self._handle,
+                    lost=self._alone,
+                    tick=self._tick,
+                    watch=(self._broken.descriptor, self._broken.look),
+                )
+            # no more threads, no memory: nobody would hear of this server's end
+            except Exception as error:
                 self._end_lanes()
                 link.give_up(f"this server cannot start: {in_short(error)}")
                 raise BpsxError(f"cannot start: {in_short(error)}") from error
@@ -92,9 +128,19 @@ class Server:
     def _start_lanes(self, endpoints: list[Endpoint], welcome: dict[str, Any]) -> None:
         config = self._config
         for i, endpoint in enumerate(endpoints):
-            lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
-                        asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error,
-                        watch=self._reporter.watchers[i], secret=config.secret_bytes)
+            lane = Lane(
+                endpoint,
+                job=welcome["job"],
+                workers=welcome["workers"],
+                processes=welcome["processes"],
+                fixed_order=config.fixed_order,
+                asynchronous=config.asynchronous,
+                scheduled=config.server_schedule,
+                spin_us=config.spin_us,
+                log=log.error,
+                watch=self._reporter.watchers[i],
+                secret=config.secret_bytes,
+            )
             self._lanes.append(lane)
         for i, lane in enumerate(self._lanes):
             thread = threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
@@ -111,7 +157,8 @@ class Server:
     def _run_lane(self, lane: Lane) -> None:
         try:
             lane.run()
-        except Exception as e:      # no memory, no kernels: whatever it is, somebody would wait for this lane for ever
+        # no memory, no kernels: whatever it is, somebody would wait for this lane for ever
+        except Exception as e:
             self._lost(f"a lane has ended: {e}")
 
     def _wait(self) -> None:
@@ -129,12 +176,17 @@ class Server:
         link.leave(self._failure, self._config.shutdown_timeout)
         for i, lane in enumerate(self._lanes):
             counters = lane.counters()
-            level = logging.WARNING if counters["malformed"] or counters["dropped"] else logging.INFO
+            level = (
+                logging.WARNING if counters["malformed"] or counters["dropped"] else logging.INFO
+            )
             log.log(level, "lane %d: %s", i, ", ".join(f"{k} {v}" for k, v in counters.items()))
 
     def _stats(self) -> dict[str, int]:
         """What all lanes have done, together."""
-        parts = [{**lane.counters(), **watcher.stats()} for lane, watcher in zip(self._lanes, self._reporter.watchers)]
+        parts = [
+            {**lane.counters(), **watcher.stats()}
+            for lane, watcher in zip(self._lanes, self._reporter.watchers)
+        ]
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     @property
@@ -143,14 +195,20 @@ class Server:
         return self._joined and not self._failure
 
     def interrupt(self, signum: int) -> None:
-        """End because of a signal: the job fails, and says why. Before it has begun nobody has to be told."""
+        """End because of a signal: the job fails, and says why.
+
+        Before it has begun nobody has to be told.
+        """
         if not self._joined:
             raise SystemExit(128 + signum)
         # Nothing more: the main thread may be holding the very lock that an Event needs.
         self._signal = signum
 
     def orphaned(self) -> None:
-        """Who has started us is gone; for any thread. A job that has begun knows by itself who is there."""
+        """Who has started us is gone; for any thread.
+
+        A job that has begun knows by itself who is there.
+        """
         if not self._joined:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -181,7 +239,9 @@ class Server:
         self._reporter.tick()
 
     def _alone(self, text: str) -> None:
-        """The scheduler is gone. The workers see that themselves, so nothing is left to wait for."""
+        """The scheduler is gone. The workers see that themselves, so nothing is left to wait
+        for.
+        """
         self._lost(text)
         self._over.set()
 

@@ -4,14 +4,31 @@ from collections.abc import Callable
 from typing import Any
 
 class Lane:
-    """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
+    """One lane over one endpoint.
+
+    :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread.
+    """
 
     def __init__(
-        self, endpoint: Any, *, job: int, workers: int, processes: int = 1, asynchronous: bool = False, fixed_order: bool = False,
-        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ..., watch: Any = None, secret: bytes = b"",
+        self,
+        endpoint: Any,
+        *,
+        job: int,
+        workers: int,
+        processes: int = 1,
+        asynchronous: bool = False,
+        fixed_order: bool = False,
+        scheduled: bool = False,
+        spin_us: float = 0,
+        log: Callable[[str], object] = ...,
+        watch: Any = None,
+        secret: bytes = b"",
     ) -> None: ...
     def load(self, dtype: int) -> None:
-        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        """Make sure that the kernels of a dtype code are there.
+
+        Raises :class:`KeyError` for an unknown code.
+        """
     def log(self, text: str) -> None:
         """Say something to people."""
     def prove(self, nonce: bytes) -> bytes:

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""A server's lane: receive, sum, answer, all on one thread that never holds the GIL while it works."""
+"""A server's lane: receive, sum, answer, all on one thread, without the GIL while it works."""
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
@@ -7,7 +7,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.wire cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
+from bpsx.core.wire cimport (
+    ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record,
+)
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
@@ -22,7 +24,8 @@ from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.compressed cimport add_packed, hold_packed
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for, note_landing, open_next_round,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for,
+    note_landing, open_next_round,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -44,7 +47,9 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
         return -1
 
 
-cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
+cdef void hold(
+    CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+) noexcept nogil:
     """Fixed order, and it is not this rank's turn: keep its push."""
     cdef Share *share = &e.shares[rank]
     share.length = length
@@ -64,7 +69,9 @@ cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uin
         memcpy(share.body, body, e.nbytes)
 
 
-cdef void add_share(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
+cdef void add_share(
+    CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+) noexcept nogil:
     if e.packed != NULL:
         add_packed(lane, e, rank, body, length)
     elif e.nbytes and add(e, m, body, lane.workers, kept) != 0:
@@ -75,7 +82,11 @@ cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
     """Fixed order does not wait for who has called join()."""
     if not lane.somebody_joined:
         return
-    while e.next_rank < lane.workers and atomic_load(&lane.joined[e.next_rank]) and not e.shares[e.next_rank].pushed:
+    while (
+        e.next_rank < lane.workers
+        and atomic_load(&lane.joined[e.next_rank])
+        and not e.shares[e.next_rank].pushed
+    ):
         e.next_rank += 1
 
 
@@ -110,7 +121,9 @@ cdef void drop_held(CLane *lane, Entry *e) noexcept nogil:
         e.shares[rank].body = NULL
 
 
-cdef void contribute(CLane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+cdef void contribute(
+    CLane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
     """Bring an accepted push into the round's result."""
     if e.broadcast:
         if h.sender == e.divisor:
@@ -175,7 +188,9 @@ cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
 
 
 cdef int turn_away(CLane *lane, Entry *e, Header *h, int status) noexcept nogil:
-    """Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so."""
+    """Such a round never closes: whatever a worker pushes from now on, in whatever round of its
+    own, is answered so.
+    """
     send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.detail_a, 0)
     if h.round == e.shares[h.sender].round:
         e.shares[h.sender].round += 1
@@ -255,7 +270,9 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
         else:
             more = -1
         if kept:
-            break           # the last record, and the message may have been answered and let go with its round already
+            # the last record, and the message may have been answered and let go with its round
+            # already
+            break
     if more < 0:
         lane.malformed += 1
     if not kept:
@@ -304,7 +321,10 @@ cdef int turn(CLane *lane) noexcept nogil:
 
 
 cdef void notice(CLane *lane) noexcept nogil:
-    """Somebody has left: the rounds that lack him can never close. Or has joined: those that lacked only him close."""
+    """Somebody has left: the rounds that lack him can never close.
+
+    Or has joined: those that lacked only him close.
+    """
     cdef uint32_t i, who = 0
     cdef Entry *e
     atomic_store(&lane.news, 0)
@@ -351,15 +371,21 @@ cdef void run(CLane *lane) noexcept nogil:
 
 @cython.no_gc_clear
 cdef class Lane:
-    """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
+    """One lane over one endpoint.
+
+    :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread.
+    """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
     cdef Exception broken
     cdef bytes secret
     cdef list kept
 
-    def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False, bint fixed_order=False,
-                  bint scheduled=False, double spin_us=0, log=print, watch=None, bytes secret=b""):
+    def __cinit__(
+        self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False,
+        bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
+        bytes secret=b""
+    ):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
@@ -386,7 +412,10 @@ cdef class Lane:
             raise MemoryError(f"no memory for {workers} workers")
 
     def load(self, dtype: int) -> None:
-        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        """Make sure that the kernels of a dtype code are there.
+
+        Raises :class:`KeyError` for an unknown code.
+        """
         found = load_kernels(dtype)
         self.kept.append(found)
         fill_in(&self.c.kernels[dtype], found)
@@ -407,8 +436,11 @@ cdef class Lane:
         return lane_proof(self.secret, self.c.job, getattr(self.endpoint, "address", ""), nonce)
 
     def run(self) -> None:
-        """Work until stopped. Raises what makes going on useless, since somebody would wait for ever: :class:`MemoryError` when there is no
-        memory for a message, or why an element type's kernels could not be loaded."""
+        """Work until stopped.
+
+        Raises what makes going on useless, since somebody would wait for ever: :class:`MemoryError`
+        when there is no memory for a message, or why an element type's kernels could not be loaded.
+        """
         with nogil:
             run(&self.c)
         if self.broken is not None:
@@ -417,13 +449,17 @@ cdef class Lane:
             raise MemoryError("no memory for a message")
 
     def gone(self, rank: int) -> None:
-        """Worker ``rank`` has left the job in good order: rounds that lack it, or the sender that speaks for it, fail."""
+        """Worker ``rank`` has left the job in good order: rounds that lack it, or the sender
+        that speaks for it, fail.
+        """
         atomic_store(&self.c.gone[rank // self.c.processes], rank + 1)
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def joined(self, rank: int) -> None:
-        """Worker ``rank`` has called join(), and with it all for whom its sender speaks: from now on rounds close without them."""
+        """Worker ``rank`` has called join(), and with it all for whom its sender speaks: from
+        now on rounds close without them.
+        """
         atomic_store(&self.c.joined[rank // self.c.processes], 1)
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
@@ -441,11 +477,13 @@ cdef class Lane:
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def counters(self) -> dict:
-        """What this lane has done: rounds closed, bytes summed (of results), messages, and what it refused."""
+        """What this lane has done: rounds closed, bytes summed (of results), messages, and what
+        it refused.
+        """
         return {
             "rounds": self.c.rounds, "bytes": self.c.bytes, "messages_received": self.c.messages_in,
-            "messages_sent": self.c.messages_out, "malformed": self.c.malformed, "repeated": self.c.repeated,
-            "dropped": self.c.dropped, "pending": self.c.n_pending,
+            "messages_sent": self.c.messages_out, "malformed": self.c.malformed,
+            "repeated": self.c.repeated, "dropped": self.c.dropped, "pending": self.c.n_pending
         }
 
     def __dealloc__(self):

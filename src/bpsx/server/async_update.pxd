@@ -1,7 +1,8 @@
-# Asynchronous training: a push is added to the lane's value of its key, and its sender alone gets the value as it is then.
+# Asynchronous training: a push is added to the lane's value of its key, and its sender alone gets
+# the value as it is then.
 #
-# No worker waits for another, so there is no round to open: only each worker's own count of its pushes, which tells repeats. The answer
-# goes out in the memory in which the push came in.
+# No worker waits for another, so there is no round to open: only each worker's own count of its
+# pushes, which tells repeats. The answer goes out in the memory in which the push came in.
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
 from libc.string cimport memcpy
@@ -11,7 +12,9 @@ from bpsx.core.status cimport E_MEMORY, E_PROTOCOL
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, free_memory, memory_for, note_landing
+from bpsx.server.store cimport (
+    ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, free_memory, memory_for, note_landing,
+)
 from bpsx.transports.abi cimport Message
 
 
@@ -21,11 +24,15 @@ cdef inline Verdict count_delta(Entry *e, Header *h) noexcept nogil:
         return MALFORMED
     if h.round != share.round:
         return REPEATED if h.round + 1 == share.round else MALFORMED
-    return REPEATED if share.pushed else ACCEPTED       # pushed: it waits in a broadcast of this key
+    # pushed: it waits in a broadcast of this key
+    return REPEATED if share.pushed else ACCEPTED
 
 
 cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor) noexcept nogil:
-    """Add `body`, divided by `divisor`, to the value; half types in float32, rounded once. False when there is no memory."""
+    """Add `body`, divided by `divisor`, to the value; half types in float32, rounded once.
+
+    False when there is no memory.
+    """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
     if e.value == NULL:
@@ -45,8 +52,13 @@ cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor
     return True
 
 
-cdef inline int push_delta(Lane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    """Work through one asynchronous push. `m`: its message, if the body is the message's own. -1 if it makes no sense."""
+cdef inline int push_delta(
+    Lane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Work through one asynchronous push.
+
+    `m`: its message, if the body is the message's own. -1 if it makes no sense.
+    """
     cdef Header reply
     cdef Result *r
     cdef bint large = m != NULL and e.nbytes > INLINE_BYTES

@@ -1,4 +1,5 @@
-# What a lane keeps of a compressed key from round to round, asked for and set by a worker: for checkpoints. No round, and not counted.
+# What a lane keeps of a compressed key from round to round, asked for and set by a worker: for
+# checkpoints. No round, and not counted.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
@@ -11,12 +12,19 @@ from bpsx.server.store cimport Entry
 
 
 cdef inline int push_state(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
-    """Keep what is in the body, if there is one, and answer with what is kept. -1 if it makes no sense."""
+    """Keep what is in the body, if there is one, and answer with what is kept. -1 if it makes no
+    sense.
+    """
     cdef Header reply
     cdef Result *r
     cdef char *memory
     cdef uint64_t size
-    if h.key != e.key or h.dtype != e.dtype or e.packed == NULL or h.length and h.length != server_state_bytes(e.packed):
+    if (
+        h.key != e.key
+        or h.dtype != e.dtype
+        or e.packed == NULL
+        or h.length and h.length != server_state_bytes(e.packed)
+    ):
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if h.length:

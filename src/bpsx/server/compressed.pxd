@@ -1,5 +1,6 @@
-# Compressed keys: pushes are decoded into an accumulator of the wide type, and the sum is encoded again for the workers, with a residual of
-# the lane's own if the workers have one (arXiv 1905.10936: two-way compression).
+# Compressed keys: pushes are decoded into an accumulator of the wide type, and the sum is encoded
+# again for the workers, with a residual of the lane's own if the workers have one (arXiv
+# 1905.10936: two-way compression).
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -37,8 +38,13 @@ cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) n
     return True
 
 
-cdef inline void add_packed(Lane *lane, Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
-    """Decode a push into the accumulator. What makes no sense fails the round, on all workers: the sum is spoilt."""
+cdef inline void add_packed(
+    Lane *lane, Entry *e, uint32_t sender, char *body, uint64_t length
+) noexcept nogil:
+    """Decode a push into the accumulator.
+
+    What makes no sense fails the round, on all workers: the sum is spoilt.
+    """
     cdef Packed *p = e.packed
     cdef double rate = 0
     if e.acc == NULL:
@@ -60,15 +66,22 @@ cdef inline void add_packed(Lane *lane, Entry *e, uint32_t sender, char *body, u
     if p.counted and not compare_counters(e, body, length):
         fail_for(e, E_CODEC, sender, sender)
         return
-    memcpy(p.wire, body, length)            # a decoder may read a little further, and a message may end where the memory does
-    if p.decode(p.wire, length, e.acc, <uint8_t *>lane.scratch + p.aside, p.options, p.n, e.added > 0) != 0:
+    # a decoder may read a little further, and a message may end where the memory does
+    memcpy(p.wire, body, length)
+    if p.decode(
+        p.wire, length, e.acc, <uint8_t *>lane.scratch + p.aside, p.options, p.n, e.added > 0
+    ) != 0:
         fail_for(e, E_CODEC, sender, sender)
         return
     e.added += 1
 
 
 cdef inline char *encode_sum(Lane *lane, Entry *e) noexcept nogil:
-    """Divide the sum and encode it. Returns memory for the caller to free, of `e.packed.size` bytes and SLACK; NULL when there is none."""
+    """Divide the sum and encode it.
+
+    Returns memory for the caller to free, of `e.packed.size` bytes and SLACK; NULL when there is
+    none.
+    """
     cdef Packed *p = e.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
     if wire == NULL:

@@ -18,7 +18,8 @@ cdef struct Out:                # small answers on their way to one worker
     char *frame
     size_t size
 
-cdef struct Pending:            # with BYTEPS_SERVER_ENABLE_SCHEDULE: a message that waits for its turn
+# with BYTEPS_SERVER_ENABLE_SCHEDULE: a message that waits for its turn
+cdef struct Pending:
     Message *message
     int64_t urgency
     int64_t arrived             # when it came

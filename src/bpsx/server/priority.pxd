@@ -1,4 +1,5 @@
-# BYTEPS_SERVER_ENABLE_SCHEDULE: messages that have come wait here, and the most urgent is taken first.
+# BYTEPS_SERVER_ENABLE_SCHEDULE: messages that have come wait here, and the most urgent is taken
+# first.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport realloc
@@ -45,7 +46,8 @@ cdef inline bint keep_pending(Lane *lane, Message *m) noexcept nogil:
     lane.arrivals += 1
     i = lane.n_pending
     lane.n_pending += 1
-    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves little.
+    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves
+    # little.
     while i > 0 and more_urgent(&lane.pending[i - 1], &item):
         lane.pending[i] = lane.pending[i - 1]
         i -= 1

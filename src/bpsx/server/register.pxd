@@ -1,4 +1,5 @@
-# What a lane has to do when it hears of a key for the first time: kernels for its element type, and for its compression.
+# What a lane has to do when it hears of a key for the first time: kernels for its element type, and
+# for its compression.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport realloc
 from libc.string cimport memset
@@ -12,7 +13,10 @@ from bpsx.server.store cimport Entry, entry_new
 
 
 cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
-    """Fetch a dtype's kernels the first time that a key needs them. Without them nobody gets his sum, and the lane ends."""
+    """Fetch a dtype's kernels the first time that a key needs them.
+
+    Without them nobody gets his sum, and the lane ends.
+    """
     from bpsx.dtypes import BY_CODE
 
     if dtype not in BY_CODE:
@@ -32,7 +36,10 @@ cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) excep
     from bpsx.dtypes import BY_CODE, BY_NAME
     from bpsx.planning.placement import PARTS_PER_TENSOR
 
-    made = make(parse(codec.decode(errors="replace")), BY_CODE[e.dtype].name, e.nbytes, stream(name, e.key % PARTS_PER_TENSOR), None)
+    made = make(
+        parse(codec.decode(errors="replace")), BY_CODE[e.dtype].name, e.nbytes,
+        stream(name, e.key % PARTS_PER_TENSOR), None
+    )
     wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
     (<object>lane.owner).load(wide)
     (<object>lane.owner).keep(made)
@@ -40,15 +47,22 @@ cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) excep
     e.wide_kernels = &lane.kernels[<int>wide]
 
 
-cdef inline bint make_packed(Lane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes) noexcept with gil:
-    """Load what a compressed key needs. False if `codec` makes no sense. Without memory or kernels nobody gets his sum, and the lane ends."""
+cdef inline bint make_packed(
+    Lane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes
+) noexcept with gil:
+    """Load what a compressed key needs. False if `codec` makes no sense.
+
+    Without memory or kernels nobody gets his sum, and the lane ends.
+    """
     from bpsx.errors import ConfigError
 
     try:
         pack_entry(lane, e, name[:length], name[length:length + codec_bytes])
         return True
     except ConfigError as x:
-        (<object>lane.owner).log(f"a worker has announced a key whose compression is not known here: {x}")
+        (<object>lane.owner).log(
+            f"a worker has announced a key whose compression is not known here: {x}"
+        )
         return False
     except Exception as x:
         (<object>lane.owner).break_with(x)
@@ -72,12 +86,21 @@ cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
-    """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
+    """A worker announces a key.
+
+    All announcements of a slot must agree; the scheduler has seen to that.
+    """
     cdef Entry *e
     cdef Kernels *k
     cdef uint32_t codec_bytes = <uint32_t>h.priority
-    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or codec_bytes > MAX_CODEC_BYTES or \
-            h.length < codec_bytes or h.length - codec_bytes > MAX_NAME_BYTES:
+    if (
+        h.slot >= MAX_SLOTS
+        or h.dtype >= N_DTYPES
+        or h.cookie > MAX_PARTITION_BYTES
+        or codec_bytes > MAX_CODEC_BYTES
+        or h.length < codec_bytes
+        or h.length - codec_bytes > MAX_NAME_BYTES
+    ):
         return -1
     h.length -= codec_bytes
     if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:

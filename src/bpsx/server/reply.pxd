@@ -1,10 +1,14 @@
-# From a closed round to the workers. Large results are one buffer for all; small ones are batched per worker.
+# From a closed round to the workers. Large results are one buffer for all; small ones are batched
+# per worker.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.wire cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header, header_init, padded
+from bpsx.core.wire cimport (
+    ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header,
+    header_init, padded,
+)
 from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.system.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
@@ -44,7 +48,9 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
     cdef Out *out = &lane.outs[rank]
     if out.frame == NULL:
         return
-    lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL)
+    lane.endpoint.send(
+        lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL
+    )
     if lane.watch != NULL:
         lane.watch.sent += out.size
     out.frame = NULL
@@ -59,7 +65,10 @@ cdef inline void flush_all(Lane *lane) noexcept nogil:
 
 
 cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
-    """Batch a record for a worker. Without memory it is lost and counted, which ends the lane and so the job."""
+    """Batch a record for a worker.
+
+    Without memory it is lost and counted, which ends the lane and so the job.
+    """
     cdef Out *out = &lane.outs[rank]
     cdef size_t size = HEADER_BYTES + padded(h.length)
     if out.frame != NULL and out.size + size > BATCH_BYTES:
@@ -77,7 +86,9 @@ cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) no
     out.size += size
 
 
-cdef inline void reply_header(Lane *lane, Header *h, uint8_t kind, uint32_t rank, Entry *e, uint64_t cookie) noexcept nogil:
+cdef inline void reply_header(
+    Lane *lane, Header *h, uint8_t kind, uint32_t rank, Entry *e, uint64_t cookie
+) noexcept nogil:
     header_init(h, kind, lane.job, rank)
     h.dtype = e.dtype
     h.key = e.key
@@ -86,7 +97,8 @@ cdef inline void reply_header(Lane *lane, Header *h, uint8_t kind, uint32_t rank
 
 
 cdef inline void send_error(
-    Lane *lane, uint32_t rank, uint64_t key, uint32_t round_, uint64_t cookie, int status, uint32_t a, uint32_t b,
+    Lane *lane, uint32_t rank, uint64_t key, uint32_t round_, uint64_t cookie, int status,
+    uint32_t a, uint32_t b
 ) noexcept nogil:
     cdef Header h
     header_init(&h, ERROR, lane.job, rank)
@@ -107,7 +119,10 @@ cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogi
 
 
 cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:
-    """A result that lies in message `m`. Without memory it is lost and counted, which ends the lane and so the job."""
+    """A result that lies in message `m`.
+
+    Without memory it is lost and counted, which ends the lane and so the job.
+    """
     cdef Result *r = <Result *>malloc(sizeof(Result))
     if r == NULL:
         lane.dropped += 1
@@ -121,13 +136,17 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
 
 
 cdef inline void send_result(
-    Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length, const Landing *landing,
+    Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
+    const Landing *landing
 ) noexcept nogil:
     """`landing`: of the push that this answers, or NULL."""
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = length
-    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r, landing)
+    lane.endpoint.send(
+        lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r,
+        landing
+    )
     if lane.watch != NULL:
         lane.watch.sent += HEADER_BYTES + length
     lane.messages_out += 1
@@ -140,7 +159,9 @@ cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
         return
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes, &e.shares[rank].landing)
+            send_result(
+                lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes, &e.shares[rank].landing
+            )
 
 
 cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length) noexcept nogil:
@@ -154,7 +175,10 @@ cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length)
 
 
 cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
-    """Encode the sum, once, and answer with that. Without memory it is lost and counted, which ends the lane and so the job."""
+    """Encode the sum, once, and answer with that.
+
+    Without memory it is lost and counted, which ends the lane and so the job.
+    """
     cdef uint32_t rank
     cdef char *wire = encode_sum(lane, e)
     cdef Result *r = NULL
@@ -172,22 +196,30 @@ cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
     r.memory = wire
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_result(lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size, &e.shares[rank].landing)
+            send_result(
+                lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size,
+                &e.shares[rank].landing
+            )
 
 
 cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
     """Tell everybody who has pushed in the open round that it has failed.
 
-    Not before the round is whole, or the workers' counts of rounds would part; except when it will never be.
+    Not before the round is whole, or the workers' counts of rounds would part; except when it will
+    never be.
     """
     cdef uint32_t rank
     if (e.status == E_MISMATCH or e.status == E_CODEC) and not e.named:
-        e.detail_a = (e.detail_a + 1) * lane.processes - 1      # whoever speaks for a machine is its last worker
+        # whoever speaks for a machine is its last worker
+        e.detail_a = (e.detail_a + 1) * lane.processes - 1
         e.detail_b = (e.detail_b + 1) * lane.processes - 1
         e.named = True
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_error(lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)
+            send_error(
+                lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.status,
+                e.detail_a, e.detail_b
+            )
 
 
 cdef inline void end_broadcast(Entry *e) noexcept nogil:

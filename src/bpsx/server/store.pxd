@@ -1,10 +1,13 @@
-# What a lane knows about its keys: who has pushed what in the open round. Pure: no sockets, no clock.
+# What a lane knows about its keys: who has pushed what in the open round. Pure: no sockets, no
+# clock.
 #
-# A round of a key opens with its first push and closes when each worker has pushed once. The sum is built as pushes come, or, with
-# fixed order, by rank: a push then waits, held, until all lower ranks have been added.
+# A round of a key opens with its first push and closes when each worker has pushed once. The sum is
+# built as pushes come, or, with fixed order, by rank: a push then waits, held, until all lower
+# ranks have been added.
 #
-# Rounds are counted per worker: each push says the how many-th of its sender for this key it is. The counts part where somebody has
-# taken part in fewer rounds (join) and where nobody waits for anybody (asynchronous training).
+# Rounds are counted per worker: each push says the how many-th of its sender for this key it is.
+# The counts part where somebody has taken part in fewer rounds (join) and where nobody waits for
+# anybody (asynchronous training).
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -25,7 +28,8 @@ cdef enum Verdict:
 
 cdef struct Share:
     # One worker's part in the open round.
-    uint32_t round              # which of its rounds of this key the worker is in; outlives the open round
+    # which of its rounds of this key the worker is in; outlives the open round
+    uint32_t round
     bint pushed
     uint64_t cookie
     Message *message            # held until its turn in fixed order; NULL: nothing held
@@ -52,7 +56,8 @@ cdef struct Entry:
     Message *first              # the first large push: its body is the accumulator and the result
     # Memory of the open round. Freed at its end: a key may never be pushed again.
     char *small                 # a small key's accumulator and result, nbytes
-    char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
+    # accumulator of the wide type, for half and 8-bit types of three and more workers
+    char *wide
     char *sum                   # where the result is: first.body or small
     # Of a compressed key, else NULL; see core/codec/state.pxd:
     Packed *packed
@@ -62,7 +67,8 @@ cdef struct Entry:
     uint64_t counter            # the largest that a push of the open round began with
     bint alike                  # ... and all did
     bint refused                # its compression is not known here: nothing is summed
-    char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
+    # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
+    char *value
     uint32_t rounds             # that have ended
     # For those who watch (server/trace.pxd):
     int64_t opened_ns           # the open round's first push
@@ -108,7 +114,10 @@ cdef inline void entry_free(Entry *e) noexcept nogil:
 
 
 cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
-    """Forget the round that has been answered: who pushed is one round further. Messages must have been taken out before."""
+    """Forget the round that has been answered: who pushed is one round further.
+
+    Messages must have been taken out before.
+    """
     cdef uint32_t rank
     for rank in range(workers):
         if e.shares[rank].pushed:
@@ -137,7 +146,12 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
         if not h.flags & PACKED or h.length > most_bytes(e.packed):
             return MALFORMED
         expected = h.length
-    if h.key != e.key or h.dtype != e.dtype or h.length != expected or h.divisor == 0 and not (broadcast or disagreed):
+    if (
+        h.key != e.key
+        or h.dtype != e.dtype
+        or h.length != expected
+        or h.divisor == 0 and not (broadcast or disagreed)
+    ):
         return MALFORMED
     if broadcast and not disagreed and h.divisor >= workers:
         return MALFORMED
@@ -158,7 +172,11 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
         e.detail_a = h.divisor
         e.detail_b = <uint32_t>h.priority
         e.named = True
-    elif e.pushed > 1 and e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast or e.seeding != seeding):
+    elif (
+        e.pushed > 1
+        and e.status == 0
+        and (e.divisor != h.divisor or e.broadcast != broadcast or e.seeding != seeding)
+    ):
         e.status = E_MISMATCH
         e.detail_a = e.opener
         e.detail_b = h.sender
@@ -181,7 +199,9 @@ cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *kept) noexcept nogil:
-    """Add one push to the sum; *kept says that the message now belongs to the entry. 0, or -1 when there is no memory.
+    """Add one push to the sum; *kept says that the message now belongs to the entry.
+
+    0, or -1 when there is no memory.
 
     The first large push becomes the accumulator as it is.
     """
@@ -209,7 +229,9 @@ cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *ke
 
 
 cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
-    """Do what `add` does with the last worker's push where that never comes: the others were joined, and count as zeros."""
+    """Do what `add` does with the last worker's push where that never comes: the others were
+    joined, and count as zeros.
+    """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
     if e.added == 0 or e.added >= workers or e.nbytes == 0 or e.packed != NULL:

@@ -6,7 +6,8 @@ from bpsx.core.wire cimport Header
 from bpsx.core.slab cimport take_record
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
 from bpsx.core.trace.recorder cimport (
-    RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values, wants_values, watched,
+    RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values,
+    wants_values, watched,
 )
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Entry
@@ -24,7 +25,10 @@ cdef inline void note_message(Watch *w, Message *m) noexcept nogil:
 
 
 cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
-    """A key has been announced for the first time. Without memory its name stays unknown, and nothing else happens."""
+    """A key has been announced for the first time.
+
+    Without memory its name stays unknown, and nothing else happens.
+    """
     cdef Named *n = <Named *>take_record(&w.slabs, sizeof(Named) + h.length)
     if n == NULL:
         return
@@ -37,7 +41,10 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
     n.name[h.length] = 0
     atomic_store(&w.named, <int64_t>n)
     if w.keys:
-        say(w.who, w.show_time, b"key %llu is %s: %s, %llu bytes", <big>h.key, n.name, dtype_name(h.dtype), <big>h.cookie)
+        say(
+            w.who, w.show_time, b"key %llu is %s: %s, %llu bytes", <big>h.key, n.name,
+            dtype_name(h.dtype), <big>h.cookie
+        )
 
 
 cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
@@ -57,7 +64,10 @@ cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body)
     if not watched(w):
         return 0
     if w.messages:
-        say(w.who, w.show_time, b"received PUSH key %llu round %u %llu bytes, worker %u", <big>h.key, h.round, <big>h.length, h.sender)
+        say(
+            w.who, w.show_time, b"received PUSH key %llu round %u %llu bytes, worker %u",
+            <big>h.key, h.round, <big>h.length, h.sender
+        )
     if wants_values(w, h.key):
         say_values(w.who, w.show_time, b"received", h.key, h.round + 1, h.dtype, body, h.length)
     return now_ns() if e.recorded else 0
@@ -72,14 +82,22 @@ cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexce
         put(w, SUM, e.recorded, e.key, e.rounds + 1, begin, now_ns(), h.length, h.sender, 0)
     if wants_values(w, h.key) and e.status == 0:
         if wide:            # the accumulator: int32 for 8-bit types, else float32
-            say_values(w.who, w.show_time, b"sum so far", h.key, h.round + 1, 7 if e.kernels.itemsize == 1 else 3, e.wide,
-                       e.nbytes // e.kernels.itemsize * e.kernels.wide_itemsize)
+            say_values(
+                w.who, w.show_time, b"sum so far", h.key, h.round + 1,
+                7 if e.kernels.itemsize == 1 else 3, e.wide,
+                e.nbytes // e.kernels.itemsize * e.kernels.wide_itemsize
+            )
         else:
-            say_values(w.who, w.show_time, b"sum so far", h.key, h.round + 1, e.dtype, e.sum, e.nbytes)
+            say_values(
+                w.who, w.show_time, b"sum so far", h.key, h.round + 1, e.dtype, e.sum, e.nbytes
+            )
 
 
 cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
-    """A round is whole: its answers are about to be sent. The result may be gone afterwards, so its values are told now."""
+    """A round is whole: its answers are about to be sent.
+
+    The result may be gone afterwards, so its values are told now.
+    """
     cdef Watch *w = lane.watch
     cdef uint32_t rank
     w.open_rounds -= 1
@@ -87,12 +105,18 @@ cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
         return
     e.closing_ns = now_ns()
     if wants_values(w, e.key):
-        say_values(w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype, e.sum if e.status == 0 else NULL, e.nbytes)
+        say_values(
+            w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype,
+            e.sum if e.status == 0 else NULL, e.nbytes
+        )
     for rank in range(lane.workers if w.messages else 0):
         if not e.shares[rank].pushed:
             continue
-        say(w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u", b"ANSWER" if e.status == 0 else b"ERROR", <big>e.key, e.rounds,
-            <big>(e.nbytes if e.status == 0 else 0), rank)
+        say(
+            w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u",
+            b"ANSWER" if e.status == 0 else b"ERROR", <big>e.key, e.rounds,
+            <big>(e.nbytes if e.status == 0 else 0), rank
+        )
 
 
 cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
@@ -100,7 +124,10 @@ cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noex
     cdef Watch *w = lane.watch
     cdef uint8_t flags = recording(w, e.rounds)
     if w.messages:
-        say(w.who, w.show_time, b"added and answered PUSH key %llu round %u %llu bytes, worker %u", <big>h.key, h.round, <big>h.length, h.sender)
+        say(
+            w.who, w.show_time, b"added and answered PUSH key %llu round %u %llu bytes, worker %u",
+            <big>h.key, h.round, <big>h.length, h.sender
+        )
     if wants_values(w, h.key):
         say_values(w.who, w.show_time, b"value", h.key, h.round + 1, h.dtype, e.value, h.length)
     if flags:
@@ -113,6 +140,12 @@ cdef inline void note_closed(Lane *lane, Entry *e) noexcept nogil:
     cdef int64_t now
     if e.recorded and watched(lane.watch):
         now = now_ns()
-        put(lane.watch, SEND, e.recorded, e.key, e.rounds + 1, e.closing_ns, now, e.nbytes, 0, e.status)
-        put(lane.watch, ROUND, e.recorded, e.key, e.rounds + 1, e.opened_ns, now, e.nbytes, e.latest, e.status)
+        put(
+            lane.watch, SEND, e.recorded, e.key, e.rounds + 1, e.closing_ns, now, e.nbytes, 0,
+            e.status
+        )
+        put(
+            lane.watch, ROUND, e.recorded, e.key, e.rounds + 1, e.opened_ns, now, e.nbytes,
+            e.latest, e.status
+        )
     e.recorded = 0

@@ -1,4 +1,6 @@
-"""A worker's first contact with the servers' lanes: waits until all have answered, and finds out why one does not."""
+"""A worker's first contact with the servers' lanes: waits until all have answered, and finds out
+why one does not.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ from bpsx.transports.reach import PATIENCE, Probe, unreachable
 from bpsx.transports.sockets.listener import Unreachable
 
 log = logging.getLogger("bpsx.connections")
-#: Seconds of silence after which a lane's port is tried; and between two lines that say who is silent.
+#: Seconds of silence after which a lane's port is tried; and between two lines that say who is
+#: silent.
 _TRY_AFTER, _REPORT_EVERY = 2.0, 10.0
 
 
-def connect_lanes(who: str, lanes: Sequence[tuple[str, str]], connect: Callable[[int, str], None]) -> None:
-    """``connect`` to each of ``lanes`` (name and address) by its number. Raises :class:`~bpsx.errors.RendezvousError`, naming ``who`` and the
-    lane that cannot be reached."""
+def connect_lanes(
+    who: str, lanes: Sequence[tuple[str, str]], connect: Callable[[int, str], None]
+) -> None:
+    """``connect`` to each of ``lanes`` (name and address) by its number.
+
+    Raises :class:`~bpsx.errors.RendezvousError`, naming ``who`` and the lane that cannot be
+    reached.
+    """
     for i, (name, address) in enumerate(lanes):
         try:
             connect(i, address)
@@ -26,13 +34,18 @@ def connect_lanes(who: str, lanes: Sequence[tuple[str, str]], connect: Callable[
 
 
 def greet_lanes(
-    who: str, lanes: Sequence[tuple[str, str]], silent: Callable[[], Sequence[int]], broken: Callable[[], str], hear: Callable[[], None],
+    who: str,
+    lanes: Sequence[tuple[str, str]],
+    silent: Callable[[], Sequence[int]],
+    broken: Callable[[], str],
+    hear: Callable[[], None],
     seconds: float,
 ) -> None:
     """Wait for the answers of ``lanes`` (name and address), at most ``seconds``.
 
-    ``silent`` waits a little and returns the lanes that have not answered. ``broken`` says whose connection has broken, once the scheduler has
-    had time to say why. ``hear`` raises what the scheduler says meanwhile. Raises :class:`~bpsx.errors.RendezvousError`, naming ``who``.
+    ``silent`` waits a little and returns the lanes that have not answered. ``broken`` says whose
+    connection has broken, once the scheduler has had time to say why. ``hear`` raises what the
+    scheduler says meanwhile. Raises :class:`~bpsx.errors.RendezvousError`, naming ``who``.
     """
     began, report = time.monotonic(), time.monotonic() + _REPORT_EVERY
     probes: dict[int, Probe] = {}
@@ -43,8 +56,12 @@ def greet_lanes(
                 tried = unreachable([lanes[i][1] for i in waiting], 1.0)
                 for i in waiting:
                     if lanes[i][1] in tried:
-                        raise RendezvousError(f"{who} cannot reach {lanes[i][0]} ({tried[lanes[i][1]]})")
-                raise RendezvousError(f"{who}: {lost} before it had answered; do all share BPSX_SECRET?")
+                        raise RendezvousError(
+                            f"{who} cannot reach {lanes[i][0]} ({tried[lanes[i][1]]})"
+                        )
+                raise RendezvousError(
+                    f"{who}: {lost} before it had answered; do all share BPSX_SECRET?"
+                )
             hear()
             now = time.monotonic()
             for i in waiting if now - began >= _TRY_AFTER else ():
@@ -57,7 +74,9 @@ def greet_lanes(
                 raise RendezvousError(f"{who}: no answer from {names}")
             if now >= report:
                 report = now + _REPORT_EVERY
-                log.warning("%s: waiting for an answer from %s; the port can be reached", who, names)
+                log.warning(
+                    "%s: waiting for an answer from %s; the port can be reached", who, names
+                )
     finally:
         for probe in probes.values():
             probe.close()

@@ -13,10 +13,12 @@ def check_name(name: Any, what: str) -> None:
     """Whether the scheduler can take ``name``. Raises :class:`~bpsx.errors.ConfigError`."""
     try:
         length = len(name.encode()) if isinstance(name, str) else 0
-    except UnicodeEncodeError:      # half of a surrogate pair
+    except UnicodeEncodeError:  # half of a surrogate pair
         length = 0
     if not 0 < length <= MAX_NAME:
-        raise ConfigError(f"{what}: name {repr(name)[:60]}: a name is a string of 1 to {MAX_NAME} bytes of UTF-8")
+        raise ConfigError(
+            f"{what}: name {repr(name)[:60]}: a name is a string of 1 to {MAX_NAME} bytes of UTF-8"
+        )
 
 
 def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
@@ -24,13 +26,17 @@ def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
     check_name(name, "a tensor to send")
     most = PARTS_PER_TENSOR * partition_bytes
     if nbytes > most:
-        raise ConfigError(f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={partition_bytes} at most {most} are possible")
+        raise ConfigError(
+            f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={partition_bytes} at"
+            f" most {most} are possible"
+        )
 
 
 def capacity(length: int) -> int:
     """``length`` rounded up to the next of about 1.25 to the power of n.
 
-    What a name means is never forgotten, so lengths that change must not be declared as they are: 90 steps reach 10^9.
+    What a name means is never forgotten, so lengths that change must not be declared as they are:
+    90 steps reach 10^9.
     """
     step = 0
     while step < length:

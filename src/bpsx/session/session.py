@@ -1,4 +1,6 @@
-"""The object that owns a worker's part of a job: configuration, core, transport endpoint, and the link to the scheduler."""
+"""The object that owns a worker's part of a job: configuration, core, transport endpoint, and the
+link to the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,27 @@ connections = logging.getLogger("bpsx.connections")
 BARRIER = "bpsx.barrier"
 #: Tensors named in one stall report.
 MOST_REPORTED = 256
-#: How long a broken data connection waits for the scheduler to say who has died: its word names the culprit, ours only the victim.
+#: How long a broken data connection waits for the scheduler to say who has died: its word names the
+#: culprit, ours only the victim.
 VERDICT_SECONDS = 1.0
 
 
 class Session(Declarations):
     """A worker in a job. Thread-safe. :meth:`close` ends it; it cannot be used again.
 
-    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or
+    :class:`~bpsx.errors.TransportError` on construction.
     """
 
-    def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None, again: bool = False) -> None:
-        self._introduced = False        # whether the scheduler knows of this worker, or has been asked to
+    def __init__(
+        self,
+        config: Config,
+        order: dict[str, int] | None = None,
+        remembered: Remembered | None = None,
+        again: bool = False,
+    ) -> None:
+        # whether the scheduler knows of this worker, or has been asked to
+        self._introduced = False
         try:
             self._set_up(config, order, remembered, again)
         except Exception as e:
@@ -58,7 +69,11 @@ class Session(Declarations):
             raise
 
     def _set_up(
-        self, config: Config, order: dict[str, int] | None, remembered: Remembered | None, again: bool,
+        self,
+        config: Config,
+        order: dict[str, int] | None,
+        remembered: Remembered | None,
+        again: bool,
     ) -> None:
         config.check()
         configure(config, f"worker {config.rank}")
@@ -69,15 +84,22 @@ class Session(Declarations):
         # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
         self._lock = threading.RLock()
         self._begin_declarations()
-        self._order: dict[str, int] = dict(order or {})     # given, like ``remembered``: as a suspended session left it
+        # given, like ``remembered``: as a suspended session left it
+        self._order: dict[str, int] = dict(order or {})
         self._async: bool = config.asynchronous
-        #: Whether some worker's process has been in an earlier job, so that workers may have kept different things from there.
+        #: Whether some worker's process has been in an earlier job, so that workers may have kept
+        #: different things from there.
         self.continued = again
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
-        tensors = self._tensors      # knowing the session itself it would keep it alive
-        self.compressing = Compressing(config, self._near, lambda name: tensors[name].tensor if name in tensors else None, remembered)
+        tensors = self._tensors  # knowing the session itself it would keep it alive
+        self.compressing = Compressing(
+            config,
+            self._near,
+            lambda name: tensors[name].tensor if name in tensors else None,
+            remembered,
+        )
         self.devices = Devices(config, self._near, self._gpu_failed)
         self._closed = False
         self._leaving = False
@@ -86,14 +108,24 @@ class Session(Declarations):
         self._speedometer = Speedometer()
         self._endpoint: Any
         self._core: Core
-        self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
+        self.reporter = Reporter(
+            config, "worker", self.rank, own_host(config) if config.distributed else ""
+        )
         if config.distributed:
             require_descriptors("worker")
             keep_memory(config.keep_memory)
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self._core = Core(self._endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
+            self._core = Core(
+                self._endpoint,
+                rank=0,
+                job=0,
+                lanes=(),
+                credit=0,
+                spin_us=0,
+                telemetry=config.telemetry,
+            )
             self.devices.core = self.compressing.core = self._core
 
     # ---- coming together
@@ -106,17 +138,25 @@ class Session(Declarations):
                 welcome = link.join("worker", self.rank, own_host(self.config), [], self.continued)
             self._names, self.continued = welcome["names"], welcome["again"]
             self._open(welcome, link)
-            watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
+            watched = (
+                (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
+            )
             keep_from_children([link.address, *(address for _, address in self._lanes)])
             self._greet(link)
             self._link = link
             self._core.start()
-            self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"])
+            self.reporter.attach(
+                link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"]
+            )
             link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
         except BaseException as e:
-            if isinstance(e, Exception):     # the others shall hear the cause, not only of our end
-                link.give_up(str(e) if isinstance(e, errors.BpsxError) else f"cannot start: {errors.in_short(e)}")
-            for name in ("_core", "_endpoint", "_near"):    # as far as it came
+            if isinstance(e, Exception):  # the others shall hear the cause, not only of our end
+                link.give_up(
+                    str(e)
+                    if isinstance(e, errors.BpsxError)
+                    else f"cannot start: {errors.in_short(e)}"
+                )
+            for name in ("_core", "_endpoint", "_near"):  # as far as it came
                 if hasattr(self, name):
                     getattr(self, name).close()
             link.stop()
@@ -126,37 +166,69 @@ class Session(Declarations):
         """Endpoint and core, and before them the meeting with this machine's other processes."""
         config, job, near = self.config, welcome["job"], self._near
         self.job: int = job
-        self._lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses] if near.has_lanes else []
+        self._lanes = (
+            [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
+            if near.has_lanes
+            else []
+        )
         self._endpoint = near.open_endpoint()
         near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
         if near.has_lanes:
             self._endpoint.join(job, near.sender)
         if self._lanes:
-            connect_lanes(f"worker {self.rank}", [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)], self._endpoint.connect)
-        beside = {server for server, address in dict(self._lanes).items() if is_here(address)}       # one lane says it for all of a server
-        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
-                          spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
-                          ahead_ms=config.send_ahead_ms, machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
+            connect_lanes(
+                f"worker {self.rank}",
+                [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)],
+                self._endpoint.connect,
+            )
+        # one lane says it for all of a server
+        beside = {server for server, address in dict(self._lanes).items() if is_here(address)}
+        self._core = Core(
+            self._endpoint,
+            rank=near.sender,
+            job=job,
+            lanes=[server for server, _ in self._lanes],
+            beside=beside,
+            spin_us=config.spin_us,
+            credit=config.scheduling_credit * whole_pages(config.partition_bytes),
+            ahead_ms=config.send_ahead_ms,
+            machine=near.machine,
+            telemetry=config.telemetry,
+            watch=self.reporter.watchers[0],
+        )
         self.devices.core = self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:
-        """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
+        """Somebody may die while the job comes together.
+
+        Raises :class:`~bpsx.errors.RendezvousError`.
+        """
         message = link.news()
         if message is not None and message["type"] == "LOST":
             raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
 
     def _greet(self, link: Link) -> None:
-        """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
+        """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody
+        may die right now.
+        """
         lanes = [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)]
         addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
 
         def broken() -> str:
             self._look_for_broken()
-            late = self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
+            late = (
+                self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
+            )
             return self._broken[1] if self._broken is not None and late else ""
 
-        greet_lanes(f"worker {self.rank}", lanes, lambda: self._core.greet(0.5, addresses, secret), broken, lambda: self._hear_of_a_loss(link),
-                    self.config.rendezvous_timeout)
+        greet_lanes(
+            f"worker {self.rank}",
+            lanes,
+            lambda: self._core.greet(0.5, addresses, secret),
+            broken,
+            lambda: self._hear_of_a_loss(link),
+            self.config.rendezvous_timeout,
+        )
         connections.info("connected to %s", ", ".join(name for name, _ in lanes))
 
     def _lane_name(self, lane: int) -> str:
@@ -179,7 +251,7 @@ class Session(Declarations):
         elif kind in ("ALL_JOINED", "UNJOINED"):
             self.devices.rest(kind == "UNJOINED")
             if kind == "ALL_JOINED":
-                self._calls = 0     # who joined first has asked for fewer
+                self._calls = 0  # who joined first has asked for fewer
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -207,12 +279,18 @@ class Session(Declarations):
         log.error("%s", text)
         self._core.fail(status, text)
         if lost := self._core.cut_off():
-            log.error("%d results had not come on the GPU, and are NaN (integers: all bits set): %s", len(lost), ", ".join(lost[:10]))
+            log.error(
+                "%d results had not come on the GPU, and are NaN (integers: all bits set): %s",
+                len(lost),
+                ", ".join(lost[:10]),
+            )
         self._end_pending(status, text)
         self._joining.stop()
 
     def _gpu_failed(self, text: str) -> None:
-        """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here and, when we leave, elsewhere."""
+        """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here
+        and, when we leave, elsewhere.
+        """
         self._core.fail(-13, text)
         self._end_pending(-13, text)
 
@@ -220,17 +298,32 @@ class Session(Declarations):
         for lane in self._endpoint.lost():
             if self._broken is None:
                 where = self._lane_name(lane) if lane >= 0 else "a server"
-                connections.info("the connection to %s %s", where, "has ended" if self._leaving else "is gone")
+                connections.info(
+                    "the connection to %s %s", where, "has ended" if self._leaving else "is gone"
+                )
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
-        """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
-        if self._broken is None and self._core.mute >= 0:       # whoever watches connections knows as much, but where memory was short
-            self._broken = (time.monotonic(), f"{self._lane_name(self._core.mute)} is gone: nothing can be sent to it")
-        if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+        """Once a second: a broken connection that the scheduler had no word about, what is waited
+        for, what can be let go.
+        """
+        # whoever watches connections knows as much, but where memory was short
+        if self._broken is None and self._core.mute >= 0:
+            self._broken = (
+                time.monotonic(),
+                f"{self._lane_name(self._core.mute)} is gone: nothing can be sent to it",
+            )
+        if (
+            self._broken is not None
+            and not self._failure
+            and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
+        ):
             self._peer_lost(self._broken[1])
-        if self._near.machine is not None and (self._near.machine.deserted or self._near.machine.collects):
-            # A neighbour may have posted before it heard, to an idle root that would never answer; or the root has, of what has failed here.
+        if self._near.machine is not None and (
+            self._near.machine.deserted or self._near.machine.collects
+        ):
+            # A neighbour may have posted before it heard, to an idle root that would never answer;
+            # or the root has, of what has failed here.
             self._core.look()
         self._core.reap()
         self.compressing.check_told()
@@ -247,11 +340,13 @@ class Session(Declarations):
             return dict(self._order)
 
     def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
-        """The index of ``name`` in the order in which this worker first saw names; stable from then on.
+        """The index of ``name`` in the order in which this worker first saw names; stable from then
+        on.
 
-        ``compression``: how its sums travel from now on; the same on all workers, from the same push_pull on. None: as before. ``anew``: for an
-        optimizer, see :meth:`bpsx.compression.manager.Compressing.begin`.
-        Raises :class:`~bpsx.errors.ConfigError` for what is no name, and for compression in asynchronous training.
+        ``compression``: how its sums travel from now on; the same on all workers, from the same
+        push_pull on. None: as before. ``anew``: for an optimizer, see
+        :meth:`bpsx.compression.manager.Compressing.begin`. Raises :class:`~bpsx.errors.ConfigError`
+        for what is no name, and for compression in asynchronous training.
         """
         check_name(name, "declare")
         if anew:
@@ -262,33 +357,66 @@ class Session(Declarations):
             return self._order.setdefault(name, len(self._order))
 
     def push_pull(
-        self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False,
-        rate: float = -1.0, result: object = None,
+        self,
+        name: str,
+        source: View,
+        target: View,
+        *,
+        average: bool,
+        priority: int = 0,
+        will_wait: bool = False,
+        rate: float = -1.0,
+        result: object = None,
     ) -> Handle:
-        """Sum (or average) ``source`` over all workers into ``target``; they may be the same memory.
+        """Sum (or average) ``source`` over all workers into ``target``; they may be the same
+        memory.
 
-        Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right away, and so drives the exchange itself.
-        ``rate``: the learning rate, for names whose compression has ef="corrected".
-        Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed.
+        Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right
+        away, and so drives the exchange itself. ``rate``: the learning rate, for names whose
+        compression has ef="corrected". Raises :class:`~bpsx.errors.ConfigError` for a dtype that
+        cannot be summed.
         """
         try:
             if source.shape != target.shape or source.dtype != target.dtype:
-                raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
+                raise errors.ConfigError(
+                    f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype}"
+                    f" {target.shape}: must be alike"
+                )
             dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
-            place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
+            place = (
+                None
+                if source.gpu < 0 and target.gpu < 0
+                else self.devices.place(name, source, target)
+            )
         except BaseException:
             self._refuse(name)
             raise
         return self._submit(
-            name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
-            (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
-            owner=(source.owner, target.owner), result=result, on=place)
+            name,
+            source.shape,
+            dtype.code,
+            source.nbytes,
+            (source.address, source.nbytes),
+            (target.address, target.nbytes),
+            divisor=self.size if average else 1,
+            priority=priority,
+            will_wait=will_wait,
+            rate=rate,
+            owner=(source.owner, target.owner),
+            result=result,
+            on=place,
+        )
 
-    def push_pull_all(self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool) -> None:
-        """As :meth:`push_pull` of each, in place, all on a GPU and made by ``stream`` of CUDA's: for many, at a fraction of its costs. ``streams``:
-        gives the stream of who waits.
+    def push_pull_all(
+        self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool
+    ) -> None:
+        """As :meth:`push_pull` of each, in place, all on a GPU and made by ``stream`` of CUDA's:
+        for many, at a fraction of its costs.
 
-        Begins those that it can: they have their handles then, and the others what :meth:`push_pull` would raise. Raises what concerns all.
+        ``streams``: gives the stream of who waits.
+
+        Begins those that it can: they have their handles then, and the others what
+        :meth:`push_pull` would raise. Raises what concerns all.
         """
         self._threads.add(threading.get_ident())
         try:
@@ -298,7 +426,8 @@ class Session(Declarations):
                 self._refuse(item.name)
             raise
         divisor = self.size if average else 1
-        quick = not (self.compressing.any or self._async or self._joining.active)       # those known need no word of ours
+        # those known need no word of ours
+        quick = not (self.compressing.any or self._async or self._joining.active)
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is not None:
@@ -307,11 +436,13 @@ class Session(Declarations):
                 item.begun = self._begin(item, divisor, on)
 
     def push_pull_known(self, item: Item, average: bool) -> bool:
-        """As :meth:`push_pull`, in place, of a tensor on the host that has been summed before as what it
-        is: for many small ones, at a fraction of its costs. The item has its handle then.
+        """As :meth:`push_pull`, in place, of a tensor on the host that has been summed before as
+        what it is: for many small ones, at a fraction of its costs.
 
-        False, and nothing done, if :meth:`push_pull` has to be called: names, element types, compression
-        or join() ask for more.
+        The item has its handle then.
+
+        False, and nothing done, if :meth:`push_pull` has to be called: names, element types,
+        compression or join() ask for more.
         """
         if self.compressing.any or self._async or self._joining.active:
             return False
@@ -325,55 +456,120 @@ class Session(Declarations):
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
         where = (item.address, item.nbytes)
         try:
-            handle = self._submit(item.name, item.shape, BY_NAME[item.dtype].code, item.nbytes, where, where, divisor=divisor,
-                                  priority=item.priority, will_wait=False, owner=item.owner, result=None, on=on)
+            handle = self._submit(
+                item.name,
+                item.shape,
+                BY_NAME[item.dtype].code,
+                item.nbytes,
+                where,
+                where,
+                divisor=divisor,
+                priority=item.priority,
+                will_wait=False,
+                owner=item.owner,
+                result=None,
+                on=on,
+            )
         except Exception as e:
             return e.with_traceback(None)
         handle.by_stream = True
         return handle
 
-    def broadcast(self, name: str, view: View, root: int, *, result: object = None, asynchronous: bool | None = None) -> Handle:
+    def broadcast(
+        self,
+        name: str,
+        view: View,
+        root: int,
+        *,
+        result: object = None,
+        asynchronous: bool | None = None,
+    ) -> Handle:
         """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
 
         Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
         """
         try:
             if not 0 <= root < self.size:
-                raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
+                raise errors.ConfigError(
+                    f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}"
+                )
             dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
         except BaseException:
             self._refuse(name)
             raise
         place = (view.address, view.nbytes)
         return self._submit(
-            name, view.shape, dtype.code, view.nbytes, place if root == self.rank else None, place, divisor=root, broadcast=True, priority=0,
-            will_wait=False, owner=view.owner, result=result, on=on, asynchronous=asynchronous)
+            name,
+            view.shape,
+            dtype.code,
+            view.nbytes,
+            place if root == self.rank else None,
+            place,
+            divisor=root,
+            broadcast=True,
+            priority=0,
+            will_wait=False,
+            owner=view.owner,
+            result=result,
+            on=on,
+            asynchronous=asynchronous,
+        )
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""
-        self._submit(BARRIER, (), 5, 0, (0, 0), (0, 0), divisor=1, priority=2**30, will_wait=True, owner=None, result=None,
-                     asynchronous=False).wait()
+        self._submit(
+            BARRIER,
+            (),
+            5,
+            0,
+            (0, 0),
+            (0, 0),
+            divisor=1,
+            priority=2**30,
+            will_wait=True,
+            owner=None,
+            result=None,
+            asynchronous=False,
+        ).wait()
 
     def join(self) -> int:
         """See :func:`bpsx.join`."""
         if self._link is None:
             return self.rank
         self.devices.rest(True)
-        self._core.asking.everything_ns = monotonic_ns()    # what is under way is waited for
+        self._core.asking.everything_ns = monotonic_ns()  # what is under way is waited for
         try:
             last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
         finally:
             self._core.asking.everything_ns = 0
         if last < 0:
-            self.barrier()      # raises what has ended the job
+            self.barrier()  # raises what has ended the job
         return last
 
     def _submit(
-        self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
-        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = -1.0,
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: int,
+        nbytes: int,
+        source: Any,
+        target: Any,
+        *,
+        divisor: int,
+        priority: int,
+        will_wait: bool,
+        owner: object,
+        result: object,
+        broadcast: bool = False,
+        asynchronous: bool | None = None,
+        rate: float = -1.0,
         on: OnGpu | None = None,
     ) -> Handle:
-        """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
+        """The one way in.
+
+        ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default
+        if the job is.
+        """
         self._joining.check(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
@@ -382,25 +578,55 @@ class Session(Declarations):
             asynchronous = self._async if asynchronous is None else asynchronous
             codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
             if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
-                raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
+                raise errors.ConfigError(
+                    f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number"
+                    f" from 0, not {rate!r}"
+                )
             if not broadcast and self.compressing.any:
-                source, owner, on = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on)
+                source, owner, on = self.compressing.with_momentum(
+                    name, dtype, nbytes, codec, source, owner, on
+                )
             if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
                 self.devices.check_average(name, dtype, divisor, on)
             declared = self._tensors.get(name)
             tensor = None if declared is None else declared.now(shape, dtype, codec)
             if declared is not None and tensor is not None:
                 declared.uses += 1
-                return self._core.submit(tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                         priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, on=on)
+                return self._core.submit(
+                    tensor,
+                    source,
+                    target,
+                    divisor=divisor,
+                    broadcast=broadcast,
+                    asynchronous=asynchronous,
+                    priority=priority,
+                    will_wait=will_wait,
+                    rate=rate,
+                    owner=owner,
+                    result=result,
+                    on=on,
+                )
             check_new(name, nbytes, self.config.partition_bytes)
             if codec is not None:
                 self.compressing.check(name, dtype, nbytes, codec)
-            handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                        priority=priority, rate=rate, owner=owner, result=result, on=on)
+            handle = self._core.prepare(
+                name,
+                nbytes,
+                source,
+                target,
+                divisor=divisor,
+                broadcast=broadcast,
+                asynchronous=asynchronous,
+                priority=priority,
+                rate=rate,
+                owner=owner,
+                result=result,
+                on=on,
+            )
             if self._link is None:
                 begin = monotonic_ns()
-                self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+                # a single worker: the sum is what it pushed
+                self._core.copy_through(handle, nbytes)
                 self.reporter.copied(name, begin, nbytes)
                 return handle
             with self._lock:
@@ -418,8 +644,14 @@ class Session(Declarations):
             self._renew(name)
 
     def speed(self) -> Speed:
-        """Since the last call, per second in which anything was under way; zeros without telemetry."""
-        return self._speedometer.read(self._core.counters()) if self.config.telemetry else Speed(0.0, 0.0)
+        """Since the last call, per second in which anything was under way; zeros without
+        telemetry.
+        """
+        return (
+            self._speedometer.read(self._core.counters())
+            if self.config.telemetry
+            else Speed(0.0, 0.0)
+        )
 
     def counters(self) -> dict[str, int]:
         """What has been moved since init: see :meth:`bpsx._core.Core.counters`."""
@@ -440,8 +672,8 @@ class Session(Declarations):
     def close(self, failure: str = "", waited: float = 0.0) -> None:
         """Leave the job: wait for what is under way, say goodbye, free everything. Idempotent.
 
-        ``failure``: why this worker ends with work undone; the others are told. ``waited``: how many seconds of ``BPSX_SHUTDOWN_TIMEOUT`` are over.
-        Does not raise.
+        ``failure``: why this worker ends with work undone; the others are told. ``waited``: how
+        many seconds of ``BPSX_SHUTDOWN_TIMEOUT`` are over. Does not raise.
         """
         with self._lock:
             if self._closed:
@@ -465,7 +697,11 @@ class Session(Declarations):
     def _take_leave(self, failure: str, patience: float) -> None:
         """Wait for what is under way and tell the scheduler how it ended."""
         end = time.monotonic() + patience
-        while not (failure or self._failure or self._core.failed) and self._unfinished() and time.monotonic() < end:
+        while (
+            not (failure or self._failure or self._core.failed)
+            and self._unfinished()
+            and time.monotonic() < end
+        ):
             self._core.settle(0.05)
         failure = failure or self._failure or self._core.failed
         if not failure and self._unfinished():
@@ -473,7 +709,11 @@ class Session(Declarations):
         self._leaving = True
         self._failure = failure
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
-            log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
+            log.warning(
+                "the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout
+            )
 
     def _unfinished(self) -> int:
-        return int(self._core.unsettled) + sum(len(d.pending) for d in list(self._declared.values()))
+        return int(self._core.unsettled) + sum(
+            len(d.pending) for d in list(self._declared.values())
+        )

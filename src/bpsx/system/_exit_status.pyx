@@ -21,8 +21,11 @@ cdef int exit_status = 0
 
 
 def set_exit_status(int status) -> bool:
-    """Let the process, once the interpreter has finalised, end with ``status`` where it would with 0. What was said first counts. Returns whether
-    that is what counts."""
+    """Let the process, once the interpreter has finalised, end with ``status`` where it would with
+    0.
+
+    What was said first counts. Returns whether that is what counts.
+    """
     global exit_status
     if exit_status:
         return exit_status == status

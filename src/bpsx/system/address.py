@@ -1,4 +1,7 @@
-"""Host and port handling: what a user may write, what a socket gives back, which address is ours. No ZeroMQ here."""
+"""Host and port handling: what a user may write, what a socket gives back, which address is ours.
+
+No ZeroMQ here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
-# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued in it delays what comes next (0016).
+# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued
+# in it delays what comes next (0016).
 _LOOPBACK_SEND_BUFFER = 448 << 10
 _NETWORK_SEND_BUFFER = 224 << 10
 
@@ -44,7 +48,11 @@ def is_loopback(host: str) -> bool:
 
 
 def send_buffer(host: str, given: int | None) -> int:
-    """Bytes of the send buffer of a connection one end of which is ``host``: those ``given``, else what suits the address. 0: the system decides."""
+    """Bytes of the send buffer of a connection one end of which is ``host``: those ``given``, else
+    what suits the address.
+
+    0: the system decides.
+    """
     if given is not None:
         return given
     return _LOOPBACK_SEND_BUFFER if is_loopback(host) else _NETWORK_SEND_BUFFER
@@ -57,7 +65,10 @@ def resolve(host: str, port: int) -> str:
 
 
 def interface_address(name: str, v6: bool = False) -> str:
-    """The address of network interface ``name``: IPv4 if it has one, unless ``v6``. Raises :class:`OSError` naming the interfaces that exist."""
+    """The address of network interface ``name``: IPv4 if it has one, unless ``v6``.
+
+    Raises :class:`OSError` naming the interfaces that exist.
+    """
     second = [address for interface, address in inet6_addresses() if interface == name]
     if v6 and second:
         return second[0]
@@ -69,16 +80,23 @@ def interface_address(name: str, v6: bool = False) -> str:
             if second:
                 return second[0]
             known = ", ".join(n for _, n in socket.if_nameindex())
-            raise OSError(f"interface {name!r} has no address or does not exist; interfaces here: {known}") from e
+            raise OSError(
+                f"interface {name!r} has no address or does not exist; interfaces here: {known}"
+            ) from e
 
 
 def inet6_addresses() -> list[tuple[str, str]]:
-    """Interface and address, for each IPv6 address of this machine that others may reach without naming an interface, and loopback's."""
+    """Interface and address, for each IPv6 address of this machine that others may reach without
+    naming an interface, and loopback's.
+    """
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:     # a kernel without IPv6
+    except OSError:  # a kernel without IPv6
         return []
-    found = [(words[5], ipaddress.IPv6Address(int(words[0], 16))) for words in (line.split() for line in lines)]
+    found = [
+        (words[5], ipaddress.IPv6Address(int(words[0], 16)))
+        for words in (line.split() for line in lines)
+    ]
     return [(name, str(address)) for name, address in found if not address.is_link_local]
 
 
@@ -91,10 +109,17 @@ def own_address_towards(host: str, port: int) -> str:
 
 
 def is_here(address: str) -> bool:
-    """Whether ``host:port`` is on this machine, so that what is sent there passes no link: it is spoken to from that very address. Sends nothing."""
+    """Whether ``host:port`` is on this machine, so that what is sent there passes no link: it is
+    spoken to from that very address.
+
+    Sends nothing.
+    """
     host, _, port = address.rpartition(":")
     try:
         target = ipaddress.ip_address(resolve(host, int(port)))
-        return target.is_loopback or ipaddress.ip_address(own_address_towards(str(target), int(port))) == target
+        return (
+            target.is_loopback
+            or ipaddress.ip_address(own_address_towards(str(target), int(port))) == target
+        )
     except OSError:
         return False

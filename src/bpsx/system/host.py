@@ -19,7 +19,13 @@ from typing import Any
 from bpsx import errors
 from bpsx.config import Config, runtime_dir
 from bpsx.secret import HOW_TO
-from bpsx.system.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
+from bpsx.system.address import (
+    interface_address,
+    is_ipv6,
+    is_loopback,
+    own_address_towards,
+    resolve,
+)
 
 #: Descriptors that a worker or a server of a small job opens, as counted, and a few to spare.
 _LEAST_DESCRIPTORS = 32
@@ -28,8 +34,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def scheduler_address(config: Config) -> str:
-    """The scheduler's address as a number. A name that does not resolve yet, as of a pod that is still starting, is tried until the
-    rendezvous deadline; then :class:`~bpsx.errors.RendezvousError`."""
+    """The scheduler's address as a number.
+
+    A name that does not resolve yet, as of a pod that is still starting, is tried until the
+    rendezvous deadline; then :class:`~bpsx.errors.RendezvousError`.
+    """
     now = time.monotonic()
     end, report = now + config.rendezvous_timeout, now + 5
     while True:
@@ -39,29 +48,46 @@ def scheduler_address(config: Config) -> str:
             return address
         except OSError as e:
             if time.monotonic() + 1 >= end:
-                raise errors.RendezvousError(f"DMLC_PS_ROOT_URI={config.root_uri!r}: cannot resolve the scheduler's address: {e}") from e
+                raise errors.RendezvousError(
+                    f"DMLC_PS_ROOT_URI={config.root_uri!r}: cannot resolve the scheduler's"
+                    f" address: {e}"
+                ) from e
             if time.monotonic() >= report:
                 report = time.monotonic() + 10
-                log.warning("DMLC_PS_ROOT_URI=%s: cannot resolve the scheduler's address yet: %s", config.root_uri, e)
+                log.warning(
+                    "DMLC_PS_ROOT_URI=%s: cannot resolve the scheduler's address yet: %s",
+                    config.root_uri,
+                    e,
+                )
         time.sleep(1)
 
 
 def own_host(config: Config) -> str:
-    """The address to listen on and to be known by: named, or of the named interface, or the one that faces the scheduler."""
+    """The address to listen on and to be known by: named, or of the named interface, or the one
+    that faces the scheduler.
+    """
     if config.node_host:
         if config.root_uri and is_loopback(config.node_host) and not is_loopback(config.root_uri):
-            log.warning("DMLC_NODE_HOST=%s is loopback, but the scheduler %s is not: other machines cannot reach this one",
-                        config.node_host, config.root_uri)
+            log.warning(
+                "DMLC_NODE_HOST=%s is loopback, but the scheduler %s is not: other machines cannot"
+                " reach this one",
+                config.node_host,
+                config.root_uri,
+            )
         return str(config.node_host)
     try:
         if config.interface:
-            return interface_address(config.interface, bool(config.root_uri) and is_ipv6(scheduler_address(config)))
+            return interface_address(
+                config.interface, bool(config.root_uri) and is_ipv6(scheduler_address(config))
+            )
         return own_address_towards(scheduler_address(config), config.root_port)
     except errors.RendezvousError:
         raise
     except OSError as e:
-        raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "
-                                 "set DMLC_NODE_HOST") from e
+        raise errors.ConfigError(
+            f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler"
+            f" {config.root_uri}): {e}; set DMLC_NODE_HOST"
+        ) from e
 
 
 def machine() -> str:
@@ -77,16 +103,27 @@ def machine() -> str:
 
 
 def require_trust(config: Config, address: str) -> None:
-    """Refuse a job at ``address`` that others than this machine can reach and that has no secret. Raises :class:`~bpsx.errors.ConfigError`.
+    """Refuse a job at ``address`` that others than this machine can reach and that has no secret.
 
-    With ``BPSX_INSECURE=1`` it is a warning."""
+    Raises :class:`~bpsx.errors.ConfigError`.
+
+    With ``BPSX_INSECURE=1`` it is a warning.
+    """
     if config.secret_bytes or is_loopback(address):
         return
     if not config.insecure:
-        raise errors.ConfigError(f"this {config.role} uses {address}, which others than this machine can reach, and the job has no secret: set "
-                                 f"BPSX_SECRET, the same for all processes of the job, or BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if "
-                                 "everybody on the network is trusted")
-    log.warning("this %s uses %s without a job secret (BPSX_INSECURE=1): whoever can reach it can read and change the training", config.role, address)
+        raise errors.ConfigError(
+            f"this {config.role} uses {address}, which others than this machine can reach, and the"
+            " job has no secret: set BPSX_SECRET, the same for all processes of the job, or"
+            f" BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if everybody on the network is"
+            " trusted"
+        )
+    log.warning(
+        "this %s uses %s without a job secret (BPSX_INSECURE=1): whoever can reach it can read and"
+        " change the training",
+        config.role,
+        address,
+    )
 
 
 def allow_descriptors() -> None:
@@ -101,12 +138,17 @@ def allow_descriptors() -> None:
 SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float) -> None:
-    """Decide what signals do to a scheduler or a server, which workers may still need. For the main thread.
+def heed_signals(
+    role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float
+) -> None:
+    """Decide what signals do to a scheduler or a server, which workers may still need.
 
-    SIGINT calls ``end``, unless our caller ignores it. So does SIGTERM, at once unless ``serving()``, else after ``grace`` seconds or
-    with the second one: a batch system sends it to every process of a job, and workers save then.
-    SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and do nothing here. ``end`` runs in a signal handler.
+    For the main thread.
+
+    SIGINT calls ``end``, unless our caller ignores it. So does SIGTERM, at once unless
+    ``serving()``, else after ``grace`` seconds or with the second one: a batch system sends it to
+    every process of a job, and workers save then. SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and
+    do nothing here. ``end`` runs in a signal handler.
     """
     waiting = False
 
@@ -116,8 +158,11 @@ def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Call
             waiting = True
             signal.setitimer(signal.ITIMER_REAL, grace)
             # Not the log: this may have interrupted it.
-            os.write(2, f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
-                        "a second SIGTERM ends it now\n".encode())
+            os.write(
+                2,
+                f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
+                "a second SIGTERM ends it now\n".encode(),
+            )
         else:
             end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
 
@@ -127,11 +172,13 @@ def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Call
             signal.signal(number, at)
     for number in SCRIPT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)     # who started us may have blocked them until now
+    # who started us may have blocked them until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)
 
 
 def require_descriptors(role: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless this process may open the files and connections that ``role`` needs at the least.
+    """Raise :class:`~bpsx.errors.ConfigError` unless this process may open the files and
+    connections that ``role`` needs at the least.
 
     Libraries that run out of them abort, hang, or fail far from the cause.
     """
@@ -140,11 +187,14 @@ def require_descriptors(role: str) -> None:
         return
     try:
         taken = len(os.listdir("/proc/self/fd"))
-    except OSError:         # there is not even one left, or no /proc
+    except OSError:  # there is not even one left, or no /proc
         taken = limit if limit < _LEAST_DESCRIPTORS else 0
     if taken + _LEAST_DESCRIPTORS > limit:
-        raise errors.ConfigError(f"this {role} may have {limit} open files and connections (ulimit -n), has {taken}, and needs at least "
-                                 f"{_LEAST_DESCRIPTORS} more, one for each peer besides: raise the limit, for example ulimit -n 1024")
+        raise errors.ConfigError(
+            f"this {role} may have {limit} open files and connections (ulimit -n), has {taken}, and"
+            f" needs at least {_LEAST_DESCRIPTORS} more, one for each peer besides: raise the"
+            " limit, for example ulimit -n 1024"
+        )
 
 
 @functools.cache
@@ -154,7 +204,10 @@ def _mallopt() -> Any:
 
 
 def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
-    """Call ``orphaned``, on a thread of its own, when the other end of the socket ``lifeline`` closes."""
+    """Call ``orphaned``, on a thread of its own, when the other end of the socket ``lifeline``
+    closes.
+    """
+
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(lifeline, 1):

@@ -15,7 +15,11 @@ _early: list[tuple[logging.Logger, str, tuple[object, ...]]] = []
 
 
 def early(logger: logging.Logger, text: str, *values: object) -> None:
-    """Log at level INFO, for imports, which come before :func:`configure`: if nobody listens yet, when somebody does. Thread-safe."""
+    """Log at level INFO, for imports, which come before :func:`configure`: if nobody listens yet,
+    when somebody does.
+
+    Thread-safe.
+    """
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(text, *values)
     else:
@@ -23,7 +27,10 @@ def early(logger: logging.Logger, text: str, *values: object) -> None:
 
 
 def configure(config: Config, who: str) -> None:
-    """Set up the ``bpsx`` loggers for the process called ``who`` and report dubious variables. A second call changes level and name."""
+    """Set up the ``bpsx`` loggers for the process called ``who`` and report dubious variables.
+
+    A second call changes level and name.
+    """
     logger = logging.getLogger("bpsx")
     logger.setLevel(_LEVELS[config.log_level])
     time = "" if config.log_hide_time else "%(asctime)s "
@@ -35,7 +42,9 @@ def configure(config: Config, who: str) -> None:
     logger.addHandler(handler)
     logger.propagate = False
     # PS_VERBOSE tells of connections whatever BYTEPS_LOG_LEVEL is.
-    logging.getLogger("bpsx.connections").setLevel(logging.INFO if config.verbose else logging.NOTSET)
+    logging.getLogger("bpsx.connections").setLevel(
+        logging.INFO if config.verbose else logging.NOTSET
+    )
     while _early:
         one, text, values = _early.pop(0)
         one.info(text, *values)

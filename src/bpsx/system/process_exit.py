@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 
-_OURS = 10          # multiprocessing's order: before it ends and joins this process's own children
+_OURS = 10  # multiprocessing's order: before it ends and joins this process's own children
 _LAST = -100
-_hooked_in = 0      # the process in which the finalizers are registered
+_hooked_in = 0  # the process in which the finalizers are registered
 _status = 0
 
 
@@ -23,7 +23,9 @@ def in_child() -> bool:
 
 
 def hook_child(leave: Callable[[], None]) -> None:
-    """In a child of :mod:`multiprocessing`, call ``leave`` when its target has ended. Elsewhere do nothing.
+    """In a child of :mod:`multiprocessing`, call ``leave`` when its target has ended.
+
+    Elsewhere do nothing.
 
     Calls after the first one in a process do nothing either.
     """
@@ -32,23 +34,28 @@ def hook_child(leave: Callable[[], None]) -> None:
         return
     from multiprocessing.util import Finalize
 
-    _hooked_in, _status = os.getpid(), 0       # the parent's is none of ours
+    _hooked_in, _status = os.getpid(), 0  # the parent's is none of ours
     Finalize(None, leave, exitpriority=_OURS)
     Finalize(None, _end, exitpriority=_LAST)
 
 
 def uncaught() -> BaseException | None:
-    """The exception that ends this process, None if there is none or it is :class:`SystemExit`. For exit callbacks."""
+    """The exception that ends this process, None if there is none or it is :class:`SystemExit`.
+
+    For exit callbacks.
+    """
     if (last := getattr(sys, "last_value", None)) is not None:
-        return last     # type: ignore[no-any-return]
+        return last  # type: ignore[no-any-return]
     if not in_child():
         return None
-    error = sys.exc_info()[1]       # the finalizers run while it propagates
+    error = sys.exc_info()[1]  # the finalizers run while it propagates
     return None if isinstance(error, SystemExit) else error
 
 
 def end_child_with(status: int) -> None:
-    """Have this child of :mod:`multiprocessing` end with ``status`` although its target has ended well."""
+    """Have this child of :mod:`multiprocessing` end with ``status`` although its target has ended
+    well.
+    """
     global _status
     _status = status
 

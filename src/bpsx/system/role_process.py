@@ -1,7 +1,9 @@
-"""A job's scheduler and servers, started by its workers where no launcher has: as processes that end with the job.
+"""A job's scheduler and servers, started by its workers where no launcher has: as processes that
+end with the job.
 
-They end as all schedulers and servers do, when the job is over. Before it has begun, nobody would tell them that their worker is gone: so each holds
-one end of a pair of sockets, the lifeline, whose other end only that worker has.
+They end as all schedulers and servers do, when the job is over. Before it has begun, nobody would
+tell them that their worker is gone: so each holds one end of a pair of sockets, the lifeline, whose
+other end only that worker has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ MODULES = {"scheduler": "bpsx.scheduler", "server": "bpsx.server"}
 
 
 def module_command(role: str) -> list[str]:
-    """The command that runs ``role``. ``-P``: the folder we happen to be in may hold a ``queue.py``."""
+    """The command that runs ``role``.
+
+    ``-P``: the folder we happen to be in may hold a ``queue.py``.
+    """
     return [sys.executable, "-P", "-m", MODULES[role]]
 
 
@@ -35,23 +40,32 @@ class Companions:
         os.register_at_fork(after_in_child=self._let_go)
 
     def start_scheduler(self, host: str, environment: dict[str, str], timeout: float) -> int:
-        """Start a scheduler that listens on ``host``, with ``environment`` beside our own; returns its port.
+        """Start a scheduler that listens on ``host``, with ``environment`` beside our own; returns
+        its port.
 
-        Waits for the end of an earlier job's, which all workers have left. Raises :class:`~bpsx.errors.RendezvousError` if it does not listen
-        within ``timeout`` seconds.
+        Waits for the end of an earlier job's, which all workers have left. Raises
+        :class:`~bpsx.errors.RendezvousError` if it does not listen within ``timeout`` seconds.
         """
-        for earlier in self._processes:     # BPSX_METRICS_PORT has to be free
+        for earlier in self._processes:  # BPSX_METRICS_PORT has to be free
             with contextlib.suppress(subprocess.TimeoutExpired):
                 earlier.wait(timeout)
-        process = self._start("scheduler", {**environment, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0"})
+        process = self._start(
+            "scheduler", {**environment, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0"}
+        )
         lifeline = self._lifelines[-1]
         lifeline.settimeout(timeout)
         try:
             port = lifeline.recv(16)
         except TimeoutError:
-            raise RendezvousError(f"the scheduler that this worker has started on {host} does not listen after {timeout:g} s") from None
+            raise RendezvousError(
+                f"the scheduler that this worker has started on {host} does not listen after"
+                f" {timeout:g} s"
+            ) from None
         if not port:
-            raise RendezvousError(f"the scheduler that this worker has started on {host} ended with status {process.wait()}; its output says why")
+            raise RendezvousError(
+                f"the scheduler that this worker has started on {host} ended with status"
+                f" {process.wait()}; its output says why"
+            )
         return int(port)
 
     def start_server(self, environment: dict[str, str]) -> None:
@@ -59,23 +73,38 @@ class Companions:
         self._start("server", environment)
 
     def _start(self, role: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        self._processes = [p for p in self._processes if p.poll() is None]      # reaps those of an earlier job
+        # reaps those of an earlier job
+        self._processes = [p for p in self._processes if p.poll() is None]
         ours, theirs = socket.socketpair()
         self._lifelines.append(ours)
         with theirs:
-            # In a session of its own, so that a signal to the workers' process group leaves it the time to tell how the job has ended.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)     # until it ignores them
+            # In a session of its own, so that a signal to the workers' process group leaves it the
+            # time to tell how the job has ended.
+            # until it ignores them
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)
             try:
                 process = subprocess.Popen(
-                    module_command(role), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-                    env=child_environment(**environment, DMLC_ROLE=role, BPSX_ANNOUNCE="0", BPSX_LIFELINE_FD=str(theirs.fileno())))
+                    module_command(role),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=child_environment(
+                        **environment,
+                        DMLC_ROLE=role,
+                        BPSX_ANNOUNCE="0",
+                        BPSX_LIFELINE_FD=str(theirs.fileno()),
+                    ),
+                )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         return process
 
     def release(self) -> None:
-        """Cut the lifelines: what was started has a job that has begun, or will never have one. Not right after init: a server may be slower."""
+        """Cut the lifelines: what was started has a job that has begun, or will never have one.
+
+        Not right after init: a server may be slower.
+        """
         for lifeline in self._lifelines:
             lifeline.close()
         self._lifelines = []

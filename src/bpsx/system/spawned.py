@@ -1,4 +1,7 @@
-"""Children that multiprocessing starts by 'spawn' or 'forkserver'. They import their parent's script anew, and would run an ``init()`` in it."""
+"""Children that multiprocessing starts by 'spawn' or 'forkserver'.
+
+They import their parent's script anew, and would run an ``init()`` in it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,41 @@ from bpsx.errors import JobOverError
 
 
 def is_importing() -> bool:
-    """Whether this process is such a child and still imports its parent's script. multiprocessing has no public way to ask."""
+    """Whether this process is such a child and still imports its parent's script. multiprocessing
+    has no public way to ask.
+    """
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def explained(error: JobOverError, rank: int) -> JobOverError:
-    """``error`` with its likely cause, if this process, which wanted to be worker ``rank``, is a child of multiprocessing's."""
-    is_child = is_importing() or multiprocessing.parent_process() is not None      # a fork server imports, too, and has no such parent
+    """``error`` with its likely cause, if this process, which wanted to be worker ``rank``, is a
+    child of multiprocessing's.
+    """
+    # a fork server imports, too, and has no such parent
+    is_child = is_importing() or multiprocessing.parent_process() is not None
     return JobOverError(f"{error}. {_cause(rank)}") if is_child else error
 
 
 def check(rank: int) -> None:
-    """Raise :class:`~bpsx.errors.JobOverError` if this process would ask for the place of its parent, worker ``rank``."""
+    """Raise :class:`~bpsx.errors.JobOverError` if this process would ask for the place of its
+    parent, worker ``rank``.
+    """
     if is_importing():
         raise JobOverError(f"worker {rank}: its place in the job is taken. {_cause(rank)}")
 
 
 def _cause(rank: int) -> str:
     parent = multiprocessing.parent_process()
-    of = (f"process {os.getpid()} is a child of worker {rank}'s process {parent.pid if parent else os.getppid()}, "
-          "started by multiprocessing")
+    of = (
+        f"process {os.getpid()} is a child of worker {rank}'s process"
+        f" {parent.pid if parent else os.getppid()}, started by multiprocessing"
+    )
     if is_importing():
-        return (f"{of}, as a data loader does, and imports the script again: put init() and all that trains under "
-                "if __name__ == \"__main__\":")
-    return f"{of}, which has the parent's variables: call init() only in the parent, or give the child a place of its own (DMLC_WORKER_ID)"
+        return (
+            f"{of}, as a data loader does, and imports the script again: put init() and all that"
+            ' trains under if __name__ == "__main__":'
+        )
+    return (
+        f"{of}, which has the parent's variables: call init() only in the parent, or give the child"
+        " a place of its own (DMLC_WORKER_ID)"
+    )

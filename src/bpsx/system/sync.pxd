@@ -12,7 +12,8 @@ cdef extern from *:
     typedef struct { pthread_mutex_t mutex; pthread_cond_t cond; } bpsx_monitor;
 
     static inline int bpsx_monitor_init(bpsx_monitor *m) {
-        /* The monotonic clock: a step of the wall clock must neither end a wait early nor prolong it. */
+        /* The monotonic clock: a step of the wall clock must neither end a wait early nor prolong
+           it. */
         pthread_condattr_t attr;
         if (pthread_condattr_init(&attr)) return -1;
         if (pthread_condattr_setclock(&attr, CLOCK_MONOTONIC)) return -1;
@@ -37,9 +38,11 @@ cdef extern from *:
         pthread_cond_timedwait(&m->cond, &m->mutex, &t);
     }
     static inline void bpsx_wait(bpsx_monitor *m) { pthread_cond_wait(&m->cond, &m->mutex); }
-    static inline int64_t bpsx_add(int64_t *p, int64_t v) { return __atomic_add_fetch(p, v, __ATOMIC_ACQ_REL); }
+    static inline int64_t bpsx_add(int64_t *p, int64_t v) {
+        return __atomic_add_fetch(p, v, __ATOMIC_ACQ_REL); }
     static inline int64_t bpsx_load(int64_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
-    static inline void bpsx_store(int64_t *p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+    static inline void bpsx_store(int64_t *p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+    }
     static inline void bpsx_yield(void) { sched_yield(); }
     """
     ctypedef struct Monitor "bpsx_monitor":

@@ -1,7 +1,8 @@
 """Tracebacks of errors that leave bpsx, without bpsx's own frames; and warnings, at the script's.
 
-An error shows the script's frames, down to the line with the call of bpsx. ``BPSX_FULL_TRACEBACKS=1`` shows all.
-Only ``__traceback__`` of the exceptions is changed, so handlers, debuggers and pytest see the same as the terminal.
+An error shows the script's frames, down to the line with the call of bpsx.
+``BPSX_FULL_TRACEBACKS=1`` shows all. Only ``__traceback__`` of the exceptions is changed, so
+handlers, debuggers and pytest see the same as the terminal.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from bpsx.errors import BpsxError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-#: What is cut. Other exceptions are somebody else's, or a defect of bpsx, whose report needs all frames.
+#: What is cut. Other exceptions are somebody else's, or a defect of bpsx, whose report needs all
+#: frames.
 CUT = (BpsxError, KeyboardInterrupt)
-#: Packages through which bpsx calls itself: their frames alone are no reason to show what is below a call of bpsx.
+#: Packages through which bpsx calls itself: their frames alone are no reason to show what is below
+#: a call of bpsx.
 _FRAMEWORKS = {"torch", "tensorflow", "keras", "mxnet", "numpy", "numba", "cupy"}
 _NOT_THE_SCRIPTS = _FRAMEWORKS | {"bpsx", "contextlib", "functools"}
 
 
 def shorten(error: BaseException) -> None:
-    """Take bpsx's frames out of ``error``'s traceback, and out of those of the errors that led to it.
+    """Take bpsx's frames out of ``error``'s traceback, and out of those of the errors that led to
+    it.
 
-    For the function at which the error leaves bpsx: ``except CUT as error: shorten(error); raise``. A bare ``raise``
-    adds no frame of its own.
+    For the function at which the error leaves bpsx: ``except CUT as error: shorten(error); raise``.
+    A bare ``raise`` adds no frame of its own.
     """
     if full_tracebacks():
         return
@@ -51,14 +55,20 @@ def public(function: _Function) -> _Function:
             shorten(error)
             raise
 
-    call.cuts = True    # type: ignore[attr-defined]
-    return call     # type: ignore[return-value]
+    call.cuts = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 def public_methods(cls: _Class) -> _Class:
-    """``cls`` with its public methods and properties, ``__init__`` and ``__call__`` made :func:`public`."""
+    """``cls`` with its public methods and properties, ``__init__`` and ``__call__`` made
+    :func:`public`.
+    """
     for name, value in list(vars(cls).items()):
-        if name.startswith("_") and name not in ("__init__", "__call__") or getattr(value, "cuts", False):
+        if (
+            name.startswith("_")
+            and name not in ("__init__", "__call__")
+            or getattr(value, "cuts", False)
+        ):
             continue
         if isinstance(value, types.FunctionType):
             setattr(cls, name, public(value))
@@ -90,7 +100,7 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 def _root(frame: types.FrameType) -> str:
     """The top-level package of the code in ``frame``."""
     if frame.f_code.co_filename == "<string>" and frame.f_code.co_name.startswith("bpsx_"):
-        return "bpsx"       # what TensorFlow makes up to call our operations
+        return "bpsx"  # what TensorFlow makes up to call our operations
     return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
@@ -103,7 +113,9 @@ def _frames(traceback: types.TracebackType | None) -> Iterator[types.TracebackTy
 def _has_foreign(traceback: types.TracebackType | None) -> bool:
     """Whether code of the user's is in it, as a closure that an optimizer has called."""
     roots = {_root(entry.tb_frame) for entry in _frames(traceback)}
-    return any(r != "bpsx" and r not in _FRAMEWORKS and r not in sys.stdlib_module_names for r in roots)
+    return any(
+        r != "bpsx" and r not in _FRAMEWORKS and r not in sys.stdlib_module_names for r in roots
+    )
 
 
 def _without_ours(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -10,11 +10,21 @@ class Watcher:
     """One core's or lane's trace records, debug prints and statistics. Any thread."""
 
     def __init__(
-        self, who: str, *, workers: int = 0, show_time: bool = True, messages: bool = False, keys: bool = False, sample: int | None = None,
-        window: tuple[int, int] | None = None, stages: Iterable[tuple[int, str]] = (),
+        self,
+        who: str,
+        *,
+        workers: int = 0,
+        show_time: bool = True,
+        messages: bool = False,
+        keys: bool = False,
+        sample: int | None = None,
+        window: tuple[int, int] | None = None,
+        stages: Iterable[tuple[int, str]] = (),
     ) -> None:
-        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what to print; ``sample``: the key whose values are
-        printed, -1 for all; ``window``: (first, last) step to record; ``stages``: pairs (code, name)."""
+        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what to
+        print; ``sample``: the key whose values are printed, -1 for all; ``window``: (first, last)
+        step to record; ``stages``: pairs (code, name).
+        """
     def abi(self) -> Any:
         """A capsule named ``bpsx.Watch``."""
     def live(self, on: bool) -> None:

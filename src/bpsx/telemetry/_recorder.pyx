@@ -10,7 +10,9 @@ from libc.string cimport strncpy
 
 from bpsx.core.slab cimport drop_records
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
-from bpsx.core.trace.recorder cimport BLOCK_RECORDS, LIVE, STAGE_NAME_BYTES, STAGE_NAMES, WINDOW, Block, Late, Named, Record, Watch
+from bpsx.core.trace.recorder cimport (
+    BLOCK_RECORDS, LIVE, STAGE_NAME_BYTES, STAGE_NAMES, WINDOW, Block, Late, Named, Record, Watch,
+)
 
 
 def monotonic_ns() -> int:
@@ -19,16 +21,22 @@ def monotonic_ns() -> int:
 
 
 cdef class Watcher:
-    """One core's or lane's trace records, debug prints and statistics. Made before the core or lane, which writes; the methods read and may be
-    called from any thread."""
+    """One core's or lane's trace records, debug prints and statistics.
+
+    Made before the core or lane, which writes; the methods read and may be called from any thread.
+    """
     cdef Watch c
     cdef object lock
     cdef int64_t keys_seen      # Named *: the newest that `names` has returned
 
-    def __cinit__(self, str who, *, int workers=0, bint show_time=True, bint messages=False, bint keys=False, sample=None,
-                  window=None, stages=()):
-        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what to print; ``sample``: the key whose values are
-        printed, -1 for all; ``window``: (first, last) step to record; ``stages``: pairs (code, name)."""
+    def __cinit__(
+        self, str who, *, int workers=0, bint show_time=True, bint messages=False, bint keys=False,
+        sample=None, window=None, stages=()
+    ):
+        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what
+        to print; ``sample``: the key whose values are printed, -1 for all; ``window``: (first,
+        last) step to record; ``stages``: pairs (code, name).
+        """
         self.lock = threading.Lock()
         encoded = who.encode()
         strncpy(self.c.who, encoded, sizeof(self.c.who) - 1)
@@ -70,7 +78,9 @@ cdef class Watcher:
         self._look()
 
     def take(self) -> bytes:
-        """The records that have been written since the last call, as they lie in memory: ``Record`` of ``core/trace/recorder.pxd``, 48 bytes each."""
+        """The records that have been written since the last call, as they lie in memory:
+        ``Record`` of ``core/trace/recorder.pxd``, 48 bytes each.
+        """
         cdef Block *b
         cdef Block *following
         cdef int64_t n
@@ -83,7 +93,11 @@ cdef class Watcher:
                 following = <Block *>atomic_load(&b.next)
                 n = atomic_load(&b.n)
                 if n > self.c.taken:
-                    chunks.append(PyBytes_FromStringAndSize(<char *>&b.records[self.c.taken], (n - self.c.taken) * sizeof(Record)))
+                    chunks.append(
+                        PyBytes_FromStringAndSize(
+                            <char *>&b.records[self.c.taken], (n - self.c.taken) * sizeof(Record)
+                        )
+                    )
                     self.c.taken = n
                 if following == NULL:
                     break
@@ -104,7 +118,9 @@ cdef class Watcher:
             self.keys_seen = newest
             n = <Named *>newest
             while n != NULL and <int64_t>n != seen:
-                found.append((n.key, n.name[:n.name_bytes].decode("utf-8", "replace"), n.dtype, n.nbytes))
+                found.append(
+                    (n.key, n.name[:n.name_bytes].decode("utf-8", "replace"), n.dtype, n.nbytes)
+                )
                 n = n.next
         return found
 
@@ -114,11 +130,18 @@ cdef class Watcher:
         return self.c.lost
 
     def stats(self) -> dict:
-        """A lane's statistics: bytes received and sent, rounds that are open, nanoseconds from first to last push of all rounds."""
-        return {"bytes_received": self.c.received, "bytes_sent": self.c.sent, "open_rounds": self.c.open_rounds, "waited_ns": self.c.waited_ns}
+        """A lane's statistics: bytes received and sent, rounds that are open, nanoseconds from
+        first to last push of all rounds.
+        """
+        return {
+            "bytes_received": self.c.received, "bytes_sent": self.c.sent,
+            "open_rounds": self.c.open_rounds, "waited_ns": self.c.waited_ns
+        }
 
     def late(self) -> list:
-        """By rank: (rounds in which this worker was the last to push, nanoseconds that they waited for it alone)."""
+        """By rank: (rounds in which this worker was the last to push, nanoseconds that they
+        waited for it alone).
+        """
         return [(self.c.late[i].rounds, self.c.late[i].ns) for i in range(<int>self.c.n_late)]
 
     def __dealloc__(self):

@@ -1,8 +1,9 @@
 """The scheduler's clock, as well as a node can know it. Pure.
 
-A node sends its own time, the scheduler answers with its wall clock, and the answer comes back after a round trip. What the scheduler said was
-true at some moment within it; the middle is the best guess, and half the round trip bounds the error. Of a burst of round trips the shortest
-counts. Bursts are repeated, since clocks drift; in between, the offset is interpolated.
+A node sends its own time, the scheduler answers with its wall clock, and the answer comes back
+after a round trip. What the scheduler said was true at some moment within it; the middle is the
+best guess, and half the round trip bounds the error. Of a burst of round trips the shortest counts.
+Bursts are repeated, since clocks drift; in between, the offset is interpolated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class Estimate:
-    """At ``at`` (own monotonic clock) the other clock was ahead by ``offset``, give or take ``error``. All in ns."""
+    """At ``at`` (own monotonic clock) the other clock was ahead by ``offset``, give or take
+    ``error``.
+
+    All in ns.
+    """
 
     at: int
     offset: int
@@ -24,14 +29,21 @@ class Estimate:
 
 
 class Clock:
-    """Turns own monotonic times into the scheduler's wall-clock times. One thread adds, any may ask."""
+    """Turns own monotonic times into the scheduler's wall-clock times.
+
+    One thread adds, any may ask.
+    """
 
     def __init__(self) -> None:
         self._bursts: list[Estimate] = []
         self._best: Estimate | None = None
 
     def exchange(self, sent: int, theirs: int, received: int) -> None:
-        """One round trip of the present burst: own clock before and after, the other's in between, ns. Nonsense is ignored."""
+        """One round trip of the present burst: own clock before and after, the other's in between,
+        ns.
+
+        Nonsense is ignored.
+        """
         if not 0 <= sent <= received:
             return
         middle = (sent + received) // 2
@@ -62,7 +74,10 @@ class Clock:
 
 
 def offset_at(estimates: list[Estimate], at: int) -> int:
-    """The offset at own time ``at``: between the estimates next to it, or that of the nearest. ``estimates`` is in order of time, not empty."""
+    """The offset at own time ``at``: between the estimates next to it, or that of the nearest.
+
+    ``estimates`` is in order of time, not empty.
+    """
     i = bisect(estimates, at, key=lambda e: e.at)
     if i == 0 or i == len(estimates):
         return estimates[max(i - 1, 0)].offset

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 
 
 class Speed(tuple[float, float]):
-    """(milliseconds since the epoch, MB/s of tensors that came home), as BytePS has it. MB are 10^6 bytes.
+    """(milliseconds since the epoch, MB/s of tensors that came home), as BytePS has it.
 
-    ``sent`` and ``received``: MB/s on the wire in the same time, headers included: less than the tensors' where those are compressed.
+    MB are 10^6 bytes.
+
+    ``sent`` and ``received``: MB/s on the wire in the same time, headers included: less than the
+    tensors' where those are compressed.
     """
 
     sent: float
@@ -23,7 +26,10 @@ class Speed(tuple[float, float]):
 
     def __repr__(self) -> str:
         """With what the tuple does not show."""
-        return f"Speed(ms={self[0]!r}, home={self[1]!r}, sent={self.sent!r}, received={self.received!r})"
+        return (
+            f"Speed(ms={self[0]!r}, home={self[1]!r}, sent={self.sent!r},"
+            f" received={self.received!r})"
+        )
 
     def __getnewargs__(self) -> tuple[float, float, float, float]:
         """For copies."""
@@ -31,7 +37,9 @@ class Speed(tuple[float, float]):
 
 
 class Speedometer:
-    """Speeds since the last look; those of the look before, while nothing has been under way since."""
+    """Speeds since the last look; those of the look before, while nothing has been under way
+    since.
+    """
 
     def __init__(self) -> None:
         self._last: Mapping[str, int] = {}
@@ -40,9 +48,14 @@ class Speedometer:
     def read(self, counters: Mapping[str, int]) -> Speed:
         """``counters``: of :meth:`bpsx._core.Core.counters`."""
         before, self._last = self._last, dict(counters)
-        grown = {key: counters[key] - before.get(key, 0) for key in ("tensor_bytes", "bytes_sent", "bytes_received", "busy_ns")}
+        grown = {
+            key: counters[key] - before.get(key, 0)
+            for key in ("tensor_bytes", "bytes_sent", "bytes_received", "busy_ns")
+        }
         spent = grown["busy_ns"]
         if spent:
-            home, sent, received = (grown[key] * 1e3 / spent for key in ("tensor_bytes", "bytes_sent", "bytes_received"))
+            home, sent, received = (
+                grown[key] * 1e3 / spent for key in ("tensor_bytes", "bytes_sent", "bytes_received")
+            )
             self._rates = home, sent, received
         return Speed(time.time() * 1000, *self._rates)

@@ -1,6 +1,9 @@
-"""Trace records become Chrome's trace JSON, and the files of a job become one. Pure, apart from reading and writing the files.
+"""Trace records become Chrome's trace JSON, and the files of a job become one.
 
-``python -m bpsx.telemetry.timeline merge DIR [-o FILE]`` joins what the processes of a job have written.
+Pure, apart from reading and writing the files.
+
+``python -m bpsx.telemetry.timeline merge DIR [-o FILE]`` joins what the processes of a job have
+written.
 """
 
 from __future__ import annotations
@@ -18,16 +21,34 @@ from bpsx.telemetry.clock_sync import Estimate, offset_at
 
 _RECORD = struct.Struct("<qqQQIIBBhI")
 #: The same for NumPy.
-LAYOUT = [("begin", "<i8"), ("end", "<i8"), ("key", "<u8"), ("nbytes", "<u8"), ("step", "<u4"), ("peer", "<u4"), ("what", "u1"), ("flags", "u1"),
-          ("status", "<i2"), ("spare", "<u4")]
+LAYOUT = [
+    ("begin", "<i8"),
+    ("end", "<i8"),
+    ("key", "<u8"),
+    ("nbytes", "<u8"),
+    ("step", "<u4"),
+    ("peer", "<u4"),
+    ("what", "u1"),
+    ("flags", "u1"),
+    ("status", "<i2"),
+    ("spare", "<u4"),
+]
 TOTAL, RECEIVE, SUM, SEND, ROUND = 0, 64, 65, 66, 67
 WINDOW, LIVE = 1, 2
 #: What a record is of, by its code: the stages by their own names, and what only servers do.
-NAMES: dict[int, str] = {**{s.value: s.name for s in Stage if s is not Stage.END},
-                         RECEIVE: "RECEIVE", SUM: "SUM", SEND: "SEND", ROUND: "ROUND"}
+NAMES: dict[int, str] = {
+    **{s.value: s.name for s in Stage if s is not Stage.END},
+    RECEIVE: "RECEIVE",
+    SUM: "SUM",
+    SEND: "SEND",
+    ROUND: "ROUND",
+}
 FILE = "comm.json"
 #: What may be the matter with a timeline without events.
-NO_EVENTS = "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its own count of push_pulls"
+NO_EVENTS = (
+    "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its own count of"
+    " push_pulls"
+)
 
 
 class Record(NamedTuple):
@@ -56,14 +77,19 @@ def pack(begin: int, end: int, key: int, nbytes: int, step: int, what: int, flag
 
 
 def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
-    """A complete event. ``ts`` and ``end`` in microseconds: whole ones, so that what is nested stays nested and no digit is lost."""
+    """A complete event.
+
+    ``ts`` and ``end`` in microseconds: whole ones, so that what is nested stays nested and no digit
+    is lost.
+    """
     name = f"Comm.{tensor}"
     args: dict[str, Any] = {"name": name, "step": r.step, "bytes": r.nbytes}
     tid = str(r.key)
     if r.what == TOTAL:
         tid = "total"
     elif r.what in (RECEIVE, SUM):
-        # Of one key and worker these follow each other; of one key alone a push may arrive while another one is summed.
+        # Of one key and worker these follow each other; of one key alone a push may arrive while
+        # another one is summed.
         tid += f" worker {r.peer}"
         args["worker"] = r.peer
     elif r.what == ROUND:
@@ -71,21 +97,35 @@ def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
     if r.status < 0:
         args["status"] = r.status
     full = name if r.what == TOTAL else f"{name}.{NAMES.get(r.what, f'STAGE_{r.what}')}"
-    return {"ph": "X", "args": args, "pid": name, "name": full, "ts": ts, "dur": end - ts, "tid": tid}
+    return {
+        "ph": "X",
+        "args": args,
+        "pid": name,
+        "name": full,
+        "ts": ts,
+        "dur": end - ts,
+        "tid": tid,
+    }
 
 
-def events(records: Sequence[Record], names: Mapping[int, str], estimates: list[Estimate]) -> list[dict[str, Any]]:
-    """Events in order of time. ``names``: key -> tensor; ``estimates`` of the scheduler's clock, in order, at least one.
+def events(
+    records: Sequence[Record], names: Mapping[int, str], estimates: list[Estimate]
+) -> list[dict[str, Any]]:
+    """Events in order of time.
 
-    A push_pull that was submitted while an earlier one of the same tensor was under way is drawn from that one's end on: events of one
-    row must not overlap. ``args.submitted`` has the time then.
+    ``names``: key -> tensor; ``estimates`` of the scheduler's clock, in order, at least one.
+
+    A push_pull that was submitted while an earlier one of the same tensor was under way is drawn
+    from that one's end on: events of one row must not overlap. ``args.submitted`` has the time
+    then.
     """
     made = []
     busy: dict[str, int] = {}
-    for r in sorted(records, key=lambda r: (r.end if r.what == TOTAL else r.begin)):
+    for r in sorted(records, key=lambda r: r.end if r.what == TOTAL else r.begin):
         tensor = names.get(r.key, f"key {r.key}")
-        # Each end by itself: the scheduler's time grows with our own, so what is nested stays nested. (One offset for both would shift
-        # neighbours that begin at different times against each other.)
+        # Each end by itself: the scheduler's time grows with our own, so what is nested stays
+        # nested. (One offset for both would shift neighbours that begin at different times against
+        # each other.)
         ts, end = ((t + offset_at(estimates, t)) // 1000 for t in (r.begin, r.end))
         made.append(event(r, tensor, ts, end))
         if r.what == TOTAL:
@@ -100,18 +140,25 @@ def events(records: Sequence[Record], names: Mapping[int, str], estimates: list[
 def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
     """The whole file: one event per line; ``about`` says whose it is."""
     lines = ",\n".join(json.dumps(e, separators=(", ", ": ")) for e in made)
-    return f'{{"traceEvents": [\n{lines}\n],\n"displayTimeUnit": "ms",\n"otherData": {json.dumps(dict(about))}}}\n'
+    return (
+        f'{{"traceEvents": [\n{lines}\n],\n"displayTimeUnit": "ms",\n"otherData":'
+        f" {json.dumps(dict(about))}}}\n"
+    )
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file whole or not at all: who dies half-way leaves the one that was there. File and new folders are the user's alone.
+    """Write the file whole or not at all: who dies half-way leaves the one that was there.
+
+    File and new folders are the user's alone.
 
     Raises :class:`OSError`.
     """
     _make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        with open(
+            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w"
+        ) as file:
             file.write(text)
         os.replace(draft, path)
     except OSError:
@@ -126,14 +173,20 @@ def _make_folder(folder: Path) -> None:
 
 
 def write_own(path: Path, text: str, about: dict[str, Any]) -> Path:
-    """:func:`write`, unless another process of the same job has its timeline at ``path``: machines that share a file system have equal local
-    ranks. Then it goes to a folder named after the role and rank. Returns the path. Raises :class:`OSError`."""
-    elsewhere = path.parent.with_name(f"{about['role']}-{about['rank']}") / path.parent.name / path.name
+    """:func:`write`, unless another process of the same job has its timeline at ``path``: machines
+    that share a file system have equal local ranks.
+
+    Then it goes to a folder named after the role and rank. Returns the path. Raises
+    :class:`OSError`.
+    """
+    elsewhere = (
+        path.parent.with_name(f"{about['role']}-{about['rank']}") / path.parent.name / path.name
+    )
     claim = path.with_name(f".{path.name}.{about['job']}")
     _make_folder(path.parent)
     try:
         os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except FileExistsError:         # somebody of this job is writing there at this moment
+    except FileExistsError:  # somebody of this job is writing there at this moment
         write(elsewhere, text)
         return elsewhere
     try:
@@ -148,13 +201,17 @@ def _of_another(path: Path, about: dict[str, Any]) -> bool:
     """Whether there is the timeline of another process of this very job."""
     try:
         found = json.loads(path.read_text())["otherData"]
-        return bool(found["job"] == about["job"] and (found["role"], found["rank"]) != (about["role"], about["rank"]))
+        return bool(
+            found["job"] == about["job"]
+            and (found["role"], found["rank"]) != (about["role"], about["rank"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def merge(folder: Path) -> dict[str, Any]:
-    """The job's timeline out of the files below ``folder``: one process per role and rank, one row per tensor and partition.
+    """The job's timeline out of the files below ``folder``: one process per role and rank, one row
+    per tensor and partition.
 
     Raises :class:`ValueError` naming a file that is none of ours, or if there is none.
     """
@@ -166,10 +223,16 @@ def merge(folder: Path) -> dict[str, Any]:
         jobs.setdefault(str(about.get("job", "")), path)
         if len(jobs) > 1:
             first, second = jobs.values()
-            raise ValueError(f"{folder}: {first} and {second} are of different jobs: merge a folder that holds one job's timelines")
+            raise ValueError(
+                f"{folder}: {first} and {second} are of different jobs: merge a folder that holds"
+                " one job's timelines"
+            )
         who = (0 if about["role"] == "worker" else 1, int(about["rank"]))
         found.setdefault(who, []).extend(made)
-        titles[who] = f"{about['role']} {about['rank']} ({about.get('host', '?')}, pid {about.get('pid', '?')})"
+        titles[who] = (
+            f"{about['role']} {about['rank']} ({about.get('host', '?')}, pid"
+            f" {about.get('pid', '?')})"
+        )
     if not found:
         raise ValueError(f"{folder}: no comm.json in it or below")
     out: list[dict[str, Any]] = []
@@ -190,23 +253,44 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return made, about
 
 
-def _process(pid: int, title: str, made: list[dict[str, Any]], first_tid: int) -> list[dict[str, Any]]:
-    """One process's events with numbers for pid and tid, which all viewers take, and the names that belong to them.
+def _process(
+    pid: int, title: str, made: list[dict[str, Any]], first_tid: int
+) -> list[dict[str, Any]]:
+    """One process's events with numbers for pid and tid, which all viewers take, and the names that
+    belong to them.
 
-    ``first_tid`` is beyond all pids: a viewer takes the thread whose tid is the pid for the process's main thread, and says so.
+    ``first_tid`` is beyond all pids: a viewer takes the thread whose tid is the pid for the
+    process's main thread, and says so.
     """
     out: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
     ]
     made = sorted(made, key=lambda e: (e["ts"], -e["dur"]))
-    # A tensor's rows stay together, its total first, in the order in which tensors appear. Perfetto orders by tid, chrome://tracing by the index.
+    # A tensor's rows stay together, its total first, in the order in which tensors appear. Perfetto
+    # orders by tid, chrome://tracing by the index.
     tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys(_row(e)[0] for e in made))}
     rows = sorted({_row(e) for e in made}, key=lambda row: (tensors[row[0]], _place(row[1])))
     tids = {row: first_tid + i for i, row in enumerate(rows)}
     for (tensor, part), tid in tids.items():
-        out.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"{tensor}: {part}"}})
-        out.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        out.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": tid,
+                "args": {"name": f"{tensor}: {part}"},
+            }
+        )
+        out.append(
+            {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": tid},
+            }
+        )
     out += [{**e, "pid": pid, "tid": tids[_row(e)]} for e in made]
     return out
 
@@ -217,20 +301,29 @@ def _row(event: dict[str, Any]) -> tuple[str, str]:
 
 
 def _place(row: str) -> tuple[int, str]:
-    """Where a row stands among its tensor's: the total first, then by key, on servers with the workers below."""
+    """Where a row stands among its tensor's: the total first, then by key, on servers with the
+    workers below.
+    """
     key, _, rest = row.partition(" ")
     return (int(key) if key.isdigit() else -1, rest)
 
 
 def merge_to(folder: Path, path: Path) -> int:
-    """Merge the files below ``folder`` into ``path``; returns how many events. Raises :class:`ValueError`, :class:`OSError`."""
+    """Merge the files below ``folder`` into ``path``; returns how many events.
+
+    Raises :class:`ValueError`, :class:`OSError`.
+    """
     merged = merge(folder)
     write(path, json.dumps(merged))
     return sum(e["ph"] == "X" for e in merged["traceEvents"])
 
 
 def tell_merge(folder: Path, output: Path | None, prefix: str) -> int:
-    """:func:`merge_to`, by default into ``merged.json``, and print what came of it; errors with ``prefix``. Returns the exit status."""
+    """:func:`merge_to`, by default into ``merged.json``, and print what came of it; errors with
+    ``prefix``.
+
+    Returns the exit status.
+    """
     path = output or folder / "merged.json"
     try:
         found = merge_to(folder, path)
@@ -245,9 +338,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """``merge DIR [-o FILE]``. Returns the exit status."""
     import argparse
 
-    parser = argparse.ArgumentParser("python -m bpsx.telemetry.timeline", description="Join the timelines that the processes of a job have written.")
+    parser = argparse.ArgumentParser(
+        "python -m bpsx.telemetry.timeline",
+        description="Join the timelines that the processes of a job have written.",
+    )
     parser.add_argument("action", choices=["merge"])
-    parser.add_argument("folder", type=Path, help="the job's BYTEPS_TRACE_DIR, with what other machines wrote copied into it")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="the job's BYTEPS_TRACE_DIR, with what other machines wrote copied into it",
+    )
     parser.add_argument("-o", "--output", type=Path, help="default: merged.json in the folder")
     options = parser.parse_args(arguments)
     return tell_merge(options.folder, options.output, "bpsx.telemetry.timeline")

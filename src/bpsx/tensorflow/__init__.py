@@ -10,10 +10,15 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "tensorflow":
         raise
-    raise ImportError("bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow", name="tensorflow") from None
+    raise ImportError(
+        "bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow", name="tensorflow"
+    ) from None
 if tuple(int(part) for part in _tf.__version__.split(".")[:2]) < (2, 21):
-    raise ImportError(f"bpsx.tensorflow needs TensorFlow 2.21 or newer, this is {_tf.__version__}: pip install --upgrade tensorflow",
-                      name="tensorflow")
+    raise ImportError(
+        f"bpsx.tensorflow needs TensorFlow 2.21 or newer, this is {_tf.__version__}: pip install"
+        " --upgrade tensorflow",
+        name="tensorflow",
+    )
 
 from importlib import import_module as _import_module  # noqa: E402
 from typing import Any as _Any  # noqa: E402
@@ -36,23 +41,57 @@ from bpsx.tensorflow.compression import Compression  # noqa: E402
 from bpsx.tensorflow.interrupted import show_interrupts as _show_interrupts  # noqa: E402
 from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
 from bpsx.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
-from bpsx.tensorflow.reductions import Adasum, Average, ReduceOps, Sum, handle_average_backwards_compatibility  # noqa: E402
+from bpsx.tensorflow.reductions import (
+    Adasum,
+    Average,
+    ReduceOps,
+    Sum,
+    handle_average_backwards_compatibility,
+)  # noqa: E402
 from bpsx.tensorflow.tape import DistributedGradientTape  # noqa: E402
-from bpsx.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables  # noqa: E402
+from bpsx.tensorflow.variables import (
+    BroadcastGlobalVariablesHook,
+    broadcast_global_variables,
+    broadcast_variables,
+)  # noqa: E402
 
 _show_interrupts()
 
 __all__ = [
-    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "CompressionState", "DistributedGradientTape", "DistributedOptimizer",
-    "ReduceOps", "Sum", "UnsupportedTensor", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed",
-    "handle_average_backwards_compatibility", "init", "join", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size",
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "CompressionState",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "ReduceOps",
+    "Sum",
+    "UnsupportedTensor",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "get_pushpull_speed",
+    "handle_average_backwards_compatibility",
+    "init",
+    "join",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
     "suspend",
 ]
 
 
 def __dir__() -> list[str]:
     """Public names only: BytePS's, and ours."""
-    return sorted({*__all__, "distribute", "keras", *(name for name in globals() if name.startswith("__"))})
+    return sorted(
+        {*__all__, "distribute", "keras", *(name for name in globals() if name.startswith("__"))}
+    )
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """push_pull and broadcast as asynchronous operations of TensorFlow.
 
-Loading this library with ``tensorflow.load_op_library`` registers them; after that it can be imported.
+Loading this library with ``tensorflow.load_op_library`` registers them; after that it can be
+imported.
 """
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
@@ -10,7 +11,8 @@ from libc.stdlib cimport calloc, malloc
 from bpsx.plugin.adapter cimport Handle
 from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit, throw_away
 from bpsx.plugin.async_op cimport (
-    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call, room_for_dims,
+    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part,
+    free_call, new_call, room_for_dims,
 )
 from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.tensorflow.c_api cimport OK, Api, Done, find_all, is_known, move, run
@@ -19,11 +21,15 @@ from bpsx.tensorflow.operation cimport Execution, Kernel, drop_tensors, free_ker
 cdef extern from *:
     """
     void bpsx_tensorflow_register(void);
-    __attribute__((constructor)) static void bpsx_tensorflow_loaded(void) { bpsx_tensorflow_register(); }
+    __attribute__((constructor)) static void bpsx_tensorflow_loaded(void) {
+        bpsx_tensorflow_register(); }
     """
 
 # As DT_ in types.proto numbers them.
-cdef dict DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
+cdef dict DTYPES = {
+    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16",
+    19: "float16"
+}
 
 cdef Api api
 cdef Caller of_operation
@@ -53,14 +59,19 @@ cdef public void bpsx_tensorflow_register() noexcept nogil:
     op = api.new_op(b"BpsxBroadcast")
     api.add_input(op, b"tensors: T")
     api.add_output(op, b"copies: T")
-    api.add_attr(op, b"T: list({half, bfloat16, float, double, uint8, uint16, uint32, uint64, int8, int16, int32, int64, bool, complex64, "
-                     b"complex128}) >= 0")
+    api.add_attr(
+        op, b"T: list({half, bfloat16, float, double, uint8, uint16, uint32, uint64, int8, int16, "
+        b"int32, int64, bool, complex64, complex128}) >= 0"
+    )
     api.add_attr(op, b"names: list(string) >= 0")
     api.add_attr(op, b"root_rank: int")
     register(op, b"BpsxBroadcast", shapes_of_copies, make_broadcast)
 
 
-cdef void register(void *op, const char *name, void (*shapes)(void *, void *) noexcept nogil, void *(*make)(void *) noexcept nogil) noexcept nogil:
+cdef void register(
+    void *op, const char *name, void (*shapes)(void *, void *) noexcept nogil,
+    void *(*make)(void *) noexcept nogil
+) noexcept nogil:
     global missing
     cdef void *status = api.new_status()
     api.set_stateful(op, True)
@@ -127,23 +138,38 @@ cdef void read_attributes(void *making, Kernel *kernel, void *status) noexcept n
     api.attr_size(making, b"names", &n, &total, status)
     if api.code(status) != OK:
         return
-    kernel.names, kernel.lengths = <char **>calloc(n + 1, sizeof(char *)), <size_t *>calloc(n + 1, sizeof(size_t))
-    kernel.storage, kernel.priorities = <char *>malloc(total + 1), <int64_t *>calloc(n + 1, sizeof(int64_t))
-    if kernel.names == NULL or kernel.lengths == NULL or kernel.storage == NULL or kernel.priorities == NULL:
+    kernel.names, kernel.lengths = <char **>calloc(n + 1, sizeof(char *)), <size_t *>calloc(
+        n + 1, sizeof(size_t)
+    )
+    kernel.storage, kernel.priorities = <char *>malloc(total + 1), <int64_t *>calloc(
+        n + 1, sizeof(int64_t)
+    )
+    if (
+        kernel.names == NULL
+        or kernel.lengths == NULL
+        or kernel.storage == NULL
+        or kernel.priorities == NULL
+    ):
         api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
         return
     kernel.n = n
-    api.attr_strings(making, b"names", kernel.names, kernel.lengths, n, kernel.storage, total, status)
+    api.attr_strings(
+        making, b"names", kernel.names, kernel.lengths, n, kernel.storage, total, status
+    )
     if api.code(status) != OK:
         return
     if kernel.broadcasts:
         api.attr_int(making, b"root_rank", &kernel.root, status)
         if api.code(status) == OK and kernel.root < 0:
-            api.set_status(status, INVALID_ARGUMENT, b"bpsx: root_rank has to be the rank of a worker")
+            api.set_status(
+                status, INVALID_ARGUMENT, b"bpsx: root_rank has to be the rank of a worker"
+            )
         return
     api.attr_size(making, b"priorities", &n, &total, status)
     if api.code(status) == OK and <uint32_t>n != kernel.n:
-        api.set_status(status, INVALID_ARGUMENT, b"bpsx: there have to be as many priorities as names")
+        api.set_status(
+            status, INVALID_ARGUMENT, b"bpsx: there have to be as many priorities as names"
+        )
     if api.code(status) == OK:
         api.attr_ints(making, b"priorities", kernel.priorities, n, status)
     if api.code(status) == OK:
@@ -160,7 +186,10 @@ cdef object plan_of(Call *call):
     cdef Kernel *kernel = (<Execution *>call).kernel
     if kernel.waste.held == NULL:
         names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
-        plan = Plan(names, [kernel.priorities[i] for i in range(kernel.n)], kernel.average, kernel.root if kernel.broadcasts else -1, DTYPES)
+        plan = Plan(
+            names, [kernel.priorities[i] for i in range(kernel.n)], kernel.average,
+            kernel.root if kernel.broadcasts else -1, DTYPES
+        )
         Py_INCREF(plan)
         kernel.waste.held = <void *>plan
     return <object>kernel.waste.held
@@ -175,8 +204,12 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
     if python_ends():
         api.set_status(status, ABORTED, b"bpsx: Python is ending, and with it all exchange")
     elif atomic_load(&distrusted) or not is_known(<Done *>done, known):
-        api.set_status(status, FAILED_PRECONDITION, b"bpsx: this TensorFlow tells operations in another way whom to call when they are done than "
-                                                    b"the one that bpsx knows: use a release that bpsx names in its documentation")
+        api.set_status(
+            status, FAILED_PRECONDITION,
+            b"bpsx: this TensorFlow tells operations in another way whom to call when they are "
+            b"done than the one that bpsx knows: use a release that bpsx names in its "
+            b"documentation"
+        )
     else:
         call = new_call((<Kernel *>kernel).n, &of_operation, sizeof(Execution))
         if call == NULL:
@@ -212,7 +245,9 @@ cdef void take_tensors(Execution *made, void *status) noexcept nogil:
             if api.n_bytes(rate) == sizeof(double):
                 made.call.rate = (<double *>api.data(rate))[0]
             else:
-                api.set_status(status, INVALID_ARGUMENT, b"bpsx: the learning rate has to be one number")
+                api.set_status(
+                    status, INVALID_ARGUMENT, b"bpsx: the learning rate has to be one number"
+                )
             api.delete_tensor(rate)
 
 
@@ -228,7 +263,9 @@ cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
     api.delete_tensor(given)        # while we hold it, it cannot become the output
     if api.code(status) != OK:
         return
-    part.made = api.make_output(made.context, &index, 1, index, part.dims, part.n_dims, &forwarded, status)
+    part.made = api.make_output(
+        made.context, &index, 1, index, part.dims, part.n_dims, &forwarded, status
+    )
     if api.code(status) != OK:
         return
     part.source = part.target = <char *>api.data(part.made)
@@ -241,7 +278,9 @@ cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
 cdef void take_shape(Part *part, void *tensor, void *status) noexcept nogil:
     cdef int d
     cdef int64_t *dims
-    part.n_dims, part.n_bytes, part.dtype = api.n_dims(tensor), api.n_bytes(tensor), api.dtype(tensor)
+    part.n_dims, part.n_bytes, part.dtype = (
+        api.n_dims(tensor), api.n_bytes(tensor), api.dtype(tensor)
+    )
     dims = room_for_dims(part)
     if dims == NULL:
         api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
@@ -264,14 +303,18 @@ cdef void settle(Call *call) noexcept nogil:
 
 
 cdef void keep_tensors(Call *call) noexcept:
-    """Have handles keep their tensors, which the transport may still read, for as long as it does."""
+    """Have handles keep their tensors, which the transport may still read, for as long as it
+    does.
+    """
     cdef uint32_t i
     cdef Handle handle
     for i in range(call.n):
         if call.parts[i].handle == NULL:
             continue
         handle = <Handle>call.parts[i].handle
-        handle.owner = handle.owner, keep(call.parts[i].given, api.delete_tensor), keep(call.parts[i].made, api.delete_tensor)
+        handle.owner = handle.owner, keep(call.parts[i].given, api.delete_tensor), keep(
+            call.parts[i].made, api.delete_tensor
+        )
         call.parts[i].given = call.parts[i].made = NULL
 
 
@@ -284,11 +327,19 @@ cdef void leave_tensors(Call *call) noexcept nogil:
 # ---- what Python sees
 
 def check() -> None:
-    """Raise :class:`ImportError`, naming what is missing, unless the operations have been registered."""
+    """Raise :class:`ImportError`, naming what is missing, unless the operations have been
+    registered.
+    """
     if missing != NULL:
-        raise ImportError(f"bpsx.tensorflow: the TensorFlow that is loaded lacks {missing.decode()}, which bpsx needs")
+        raise ImportError(
+            f"bpsx.tensorflow: the TensorFlow that is loaded lacks {missing.decode()}, which bpsx "
+            f"needs"
+        )
 
 
 def distrust(on: bool) -> None:
-    """Have all calls refused, as if TensorFlow's callbacks looked unlike what is known. For tests."""
+    """Have all calls refused, as if TensorFlow's callbacks looked unlike what is known.
+
+    For tests.
+    """
     atomic_store(&distrusted, on)

@@ -4,13 +4,22 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memset, strlen
 
 from bpsx.plugin._async_ops cimport Plan, end_call, python_ends, submit
-from bpsx.plugin.async_op cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call
-from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi, future_of, is_understood
+from bpsx.plugin.async_op cimport (
+    ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call,
+    new_call,
+)
+from bpsx.tensorflow.xla cimport (
+    EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi,
+    future_of, is_understood,
+)
 
 import json
 
 # As its foreign functions number them.
-cdef dict DTYPES = {11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16", 10: "float16"}
+cdef dict DTYPES = {
+    11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16",
+    10: "float16"
+}
 
 cdef struct Execution:
     Call call                   # first
@@ -26,7 +35,9 @@ of_xla.plan, of_xla.fail, of_xla.settle, of_xla.goes_first = plan_of, fail, sett
 
 
 cdef void *exchange(Frame *frame) noexcept nogil:
-    """Arguments: tensors, a learning rate (float64), what has to come before; results: as many tensors, and something that comes after."""
+    """Arguments: tensors, a learning rate (float64), what has to come before; results: as many
+    tensors, and something that comes after.
+    """
     cdef Execution *made
     cdef Call *call
     cdef int64_t i, n
@@ -35,10 +46,16 @@ cdef void *exchange(Frame *frame) noexcept nogil:
     if python_ends():
         return error_of(ffi, ABORTED, b"bpsx: Python is ending, and with it all exchange")
     if not is_understood(frame):
-        return error_of(ffi, INTERNAL, b"bpsx: the XLA of this TensorFlow describes calls otherwise than the one that bpsx knows")
+        return error_of(
+            ffi, INTERNAL,
+            b"bpsx: the XLA of this TensorFlow describes calls otherwise than the one that bpsx "
+            b"knows"
+        )
     n = frame.results.n - 1
     if frame.arguments.n != n + 2 or frame.attributes.n != 1:
-        return error_of(ffi, INVALID_ARGUMENT, b"bpsx: a call of bpsx_exchange that bpsx has not made")
+        return error_of(
+            ffi, INVALID_ARGUMENT, b"bpsx: a call of bpsx_exchange that bpsx has not made"
+        )
     call = new_call(<uint32_t>n, &of_xla, sizeof(Execution))
     if call == NULL:
         return error_of(ffi, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
@@ -57,7 +74,9 @@ cdef void *exchange(Frame *frame) noexcept nogil:
 
 
 cdef inline size_t size_of(int dtype) noexcept nogil:
-    """Bytes of an element: PRED, S8, U8; S16, U16, F16, BF16; S32, U32, F32; S64, U64, F64, C64; C128."""
+    """Bytes of an element: PRED, S8, U8; S16, U16, F16, BF16; S32, U32, F32; S64, U64, F64, C64;
+    C128.
+    """
     if dtype == 1 or dtype == 2 or dtype == 6:
         return 1
     if dtype == 3 or dtype == 7 or dtype == 10 or dtype == 16:

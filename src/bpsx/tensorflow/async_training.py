@@ -1,4 +1,6 @@
-"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what travels."""
+"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what
+travels.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,34 @@ PREFIX = "Async."
 def refuse_gradients(verb: str) -> None:
     """Raise :class:`ConfigError` in asynchronous training."""
     if adapter.session().config.asynchronous:
-        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: use "
-                          "DistributedOptimizer")
+        raise ConfigError(
+            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
+            " changes of weights: use DistributedOptimizer"
+        )
 
 
 class Weights:
-    """Moves the weights of one optimizer. The servers hold them: worker 0's, before the first step, for which all workers wait; no later step waits
-    for anybody."""
+    """Moves the weights of one optimizer.
+
+    The servers hold them: worker 0's, before the first step, for which all workers wait; no later
+    step waits for anybody.
+    """
 
     def __init__(self) -> None:
-        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()        # by session
+        # by session
+        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def step(self, base: Callable[[], Any], variables: Sequence[Any]) -> Any:
-        """Let ``base`` change ``variables``, push by how much, and assign what the servers have then. In a v1 graph: an operation that does it."""
+        """Let ``base`` change ``variables``, push by how much, and assign what the servers have
+        then.
+
+        In a v1 graph: an operation that does it.
+        """
         names = [PREFIX + name for name in names_of(variables)]
         if not tf.executing_eagerly() and not tf.inside_function():
             return self._step_in_graph(base, variables, names)
         compared("DistributedOptimizer", variables)
-        with tf.init_scope():           # when a function is traced: now
+        with tf.init_scope():  # when a function is traced: now
             self._seed(variables, names)
         before = [tf.identity(v) for v in variables]
         result = base()
@@ -45,36 +57,60 @@ class Weights:
             variable.assign(value)
         return result
 
-    def _moved(self, variables: Sequence[Any], before: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+    def _moved(
+        self, variables: Sequence[Any], before: list[tf.Tensor], names: list[str]
+    ) -> list[tf.Tensor]:
         changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
-        return sums(changes, names, average=False, priorities=[-i for i in range(len(names))], final=True)
+        return sums(
+            changes, names, average=False, priorities=[-i for i in range(len(names))], final=True
+        )
 
     def _seed(self, variables: Sequence[Any], names: list[str]) -> None:
         seeded = self._seeded.setdefault(adapter.session(), set())
         new = [i for i, name in enumerate(names) if name not in seeded]
         seeded.update(names)
         given = [tf.convert_to_tensor(variables[i]) for i in new]
-        for i, value in zip(new, copies(given, [names[i] for i in new], 0, final=True), strict=True):
+        for i, value in zip(
+            new, copies(given, [names[i] for i in new], 0, final=True), strict=True
+        ):
             variables[i].assign(value)
 
-    def _step_in_graph(self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]) -> Any:
+    def _step_in_graph(
+        self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]
+    ) -> Any:
         """Nothing has an order there but what is said."""
-        # A resource, and no variable: checkpoints shall not hold it, for another job has to seed its own servers.
-        seeded = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=(), shared_name=tf.compat.v1.get_default_graph().unique_name("bpsx_seeded"))
+        # A resource, and no variable: checkpoints shall not hold it, for another job has to seed
+        # its own servers.
+        seeded = tf.raw_ops.VarHandleOp(
+            dtype=tf.bool,
+            shape=(),
+            shared_name=tf.compat.v1.get_default_graph().unique_name("bpsx_seeded"),
+        )
 
         def seed() -> tf.Tensor:
             values = copies([v.read_value() for v in variables], names, 0, final=True)
-            assigned = [v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)]
+            assigned = [
+                v.assign(value, read_value=False)
+                for v, value in zip(variables, values, strict=True)
+            ]
             with tf.control_dependencies(assigned):
                 done = tf.raw_ops.AssignVariableOp(resource=seeded, value=True)
             with tf.control_dependencies([done]):
                 return tf.constant(True)
 
-        with tf.control_dependencies([tf.cond(tf.raw_ops.VarIsInitializedOp(resource=seeded), lambda: tf.constant(True), seed)]):
+        with tf.control_dependencies(
+            [
+                tf.cond(
+                    tf.raw_ops.VarIsInitializedOp(resource=seeded), lambda: tf.constant(True), seed
+                )
+            ]
+        ):
             before = [v.read_value() for v in variables]
         with tf.control_dependencies(before):
             stepped = base()
         with tf.control_dependencies([stepped]):
             now = [v.read_value() for v in variables]
         values = self._moved(now, before, names)
-        return tf.group(*[v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)])
+        return tf.group(
+            *[v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)]
+        )

@@ -1,5 +1,6 @@
-# TensorFlow's C API, found in the library that is loaded: there is no TensorFlow where bpsx is built. c/kernels.h, c/ops.h, c/tf_tensor.h and
-# c/tf_status.h of TensorFlow say what each function does; its objects are `void *` here.
+# TensorFlow's C API, found in the library that is loaded: there is no TensorFlow where bpsx is
+# built. c/kernels.h, c/ops.h, c/tf_tensor.h and c/tf_status.h of TensorFlow say what each function
+# does; its objects are `void *` here.
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy, memset, strrchr, strstr
 
@@ -21,7 +22,9 @@ cdef struct Api:
     void (*add_input)(void *op, const char *spec) noexcept nogil
     void (*add_output)(void *op, const char *spec) noexcept nogil
     void (*set_stateful)(void *op, bint on) noexcept nogil
-    void (*set_shapes)(void *op, void (*infer)(void *context, void *status) noexcept nogil) noexcept nogil
+    void (*set_shapes)(
+        void *op, void (*infer)(void *context, void *status) noexcept nogil
+    ) noexcept nogil
     void (*register_op)(void *op, void *status) noexcept nogil
     int64_t (*n_shapes)(void *context) noexcept nogil
     void *(*new_shape)() noexcept nogil
@@ -29,13 +32,22 @@ cdef struct Api:
     void (*set_shape)(void *context, int i, void *shape, void *status) noexcept nogil
     void (*delete_shape)(void *shape) noexcept nogil
     # Its kernels
-    void *(*new_kernel)(const char *op, const char *device, void *(*create)(void *) noexcept nogil,
-                        void (*compute)(void *, void *, void *) noexcept nogil, void (*forget)(void *) noexcept nogil) noexcept nogil
+    void *(*new_kernel)(
+        const char *op, const char *device, void *(*create)(void *) noexcept nogil,
+        void (*compute)(void *, void *, void *) noexcept nogil,
+        void (*forget)(void *) noexcept nogil
+    ) noexcept nogil
     void (*register_kernel)(const char *name, void *builder, void *status) noexcept nogil
-    void (*attr_size)(void *making, const char *name, int32_t *n, int32_t *total, void *status) noexcept nogil
-    void (*attr_strings)(void *making, const char *name, char **values, size_t *lengths, int n, void *storage, size_t size,
-                         void *status) noexcept nogil
-    void (*attr_ints)(void *making, const char *name, int64_t *values, int n, void *status) noexcept nogil
+    void (*attr_size)(
+        void *making, const char *name, int32_t *n, int32_t *total, void *status
+    ) noexcept nogil
+    void (*attr_strings)(
+        void *making, const char *name, char **values, size_t *lengths, int n, void *storage,
+        size_t size, void *status
+    ) noexcept nogil
+    void (*attr_ints)(
+        void *making, const char *name, int64_t *values, int n, void *status
+    ) noexcept nogil
     void (*attr_int)(void *making, const char *name, int64_t *value, void *status) noexcept nogil
     void (*attr_bool)(void *making, const char *name, uint8_t *value, void *status) noexcept nogil
     void (*fail_making)(void *making, void *status) noexcept nogil
@@ -43,8 +55,10 @@ cdef struct Api:
     int (*n_inputs)(void *context) noexcept nogil
     int (*n_outputs)(void *context) noexcept nogil
     void (*get_input)(void *context, int i, void **tensor, void *status) noexcept nogil
-    void *(*make_output)(void *context, const int *candidates, int n, int i, const int64_t *dims, int n_dims, int *forwarded,
-                         void *status) noexcept nogil
+    void *(*make_output)(
+        void *context, const int *candidates, int n, int i, const int64_t *dims, int n_dims,
+        int *forwarded, void *status
+    ) noexcept nogil
     void (*fail)(void *context, void *status) noexcept nogil
     void (*run_done)(void *done) noexcept nogil
     # Tensors and statuses
@@ -61,7 +75,9 @@ cdef struct Api:
     void (*delete_status)(void *status) noexcept nogil
 
 
-cdef inline void find(void *library, const char **missing, const char *name, void **where) noexcept nogil:
+cdef inline void find(
+    void *library, const char **missing, const char *name, void **where
+) noexcept nogil:
     """Put the address of a function there, or note the first that is not to be had."""
     where[0] = dlsym(library, name)
     if where[0] == NULL and missing[0] == NULL:
@@ -79,7 +95,10 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     find(library, &missing, b"TF_OpDefinitionBuilderAddInput", <void **>&api.add_input)
     find(library, &missing, b"TF_OpDefinitionBuilderAddOutput", <void **>&api.add_output)
     find(library, &missing, b"TF_OpDefinitionBuilderSetIsStateful", <void **>&api.set_stateful)
-    find(library, &missing, b"TF_OpDefinitionBuilderSetShapeInferenceFunction", <void **>&api.set_shapes)
+    find(
+        library, &missing, b"TF_OpDefinitionBuilderSetShapeInferenceFunction",
+        <void **>&api.set_shapes
+    )
     find(library, &missing, b"TF_RegisterOpDefinition", <void **>&api.register_op)
     find(library, &missing, b"TF_ShapeInferenceContextNumInputs", <void **>&api.n_shapes)
     find(library, &missing, b"TF_NewShapeHandle", <void **>&api.new_shape)
@@ -89,7 +108,9 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     find(library, &missing, b"TF_NewAsyncKernelBuilder", <void **>&api.new_kernel)
     find(library, &missing, b"TF_RegisterKernelBuilder", <void **>&api.register_kernel)
     find(library, &missing, b"TF_OpKernelConstruction_GetAttrSize", <void **>&api.attr_size)
-    find(library, &missing, b"TF_OpKernelConstruction_GetAttrStringList", <void **>&api.attr_strings)
+    find(
+        library, &missing, b"TF_OpKernelConstruction_GetAttrStringList", <void **>&api.attr_strings
+    )
     find(library, &missing, b"TF_OpKernelConstruction_GetAttrInt64List", <void **>&api.attr_ints)
     find(library, &missing, b"TF_OpKernelConstruction_GetAttrInt64", <void **>&api.attr_int)
     find(library, &missing, b"TF_OpKernelConstruction_GetAttrBool", <void **>&api.attr_bool)
@@ -114,9 +135,11 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     return missing
 
 
-# What TensorFlow hands an asynchronous kernel as its callback is the address of a std::function<void()> on the caller's stack: it has to be moved
-# out before the kernel returns. This is what libstdc++ makes of one: 16 bytes of what it holds, or of a pointer to that; who knows how to copy and
-# destroy it; who calls it. No header promises it, so `is_known` looks at each before it is touched.
+# What TensorFlow hands an asynchronous kernel as its callback is the address of a
+# std::function<void()> on the caller's stack: it has to be moved out before the kernel returns.
+# This is what libstdc++ makes of one: 16 bytes of what it holds, or of a pointer to that; who knows
+# how to copy and destroy it; who calls it. No header promises it, so `is_known` looks at each
+# before it is touched.
 cdef struct Done:
     char held[16]
     int (*manager)(Done *target, const Done *source, int op) noexcept nogil
@@ -137,7 +160,10 @@ cdef inline bint is_of_tensorflow(const void *address) noexcept nogil:
 
 
 cdef inline bint is_known(const Done *done, void **known) noexcept nogil:
-    """Whether ``done`` looks as described: both pointers are to functions of TensorFlow's. ``known``: two of those seen before, for the next."""
+    """Whether ``done`` looks as described: both pointers are to functions of TensorFlow's.
+
+    ``known``: two of those seen before, for the next.
+    """
     cdef void *manager = <void *>done.manager
     cdef void *invoker = <void *>done.invoker
     if manager == NULL or invoker == NULL:

@@ -20,11 +20,18 @@ class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
     """What TensorFlow's checkpoints have as a text; derived classes know what it is of."""
 
     def serialize(self) -> bytes:
-        """The state. Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if gradients under way do not end."""
+        """The state.
+
+        Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if
+        gradients under way do not end.
+        """
         return packed(self._save())
 
     def deserialize(self, string_value: bytes) -> None:
-        """Put back what :meth:`serialize` has given, by another one perhaps. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+        """Put back what :meth:`serialize` has given, by another one perhaps.
+
+        Raises :class:`~bpsx.errors.ConfigError` for anything else.
+        """
         self._load(unpacked(string_value))
 
     @abc.abstractmethod
@@ -38,11 +45,14 @@ class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
 
 @public_methods
 class CompressionState(Archived):
-    """What compression keeps, on this worker, of the gradients of ``variables``: for ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
+    """What compression keeps, on this worker, of the gradients of ``variables``: for
+    ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
 
-    Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1. Each worker has to save and load a state of its own,
-    see "Checkpoints" in ``docs/compression.md``; on worker 0 it has what the servers keep. What belongs to a variable is known by its place among
-    ``variables``. Not to be saved or loaded while gradients are under way. Thread-safe.
+    Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1.
+    Each worker has to save and load a state of its own, see "Checkpoints" in
+    ``docs/compression.md``; on worker 0 it has what the servers keep. What belongs to a variable is
+    known by its place among ``variables``. Not to be saved or loaded while gradients are under way.
+    Thread-safe.
     """
 
     def __init__(self, variables: Iterable[Any]) -> None:
@@ -55,7 +65,9 @@ class CompressionState(Archived):
     def _load(self, saved: dict[str, Any]) -> None:
         compressing = adapter.session().compressing
         wires = self._wires()
-        compressing.restore({wire: saved[str(i)] for i, wire in enumerate(wires) if str(i) in saved})
+        compressing.restore(
+            {wire: saved[str(i)] for i, wire in enumerate(wires) if str(i) in saved}
+        )
         compressing.forget([wire for i, wire in enumerate(wires) if str(i) not in saved])
 
     def _wires(self) -> list[str]:

@@ -29,38 +29,61 @@ USERS = "Users of gradients from "
 KINDS = "Kinds of gradients from "
 
 
-#: By session: whether a source has sparse gradients (tf.IndexedSlices) on any worker, and dense ones on none, where that is known. Workers agree.
+#: By session: whether a source has sparse gradients (tf.IndexedSlices) on any worker, and dense
+#: ones on none, where that is known. Workers agree.
 _sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
-    """Sums or averages gradients. Thread-safe in what it calls; one thread at a time may call it first.
+    """Sums or averages gradients.
 
-    ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way. ``sparse_as_dense``: nothing travels as
-    IndexedSlices. ``anew``: nothing is kept of what compression had left over under the same names; otherwise it goes on, as from one step's tape to
-    the next's. ``has_momentum``: the optimizer whose gradients these are has its own. Raises :class:`ConfigError`.
+    Thread-safe in what it calls; one thread at a time may call it first.
+
+    ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way.
+    ``sparse_as_dense``: nothing travels as IndexedSlices. ``anew``: nothing is kept of what
+    compression had left over under the same names; otherwise it goes on, as from one step's tape to
+    the next's. ``has_momentum``: the optimizer whose gradients these are has its own. Raises
+    :class:`ConfigError`.
     """
 
     #: Methods that a distributed optimizer of Keras gets besides, by name.
     methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
-        self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool, anew: bool = True,
+        self,
+        verb: str,
+        average: bool,
+        compression: type[Compressor],
+        params: Params,
+        sparse_as_dense: bool,
+        anew: bool = True,
         has_momentum: bool = False,
     ) -> None:
         check_compression(compression, verb)
         check_params(params, verb, has_momentum)
         check_flag(sparse_as_dense, "sparse_as_dense", verb)
         if params and compression is not NoneCompressor:
-            raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
-        self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
+            raise ConfigError(
+                f"{verb}: compression={compression.__name__} and compression_params: give one of"
+                " them"
+            )
+        self._verb, self._average, self._compression, self._params, self._as_dense = (
+            verb,
+            average,
+            compression,
+            params,
+            sparse_as_dense,
+        )
         self._anew = anew
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
-        self._rates = False         # whether compression needs the learning rate
-        self._choices: dict[str, adapter.Compression] = {}     # by the names of sources, of those that are compressed
-        self._wires: list[str] = []                             # of which this has taken charge, in the order of sources
+        self._rates = False  # whether compression needs the learning rate
+        # by the names of sources, of those that are compressed
+        self._choices: dict[str, adapter.Compression] = {}
+        # of which this has taken charge, in the order of sources
+        self._wires: list[str] = []
         self.keeping = Keeping(self._wires)
-        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
+        # by session
+        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def alike(self) -> Exchange:
         """Another one, of the same options."""
@@ -76,13 +99,19 @@ class Exchange:
         return bool(self._params)
 
     def check_async(self) -> None:
-        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights travel in their place."""
+        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights
+        travel in their place.
+        """
         if self._params or self._compression is not NoneCompressor:
-            raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave compression "
-                              "and compression_params out")
+            raise ConfigError(
+                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights,"
+                " in their own type: leave compression and compression_params out"
+            )
 
     def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
-        """Say how the gradients of these travel, once in a job. ``momentum``: the optimizer's own, whose place compression may take.
+        """Say how the gradients of these travel, once in a job.
+
+        ``momentum``: the optimizer's own, whose place compression may take.
 
         Raises :class:`ConfigError`.
         """
@@ -93,12 +122,22 @@ class Exchange:
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
         if new:
-            own = own_names_of(sources)         # as users say them
-            chosen = choose(self._params, own, self._verb, momentum.by_name(own) if momentum is not None else {})
-            self._choices.update({name: chosen[o] for name, o in zip(names, own, strict=True) if o in chosen})
-            self._rates = self._rates or any(choice.ef == "corrected" for choice in self._choices.values())
+            own = own_names_of(sources)  # as users say them
+            chosen = choose(
+                self._params, own, self._verb, momentum.by_name(own) if momentum is not None else {}
+            )
+            self._choices.update(
+                {name: chosen[o] for name, o in zip(names, own, strict=True) if o in chosen}
+            )
+            self._rates = self._rates or any(
+                choice.ef == "corrected" for choice in self._choices.values()
+            )
             for name in new:
-                session.declare(PREFIX + name, self._choices.get(name), anew=self._anew and PREFIX + name not in self._wires)
+                session.declare(
+                    PREFIX + name,
+                    self._choices.get(name),
+                    anew=self._anew and PREFIX + name not in self._wires,
+                )
             known.update(new)
             self._wires += [PREFIX + name for name in new if PREFIX + name not in self._wires]
             self.keeping.put_back()
@@ -117,15 +156,22 @@ class Exchange:
 
     @counted_together(PREFIX, USERS, KINDS)
     def __call__(
-        self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None,
-        among: Sequence[Any] | None = None, instead: Mapping[int, Any] | None = None,
+        self,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        rate: Any = None,
+        momentum: Momentum | None = None,
+        among: Sequence[Any] | None = None,
+        instead: Mapping[int, Any] | None = None,
     ) -> list[Any]:
-        """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None; ``sources``: what they are the gradients of.
+        """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None;
+        ``sources``: what they are the gradients of.
 
-        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's; ``among``: all that are sources at any time, if they
-        are known. None stays None if no worker has a gradient for that source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md.
-        ``instead``: by place, what to give for None, where others have one; else zeros. Raises :class:`ConfigError` for IndexedSlices that are to get
-        momentum.
+        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's;
+        ``among``: all that are sources at any time, if they are known. None stays None if no worker
+        has a gradient for that source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md.
+        ``instead``: by place, what to give for None, where others have one; else zeros. Raises
+        :class:`ConfigError` for IndexedSlices that are to get momentum.
         """
         names = names_of(sources)
         self.declare(sources if among is None else among, momentum)
@@ -135,16 +181,29 @@ class Exchange:
         wires = in_graph(plain)
         if wires != plain:
             self._declare_like(names, wires)
-        as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
+        as_dense = self._as_dense or xla.is_compiled()  # which has to know shapes
         eager = tf.executing_eagerly()
-        sparse = _all_sparse(found, wires) if eager and not as_dense else [isinstance(g, tf.IndexedSlices) and not as_dense for g in found]
-        found = [g if g is None else _slices(g) if s else tf.convert_to_tensor(g) for g, s in zip(found, sparse, strict=True)]
+        sparse = (
+            _all_sparse(found, wires)
+            if eager and not as_dense
+            else [isinstance(g, tf.IndexedSlices) and not as_dense for g in found]
+        )
+        found = [
+            g if g is None else _slices(g) if s else tf.convert_to_tensor(g)
+            for g, s in zip(found, sparse, strict=True)
+        ]
         used = [g is not None for g in found]
         if eager:
-            found = [_in_place_of(i, g, sources[i], sparse[i], instead or {}) for i, g in enumerate(found)]
+            found = [
+                _in_place_of(i, g, sources[i], sparse[i], instead or {})
+                for i, g in enumerate(found)
+            ]
         for i, gradient in enumerate(found):
             if gradient is not None:
-                check_summable(gradient.values if sparse[i] else gradient, f"{self._verb}: gradient of {names[i]!r}")
+                check_summable(
+                    gradient.values if sparse[i] else gradient,
+                    f"{self._verb}: gradient of {names[i]!r}",
+                )
         dense = [i for i, g in enumerate(found) if g is not None and not sparse[i]]
         counts = self._exchange_dense(found, dense, wires, used if eager else None, rate)
         for i, gradient in enumerate(found):
@@ -155,17 +214,39 @@ class Exchange:
                 found[i] = sum_of_slices(gradient, wires[i], self._average, self._compression)
         return found
 
-    def _exchange_dense(self, found: list[Any], dense: list[int], wires: Sequence[str], used: list[bool] | None, rate: Any) -> list[Any]:
-        """Put the sums in place. ``used``, in eager code: where this worker has a gradient. Returns how many workers have one, of each source."""
+    def _exchange_dense(
+        self,
+        found: list[Any],
+        dense: list[int],
+        wires: Sequence[str],
+        used: list[bool] | None,
+        rate: Any,
+    ) -> list[Any]:
+        """Put the sums in place. ``used``, in eager code: where this worker has a gradient.
+
+        Returns how many workers have one, of each source.
+        """
         wired = [self._compression.compress(found[i]) for i in dense]
-        tensors, wanted, urgent = [w for w, _ in wired], [wires[i] for i in dense], [-i for i in dense]
+        tensors, wanted, urgent = (
+            [w for w, _ in wired],
+            [wires[i] for i in dense],
+            [-i for i in dense],
+        )
         if used:
             order = _order_of(wires)
-            one = adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
+            # it goes with gradients that are averaged: the mean shall be the number
+            one = adapter.session().size if self._average else 1
             tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
             wanted.append(USERS + wires[order[0]])
             urgent.append(-len(found))
-        totals = sums(tensors, wanted, average=self._average, priorities=urgent, rate=rate if self._rates else None, final=True)
+        totals = sums(
+            tensors,
+            wanted,
+            average=self._average,
+            priorities=urgent,
+            rate=rate if self._rates else None,
+            final=True,
+        )
         counts: list[Any] = [g is not None for g in found]
         if used:
             for i, count in zip(order, totals.pop().numpy().tolist(), strict=True):
@@ -176,16 +257,26 @@ class Exchange:
 
     def _check_sparse(self, name: str) -> None:
         if name in self._choices and self._choices[name].momentum:
-            raise ConfigError(f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not compressed, and compression_params' "
-                              "momentum='nesterov' cannot be added to them: give sparse_as_dense=True, or compression_params by variables' names")
+            raise ConfigError(
+                f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not"
+                " compressed, and compression_params' momentum='nesterov' cannot be added to them:"
+                " give sparse_as_dense=True, or compression_params by variables' names"
+            )
 
 
 def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any]) -> list[Any]:
-    """``exchanged()``, if this is the last of several steps, else ``own``. In a graph, where that is known later, None stays None."""
+    """``exchanged()``, if this is the last of several steps, else ``own``.
+
+    In a graph, where that is known later, None stays None.
+    """
     if tf.executing_eagerly():
         return exchanged() if last else own
     there = [i for i, g in enumerate(own) if g is not None]
-    found = tf.cond(last, lambda: [g for g in exchanged() if g is not None], lambda: [tf.identity(own[i]) for i in there])
+    found = tf.cond(
+        last,
+        lambda: [g for g in exchanged() if g is not None],
+        lambda: [tf.identity(own[i]) for i in there],
+    )
     result = list(own)
     for i, gradient in zip(there, found, strict=True):
         result[i] = gradient
@@ -198,20 +289,31 @@ def _order_of(wires: Sequence[str]) -> list[int]:
 
 
 def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
-    """In eager code: which sources have sparse gradients, and dense ones nowhere. Workers ask each other where that is not known yet."""
+    """In eager code: which sources have sparse gradients, and dense ones nowhere.
+
+    Workers ask each other where that is not known yet.
+    """
     known = _sparse.setdefault(adapter.session(), {})
     unknown = [i for i in _order_of(wires) if wires[i] not in known]
     if unknown:
         is_sparse = [isinstance(gradients[i], tf.IndexedSlices) for i in unknown]
-        is_dense = [gradients[i] is not None and not s for i, s in zip(unknown, is_sparse, strict=True)]
-        told, = sums([tf.constant([is_sparse, is_dense], tf.int32)], [KINDS + wires[unknown[0]]], average=False)
+        is_dense = [
+            gradients[i] is not None and not s for i, s in zip(unknown, is_sparse, strict=True)
+        ]
+        (told,) = sums(
+            [tf.constant([is_sparse, is_dense], tf.int32)],
+            [KINDS + wires[unknown[0]]],
+            average=False,
+        )
         for i, sparse, dense in zip(unknown, *told.numpy().tolist(), strict=True):
             if sparse or dense:
                 known[wires[i]] = not dense
     return [known.get(wire, False) for wire in wires]
 
 
-def _in_place_of(i: int, gradient: Any, source: Any, sparse: bool, instead: Mapping[int, Any]) -> Any:
+def _in_place_of(
+    i: int, gradient: Any, source: Any, sparse: bool, instead: Mapping[int, Any]
+) -> Any:
     """A gradient, or what is given in place of None: nothing that changes the sum."""
     if gradient is not None:
         return gradient
@@ -219,11 +321,17 @@ def _in_place_of(i: int, gradient: Any, source: Any, sparse: bool, instead: Mapp
         return instead[i]
     if not sparse:
         return tf.zeros(source.shape, source.dtype)
-    return tf.IndexedSlices(tf.zeros((0, *source.shape[1:]), source.dtype), tf.zeros((0,), tf.int64), tf.constant(source.shape, tf.int64))
+    return tf.IndexedSlices(
+        tf.zeros((0, *source.shape[1:]), source.dtype),
+        tf.zeros((0,), tf.int64),
+        tf.constant(source.shape, tf.int64),
+    )
 
 
 def _slices(gradient: Any) -> tf.IndexedSlices:
     """A gradient whose source has sparse ones elsewhere, as such."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
-    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=tf.int64), tf.shape(gradient, tf.int64))
+    return tf.IndexedSlices(
+        gradient, tf.range(gradient.shape[0], dtype=tf.int64), tf.shape(gradient, tf.int64)
+    )

@@ -42,23 +42,31 @@ def public(function: _Function) -> _Function:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt as interrupt:
-            interrupt.__traceback__ = None      # a bare raise adds no frame of its own
+            interrupt.__traceback__ = None  # a bare raise adds no frame of its own
             raise
 
-    call.cuts = True    # type: ignore[attr-defined]
-    return call     # type: ignore[return-value]
+    call.cuts = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 def show_interrupts() -> None:
-    """Have :data:`sys.excepthook` show such an error as Ctrl-C; all else goes to the hook that was there."""
+    """Have :data:`sys.excepthook` show such an error as Ctrl-C; all else goes to the hook that was
+    there.
+    """
     before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> Any:
         if not was_interrupt(error):
             return before(kind, error, traceback)
         shown = KeyboardInterrupt().with_traceback(traceback)
         shorten(shown)
-        sys.last_type, sys.last_value, sys.last_traceback = KeyboardInterrupt, shown, shown.__traceback__
+        sys.last_type, sys.last_value, sys.last_traceback = (
+            KeyboardInterrupt,
+            shown,
+            shown.__traceback__,
+        )
         return before(KeyboardInterrupt, shown, shown.__traceback__)
 
     sys.excepthook = hook

@@ -18,8 +18,8 @@ _created: dict[str, list[int]] = {}
 
 
 def names_of(sources: Sequence[Any]) -> list[str]:
-    """A name for each source: of a variable its own (Keras: path), with a number if another variable
-    that was met before is called like that, for as long as it lives.
+    """A name for each source: of a variable its own (Keras: path), with a number if another
+    variable that was met before is called like that, for as long as it lives.
 
     Variables of one name that are met together are numbered as they were created, so that the order
     of ``sources`` does not matter. Anything else, and a source that is there twice, is known by its

@@ -44,7 +44,7 @@ def _decoded(body: bytes) -> Any:
         if not _has_bytes(dtype):
             raise encoding.StateError(f"a tensor of the dtype {dtype.name} has arrived")
         array = np.frombuffer(blobs[described[2]], dtype.as_numpy_dtype).reshape(described[1])
-        with tf.init_scope():       # also while a function is traced
+        with tf.init_scope():  # also while a function is traced
             return tf.constant(array, dtype)
 
     return encoding.decode(encoded, blobs.__getitem__, tensor)

@@ -1,7 +1,8 @@
 """The operations of ``_ops.pyx``, loaded into TensorFlow.
 
-``push_pull(tensors, rate, names, priorities, average)`` and ``broadcast(tensors, names, root_rank)`` are the functions that TensorFlow makes of
-them: one operation for a list of tensors, executed at once by eager code, added to the graph otherwise.
+``push_pull(tensors, rate, names, priorities, average)`` and ``broadcast(tensors, names,
+root_rank)`` are the functions that TensorFlow makes of them: one operation for a list of tensors,
+executed at once by eager code, added to the graph otherwise.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ PUSH_PULL, BROADCAST = "BpsxPushPull", "BpsxBroadcast"
 
 
 def _load() -> ModuleType:
-    """The library has to be opened by TensorFlow first, which asks it what it registers, and by Python then."""
+    """The library has to be opened by TensorFlow first, which asks it what it registers, and by
+    Python then.
+    """
     spec = importlib.util.find_spec("bpsx.tensorflow._ops")
     if spec is None or spec.origin is None:
-        raise ImportError("bpsx.tensorflow: bpsx has been built without its library of TensorFlow operations; install it again")
+        raise ImportError(
+            "bpsx.tensorflow: bpsx has been built without its library of TensorFlow operations;"
+            " install it again"
+        )
     library = tf.load_op_library(spec.origin)
     importlib.import_module("bpsx.tensorflow._ops").check()
     made: ModuleType = library
@@ -33,29 +39,46 @@ def _load() -> ModuleType:
 
 
 def check_header() -> None:
-    """Raise :class:`ImportError` if TensorFlow's own header says that callbacks are something else than ``_ops.pyx`` takes them for. A TensorFlow
-    without headers is believed."""
+    """Raise :class:`ImportError` if TensorFlow's own header says that callbacks are something else
+    than ``_ops.pyx`` takes them for.
+
+    A TensorFlow without headers is believed.
+    """
     header = Path(tf.sysconfig.get_include(), "tensorflow", "core", "framework", "op_kernel.h")
     try:
         text = header.read_text(errors="replace")
     except OSError:
         return
-    if not re.search(r"(typedef\s+std::function<void\(\)>\s+DoneCallback|using\s+DoneCallback\s*=\s*std::function<void\(\)>)\s*;", text):
-        raise ImportError(f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: its operations tell that they are done in another way "
-                          f"({header} has no DoneCallback that is a std::function<void()>): use a release that bpsx names in its documentation")
+    if not re.search(
+        r"(typedef\s+std::function<void\(\)>\s+DoneCallback|using\s+DoneCallback\s*=\s*std::function<void\(\)>)\s*;",
+        text,
+    ):
+        raise ImportError(
+            f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: its operations tell"
+            f" that they are done in another way ({header} has no DoneCallback that is a"
+            " std::function<void()>): use a release that bpsx names in its documentation"
+        )
 
 
 def check_callbacks() -> None:
-    """Execute an empty push_pull, in a session of its own: an eager one would settle the program's devices before it has said which it wants.
+    """Execute an empty push_pull, in a session of its own: an eager one would settle the program's
+    devices before it has said which it wants.
 
     Raises :class:`ImportError` if TensorFlow's callbacks are not what ``_ops.pyx`` knows.
     """
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph, config=tf.compat.v1.ConfigProto(device_count={"GPU": 0})) as session:
+    with (
+        tf.Graph().as_default() as graph,
+        tf.compat.v1.Session(
+            graph=graph, config=tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+        ) as session,
+    ):
         _library.bpsx_push_pull([], -1.0, names=[], priorities=[], average=False)
         try:
             session.run(graph.get_operations()[-1])
         except tf.errors.FailedPreconditionError as e:
-            raise ImportError(f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: {e.message}") from None
+            raise ImportError(
+                f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: {e.message}"
+            ) from None
 
 
 _library = _load()
@@ -64,10 +87,16 @@ check_header()
 check_callbacks()
 
 
-def push_pull(tensors: list[tf.Tensor], rate: Any, names: list[str], priorities: list[int], average: bool) -> list[tf.Tensor]:
+def push_pull(
+    tensors: list[tf.Tensor], rate: Any, names: list[str], priorities: list[int], average: bool
+) -> list[tf.Tensor]:
     """Sums or averages, in the order of ``tensors``. ``rate``: the learning rate; -1: none."""
     with tf.device("CPU:0"):
-        return list(_library.bpsx_push_pull(tensors, rate, names=names, priorities=priorities, average=average))
+        return list(
+            _library.bpsx_push_pull(
+                tensors, rate, names=names, priorities=priorities, average=average
+            )
+        )
 
 
 def broadcast(tensors: list[tf.Tensor], names: list[str], root_rank: int) -> list[tf.Tensor]:

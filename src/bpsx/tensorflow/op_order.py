@@ -1,8 +1,11 @@
-"""One order, on all workers, for operations of one name: they meet their like in the order in which each worker executes them.
+"""One order, on all workers, for operations of one name: they meet their like in the order in which
+each worker executes them.
 
-Functions: TensorFlow puts what touches one resource into the order in which it was written down, through branches, loops and calls of functions. It
-can be told what an operation touches: ours, and what executes ours, touch one thing for each name. Graphs of TensorFlow 1 have no such order, and
-what is executed there is chosen anew each time: there the second operation of a name gets another name.
+Functions: TensorFlow puts what touches one resource into the order in which it was written down,
+through branches, loops and calls of functions. It can be told what an operation touches: ours, and
+what executes ours, touch one thing for each name. Graphs of TensorFlow 1 have no such order, and
+what is executed there is chosen anew each time: there the second operation of a name gets another
+name.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ _TOUCHED = "_bpsx_touched"
 _FUNCTIONS = ("f", "then_branch", "else_branch", "cond", "body", "branches")
 #: The operation by which XLA calls a foreign function, and the attribute that says which.
 _CALL, _MODULE = "XlaCallModule", "module"
-_modules: dict[bytes, frozenset[str]] = {}          # what such a call touches
+_modules: dict[bytes, frozenset[str]] = {}  # what such a call touches
 _things: dict[str, Any] = {}
-_in_functions: dict[str, frozenset[str]] = {}      # what a function touches; the names of functions are those of a process
+# what a function touches; the names of functions are those of a process
+_in_functions: dict[str, frozenset[str]] = {}
 
 
 def in_graph(names: Sequence[str]) -> list[str]:
-    """``names``, or where operations have no order those by which they can be told from earlier ones of the same graph."""
+    """``names``, or where operations have no order those by which they can be told from earlier
+    ones of the same graph.
+    """
     if tf.executing_eagerly():
         return list(names)
     graph = tf.compat.v1.get_default_graph()
@@ -53,7 +59,9 @@ def in_graph(names: Sequence[str]) -> list[str]:
 
 
 def keep_turns(*operations: str) -> None:
-    """Have TensorFlow keep the order of ``operations``, which have an attribute ``names``, and of what executes them."""
+    """Have TensorFlow keep the order of ``operations``, which have an attribute ``names``, and of
+    what executes them.
+    """
     ours = frozenset(operations)
 
     def bpsx_touches(op: Any, _: Any, writes: Any) -> bool:
@@ -67,7 +75,11 @@ def keep_turns(*operations: str) -> None:
 
     register = getattr(auto_control_deps, "register_acd_resource_resolver", None)
     if register is None:
-        log.warning("TensorFlow %s cannot be told which operations of bpsx need an order: in functions all run one after the other", tf.__version__)
+        log.warning(
+            "TensorFlow %s cannot be told which operations of bpsx need an order: in functions all"
+            " run one after the other",
+            tf.__version__,
+        )
         return
     register(bpsx_touches)
 
@@ -78,8 +90,11 @@ def touches(module: str, names: Sequence[str]) -> None:
 
 
 def _check_compiled(op: Any, names: frozenset[str]) -> None:
-    """XLA keeps the order of the calls that one function makes of foreign functions, since each gives something to the next. It forgets that of
-    functions in a function, as it makes one program of all."""
+    """XLA keeps the order of the calls that one function makes of foreign functions, since each
+    gives something to the next.
+
+    It forgets that of functions in a function, as it makes one program of all.
+    """
     before: dict[str, Any] | None = getattr(op.graph, _TOUCHED, None)
     if before is None:
         before = {}
@@ -87,13 +102,18 @@ def _check_compiled(op: Any, names: frozenset[str]) -> None:
     for name in sorted(names):
         other = before.setdefault(name, op)
         if other is not op and not other.type == op.type == _CALL:
-            raise UnsupportedCompilation(f"jit_compile=True: {name!r} is exchanged twice in one function, in functions or branches in it, and XLA "
-                                         "keeps no order of these: exchange in the compiled function itself, or leave jit_compile out")
+            raise UnsupportedCompilation(
+                f"jit_compile=True: {name!r} is exchanged twice in one function, in functions or"
+                " branches in it, and XLA keeps no order of these: exchange in the compiled"
+                " function itself, or leave jit_compile out"
+            )
 
 
 def _thing(name: str) -> Any:
     """What stands for a name where TensorFlow expects the handle of a resource."""
-    return _things.setdefault(name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName")))
+    return _things.setdefault(
+        name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName"))
+    )
 
 
 def _names_of(ours: frozenset[str], op: Any) -> frozenset[str]:
@@ -118,7 +138,9 @@ def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]
         known = _definition(graph, function)
         if known is None:
             return frozenset()
-        _in_functions[function] = frozenset().union(*(_names_in_node(ours, graph, node) for node in known.node_def))
+        _in_functions[function] = frozenset().union(
+            *(_names_in_node(ours, graph, node) for node in known.node_def)
+        )
     return _in_functions[function]
 
 

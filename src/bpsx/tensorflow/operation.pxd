@@ -5,7 +5,8 @@ from libc.stdlib cimport free
 from bpsx.plugin.async_op cimport Call, Part, Waste, drop_dims
 from bpsx.tensorflow.c_api cimport Api, Done
 
-cdef struct Kernel:             # an op as it stands in a graph, or as eager calls with these attributes share it
+# an op as it stands in a graph, or as eager calls with these attributes share it
+cdef struct Kernel:
     Waste waste                 # first: its Plan, once that has been needed
     uint32_t n                  # tensors
     bint broadcasts

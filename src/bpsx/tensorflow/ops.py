@@ -20,7 +20,9 @@ from bpsx.tensorflow.tracing import as_it_is
 #: What to send instead of a dtype that cannot be summed.
 _INSTEAD = {
     "bool": "send tf.cast(tensor, tf.uint8), whose sum counts the workers with True",
-    **dict.fromkeys(("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"),
+    **dict.fromkeys(
+        ("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"
+    ),
 }
 #: Dtypes that have no bytes of a fixed number: nothing can be done with them.
 _WITHOUT_BYTES = ("string", "resource", "variant")
@@ -31,60 +33,93 @@ class UnsupportedTensor(BpsxError, TypeError):
 
 
 def as_tensor(value: Any, what: str) -> tf.Tensor:
-    """``value`` as a dense tensor. Raises :class:`UnsupportedTensor`; :class:`ConfigError` for a NumPy array with masked elements."""
+    """``value`` as a dense tensor.
+
+    Raises :class:`UnsupportedTensor`; :class:`ConfigError` for a NumPy array with masked elements.
+    """
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
-        raise UnsupportedTensor(f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and tf.IndexedSlices")
-    adapter.check_unmasked(value, what)        # TensorFlow would drop the mask
+        raise UnsupportedTensor(
+            f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and"
+            " tf.IndexedSlices"
+        )
+    adapter.check_unmasked(value, what)  # TensorFlow would drop the mask
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as e:
-        raise UnsupportedTensor(f"{what}: {type(value).__name__} is not what a tensor can be made of: {e}") from None
+        raise UnsupportedTensor(
+            f"{what}: {type(value).__name__} is not what a tensor can be made of: {e}"
+        ) from None
 
 
 def check_summable(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, unless ``tensor`` can be summed."""
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, unless
+    ``tensor`` can be summed.
+    """
     name = tensor.dtype.base_dtype.name
     if name not in BY_NAME:
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}")
+        raise UnsupportedDType(
+            f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}"
+        )
 
 
 def unnamed(verb: str, tensor: tf.Tensor) -> str:
-    """What an operation without a name is called: in a graph by its place there, in eager code by what the tensor is. Calls of one name are matched
-    in the order in which each worker makes them."""
+    """What an operation without a name is called: in a graph by its place there, in eager code by
+    what the tensor is.
+
+    Calls of one name are matched in the order in which each worker makes them.
+    """
     if not tf.is_symbolic_tensor(tensor):
         return f"{verb}.noname.{tensor.dtype.name}.{tuple(tensor.shape)}"
     return f"{verb}.{getattr(tensor.graph, 'name', 'graph')}/{tensor.op.name}"
 
 
 def check_async(enable_async: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` if a call asks for asynchronous training in a job that is synchronous: it is the job's, not the call's."""
+    """Raise :class:`ConfigError` if a call asks for asynchronous training in a job that is
+    synchronous: it is the job's, not the call's.
+    """
     if enable_async and not adapter.session().config.asynchronous:
-        raise ConfigError(f"{verb}: enable_async={enable_async!r}: whether training is asynchronous is said for the whole job, with "
-                          "BYTEPS_ENABLE_ASYNC=1; leave it out")
+        raise ConfigError(
+            f"{verb}: enable_async={enable_async!r}: whether training is asynchronous is said for"
+            " the whole job, with BYTEPS_ENABLE_ASYNC=1; leave it out"
+        )
 
 
 @as_it_is
 @counted("push_pull", prefix="scope")
 def push_pull(
-    tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, op: Any = None, enable_async: bool = False, name: str | None = None, priority: int = 0,
+    tensor: Any,
+    scope: str = "",
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: Any = None,
+    enable_async: bool = False,
+    name: str | None = None,
+    priority: int = 0,
 ) -> Any:
     """The sum or average of ``tensor`` over all workers, in its shape and dtype.
 
-    ``tensor``: a dense tensor, a variable, or what becomes a tensor, of a dtype in :data:`bpsx.dtypes.DTYPES`, any shape; or a
-    :class:`tf.IndexedSlices`, of which the result holds all workers' rows. Workers must agree on name, shape, dtype and reduction. Without a
-    ``name``, a call is known by its graph and the tensor's operation there; in eager code by dtype and shape, and calls of one shape and dtype are
-    matched in the order in which each worker makes them. ``scope`` is put before the name. ``op`` is ``Average`` (the default) or ``Sum``;
-    ``average`` says the same as a bool. Integers round down. Larger ``priority`` goes first. ``device_dense`` and ``device_sparse`` are BytePS's
-    and ignored: the operation runs on the host, and TensorFlow copies. ``compression``: smaller on the wire.
+    ``tensor``: a dense tensor, a variable, or what becomes a tensor, of a dtype in
+    :data:`bpsx.dtypes.DTYPES`, any shape; or a :class:`tf.IndexedSlices`, of which the result holds
+    all workers' rows. Workers must agree on name, shape, dtype and reduction. Without a ``name``, a
+    call is known by its graph and the tensor's operation there; in eager code by dtype and shape,
+    and calls of one shape and dtype are matched in the order in which each worker makes them.
+    ``scope`` is put before the name. ``op`` is ``Average`` (the default) or ``Sum``; ``average``
+    says the same as a bool. Integers round down. Larger ``priority`` goes first. ``device_dense``
+    and ``device_sparse`` are BytePS's and ignored: the operation runs on the host, and TensorFlow
+    copies. ``compression``: smaller on the wire.
 
-    In a graph it is an asynchronous operation: it starts when the tensor is there and occupies no thread. Differentiable: the gradient is the
-    push_pull of the gradient, under ``name + ".grad"``. In asynchronous training: adds to the servers' value of ``name``, and gives that.
+    In a graph it is an asynchronous operation: it starts when the tensor is there and occupies no
+    thread. Differentiable: the gradient is the push_pull of the gradient, under ``name + ".grad"``.
+    In asynchronous training: adds to the servers' value of ``name``, and gives that.
 
-    Raises at the call :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.ConfigError`; when it is executed,
-    TensorFlow's exceptions: :class:`tf.errors.AbortedError` for a lost peer, :class:`tf.errors.InvalidArgumentError` if workers differ,
-    :class:`tf.errors.DeadlineExceededError` for a stall, :class:`tf.errors.FailedPreconditionError` before init. Thread-safe.
+    Raises at the call :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`,
+    :class:`~bpsx.errors.ConfigError`; when it is executed, TensorFlow's exceptions:
+    :class:`tf.errors.AbortedError` for a lost peer, :class:`tf.errors.InvalidArgumentError` if
+    workers differ, :class:`tf.errors.DeadlineExceededError` for a stall,
+    :class:`tf.errors.FailedPreconditionError` before init. Thread-safe.
     """
     mean = averages(op, average, "push_pull")
     check_name(name, "push_pull")
@@ -96,23 +131,41 @@ def push_pull(
     what = f"push_pull of {name!r}" if name else "push_pull"
     if isinstance(tensor, tf.IndexedSlices):
         if adapter.session().config.asynchronous:
-            raise ConfigError(f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape: give a dense tensor, not tf.IndexedSlices")
+            raise ConfigError(
+                f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape: give a"
+                " dense tensor, not tf.IndexedSlices"
+            )
         check_summable(tensor.values, what)
-        return sum_of_slices(tensor, f"{scope}{name or unnamed('push_pull.sparse', tensor.values)}", mean, compression)
+        return sum_of_slices(
+            tensor,
+            f"{scope}{name or unnamed('push_pull.sparse', tensor.values)}",
+            mean,
+            compression,
+        )
     dense = as_tensor(tensor, what)
     check_summable(dense, what)
     wire, ctx = compression.compress(dense)
-    total, = sums([wire], [f"{scope}{name or unnamed('push_pull', dense)}"], average=mean, priorities=[priority])
+    (total,) = sums(
+        [wire],
+        [f"{scope}{name or unnamed('push_pull', dense)}"],
+        average=mean,
+        priorities=[priority],
+    )
     return compression.decompress(total, ctx)
 
 
 @as_it_is
 @counted("broadcast", prefix="scope")
-def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = True) -> tf.Tensor:
-    """What ``tensor`` is on worker ``root_rank``: of any dtype but strings, of one shape on all workers. A variable is read, not written.
+def broadcast(
+    tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = True
+) -> tf.Tensor:
+    """What ``tensor`` is on worker ``root_rank``: of any dtype but strings, of one shape on all
+    workers.
 
-    Names, errors and graphs as in :func:`push_pull`. Its gradient is the sum of all workers' gradients at the root, and zero elsewhere.
-    ``is_variable`` is BytePS's and ignored.
+    A variable is read, not written.
+
+    Names, errors and graphs as in :func:`push_pull`. Its gradient is the sum of all workers'
+    gradients at the root, and zero elsewhere. ``is_variable`` is BytePS's and ignored.
     """
     check_name(name, "broadcast")
     check_scope(scope, "broadcast")
@@ -126,14 +179,20 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
 def check_scope(scope: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless it is a string."""
     if not isinstance(scope, str):
-        raise ConfigError(f"{verb}: scope={scope!r}: a string is needed, which is put before the name")
+        raise ConfigError(
+            f"{verb}: scope={scope!r}: a string is needed, which is put before the name"
+        )
 
 
 def check_bytes(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that are not bytes of a fixed number."""
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that are not bytes of a fixed
+    number.
+    """
     name = tensor.dtype.base_dtype.name
     if name in _WITHOUT_BYTES or name not in _BROADCAST:
-        raise UnsupportedDType(f"{what}: dtype {name} cannot be sent; allowed: {', '.join(_BROADCAST)}")
+        raise UnsupportedDType(
+            f"{what}: dtype {name} cannot be sent; allowed: {', '.join(_BROADCAST)}"
+        )
 
 
 _BROADCAST = (*BY_NAME, "uint16", "uint32", "uint64", "int16", "bool", "complex64", "complex128")

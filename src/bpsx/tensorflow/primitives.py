@@ -1,4 +1,6 @@
-"""Sums and copies of lists of tensors that have been checked: one operation for each or for all, in an order that all workers share."""
+"""Sums and copies of lists of tensors that have been checked: one operation for each or for all, in
+an order that all workers share.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,43 @@ from bpsx.tensorflow.tracing import gradient_of
 
 @functools.cache
 def _no_rate() -> tf.Tensor:
-    """Made once: TensorFlow's way to make a tensor of a number ends a process if Python ends meanwhile."""
+    """Made once: TensorFlow's way to make a tensor of a number ends a process if Python ends
+    meanwhile.
+    """
     with tf.device("CPU:0"):
         return tf.constant(-1.0, tf.float64)
 
 
-def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, priorities: Sequence[int] | None = None,
-         rate: Any = None, final: bool = False) -> list[tf.Tensor]:
-    """The sums or averages of checked tensors: one operation for all in eager code, where a call blocks; one for each in a graph, where each leaves
-    when it is there. ``final``: ``names`` need no further look at :func:`bpsx.tensorflow.op_order.in_graph`."""
+def sums(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    *,
+    average: bool,
+    priorities: Sequence[int] | None = None,
+    rate: Any = None,
+    final: bool = False,
+) -> list[tf.Tensor]:
+    """The sums or averages of checked tensors: one operation for all in eager code, where a call
+    blocks; one for each in a graph, where each leaves when it is there.
+
+    ``final``: ``names`` need no further look at :func:`bpsx.tensorflow.op_order.in_graph`.
+    """
     known = list(names) if final else in_graph(names)
     urgent = list(priorities) if priorities is not None else [0] * len(tensors)
     if xla.is_compiled():
-        return _compiled(tensors, lambda given: xla.call(given, known, urgent, rate, average, -1),
-                         lambda gradients: _sums_of_gradients(gradients, known, average, urgent))
+        return _compiled(
+            tensors,
+            lambda given: xla.call(given, known, urgent, rate, average, -1),
+            lambda gradients: _sums_of_gradients(gradients, known, average, urgent),
+        )
     if rate is None:
         rate = _no_rate() if tf.executing_eagerly() else -1.0
-    else:       # tf.cast alone makes a float32 of a number first
-        rate = tf.constant(rate, tf.float64) if isinstance(rate, (int, float)) else tf.cast(rate, tf.float64)
+    else:  # tf.cast alone makes a float32 of a number first
+        rate = (
+            tf.constant(rate, tf.float64)
+            if isinstance(rate, (int, float))
+            else tf.cast(rate, tf.float64)
+        )
 
     def of(part: slice) -> list[tf.Tensor]:
         return op_library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)
@@ -43,12 +64,19 @@ def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, p
     return [total for i in range(len(tensors)) for total in of(slice(i, i + 1))]
 
 
-def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int, final: bool = False) -> list[tf.Tensor]:
-    """What checked tensors are on worker ``root_rank``: one operation in eager code, as in :func:`sums`."""
+def copies(
+    tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int, final: bool = False
+) -> list[tf.Tensor]:
+    """What checked tensors are on worker ``root_rank``: one operation in eager code, as in
+    :func:`sums`.
+    """
     known = list(names) if final else in_graph(names)
     if xla.is_compiled():
-        return _compiled(tensors, lambda given: xla.call(given, known, [0] * len(tensors), None, False, root_rank),
-                         lambda gradients: _copies_of_gradients(gradients, known, root_rank))
+        return _compiled(
+            tensors,
+            lambda given: xla.call(given, known, [0] * len(tensors), None, False, root_rank),
+            lambda gradients: _copies_of_gradients(gradients, known, root_rank),
+        )
 
     def of(part: slice) -> list[tf.Tensor]:
         return op_library.broadcast(list(tensors[part]), known[part], root_rank)
@@ -58,9 +86,15 @@ def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int, f
     return [copy for i in range(len(tensors)) for copy in of(slice(i, i + 1))]
 
 
-def _compiled(tensors: Sequence[tf.Tensor], call: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-              gradient: Callable[[Sequence[Any]], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """``call`` of ``tensors`` with its gradient, which the operation that XLA is called by has none."""
+def _compiled(
+    tensors: Sequence[tf.Tensor],
+    call: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    gradient: Callable[[Sequence[Any]], list[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """``call`` of ``tensors`` with its gradient, which the operation that XLA is called by has
+    none.
+    """
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(*given: tf.Tensor) -> Any:
         return call(list(given)), lambda *gradients: gradient(gradients)
@@ -68,18 +102,23 @@ def _compiled(tensors: Sequence[tf.Tensor], call: Callable[[list[tf.Tensor]], li
     return list(made(*tensors)) if tensors else []
 
 
-def _sums_of_gradients(gradients: Sequence[Any], names: Sequence[str], average: bool, priorities: Sequence[int]) -> list[tf.Tensor]:
+def _sums_of_gradients(
+    gradients: Sequence[Any], names: Sequence[str], average: bool, priorities: Sequence[int]
+) -> list[tf.Tensor]:
     """The same of the gradients, under names of their own."""
     dense = [tf.convert_to_tensor(g) for g in gradients]
     return sums(dense, [f"{name}.grad" for name in names], average=average, priorities=priorities)
 
 
-def _copies_of_gradients(gradients: Sequence[Any], names: Sequence[str], root_rank: int) -> list[tf.Tensor]:
+def _copies_of_gradients(
+    gradients: Sequence[Any], names: Sequence[str], root_rank: int
+) -> list[tf.Tensor]:
     """Everybody's loss counts, and all of it depends on what the root had."""
     totals = _sums_of_gradients(gradients, names, False, [0] * len(names))
     if root_rank == adapter.session().rank:
         return totals
-    # A zero of a known shape needs no input, and a session would leave out the exchange, for which the root waits.
+    # A zero of a known shape needs no input, and a session would leave out the exchange, for which
+    # the root waits.
     with tf.control_dependencies(totals):
         return [tf.identity(tf.zeros_like(total)) for total in totals]
 
@@ -87,7 +126,12 @@ def _copies_of_gradients(gradients: Sequence[Any], names: Sequence[str], root_ra
 @gradient_of(op_library.PUSH_PULL)
 def _gradient_of_sums(op: tf.Operation, *gradients: Any) -> list[Any]:
     """The last input is the learning rate."""
-    return [*_sums_of_gradients(gradients, _texts(op), bool(op.get_attr("average")), list(op.get_attr("priorities"))), None]
+    return [
+        *_sums_of_gradients(
+            gradients, _texts(op), bool(op.get_attr("average")), list(op.get_attr("priorities"))
+        ),
+        None,
+    ]
 
 
 @gradient_of(op_library.BROADCAST)

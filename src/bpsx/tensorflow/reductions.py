@@ -22,7 +22,8 @@ Average, Sum, Adasum = ReduceOps.Average, ReduceOps.Sum, ReduceOps.Adasum
 def averages(op: Any, average: Any, verb: str) -> bool:
     """Whether an average is asked for, by ``op`` or by ``average``; by default, it is.
 
-    Raises :class:`ConfigError` for both at once, for Adasum, which BytePS took for a plain sum, and for what is neither.
+    Raises :class:`ConfigError` for both at once, for Adasum, which BytePS took for a plain sum, and
+    for what is neither.
     """
     if average is not None:
         if op is not None:
@@ -40,5 +41,12 @@ def averages(op: Any, average: Any, verb: str) -> bool:
 
 
 def handle_average_backwards_compatibility(op: Any, average: Any) -> ReduceOps:
-    """The operation that ``op`` and the older ``average`` ask for together. Raises :class:`ConfigError` as :func:`push_pull` does."""
-    return ReduceOps.Average if averages(op, average, "handle_average_backwards_compatibility") else ReduceOps.Sum
+    """The operation that ``op`` and the older ``average`` ask for together.
+
+    Raises :class:`ConfigError` as :func:`push_pull` does.
+    """
+    return (
+        ReduceOps.Average
+        if averages(op, average, "handle_average_backwards_compatibility")
+        else ReduceOps.Sum
+    )

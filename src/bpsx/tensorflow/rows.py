@@ -42,7 +42,7 @@ def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def gathered(
-    parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor,
+    parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor
 ) -> list[list[tf.Tensor]]:
     """For each of ``parts``, the rows of all workers, by rank.
 
@@ -55,19 +55,24 @@ def gathered(
     found: list[list[tf.Tensor]] = [[] for _ in parts]
     for root in range(ours.size):
         own = parts if root == ours.rank else [rows[:0] for rows in parts]
-        full = [filled(rows, lengths[root:root + 1]) for rows in own]
+        full = [filled(rows, lengths[root : root + 1]) for rows in own]
         got = _rows_of(root, counts[root], full, [f"{name}.{root}" for name in names])
         for each, rows in zip(found, got, strict=True):
-            each.append(rows[:counts[root]])
+            each.append(rows[: counts[root]])
     return found
 
 
 def _rows_of(
-    root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str],
+    root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str]
 ) -> list[tf.Tensor]:
     """What ``parts`` are on worker ``root``.
 
     Where it has no rows nobody asks it for any: it may have called ``join()``.
     """
-    return list(tf.cond(count > 0, lambda: copies(parts, names, root),
-                        lambda: [tf.identity(part) for part in parts]))
+    return list(
+        tf.cond(
+            count > 0,
+            lambda: copies(parts, names, root),
+            lambda: [tf.identity(part) for part in parts],
+        )
+    )

@@ -10,7 +10,7 @@ from bpsx.tensorflow.rows import counts_of, gathered
 
 
 def sum_of_slices(
-    slices: tf.IndexedSlices, name: str, average: bool, compression: type[Compressor],
+    slices: tf.IndexedSlices, name: str, average: bool, compression: type[Compressor]
 ) -> tf.IndexedSlices:
     """The rows of all workers with their indices, in the order of ranks.
 
@@ -26,4 +26,6 @@ def sum_of_slices(
     total = compression.decompress(tf.concat(values, 0), ctx)
     if average:
         total = total // size if total.dtype.is_integer else total / tf.cast(size, total.dtype)
-    return tf.IndexedSlices(total, tf.cast(tf.concat(where, 0), slices.indices.dtype), slices.dense_shape)
+    return tf.IndexedSlices(
+        total, tf.cast(tf.concat(where, 0), slices.indices.dtype), slices.dense_shape
+    )

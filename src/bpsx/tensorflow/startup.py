@@ -3,8 +3,8 @@ by the names, and have the same values.
 
 Python sees the first step of a function when it is traced, and no later one: so workers compare
 there, waiting for each other. A graph of TensorFlow 1 compares when a session executes it. In a job
-with processes of an earlier one, which may have kept traced functions and graphs, only eager code is
-compared.
+with processes of an earlier one, which may have kept traced functions and graphs, only eager code
+is compared.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class GraphSteps:
 
     def compare(self, *samples: np.ndarray) -> np.bool_:
         """Compare the elements that :meth:`in_graph` reads."""
-        parts = [part for name, s in zip(self._named, samples) for part in (name.encode(), s.tobytes())]
+        parts = [
+            part for name, s in zip(self._named, samples) for part in (name.encode(), s.tobytes())
+        ]
         rows = rows_of_all(f"{PREFIX}{next(iter(self._named))}, again", [1, digest(parts)])
         problem = weights_problem(rows, self._what, _CALL)
         if problem and adapter.session().config.check_weights == "error":
@@ -129,10 +131,15 @@ class GraphSteps:
 
     def in_graph(self) -> tf.Tensor:
         """What a step has to wait for."""
-        def compare() -> tf.Tensor:
-            return tf.numpy_function(self.compare, [_sample_in_graph(v) for v in self._named.values()], tf.bool)
 
-        return tf.cond(tf.numpy_function(self.begin, [], tf.bool), compare, lambda: tf.constant(False))
+        def compare() -> tf.Tensor:
+            return tf.numpy_function(
+                self.compare, [_sample_in_graph(v) for v in self._named.values()], tf.bool
+            )
+
+        return tf.cond(
+            tf.numpy_function(self.begin, [], tf.bool), compare, lambda: tf.constant(False)
+        )
 
 
 def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:

@@ -19,20 +19,35 @@ from bpsx.tensorflow.tracing import as_it_is
 
 @public_methods
 class Distributed(tf.GradientTape):  # type: ignore[misc]
-    """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with another :meth:`gradient`."""
+    """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with
+    another :meth:`gradient`.
+    """
 
     _exchange: Exchange
 
     @as_it_is
     def gradient(
-        self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who have to ask for the gradients of the same sources in
-        the same order. ``sources`` and result may be any structure."""
-        return self._gradient(target, sources, output_gradients, unconnected_gradients, lambda flat: flat)
+        """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who
+        have to ask for the gradients of the same sources in the same order.
+
+        ``sources`` and result may be any structure.
+        """
+        return self._gradient(
+            target, sources, output_gradients, unconnected_gradients, lambda flat: flat
+        )
 
     def _gradient(
-        self, target: Any, sources: Any, output_gradients: Any, unconnected_gradients: Any,
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any,
+        unconnected_gradients: Any,
         known: Callable[[list[Any]], list[Any]],
     ) -> Any:
         """``known``: what sources, as a list, are known as."""
@@ -46,7 +61,9 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
 def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Distributed) -> Any:
     """A tape of class ``kind`` that records with ``gradtape``. Raises :class:`ConfigError`."""
     if not isinstance(gradtape, tf.GradientTape):
-        raise ConfigError(f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}")
+        raise ConfigError(
+            f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}"
+        )
     cls = type(gradtape)
     made: Any = object.__new__(type(cls.__name__, (kind, cls), {"__module__": cls.__module__}))
     made.__dict__ = gradtape.__dict__
@@ -56,17 +73,32 @@ def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Dis
 
 @public
 def DistributedGradientTape(
-    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False, op: Any = None, compression_params: Params = None,
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = None,
+    compression_params: Params = None,
 ) -> Any:
-    """A tape that does what ``gradtape`` does, and whose :meth:`gradient` gives sums or averages over all workers.
+    """A tape that does what ``gradtape`` does, and whose :meth:`gradient` gives sums or averages
+    over all workers.
 
-    ``gradtape``: a :class:`tf.GradientTape`, persistent or not, before, while or after it records; both share what is recorded. ``op``: ``Average``
-    (the default) or ``Sum``. ``sparse_as_dense``: gradients that are IndexedSlices travel as dense tensors. ``compression_params``: as for
-    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
+    ``gradtape``: a :class:`tf.GradientTape`, persistent or not, before, while or after it records;
+    both share what is recorded. ``op``: ``Average`` (the default) or ``Sum``. ``sparse_as_dense``:
+    gradients that are IndexedSlices travel as dense tensors. ``compression_params``: as for
+    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense``
+    and ``device_sparse`` are BytePS's and ignored.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """
     average = averages(op, None, "DistributedGradientTape")
-    exchange = Exchange("DistributedGradientTape", average, compression, compression_params, sparse_as_dense, anew=False)
+    exchange = Exchange(
+        "DistributedGradientTape",
+        average,
+        compression,
+        compression_params,
+        sparse_as_dense,
+        anew=False,
+    )
     return distributed(gradtape, exchange)

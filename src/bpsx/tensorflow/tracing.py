@@ -15,7 +15,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_it_is(function: F) -> F:
-    """A function whose Python AutoGraph shall not rewrite: it says itself what belongs into a graph."""
+    """A function whose Python AutoGraph shall not rewrite: it says itself what belongs into a
+    graph.
+    """
     return public(tf.autograph.experimental.do_not_convert(function))  # type: ignore[no-any-return]
 
 

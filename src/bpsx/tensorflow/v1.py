@@ -1,4 +1,6 @@
-"""DistributedOptimizer for optimizers of ``tf.compat.v1.train``, in v1 graphs, functions and eager code."""
+"""DistributedOptimizer for optimizers of ``tf.compat.v1.train``, in v1 graphs, functions and eager
+code.
+"""
 
 from __future__ import annotations
 
@@ -23,64 +25,106 @@ class Accumulated:
     def __init__(self, passes: int) -> None:
         self._passes = passes
         self._count: Any = None
-        self._kept: dict[str, Any] = {}         # by variable
+        self._kept: dict[str, Any] = {}  # by variable
 
     def add(self, pairs: list[tuple[Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Whether this is the last pass, and pairs of sums and variables; None where no pass has had a gradient."""
+        """Whether this is the last pass, and pairs of sums and variables; None where no pass has
+        had a gradient.
+        """
         own = [g if g is None else tf.convert_to_tensor(g) for g, _ in pairs]
         names = names_of([v for _, v in pairs])
         with tf.init_scope() if tf.inside_function() else tf.name_scope("bpsx_passes"):
             if self._count is None:
-                self._count = tf.compat.v1.Variable(0, trainable=False, use_resource=True, name="bpsx_pass")
+                self._count = tf.compat.v1.Variable(
+                    0, trainable=False, use_resource=True, name="bpsx_pass"
+                )
             for name, gradient, (_, variable) in zip(names, own, pairs, strict=True):
                 if name not in self._kept and gradient is not None:
-                    self._kept[name] = tf.compat.v1.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False, use_resource=True)
+                    self._kept[name] = tf.compat.v1.Variable(
+                        tf.zeros(variable.shape, gradient.dtype), trainable=False, use_resource=True
+                    )
         sums: list[Any] = []
         for name, gradient in zip(names, own, strict=True):
             kept = self._kept.get(name)
-            sums.append(None if kept is None else kept.read_value() if gradient is None else kept.assign_add(gradient, read_value=True))
+            sums.append(
+                None
+                if kept is None
+                else (
+                    kept.read_value()
+                    if gradient is None
+                    else kept.assign_add(gradient, read_value=True)
+                )
+            )
         number = self._count.assign_add(1, read_value=True)
         variables = [v for _, v in pairs]
-        return tf.equal(number % self._passes, 0), [(s if s is None else tf.identity(s), v) for s, v in zip(sums, variables, strict=True)]
+        return tf.equal(number % self._passes, 0), [
+            (s if s is None else tf.identity(s), v) for s, v in zip(sums, variables, strict=True)
+        ]
 
     def clear(self, after: list[Any]) -> list[Any]:
         """Begin again, once ``after`` is there."""
         with tf.control_dependencies(after):
-            return [k.assign(tf.zeros(k.shape, k.dtype), read_value=False) for k in self._kept.values()]
+            return [
+                k.assign(tf.zeros(k.shape, k.dtype), read_value=False) for k in self._kept.values()
+            ]
 
 
 @public_methods
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """What :func:`bpsx.tensorflow.DistributedOptimizer` returns for them: computes gradients of all workers, and leaves the rest to the optimizer."""
+    """What :func:`bpsx.tensorflow.DistributedOptimizer` returns for them: computes gradients of all
+    workers, and leaves the rest to the optimizer.
+    """
 
-    def __init__(self, optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: int) -> None:
-        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+    def __init__(
+        self, optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: int
+    ) -> None:
+        super().__init__(
+            name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking
+        )
         self._optimizer, self._exchange, self._weights = optimizer, exchange, Weights()
-        self._momentum = Momentum(optimizer, "_momentum", isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer), "MomentumOptimizer")
+        self._momentum = Momentum(
+            optimizer,
+            "_momentum",
+            isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer),
+            "MomentumOptimizer",
+        )
         self._passes = Accumulated(passes) if passes > 1 else None
-        self._last: Any = None      # whether the gradients that were computed last are complete
+        self._last: Any = None  # whether the gradients that were computed last are complete
 
     @as_it_is
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As the optimizer's own, and then summed or averaged over all workers. With ``backward_passes_per_step`` they are complete in the last pass;
-        :meth:`apply_gradients` knows when."""
+        """As the optimizer's own, and then summed or averaged over all workers.
+
+        With ``backward_passes_per_step`` they are complete in the last pass;
+        :meth:`apply_gradients` knows when.
+        """
         pairs = list(self._optimizer.compute_gradients(*args, **kwargs))
         if adapter.session().config.asynchronous:
             return pairs
         if self._passes is None:
             return self._exchanged(pairs)
         self._last, sums = self._passes.add(pairs)
-        gradients = in_last(self._last, lambda: [g for g, _ in self._exchanged(sums)], [g for g, _ in sums])
+        gradients = in_last(
+            self._last, lambda: [g for g, _ in self._exchanged(sums)], [g for g, _ in sums]
+        )
         return list(zip(gradients, [v for _, v in sums], strict=True))
 
     def _exchanged(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         variables = [v for _, v in pairs]
         rate = getattr(self._optimizer, "_learning_rate", getattr(self._optimizer, "_lr", None))
         rate = rate() if callable(rate) else rate
-        return list(zip(self._exchange([g for g, _ in pairs], variables, rate, self._momentum), variables, strict=True))
+        return list(
+            zip(
+                self._exchange([g for g, _ in pairs], variables, rate, self._momentum),
+                variables,
+                strict=True,
+            )
+        )
 
     @as_it_is
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
         """As the optimizer's own; with ``backward_passes_per_step``, only in the last pass."""
         pairs = list(grads_and_vars)
 
@@ -104,7 +148,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
         if tf.executing_eagerly():
             return tf.cond(last, finish, lambda: tf.constant(False))
-        # Said aloud, or with disable_eager_execution() TensorFlow does not see the graph from within a branch, and makes slots eagerly.
+        # Said aloud, or with disable_eager_execution() TensorFlow does not see the graph from
+        # within a branch, and makes slots eagerly.
         with tf.compat.v1.get_default_graph().as_default():
             return tf.cond(last, finish, lambda: tf.constant(False))
 
@@ -121,8 +166,15 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return self._optimizer.variables(*args, **kwargs)
 
 
-def distributed(optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: Any) -> _DistributedOptimizer:
+def distributed(
+    optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: Any
+) -> _DistributedOptimizer:
     """``optimizer`` with the gradients of all workers. Raises :class:`ConfigError`."""
     if isinstance(optimizer, _DistributedOptimizer):
-        raise ConfigError(f"DistributedOptimizer: this {type(optimizer._optimizer).__name__} is distributed already")
-    return _DistributedOptimizer(optimizer, name, use_locking, exchange, checked_passes(passes, "DistributedOptimizer"))
+        raise ConfigError(
+            f"DistributedOptimizer: this {type(optimizer._optimizer).__name__} is distributed"
+            " already"
+        )
+    return _DistributedOptimizer(
+        optimizer, name, use_locking, exchange, checked_passes(passes, "DistributedOptimizer")
+    )

@@ -24,11 +24,13 @@ PREFIX = "Variable."
 def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
     """Assign to ``variables``, on all workers, what they are on worker ``root_rank``, bit for bit.
 
-    ``variables``: of TensorFlow or Keras, of any dtype but strings; all workers give the same in the same order. Returns an operation that does it
-    when it is run, in a v1 graph; otherwise None, and it is done, or part of the function that is being traced. On the wire a variable is called
+    ``variables``: of TensorFlow or Keras, of any dtype but strings; all workers give the same in
+    the same order. Returns an operation that does it when it is run, in a v1 graph; otherwise None,
+    and it is done, or part of the function that is being traced. On the wire a variable is called
     ``scope + "Variable." + its name``.
 
-    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as :func:`push_pull` does.
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as
+    :func:`push_pull` does.
     """
     return counted_together(f"{scope}{PREFIX}")(_broadcast_variables)(variables, root_rank, scope)
 
@@ -37,16 +39,25 @@ def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -
     root = checked_root(root_rank, "broadcast_variables", adapter.session().size)
     check_scope(scope, "broadcast_variables")
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):
-        raise ConfigError(f"broadcast_variables: variables is a {type(variables).__name__}; a list of variables is needed, as model.variables")
+        raise ConfigError(
+            f"broadcast_variables: variables is a {type(variables).__name__}; a list of variables"
+            " is needed, as model.variables"
+        )
     given = list(variables)
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
-            raise ConfigError(f"broadcast_variables: element {i} is a {type(variable).__name__}; a variable is needed")
+            raise ConfigError(
+                f"broadcast_variables: element {i} is a {type(variable).__name__}; a variable is"
+                " needed"
+            )
     values = [tf.convert_to_tensor(variable) for variable in given]
     names = [f"{scope}{PREFIX}{name}" for name in names_of(given)]
     for value, name in zip(values, names, strict=True):
         check_bytes(value, f"broadcast_variables: {name!r}")
-    done = [variable.assign(copy) for variable, copy in zip(given, copies(values, names, root), strict=True)]
+    done = [
+        variable.assign(copy)
+        for variable, copy in zip(given, copies(values, names, root), strict=True)
+    ]
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
 
 
@@ -54,16 +65,21 @@ def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -
 def broadcast_global_variables(root_rank: int) -> Any:
     """The same for all global variables of the default v1 graph. Returns an operation.
 
-    Raises :class:`~bpsx.errors.ConfigError` in TensorFlow 2's eager code and functions, which have no collection of global variables.
+    Raises :class:`~bpsx.errors.ConfigError` in TensorFlow 2's eager code and functions, which have
+    no collection of global variables.
     """
     if tf.executing_eagerly() or tf.inside_function():
-        raise ConfigError("broadcast_global_variables: there are global variables only in a v1 graph: give your variables to broadcast_variables()")
+        raise ConfigError(
+            "broadcast_global_variables: there are global variables only in a v1 graph: give your"
+            " variables to broadcast_variables()"
+        )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 @public_methods
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Broadcasts all global variables when a v1 session has been created: for ``MonitoredTrainingSession`` and estimators.
+    """Broadcasts all global variables when a v1 session has been created: for
+    ``MonitoredTrainingSession`` and estimators.
 
     ``device`` is BytePS's and ignored.
     """

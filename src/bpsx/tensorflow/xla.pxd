@@ -1,4 +1,5 @@
-# XLA's foreign functions (FFI), version 0.2, found in the library that is loaded; xla/ffi/api/c_api.h says what each part is.
+# XLA's foreign functions (FFI), version 0.2, found in the library that is loaded;
+# xla/ffi/api/c_api.h says what each part is.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memset
 
@@ -113,9 +114,17 @@ cdef struct Ffi:
 
 
 cdef inline bint is_understood(Frame *frame) noexcept nogil:
-    """Whether its parts are as large as they are here: one that has grown has moved those behind it. XLA does not count the future."""
-    return frame.size >= sizeof(Frame) - sizeof(void *) and frame.arguments.size == sizeof(Values) and frame.results.size == sizeof(Values) \
+    """Whether its parts are as large as they are here: one that has grown has moved those behind
+    it.
+
+    XLA does not count the future.
+    """
+    return (
+        frame.size >= sizeof(Frame) - sizeof(void *)
+        and frame.arguments.size == sizeof(Values)
+        and frame.results.size == sizeof(Values)
         and frame.attributes.size == sizeof(Attributes)
+    )
 
 
 cdef inline Ffi *find_ffi() noexcept nogil:
@@ -126,7 +135,12 @@ cdef inline Ffi *find_ffi() noexcept nogil:
     if get == NULL:
         return NULL
     found = get()
-    if found == NULL or found.version.major != MAJOR or found.version.minor < MINOR or found.size < sizeof(Ffi):
+    if (
+        found == NULL
+        or found.version.major != MAJOR
+        or found.version.minor < MINOR
+        or found.size < sizeof(Ffi)
+    ):
         return NULL
     return found
 

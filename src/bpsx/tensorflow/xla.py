@@ -1,7 +1,9 @@
-"""The exchange in what XLA compiles (``tf.function(jit_compile=True)``): one call that carries all tensors.
+"""The exchange in what XLA compiles (``tf.function(jit_compile=True)``): one call that carries all
+tensors.
 
-XLA has no kernels for TensorFlow's operations of others; what it has is a call to a foreign function out of a piece of StableHLO, which
-``XlaCallModule`` puts into the graph. Calls run one after the other, so all tensors that are given together go in one. On the host only.
+XLA has no kernels for TensorFlow's operations of others; what it has is a call to a foreign
+function out of a piece of StableHLO, which ``XlaCallModule`` puts into the graph. Calls run one
+after the other, so all tensors that are given together go in one. On the host only.
 """
 
 from __future__ import annotations
@@ -23,20 +25,46 @@ __all__ = ["UnsupportedCompilation", "call", "is_compiled"]
 _VERSION = 9
 #: What StableHLO calls element types.
 _TYPES = {
-    "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
-    "uint8": "ui8", "uint16": "ui16", "uint32": "ui32", "uint64": "ui64", "bool": "i1", "complex64": "complex<f32>", "complex128": "complex<f64>",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "ui8",
+    "uint16": "ui16",
+    "uint32": "ui32",
+    "uint64": "ui64",
+    "bool": "i1",
+    "complex64": "complex<f32>",
+    "complex128": "complex<f64>",
 }
 #: The attribute of a graph that holds what its latest call has given besides tensors.
 _LATEST = "_bpsx_latest_in_xla"
 _known = _xla.register()
 
 
-def call(tensors: Sequence[tf.Tensor], names: Sequence[str], priorities: Sequence[int], rate: Any, average: bool, root: int) -> list[tf.Tensor]:
-    """The sums of ``tensors``, or with ``root`` from 0 on what they are there. Raises :class:`UnsupportedCompilation`."""
+def call(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    priorities: Sequence[int],
+    rate: Any,
+    average: bool,
+    root: int,
+) -> list[tf.Tensor]:
+    """The sums of ``tensors``, or with ``root`` from 0 on what they are there.
+
+    Raises :class:`UnsupportedCompilation`.
+    """
     _check(tensors, names)
     if not tensors:
         return []
-    types = [f"tensor<{''.join(f'{d}x' for d in t.shape)}{_TYPES[t.dtype.base_dtype.name]}>" for t in tensors]
+    types = [
+        f"tensor<{''.join(f'{d}x' for d in t.shape)}{_TYPES[t.dtype.base_dtype.name]}>"
+        for t in tensors
+    ]
     graph = tf.compat.v1.get_default_graph()
     before = getattr(graph, _LATEST, None)
     if before is None:
@@ -45,32 +73,54 @@ def call(tensors: Sequence[tf.Tensor], names: Sequence[str], priorities: Sequenc
     module = _module(types, plan)
     touches(module, names)
     *found, after = gen_xla_ops.xla_call_module(
-        [*tensors, tf.cast(-1.0 if rate is None else rate, tf.float64), before], version=_VERSION, module=module, platforms=["CPU"],
-        Sout=[*(t.shape for t in tensors), []], Tout=[*(t.dtype.base_dtype for t in tensors), tf.int32], function_list=[],
-        has_token_input_output=False, disabled_checks=[])
-    setattr(graph, _LATEST, after)      # the next call takes it: so calls have one order, the same on all workers
+        [*tensors, tf.cast(-1.0 if rate is None else rate, tf.float64), before],
+        version=_VERSION,
+        module=module,
+        platforms=["CPU"],
+        Sout=[*(t.shape for t in tensors), []],
+        Tout=[*(t.dtype.base_dtype for t in tensors), tf.int32],
+        function_list=[],
+        has_token_input_output=False,
+        disabled_checks=[],
+    )
+    # the next call takes it: so calls have one order, the same on all workers
+    setattr(graph, _LATEST, after)
     return list(found)
 
 
 def _module(types: list[str], plan: str) -> str:
     given, made = [*types, "tensor<f64>", "tensor<i32>"], [*types, "tensor<i32>"]
     arguments, n = ", ".join(f"%a{i}: {t}" for i, t in enumerate(given)), len(made)
-    operands, results = ", ".join(f"%a{i}" for i in range(len(given))), ", ".join(f"%r#{i}" for i in range(n))
+    operands, results = (
+        ", ".join(f"%a{i}" for i in range(len(given))),
+        ", ".join(f"%r#{i}" for i in range(n)),
+    )
     text = plan.replace("\\", "\\5C").replace('"', "\\22").replace("\n", "\\0A")
-    return (f"module @bpsx {{ func.func public @main({arguments}) -> ({', '.join(made)}) {{\n"
-            f'%r:{n} = "stablehlo.custom_call"({operands}) {{call_target_name = "bpsx_exchange", has_side_effect = true, '
-            f'api_version = 4 : i32, backend_config = {{plan = "{text}"}}}} : ({", ".join(given)}) -> ({", ".join(made)})\n'
-            f"return {results} : {', '.join(made)}\n}} }}")
+    return (
+        f"module @bpsx {{ func.func public @main({arguments}) -> ({', '.join(made)}) {{\n"
+        f'%r:{n} = "stablehlo.custom_call"({operands}) {{call_target_name = "bpsx_exchange",'
+        " has_side_effect = true, "
+        f'api_version = 4 : i32, backend_config = {{plan = "{text}"}}}} : ({", ".join(given)}) ->'
+        f" ({', '.join(made)})\n"
+        f"return {results} : {', '.join(made)}\n}} }}"
+    )
 
 
 def _check(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> None:
     if not _known:
-        raise UnsupportedCompilation(f"jit_compile=True: the XLA of TensorFlow {tf.__version__} cannot call bpsx: leave jit_compile out")
+        raise UnsupportedCompilation(
+            f"jit_compile=True: the XLA of TensorFlow {tf.__version__} cannot call bpsx: leave"
+            " jit_compile out"
+        )
     if tf.config.list_logical_devices("GPU"):
-        raise UnsupportedCompilation("jit_compile=True: bpsx exchanges gradients in what XLA compiles for the host, and here it compiles for a GPU: "
-                                     "leave jit_compile out of the function that exchanges (Keras: compile(jit_compile=False)); what that calls may "
-                                     "be compiled")
+        raise UnsupportedCompilation(
+            "jit_compile=True: bpsx exchanges gradients in what XLA compiles for the host, and here"
+            " it compiles for a GPU: leave jit_compile out of the function that exchanges (Keras:"
+            " compile(jit_compile=False)); what that calls may be compiled"
+        )
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.shape.is_fully_defined():
-            raise UnsupportedCompilation(f"jit_compile=True: {name!r} has the shape {tensor.shape}, and XLA has to know shapes when it compiles: "
-                                         "give tensors of one shape, or leave jit_compile out")
+            raise UnsupportedCompilation(
+                f"jit_compile=True: {name!r} has the shape {tensor.shape}, and XLA has to know"
+                " shapes when it compiles: give tensors of one shape, or leave jit_compile out"
+            )

@@ -11,9 +11,15 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "torch":
         raise
-    raise ImportError("bpsx.torch needs PyTorch 2.1 or newer: pip install torch", name="torch") from None
+    raise ImportError(
+        "bpsx.torch needs PyTorch 2.1 or newer: pip install torch", name="torch"
+    ) from None
 if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
-    raise ImportError(f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install --upgrade torch", name="torch")
+    raise ImportError(
+        f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install"
+        " --upgrade torch",
+        name="torch",
+    )
 
 from bpsx.api.verbs import (  # noqa: E402
     barrier,
@@ -61,11 +67,40 @@ else:
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
-    "Compression", "DDPHookState", "DistributedOptimizer", "GradientOrderError", "GroupTimeoutError", "ObjectError", "SyncBatchNorm",
-    "UnsupportedCollective", "UnsupportedTensor", "all_gather", "all_gather_object", "barrier", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "ddp_comm_hook", "declare", "get_pushpull_speed", "init",
-    "join", "local_rank", "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank",
-    "resume", "shutdown", "size", "suspend", "synchronize",
+    "Compression",
+    "DDPHookState",
+    "DistributedOptimizer",
+    "GradientOrderError",
+    "GroupTimeoutError",
+    "ObjectError",
+    "SyncBatchNorm",
+    "UnsupportedCollective",
+    "UnsupportedTensor",
+    "all_gather",
+    "all_gather_object",
+    "barrier",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "ddp_comm_hook",
+    "declare",
+    "get_pushpull_speed",
+    "init",
+    "join",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
 ]
 
 

@@ -17,14 +17,19 @@ cdef class Managed:
     cdef object spare                   # a Pushed of an earlier step, to be used again; or None
     cdef public object hook
     cdef public object kind             # None: the workers have not agreed yet
-    cdef public object averaged         # what an implicit wait has left in grad, and its version; or None
+    # what an implicit wait has left in grad, and its version; or None
+    cdef public object averaged
     cdef public int passes_left, sparse_dim
     cdef public bint deferred           # a sparse gradient that is complete, and waits for that
-    cdef public bint stands_in          # what has been pushed are zeros for a gradient that this worker has not had
-    cdef public bint quick              # it is dense and travels as it is: hooks need only look at its memory
+    # what has been pushed are zeros for a gradient that this worker has not had
+    cdef public bint stands_in
+    # it is dense and travels as it is: hooks need only look at its memory
+    cdef public bint quick
     cdef public bint rivalled           # another optimizer sums its gradient, too
-    cdef public bint sparse_here        # the optimizer needs a sparse gradient; what has been pushed is dense
-    cdef public bint wanted             # False: no worker has a gradient in this step, as far as is known
+    # the optimizer needs a sparse gradient; what has been pushed is dense
+    cdef public bint sparse_here
+    # False: no worker has a gradient in this step, as far as is known
+    cdef public bint wanted
 
 
 cdef class Pushed(Item):
@@ -46,7 +51,8 @@ cdef class Failed:
 
 
 cdef class Batch:
-    cdef public bint quick          # hooks may leave out what they check otherwise: see Exchange.accumulated
+    # hooks may leave out what they check otherwise: see Exchange.accumulated
+    cdef public bint quick
     cdef object begin, begin_alone, begin_here, worth, streams, stream
     cdef Turn turn
     cdef list waiting

@@ -1,8 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Gradients of a backward pass on their way: what a hook does for each of them, and for many together.
+"""Gradients of a backward pass on their way: what a hook does for each of them, and for many
+together.
 
-A step has hundreds, and a hook holds up the pass: in Python this took 30 us for each. Those that are made on a GPU begin together: each alone would
-cost a record on the stream, a lock, a wake-up and a collective. Of PyTorch nothing is needed to build this.
+A step has hundreds, and a hook holds up the pass: in Python this took 30 us for each. Those that
+are made on a GPU begin together: each alone would cost a record on the stream, a lock, a wake-up
+and a collective. Of PyTorch nothing is needed to build this.
 """
 import contextlib
 from copy import copy
@@ -13,16 +15,21 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Handle, Item
-from bpsx.torch.dlpack cimport ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of, table_of
+from bpsx.torch.dlpack cimport (
+    ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of,
+    table_of,
+)
 from bpsx.torch.rlock cimport Turn, drop_turn, end_turn, new_turn, take_turn
 
 from bpsx.torch.dynamo import eager, set_compiler
 from bpsx.torch.ops import SUMMED, streams_of
 
 cdef enum:
-    ALONE = 2                   # references to the memory of a tensor that is alone: its own, and that of who asks
+    # references to the memory of a tensor that is alone: its own, and that of who asks
+    ALONE = 2
 
-#: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
+#: A test may take all memory for the first GPU's. Then it is called with that of each gradient:
+#: address, bytes, PyTorch's storage.
 ALL_ON_GPU = None
 
 _strided, _Tensor = torch.strided, torch.Tensor
@@ -30,8 +37,13 @@ _uses = getattr(torch._C, "_storage_Use_Count", None)
 #: NULL: this PyTorch has none, and is asked by its methods.
 cdef Table *DLPACK = table_of(_Tensor)
 #: By DLPack's kind of number and bits.
-cdef dict NAMES = {code << 8 | bits: name for code, bits, name in (
-    (2, 16, "float16"), (4, 16, "bfloat16"), (2, 32, "float32"), (2, 64, "float64"), (1, 8, "uint8"), (0, 8, "int8"), (0, 32, "int32"), (0, 64, "int64"))}
+cdef dict NAMES = {
+    code << 8 | bits: name for code, bits,
+    name in (
+        (2, 16, "float16"), (4, 16, "bfloat16"), (2, 32, "float32"), (2, 64, "float64"),
+        (1, 8, "uint8"), (0, 8, "int8"), (0, 32, "int32"), (0, 64, "int64")
+    )
+}
 
 
 cpdef bint is_dense_on_gpu(tensor) except -1:
@@ -46,16 +58,24 @@ cdef bint see(tensor, Seen *seen):
 
 cdef bint is_on_gpu(const Seen *seen):
     """Whether it is on a GPU that bpsx knows."""
-    return seen.lanes == 1 and (seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None)
+    return (
+        seen.lanes == 1
+        and (seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None)
+    )
 
 
 cdef bint see_on_gpu(tensor, Seen *seen):
-    """As :func:`is_dense_on_gpu`, and what DLPack says of it. False also where it cannot be asked."""
+    """As :func:`is_dense_on_gpu`, and what DLPack says of it.
+
+    False also where it cannot be asked.
+    """
     return see(tensor, seen) and is_on_gpu(seen)
 
 
 cdef Py_ssize_t holders(memory):
-    """References to this object, which PyTorch keeps for the storage's life, its own among them: their number differs between releases."""
+    """References to this object, which PyTorch keeps for the storage's life, its own among them:
+    their number differs between releases.
+    """
     return (<PyObject *>memory).ob_refcnt
 
 
@@ -75,13 +95,21 @@ cdef Py_ssize_t NOT_HELD = holders_of_one()
 
 
 cdef bint shares(memory) except -1:
-    """Whether others than one tensor have this storage, or hold it, as what is under way does: one tensor may be the gradient of two parameters."""
-    return holders(memory) > NOT_HELD or (_uses is not None and <int64_t>_uses(memory._cdata) > ALONE)
+    """Whether others than one tensor have this storage, or hold it, as what is under way does:
+    one tensor may be the gradient of two parameters.
+    """
+    return (
+        holders(memory) > NOT_HELD
+        or (_uses is not None and <int64_t>_uses(memory._cdata) > ALONE)
+    )
 
 
 def is_shared(gradient) -> bool:
-    """Whether others have the gradient's elements in the same memory. Autograd may give two parameters one gradient's memory: where both go into one
-    sum through views of them. The average of the first would come home into what the second has still to push."""
+    """Whether others have the gradient's elements in the same memory.
+
+    Autograd may give two parameters one gradient's memory: where both go into one sum through views
+    of them. The average of the first would come home into what the second has still to push.
+    """
     memory = gradient.untyped_storage()
     return shares(memory)
 
@@ -101,21 +129,28 @@ cdef int64_t counted(tensor) except -2:
     """How often a dense tensor has been written to."""
     try:
         return tensor._version
-    except RuntimeError:            # made in inference mode. To ask before costs every other tensor a call
+    # made in inference mode. To ask before costs every other tensor a call
+    except RuntimeError:
         return UNCOUNTED
 
 
 def version(tensor) -> int | None:
-    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
+    """How often ``tensor``, or another one in the same memory, has been written to; None if
+    nobody counts.
+    """
     cdef int64_t found = counted(tensor) if tensor.layout is _strided else UNCOUNTED
     return None if found == UNCOUNTED else found
 
 
 cdef class Managed:
-    """A parameter that is trained: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
+    """A parameter that is trained: its name on the wire, its urgency, the backward passes left
+    until it is pushed, and the push.
+    """
 
     def __init__(self, str name, parameter, named, int passes) -> None:
-        self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = name, parameter, named, passes, 1, True
+        self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = (
+            name, parameter, named, passes, 1, True
+        )
 
     def is_sparse(self) -> bool:
         """Whether the gradient is sparse as it stands."""
@@ -129,7 +164,10 @@ cdef name_of(const Seen *seen):
 
 
 cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
-    """Whether a gradient can be summed as it lies. Then its memory is noted. ``seen``: what DLPack says of it, if it does."""
+    """Whether a gradient can be summed as it lies.
+
+    Then its memory is noted. ``seen``: what DLPack says of it, if it does.
+    """
     gradient = pushed.gradient
     if seen != NULL:
         dtype = name_of(seen) if is_contiguous(seen) else None
@@ -148,16 +186,21 @@ cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
             pushed.shape = shape_of(seen)
         pushed.address, pushed.nbytes = <uint64_t>address(seen), elements(seen) * (seen.bits // 8)
     else:
-        pushed.shape, pushed.address, pushed.nbytes = gradient.shape, gradient.data_ptr(), gradient.nbytes
+        pushed.shape, pushed.address, pushed.nbytes = (
+            gradient.shape, gradient.data_ptr(), gradient.nbytes
+        )
     if ALL_ON_GPU is not None:
         ALL_ON_GPU(pushed.address, pushed.nbytes, memory)
     return True
 
 
 cdef class Pushed(Item):
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a batch.
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's.
 
-    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed.
+    It may have to wait for others of a batch.
+
+    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from
+    now on until the wait is noticed.
     """
 
     def __init__(self, gradient, ctx, bint own, handle) -> None:
@@ -178,11 +221,15 @@ cdef class Pushed(Item):
         return self.begun
 
     cdef total(self):
-        """A tensor of the memory that was pushed: the gradient, unless ``gradient.data`` has been set meanwhile."""
+        """A tensor of the memory that was pushed: the gradient, unless ``gradient.data`` has
+        been set meanwhile.
+        """
         if self.gradient.data_ptr() == self.address:
             return self.gradient
         memory, dtype = self.owner, getattr(torch, self.dtype)
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, (self.address - memory.data_ptr()) // dtype.itemsize, self.shape)
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(
+            memory, (self.address - memory.data_ptr()) // dtype.itemsize, self.shape
+        )
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not block."""
@@ -191,8 +238,13 @@ cdef class Pushed(Item):
     def wait(self):
         """The sum. Raises what has made it fail."""
         handle = self.handle()
-        if not self.waited:         # the wait may itself write, to bring home what had to be laid out in another way
-            if self.version != UNCOUNTED and counted(self.gradient) != self.version and is_alone(self.gradient):
+        # the wait may itself write, to bring home what had to be laid out in another way
+        if not self.waited:
+            if (
+                self.version != UNCOUNTED
+                and counted(self.gradient) != self.version
+                and is_alone(self.gradient)
+            ):
                 self.written = True
         received = handle.wait()
         self.waited = True
@@ -203,7 +255,8 @@ cdef class Failed:
     """The handle of a push that could not begin."""
 
     def __init__(self, failure) -> None:
-        self.failure = copy(failure)        # without a traceback: who raises it keeps alive only what is his
+        # without a traceback: who raises it keeps alive only what is his
+        self.failure = copy(failure)
 
     def done(self) -> bool:
         """At once."""
@@ -215,8 +268,11 @@ cdef class Failed:
 
 
 cdef class Batch:
-    """What one optimizer's hooks have been given and have not begun yet. It begins when it is worth it, when backward ends or turns to another
-    stream, and when somebody waits. Workers need not have the same in a batch: nobody waits here. Thread-safe."""
+    """What one optimizer's hooks have been given and have not begun yet.
+
+    It begins when it is worth it, when backward ends or turns to another stream, and when somebody
+    waits. Workers need not have the same in a batch: nobody waits here. Thread-safe.
+    """
 
     def __cinit__(self) -> None:
         new_turn(&self.turn)
@@ -225,17 +281,24 @@ cdef class Batch:
         drop_turn(&self.turn)
 
     def __init__(self, begin, begin_alone, begin_here, worth) -> None:
-        """``begin``: of a list of :class:`bpsx.core._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
-        :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins
-        an item on the host as :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning."""
+        """``begin``: of a list of :class:`bpsx.core._handle.Item`, their GPU, what gives its
+        current stream, and the stream that made them, begins them as
+        :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a gradient
+        and its name gives a :class:`Pushed`; ``begin_here``: begins an item on the host as
+        :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many
+        bytes are worth beginning.
+        """
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.begin_here = begin_here
         self.waiting, self.device = [], -2
 
     def add(self, Managed managed not None, gradient) -> None:
-        """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory.
-        Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` of what goes with others is set before
-        anything can interrupt."""
+        """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to
+        be laid out in another way or shares its memory.
+
+        Raises why that cannot begin; what cannot begin with others is told by the wait.
+        ``managed.pushed`` of what goes with others is set before anything can interrupt.
+        """
         cdef Seen seen
         cdef Pushed pushed = self.new_pushed(managed, gradient)
         take_turn(&self.turn)
@@ -249,7 +312,11 @@ cdef class Batch:
             end_turn(&self.turn)
 
     cdef bint put(self, Managed managed, gradient, const Seen *seen) except -1:
-        """The same of one on the GPU, for a hook that has no time: it is looked at when the batch begins. False: this one cannot wait for that."""
+        """The same of one on the GPU, for a hook that has no time: it is looked at when the batch
+        begins.
+
+        False: this one cannot wait for that.
+        """
         cdef Pushed pushed
         if name_of(seen) is None or not is_contiguous(seen):
             return False
@@ -264,8 +331,11 @@ cdef class Batch:
         return True
 
     cdef bint put_here(self, Managed managed, gradient, const Seen *seen) except -1:
-        """Begin to sum one on the host, at once. False: it has to go the long way, since it does not
-        lie plain, shares its memory, or is not known yet as what it is."""
+        """Begin to sum one on the host, at once.
+
+        False: it has to go the long way, since it does not lie plain, shares its memory, or is not
+        known yet as what it is.
+        """
         cdef Pushed pushed
         if seen.device_type != ON_CPU or seen.lanes != 1 or elements(seen) == 0:
             return False
@@ -284,8 +354,10 @@ cdef class Batch:
         return managed.pushed is not None
 
     def take(self, Managed managed not None, gradient) -> bool:
-        """Sum a parameter's dense gradient, on the GPU as :meth:`add` does. False: on the host it has to
-        go the long way, as :meth:`put_here` says."""
+        """Sum a parameter's dense gradient, on the GPU as :meth:`add` does.
+
+        False: on the host it has to go the long way, as :meth:`put_here` says.
+        """
         cdef Seen seen
         if is_dense_on_gpu(gradient):
             self.add(managed, gradient)
@@ -296,10 +368,14 @@ cdef class Batch:
         cdef Pushed pushed = managed.spare
         managed.spare = None
         if pushed is not None and pushed.batch is self and is_only_ours(pushed):
-            pushed.gradient, pushed.version, pushed.written, pushed.waited = gradient, counted(gradient), False, False
+            pushed.gradient, pushed.version, pushed.written, pushed.waited = gradient, counted(
+                gradient
+            ), False, False
             return pushed
         pushed = Pushed.__new__(Pushed)
-        pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(gradient)
+        pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(
+            gradient
+        )
         pushed.named = managed.named
         pushed.name, pushed.priority = pushed.named.wire, pushed.named.priority
         return pushed
@@ -323,7 +399,8 @@ cdef class Batch:
 
     cdef open_for(self, stream):
         self.stream, self.nbytes, self.most = stream, 0, self.worth()
-        with contextlib.suppress(RuntimeError):         # no backward pass: who pushes like that waits, or says that it is all
+        # no backward pass: who pushes like that waits, or says that it is all
+        with contextlib.suppress(RuntimeError):
             torch.autograd.Variable._execution_engine.queue_callback(self.submit)
 
     cdef submit_quietly(self):
@@ -331,7 +408,10 @@ cdef class Batch:
             self.submit()
 
     def submit(self) -> None:
-        """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
+        """Begin what there is.
+
+        Raises the first failure; whoever waits for that gradient is told, too.
+        """
         failure = None
         take_turn(&self.turn)
         try:
@@ -369,7 +449,10 @@ cdef class Batch:
         return failure
 
     cdef list begin_odd(self, list waiting):
-        """Begin those that cannot go with others, before the sums of these are on their way. Returns the rest."""
+        """Begin those that cannot go with others, before the sums of these are on their way.
+
+        Returns the rest.
+        """
         cdef Pushed pushed
         cdef list together = []
         for pushed in waiting:
@@ -385,31 +468,49 @@ cdef class Batch:
         return together
 
     cdef bint goes_along(self, Pushed pushed) except -1:
-        """Whether what a hook has put off can go with the others; its memory may be other than it was then."""
+        """Whether what a hook has put off can go with the others; its memory may be other than
+        it was then.
+        """
         cdef Seen seen
-        return see_on_gpu(pushed.gradient, &seen) and (ALL_ON_GPU is not None or seen.device == self.device) and lies_plain(pushed, &seen)
+        return (
+            see_on_gpu(pushed.gradient, &seen)
+            and (ALL_ON_GPU is not None or seen.device == self.device)
+            and lies_plain(pushed, &seen)
+        )
 
     cdef on_its_stream(self):
         """A context in which the stream that made the gradients is the current one."""
         if self.streams() == self.stream:
             return contextlib.nullcontext()
         # PyTorch makes a new stream of the number 0, which is the default one's.
-        return torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device=self.device) if self.stream else torch.cuda.default_stream(self.device))
+        return torch.cuda.stream(
+            torch.cuda.ExternalStream(self.stream, device=self.device) if self.stream
+            else torch.cuda.default_stream(self.device)
+        )
 
 
 cdef class Hook:
-    """What autograd calls when it has added to a parameter's gradient. Keeps neither the exchange alive nor the parameter, on which it hangs."""
+    """What autograd calls when it has added to a parameter's gradient.
+
+    Keeps neither the exchange alive nor the parameter, on which it hangs.
+    """
     cdef object exchange, managed, accumulated
     cdef Batch batch
     #: The compiler leaves this alone.
     _torchdynamo_disable = True
 
     def __init__(self, exchange, managed, Batch batch, accumulated) -> None:
-        """``exchange`` and ``managed``: weak references to what ``accumulated`` is called with, but for what :attr:`Batch.quick` allows."""
-        self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(accumulated)
+        """``exchange`` and ``managed``: weak references to what ``accumulated`` is called with,
+        but for what :attr:`Batch.quick` allows.
+        """
+        self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(
+            accumulated
+        )
 
     def rival(self) -> None:
-        """Another hook sums the same gradient: each has to look at its memory at once, to see whether it is under way."""
+        """Another hook sums the same gradient: each has to look at its memory at once, to see
+        whether it is under way.
+        """
         cdef Managed managed = self.managed()
         if managed is not None:
             managed.rivalled, managed.quick = True, False
@@ -419,12 +520,21 @@ cdef class Hook:
         cdef Seen seen
         if managed is None:             # the exchange, which owns it, is no more
             return
-        if self.batch.quick and managed.quick and managed.pushed is None and managed.passes_left == 1:
+        if (
+            self.batch.quick
+            and managed.quick
+            and managed.pushed is None
+            and managed.passes_left == 1
+        ):
             gradient = managed.parameter.grad
             if gradient is not None and see(gradient, &seen):
                 managed.passes_left = 0         # before anything can interrupt
                 managed.stands_in = False
-                if self.batch.put(managed, gradient, &seen) if is_on_gpu(&seen) else self.batch.put_here(managed, gradient, &seen):
+                if (
+                    self.batch.put(managed, gradient, &seen)
+                    if is_on_gpu(&seen)
+                    else self.batch.put_here(managed, gradient, &seen)
+                ):
                     return
                 managed.passes_left = 1
         exchange = self.exchange()

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The wait for the gradients of a step, of which there may be thousands: what is asked of each of them, and how it ends."""
+"""The wait for the gradients of a step, of which there may be thousands.
+
+What is asked of each of them, and how it ends.
+"""
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Handle
@@ -24,12 +27,17 @@ def any_under_way(list managed) -> bool:
 
 def used_of(list managed) -> list:
     """Whether this worker has a gradient, of each."""
-    return [(<Managed?>m).pushed is not None or (<Managed>m).parameter.grad is not None for m in managed]
+    return [
+        (<Managed?>m).pushed is not None or (<Managed>m).parameter.grad is not None for m in managed
+    ]
 
 
 def frozen_of(list managed) -> list:
     """Those that this worker has frozen, and does not push."""
-    return [m for m in managed if (<Managed?>m).pushed is None and not (<Managed>m).parameter.requires_grad]
+    return [
+        m for m in managed
+        if (<Managed?>m).pushed is None and not (<Managed>m).parameter.requires_grad
+    ]
 
 
 def want_all(list managed) -> None:
@@ -40,7 +48,10 @@ def want_all(list managed) -> None:
 
 
 def missing_of(list managed) -> list:
-    """Those that are trained, wanted and not on their way. What could not begin is not, and goes again."""
+    """Those that are trained, wanted and not on their way.
+
+    What could not begin is not, and goes again.
+    """
     cdef Managed m
     cdef list found = []
     for m in managed:
@@ -53,7 +64,10 @@ def missing_of(list managed) -> list:
 
 def settle_here(list managed) -> list:
     """Wait for gradients on the host that hooks have begun quickly, and see that they are where the
-    optimizer looks. Return the others, and those that failed, were written to or have other memory."""
+    optimizer looks.
+
+    Return the others, and those that failed, were written to or have other memory.
+    """
     cdef Pushed pushed
     cdef Managed m
     cdef Handle handle
@@ -86,7 +100,10 @@ def settle_here(list managed) -> list:
 
 
 cdef keep(Managed m, Pushed pushed, Handle handle):
-    """Keep the objects for the next step: new ones would make Python look for garbage all the time. Returns the core."""
+    """Keep the objects for the next step: new ones would make Python look for garbage all the time.
+
+    Returns the core.
+    """
     m.pushed = None
     pushed.gradient = pushed.owner = pushed.begun = None
     pushed.spare = handle
@@ -95,18 +112,29 @@ cdef keep(Managed m, Pushed pushed, Handle handle):
 
 
 cdef bint is_as_pushed(Managed m) except -1:
-    """Whether a hook has begun its sum quickly on the host, and nothing has happened to the gradient since."""
+    """Whether a hook has begun its sum quickly on the host, and nothing has happened to the
+    gradient since.
+    """
     cdef Pushed pushed
     if type(m.pushed) is not Pushed:
         return False
     pushed = m.pushed
-    if pushed.batch is None or type(pushed.begun) is not Handle or (<Handle>pushed.begun).gpu is not None:
+    if (
+        pushed.batch is None
+        or type(pushed.begun) is not Handle
+        or (<Handle>pushed.begun).gpu is not None
+    ):
         return False
-    return counted(pushed.gradient) == pushed.version and place_of(pushed.gradient) == pushed.address
+    return (
+        counted(pushed.gradient) == pushed.version
+        and place_of(pushed.gradient) == pushed.address
+    )
 
 
 def restart(list managed, int passes) -> None:
-    """Forget backward passes that have been added up so far, and averages, whose memory may be wanted."""
+    """Forget backward passes that have been added up so far, and averages, whose memory may be
+    wanted.
+    """
     cdef Managed m
     for m in managed:
         m.passes_left = passes
@@ -129,8 +157,12 @@ def all_together(list managed) -> bool:
 
 
 def settle(list managed) -> list:
-    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
-    matter, as they are: failed, written to, with other memory."""
+    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer
+    looks.
+
+    Returns those with which something is the matter, as they are: failed, written to, with other
+    memory.
+    """
     cdef Pushed pushed
     cdef Managed m
     cdef Handle handle
@@ -140,7 +172,11 @@ def settle(list managed) -> list:
         for m in managed:
             pushed = m.pushed
             gradient = pushed.gradient
-            if pushed.version == UNCOUNTED or <int64_t>gradient._version != pushed.version or place_of(gradient) != pushed.address:
+            if (
+                pushed.version == UNCOUNTED
+                or <int64_t>gradient._version != pushed.version
+                or place_of(gradient) != pushed.address
+            ):
                 odd.append(m)
                 continue
             handle = pushed.begun

@@ -1,7 +1,8 @@
 """What all workers hold, on every worker: one broadcast per worker, all under way at once.
 
-Each worker's bytes leave it once and come home on every worker once, which is the least that can be. Where the number of rows differs, the numbers
-travel first; then rows, filled up to a capacity, so that a name gets to mean few shapes and not one for every number of rows.
+Each worker's bytes leave it once and come home on every worker once, which is the least that can
+be. Where the number of rows differs, the numbers travel first; then rows, filled up to a capacity,
+so that a name gets to mean few shapes and not one for every number of rows.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ from bpsx.torch.ops import (
     unnamed,
 )
 
-#: Bytes of what workers tell each other about their rows: their number, and a description that has to be the same.
+#: Bytes of what workers tell each other about their rows: their number, and a description that has
+#: to be the same.
 _HEADER, _COUNT = 192, 8
 
 
 @public_methods
 class Gathering:
-    """An all_gather under way; a :class:`~bpsx.torch.ops.Handle` whose result is the list of tensors, by rank."""
+    """An all_gather under way; a :class:`~bpsx.torch.ops.Handle` whose result is the list of
+    tensors, by rank.
+    """
 
-    def __init__(self, handles: list[Handle], outputs: Sequence[torch.Tensor], stages: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, handles: list[Handle], outputs: Sequence[torch.Tensor], stages: Sequence[torch.Tensor]
+    ) -> None:
         self._handles, self._outputs, self._stages = handles, outputs, stages
 
     def done(self) -> bool:
@@ -48,7 +54,10 @@ class Gathering:
         return all(h.done() for h in self._handles)
 
     def wait(self, timeout: float | None = None) -> Sequence[torch.Tensor]:
-        """The tensors, by rank. Raises what made the first part fail, or :class:`TimeoutError` after ``timeout`` seconds."""
+        """The tensors, by rank.
+
+        Raises what made the first part fail, or :class:`TimeoutError` after ``timeout`` seconds.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         for handle in self._handles:
             handle.wait(None if end is None else max(0.0, end - time.monotonic()))
@@ -60,17 +69,24 @@ class Gathering:
 
 
 def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str) -> Gathering:
-    """Begin to fill ``outputs[r]`` with worker r's ``mine``: dense tensors of one shape and any dtype, ``size()`` of them.
+    """Begin to fill ``outputs[r]`` with worker r's ``mine``: dense tensors of one shape and any
+    dtype, ``size()`` of them.
 
-    ``mine`` may be ``outputs[rank()]``; it is copied otherwise, and may change at once. On the wire the parts are called ``name.0``, ``name.1``, …
-    Workers must agree on name, shape and dtype; calls of one name are matched in order.
+    ``mine`` may be ``outputs[rank()]``; it is copied otherwise, and may change at once. On the wire
+    the parts are called ``name.0``, ``name.1``, … Workers must agree on name, shape and dtype;
+    calls of one name are matched in order.
     """
     ours = adapter.session()
-    stages = [o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
+    stages = [
+        o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs
+    ]
     if mine is not stages[ours.rank]:
         with torch.no_grad():
             stages[ours.rank].detach().copy_(mine)
-    handles: list[Handle] = [ours.broadcast(f"{name}.{root}", bytes_view(stage), root) for root, stage in enumerate(stages)]
+    handles: list[Handle] = [
+        ours.broadcast(f"{name}.{root}", bytes_view(stage), root)
+        for root, stage in enumerate(stages)
+    ]
     for output in outputs:
         mark_written(output)
     return Gathering(handles, outputs, stages)
@@ -78,11 +94,17 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
 
 def _gather_headers(count: int, kind: str, name: str) -> Gathering:
     header = _header(count, kind)
-    return all_gather_async([torch.empty_like(header) for _ in range(adapter.session().size)], header, name)
+    return all_gather_async(
+        [torch.empty_like(header) for _ in range(adapter.session().size)], header, name
+    )
 
 
 def check_alike(kind: str, name: str, what: str) -> None:
-    """Raise :class:`~bpsx.errors.MismatchError`, on all workers, unless all of them give the same ``kind``. On the wire this is called ``name``."""
+    """Raise :class:`~bpsx.errors.MismatchError`, on all workers, unless all of them give the same
+    ``kind``.
+
+    On the wire this is called ``name``.
+    """
     told = [_read(h)[1] for h in _gather_headers(0, kind, name).wait()]
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
@@ -90,10 +112,14 @@ def check_alike(kind: str, name: str, what: str) -> None:
 
 
 class RowGathering:
-    """An all_gather of rows under way. Two exchanges, one after the other: :meth:`advance` begins the second, as :meth:`done` does in time.
+    """An all_gather of rows under way.
 
-    ``tensors``: dense CPU tensors that have, on one worker, the same length of dimension 0; otherwise, workers must agree on shapes and dtypes.
-    ``kind``: text that has to be the same on all workers as well. Raises :class:`~bpsx.torch.UnsupportedTensor`.
+    Two exchanges, one after the other: :meth:`advance` begins the second, as :meth:`done` does in
+    time.
+
+    ``tensors``: dense CPU tensors that have, on one worker, the same length of dimension 0;
+    otherwise, workers must agree on shapes and dtypes. ``kind``: text that has to be the same on
+    all workers as well. Raises :class:`~bpsx.torch.UnsupportedTensor`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, kind: str = "") -> None:
@@ -101,45 +127,71 @@ class RowGathering:
         self._mine = [t.detach() for t in tensors]
         for tensor in self._mine:
             check_tensor(tensor, f"all_gather of {name!r}")
-        trailing = ", ".join(f"{dtype_name(t)} rows of shape {tuple(t.shape[1:])}" for t in self._mine)
-        self._headers = _gather_headers(len(self._mine[0]), f"{kind} {trailing}".strip(), f"{name}.counts")
+        trailing = ", ".join(
+            f"{dtype_name(t)} rows of shape {tuple(t.shape[1:])}" for t in self._mine
+        )
+        self._headers = _gather_headers(
+            len(self._mine[0]), f"{kind} {trailing}".strip(), f"{name}.counts"
+        )
         self._counts: list[int] = []
         self._failure: Exception | None = None
-        self._stages: list[list[torch.Tensor]] = []     # by tensor, by worker
+        self._stages: list[list[torch.Tensor]] = []  # by tensor, by worker
         self._handles: list[Handle] = []
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not. Does not block; begins the second exchange if the first has ended."""
+        """Whether everything has ended, well or not.
+
+        Does not block; begins the second exchange if the first has ended.
+        """
         if self._headers.done():
             self.advance()
-        return self._failure is not None or bool(self._counts) and all(h.done() for h in self._handles)
+        return (
+            self._failure is not None or bool(self._counts) and all(h.done() for h in self._handles)
+        )
 
     def advance(self) -> None:
-        """Wait for the numbers of rows and begin to move the rows. What fails is raised by :meth:`wait`."""
+        """Wait for the numbers of rows and begin to move the rows.
+
+        What fails is raised by :meth:`wait`.
+        """
         if self._counts or self._failure is not None:
             return
         try:
             self._counts = self._agreed([_read(h) for h in self._headers.wait()])
             for i, mine in enumerate(self._mine):
-                self._stages.append([self._begin(mine, f"{self._name}.{i}.{root}", root) for root in range(len(self._counts))])
+                self._stages.append(
+                    [
+                        self._begin(mine, f"{self._name}.{i}.{root}", root)
+                        for root in range(len(self._counts))
+                    ]
+                )
         except Exception as e:
-            if not self._headers.done():    # only the wait has been interrupted
+            if not self._headers.done():  # only the wait has been interrupted
                 raise
             self._failure = e
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """For each tensor, the workers' rows by rank. Raises :class:`~bpsx.errors.MismatchError`, on all workers, if they differ otherwise."""
+        """For each tensor, the workers' rows by rank.
+
+        Raises :class:`~bpsx.errors.MismatchError`, on all workers, if they differ otherwise.
+        """
         self.advance()
         if self._failure is not None:
             raise self._failure
         for handle in self._handles:
             handle.wait()
-        return [[stage[:n] for stage, n in zip(stages, self._counts, strict=True)] for stages in self._stages]
+        return [
+            [stage[:n] for stage, n in zip(stages, self._counts, strict=True)]
+            for stages in self._stages
+        ]
 
     def _agreed(self, told: list[tuple[int, str]]) -> list[int]:
         for rank, (_, kind) in enumerate(told):
             if kind != told[0][1]:
-                raise MismatchError(f"{self._name!r}: worker 0 gives {told[0][1]}, worker {rank} {kind}; only the number of rows may differ")
+                raise MismatchError(
+                    f"{self._name!r}: worker 0 gives {told[0][1]}, worker {rank} {kind}; only the"
+                    " number of rows may differ"
+                )
         return [n for n, _ in told]
 
     def _begin(self, mine: torch.Tensor, name: str, root: int) -> torch.Tensor:
@@ -161,12 +213,17 @@ def _header(count: int, kind: str) -> torch.Tensor:
     text = kind.encode()
     if len(text) > _HEADER - _COUNT:
         text = text[:100] + b"... " + hashlib.sha256(text).hexdigest().encode()
-    return torch.frombuffer(bytearray(count.to_bytes(_COUNT, "little") + text.ljust(_HEADER - _COUNT, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(count.to_bytes(_COUNT, "little") + text.ljust(_HEADER - _COUNT, b"\0")),
+        dtype=torch.uint8,
+    )
 
 
 def _read(header: torch.Tensor) -> tuple[int, str]:
     raw = header.numpy().tobytes()
-    return int.from_bytes(raw[:_COUNT], "little"), raw[_COUNT:].rstrip(b"\0").decode(errors="replace")
+    return int.from_bytes(raw[:_COUNT], "little"), raw[_COUNT:].rstrip(b"\0").decode(
+        errors="replace"
+    )
 
 
 class _AllGather(torch.autograd.Function):  # type: ignore[misc]
@@ -175,7 +232,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
         """All workers' rows."""
-        parts, = RowGathering([tensor], name).wait()
+        (parts,) = RowGathering([tensor], name).wait()
         begins = [0, *itertools.accumulate(len(p) for p in parts)]
         rank = adapter.session().rank
         ctx.name, ctx.average, ctx.mine = name, average, slice(begins[rank], begins[rank + 1])
@@ -185,21 +242,31 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Sum or average over workers, of which this worker's rows are its own."""
         padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
-        return push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[ctx.mine], None, None
+        return (
+            push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[
+                ctx.mine
+            ],
+            None,
+            None,
+        )
 
 
 @eager
 @counted("all_gather", several=True)
 def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every worker.
+    """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every
+    worker.
 
-    ``tensor``: dense, on the CPU, of any dtype, of one dimension or more. Workers may have different numbers of rows (lengths of dimension 0), also
-    none, and must agree on the rest and on ``name``; without a name, calls for one shape of row and dtype are matched in the order in which each
-    worker makes them. Differentiable (floating point): backward sums the gradients of all workers, as every worker's loss counts, and keeps the own
-    rows; all workers or none have to go through it.
+    ``tensor``: dense, on the CPU, of any dtype, of one dimension or more. Workers may have
+    different numbers of rows (lengths of dimension 0), also none, and must agree on the rest and on
+    ``name``; without a name, calls for one shape of row and dtype are matched in the order in which
+    each worker makes them. Differentiable (floating point): backward sums the gradients of all
+    workers, as every worker's loss counts, and keeps the own rows; all workers or none have to go
+    through it.
 
-    Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype, :class:`UnsupportedTensor`,
-    :class:`~bpsx.errors.ConfigError`, and what :func:`bpsx.torch.synchronize` raises.
+    Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype,
+    :class:`UnsupportedTensor`, :class:`~bpsx.errors.ConfigError`, and what
+    :func:`bpsx.torch.synchronize` raises.
     """
     check_name(name, "all_gather")
     check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")
@@ -208,6 +275,8 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def gathered_rows(tensor: torch.Tensor, name: str, average: bool = False) -> torch.Tensor:
-    """:func:`all_gather` of what is checked. ``average``: backward averages the gradients instead."""
+    """:func:`all_gather` of what is checked. ``average``: backward averages the gradients
+    instead.
+    """
     result: torch.Tensor = _AllGather.apply(tensor, name, average)
     return result

@@ -1,4 +1,6 @@
-"""Asynchronous training of one optimizer: it steps on this worker's own gradients, and the change of the weights is what travels."""
+"""Asynchronous training of one optimizer: it steps on this worker's own gradients, and the change
+of the weights is what travels.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,21 @@ PREFIX = "Async."
 class AsyncExchange(Exchange):
     """Moves the weights of one optimizer. No hooks: backward is this worker's own affair.
 
-    The servers hold the weights. They begin as worker 0's at the first step, for which all workers wait; no later step waits for anybody.
+    The servers hold the weights. They begin as worker 0's at the first step, for which all workers
+    wait; no later step waits for anybody.
     """
 
     asynchronous = True
 
-    def __init__(self, names: list[tuple[str, torch.Tensor]], passes: int, what: str,
-                 ordinal: int | None) -> None:
-        self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
+    def __init__(
+        self, names: list[tuple[str, torch.Tensor]], passes: int, what: str, ordinal: int | None
+    ) -> None:
+        # by parameter: its weights before the step, then what the step has added
+        self._before: dict[int, torch.Tensor] = {}
         self._seeded: set[int] = set()
-        self._session: object = None                    # in whose servers those are
-        self._waiting: list[Handle] = []                # not waited for yet: an interruption leaves some
+        self._session: object = None  # in whose servers those are
+        # not waited for yet: an interruption leaves some
+        self._waiting: list[Handle] = []
         super().__init__(names, None, passes, active=False, what=what, ordinal=ordinal)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
@@ -47,8 +53,11 @@ class AsyncExchange(Exchange):
         """Nothing: gradients are not exchanged."""
 
     def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Let ``base`` step, push what that has added to each weight, and take what the servers have then. Raises the first failure, after
-        the last push has ended."""
+        """Let ``base`` step, push what that has added to each weight, and take what the servers
+        have then.
+
+        Raises the first failure, after the last push has ended.
+        """
         self.owner.check_current()
         self._finish([])
         self._seed()
@@ -57,8 +66,14 @@ class AsyncExchange(Exchange):
             for managed in ours:
                 parameter = managed.parameter.detach()
                 before = self._before.get(id(managed.parameter))
-                if before is None or before.shape != parameter.shape or before.dtype != parameter.dtype:
-                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if (
+                    before is None
+                    or before.shape != parameter.shape
+                    or before.dtype != parameter.dtype
+                ):
+                    before = self._before[id(managed.parameter)] = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device=parameter.device
+                    )
                 before.copy_(parameter)
         result = base(closure)
         failures: list[Exception] = []
@@ -68,7 +83,15 @@ class AsyncExchange(Exchange):
             with torch.no_grad():
                 torch.sub(parameter, change, out=change)
             try:
-                self._waiting.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.named.priority))
+                self._waiting.append(
+                    submit(
+                        change,
+                        parameter,
+                        PREFIX + managed.name,
+                        average=False,
+                        priority=managed.named.priority,
+                    )
+                )
             except Exception as e:
                 failures.append(e)
         try:
@@ -79,16 +102,25 @@ class AsyncExchange(Exchange):
         return result
 
     def _seed(self) -> None:
-        """Give the servers worker 0's weights, and every worker too. Only what is new since the last time."""
+        """Give the servers worker 0's weights, and every worker too.
+
+        Only what is new since the last time.
+        """
         session = adapter.session()
-        if self._session is not session:    # after resume() the servers are others
+        if self._session is not session:  # after resume() the servers are others
             self._session, self._seeded = session, set()
-        new = [m for m in self._managed if m.parameter.requires_grad and id(m.parameter) not in self._seeded]
+        new = [
+            m
+            for m in self._managed
+            if m.parameter.requires_grad and id(m.parameter) not in self._seeded
+        ]
         failures: list[Exception] = []
         for managed in new:
             self._seeded.add(id(managed.parameter))
             try:
-                self._waiting.append(Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True))
+                self._waiting.append(
+                    Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True)
+                )
             except Exception as e:
                 failures.append(e)
         self._finish(failures)

@@ -15,7 +15,17 @@ from bpsx.plugin.adapter import TensorView, checked_root
 from bpsx.plugin.objects import broadcast_bytes
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
-from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_at, view_of
+from bpsx.torch.ops import (
+    Handle,
+    check_tensor,
+    check_writable,
+    dtype_name,
+    is_plain,
+    mark_written,
+    plain_copy,
+    view_at,
+    view_of,
+)
 from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
 
 
@@ -24,8 +34,10 @@ from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
 def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
     """Overwrite tensors on all workers with what they hold on worker ``root_rank``, bit for bit.
 
-    ``params``: a mapping (``model.state_dict()``) or (name, tensor) pairs (``model.named_parameters()``): dense CPU tensors of any dtype.
-    All workers must give the same names, shapes and dtypes; the order does not matter. On the wire a tensor is called ``prefix + name``.
+    ``params``: a mapping (``model.state_dict()``) or (name, tensor) pairs
+    (``model.named_parameters()``): dense CPU tensors of any dtype. All workers must give the same
+    names, shapes and dtypes; the order does not matter. On the wire a tensor is called ``prefix +
+    name``.
 
     Raises :class:`~bpsx.errors.ConfigError` (not names and tensors, a name twice, no such root),
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
@@ -39,15 +51,21 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
 
 @public
 @counted("broadcast_optimizer_state", several=True, argument="prefix")
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
-    """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on all workers.
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter."
+) -> None:
+    """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on
+    all workers.
 
-    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet; weights and gradients are not touched. State: tensors
-    as in :func:`broadcast_parameters`, None, bool, int, float, str, and tuples, lists and dictionaries of these; anything else raises
-    :class:`StateError` on all workers. The optimizers must be of one class (by name) and have groups of as many parameters: otherwise
-    :class:`~bpsx.errors.MismatchError` on all workers, before anything is changed.
+    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet;
+    weights and gradients are not touched. State: tensors as in :func:`broadcast_parameters`, None,
+    bool, int, float, str, and tuples, lists and dictionaries of these; anything else raises
+    :class:`StateError` on all workers. The optimizers must be of one class (by name) and have
+    groups of as many parameters: otherwise :class:`~bpsx.errors.MismatchError` on all workers,
+    before anything is changed.
 
-    Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` for what is no optimizer.
+    Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` for
+    what is no optimizer.
     """
     from bpsx.torch.all_gather import check_alike  # it is built on this module
 
@@ -55,16 +73,22 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     root = checked_root(root_rank, verb, ours.size)
     _check_prefix(prefix, verb)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
+        raise ConfigError(
+            f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed"
+        )
     if ours.size == 1:
         return
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    check_alike(f"{type(optimizer).__name__} with groups of {sizes} parameters", f"{prefix}optimizer.kind", f"{verb}: the optimizers differ")
+    check_alike(
+        f"{type(optimizer).__name__} with groups of {sizes} parameters",
+        f"{prefix}optimizer.kind",
+        f"{verb}: the optimizers differ",
+    )
     packed, problem = None, ""
     if ours.rank == root:
         try:
             packed = _pack(optimizer)
-        except BpsxError as e:     # the others wait for an answer: they get this one
+        except BpsxError as e:  # the others wait for an answer: they get this one
             problem = str(e)
         except Exception as e:
             problem = f"worker {root}'s state cannot be sent: {type(e).__name__}: {e}"
@@ -73,7 +97,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if structure.get("error"):
         raise StateError(structure["error"])
     tensors = packed.tensors if packed is not None else [empty_for(m) for m in structure["tensors"]]
-    _broadcast_all([(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)], root, prefix)
+    _broadcast_all(
+        [(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)],
+        root,
+        prefix,
+    )
     if ours.rank != root:
         _unpack(optimizer, structure, tensors)
 
@@ -84,12 +112,17 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
         entries = params
     else:
-        raise ConfigError(f"broadcast_parameters: a state_dict or (name, tensor) pairs are needed, not {type(params).__name__}")
+        raise ConfigError(
+            "broadcast_parameters: a state_dict or (name, tensor) pairs are needed, not"
+            f" {type(params).__name__}"
+        )
     pairs: dict[str, torch.Tensor] = {}
     for i, entry in enumerate(entries):
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
-            raise ConfigError(f"broadcast_parameters: entry {i} is a {type(entry).__name__}, not a (name, tensor) pair; "
-                              "give model.state_dict() or model.named_parameters()")
+            raise ConfigError(
+                f"broadcast_parameters: entry {i} is a {type(entry).__name__}, not a (name, tensor)"
+                " pair; give model.state_dict() or model.named_parameters()"
+            )
         name, tensor = entry
         if name in pairs:
             raise ConfigError(f"broadcast_parameters: the name {name!r} is given twice")
@@ -105,8 +138,11 @@ def _check_prefix(prefix: Any, verb: str) -> None:
 
 
 class Overwriting:
-    """A broadcast under way: ``tensor``, which is checked, becomes what it is on worker ``root``. If it is not plain memory, a copy travels and is
-    copied back. Once waited for, the tensor is complete. ``typed``: it travels as elements that servers can add to, not as bytes."""
+    """A broadcast under way: ``tensor``, which is checked, becomes what it is on worker ``root``.
+
+    If it is not plain memory, a copy travels and is copied back. Once waited for, the tensor is
+    complete. ``typed``: it travels as elements that servers can add to, not as bytes.
+    """
 
     def __init__(self, tensor: torch.Tensor, root: int, name: str, typed: bool = False) -> None:
         self._tensor, self._stage = tensor, plain_copy(tensor)
@@ -139,7 +175,9 @@ def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str
 
 
 def bytes_view(tensor: torch.Tensor) -> TensorView:
-    """A tensor of a dtype that cannot be summed goes as bytes, with its element size as a last dimension."""
+    """A tensor of a dtype that cannot be summed goes as bytes, with its element size as a last
+    dimension.
+    """
     dtype = dtype_name(tensor)
     if dtype in BY_NAME:
         return view_of(tensor, dtype)
@@ -159,21 +197,37 @@ def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
-    """Describe ``optimizer``; parameters are named by their place in the groups. Raises :class:`StateError`."""
+    """Describe ``optimizer``; parameters are named by their place in the groups.
+
+    Raises :class:`StateError`.
+    """
     index = {p: i for i, p in enumerate(_all_params(optimizer))}
     encoder = Encoder()
-    groups = [{k: encoder.encode(v, f"group {i}.{k}") for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)]
+    groups = [
+        {k: encoder.encode(v, f"group {i}.{k}") for k, v in g.items() if k != "params"}
+        for i, g in enumerate(optimizer.param_groups)
+    ]
     state = []
     for p, value in optimizer.state.items():
         if p not in index:
-            raise StateError(f"broadcast_optimizer_state: {type(optimizer).__name__} keeps state under {type(p).__name__} {str(p)[:40]!r}, "
-                             "which is none of its parameters; only state of parameters can be broadcast")
+            raise StateError(
+                f"broadcast_optimizer_state: {type(optimizer).__name__} keeps state under"
+                f" {type(p).__name__} {str(p)[:40]!r}, which is none of its parameters; only state"
+                " of parameters can be broadcast"
+            )
         state.append([index[p], encoder.encode(value, f"state {index[p]}")])
-    return _Packed({"groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors)
+    return _Packed(
+        {"groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors
+    )
 
 
-def _unpack(optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-    """Write the root's state into ``optimizer``. Not through ``load_state_dict``, which converts state to the parameters' dtype."""
+def _unpack(
+    optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors: list[torch.Tensor]
+) -> None:
+    """Write the root's state into ``optimizer``.
+
+    Not through ``load_state_dict``, which converts state to the parameters' dtype.
+    """
     params = _all_params(optimizer)
     for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):
         for key in [k for k in group if k != "params" and k not in root_group]:

@@ -24,21 +24,34 @@ class Named(NamedTuple):
 
 
 @counted("gradient", argument="named")
-def push(gradient: torch.Tensor, named: Named, average: bool, compression: type[Compressor] = NoneCompressor, rate: float = -1.0) -> Pushed:
-    """Begin to sum a gradient over all workers. Raises as :func:`bpsx.torch.ops.submit`, and for a tensor that cannot hold a result."""
+def push(
+    gradient: torch.Tensor,
+    named: Named,
+    average: bool,
+    compression: type[Compressor] = NoneCompressor,
+    rate: float = -1.0,
+) -> Pushed:
+    """Begin to sum a gradient over all workers.
+
+    Raises as :func:`bpsx.torch.ops.submit`, and for a tensor that cannot hold a result.
+    """
     check_tensor(gradient, named.what)
     check_writable(gradient, named.what)
     own = not is_shared(gradient)
-    plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
+    plain = gradient.detach()  # ours: `grad.data` may be set to other memory meanwhile
     wire, ctx = compression.compress(plain if own else plain.clone())
+
     def begin() -> Handle:
         return submit(wire, wire, named.wire, average=average, priority=named.priority, rate=rate)
 
-    return Pushed(gradient, ctx, own, followed(named.wire, gradient, begin) if profiled() else begin())
+    return Pushed(
+        gradient, ctx, own, followed(named.wire, gradient, begin) if profiled() else begin()
+    )
 
 
 def batch_of(average: bool) -> Batch:
     """For one optimizer. ``average``: whether gradients become averages, or sums."""
+
     def begin(items: list[Item], gpu: int, streams: Streams, stream: int) -> None:
         def begin_all() -> None:
             adapter.session().push_pull_all(items, gpu, streams, stream, average=average)

@@ -1,7 +1,9 @@
-"""The collectives of ``torch.distributed`` out of the two that bpsx has: a sum over all workers, and a broadcast to all.
+"""The collectives of ``torch.distributed`` out of the two that bpsx has: a sum over all workers,
+and a broadcast to all.
 
-Every function begins its collective and returns at once (except :func:`all_to_all`, which asks for sizes first). Tensors travel as one dimension, so
-shapes that differ in nothing else than that agree, as elsewhere in ``torch.distributed``.
+Every function begins its collective and returns at once (except :func:`all_to_all`, which asks for
+sizes first). Tensors travel as one dimension, so shapes that differ in nothing else than that
+agree, as elsewhere in ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -19,28 +21,53 @@ from bpsx.plugin import adapter
 from bpsx.plugin.adapter import capacity, checked_root
 from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.broadcast import bytes_view
-from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
+from bpsx.torch.ops import (
+    check_tensor,
+    check_writable,
+    dtype_name,
+    is_plain,
+    mark_written,
+    plain_copy,
+    submit,
+)
 from bpsx.torch.work import Collective
 
 _Op = dist.ReduceOp
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {
-    _Op.SUM: torch.add, _Op.AVG: torch.add, _Op.PRODUCT: torch.mul, _Op.MIN: torch.minimum, _Op.MAX: torch.maximum,
-    _Op.BAND: torch.bitwise_and, _Op.BOR: torch.bitwise_or, _Op.BXOR: torch.bitwise_xor,
+    _Op.SUM: torch.add,
+    _Op.AVG: torch.add,
+    _Op.PRODUCT: torch.mul,
+    _Op.MIN: torch.minimum,
+    _Op.MAX: torch.maximum,
+    _Op.BAND: torch.bitwise_and,
+    _Op.BOR: torch.bitwise_or,
+    _Op.BXOR: torch.bitwise_xor,
 }
 
 
 class UnsupportedCollective(BpsxError, RuntimeError):
-    """A collective, a reduction or a group of workers that the backend "bpsx" does not have. Says what to use instead."""
+    """A collective, a reduction or a group of workers that the backend "bpsx" does not have.
+
+    Says what to use instead.
+    """
 
 
 class Group:
-    """The workers of a process group: all of the job's, or this one alone. ``name`` begins the names on the wire."""
+    """The workers of a process group: all of the job's, or this one alone.
+
+    ``name`` begins the names on the wire.
+    """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, verb: str = "all_reduce", will_wait: bool = False) -> Collective:
-        """Replace ``tensor`` by its reduction over all workers. Sums are made by the servers, all else here, after gathering."""
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any, verb: str = "all_reduce", will_wait: bool = False
+    ) -> Collective:
+        """Replace ``tensor`` by its reduction over all workers.
+
+        Sums are made by the servers, all else here, after gathering.
+        """
         stage, home = self._in_place(tensor, verb)
         begun = self.reduce_into(stage, stage, op, verb, will_wait)
         if home is not None:
@@ -48,15 +75,35 @@ class Group:
         mark_written(tensor)
         return begun
 
-    def reduce_into(self, source: torch.Tensor, output: torch.Tensor, op: Any, verb: str, will_wait: bool = False) -> Collective:
+    def reduce_into(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        op: Any,
+        verb: str,
+        will_wait: bool = False,
+    ) -> Collective:
         """Reduce ``source`` into ``output``: flat and plain, alike, or the same."""
         kind = _check_reduction(op, source.dtype, verb)
         if self.size == 1:
             return Collective(finish=lambda: output.copy_(source))
         if source.dtype.is_complex and kind in (_Op.SUM, _Op.AVG):
-            source, output = torch.view_as_real(source).view(-1), torch.view_as_real(output).view(-1)
+            source, output = (
+                torch.view_as_real(source).view(-1),
+                torch.view_as_real(output).view(-1),
+            )
         if kind in (_Op.SUM, _Op.AVG) and dtype_name(source) in BY_NAME:
-            return Collective([submit(source, output, f"{self.name}.{verb}", average=kind == _Op.AVG, will_wait=will_wait)])
+            return Collective(
+                [
+                    submit(
+                        source,
+                        output,
+                        f"{self.name}.{verb}",
+                        average=kind == _Op.AVG,
+                        will_wait=will_wait,
+                    )
+                ]
+            )
         parts = [torch.empty_like(source) for _ in range(self.size)]
         gathering = all_gather_async(parts, source, f"{self.name}.{verb}.gather")
         return Collective([gathering], lambda: output.copy_(_reduced(parts, kind)))
@@ -66,26 +113,47 @@ class Group:
         checked_root(root, verb, self.size)
         stage, home = self._in_place(tensor, verb, read=root == self.rank)
         mark_written(tensor)
-        return self._broadcast(stage, root, verb, home if root != self.rank else None, f"{verb} from worker {root}")
+        return self._broadcast(
+            stage, root, verb, home if root != self.rank else None, f"{verb} from worker {root}"
+        )
 
-    def _broadcast(self, stage: torch.Tensor, root: int, wire: str, finish: Callable[[], object] | None, what: str) -> Collective:
-        """Worker ``root``'s ``stage``, flat and plain, on all; on the wire it is called ``wire``, in errors ``what``."""
+    def _broadcast(
+        self,
+        stage: torch.Tensor,
+        root: int,
+        wire: str,
+        finish: Callable[[], object] | None,
+        what: str,
+    ) -> Collective:
+        """Worker ``root``'s ``stage``, flat and plain, on all; on the wire it is called ``wire``,
+        in errors ``what``.
+        """
         begun = Collective()
         if self.size > 1:
             sent = stage
             if stage.dtype is torch.uint8:
                 sent = _packed(stage if root == self.rank else None, stage.numel())
                 begun.finish.append(functools.partial(_unpack, sent, stage, what))
-            begun.handles.append(adapter.session().broadcast(f"{self.name}.{wire}", bytes_view(sent), root))
+            begun.handles.append(
+                adapter.session().broadcast(f"{self.name}.{wire}", bytes_view(sent), root)
+            )
         if finish is not None:
             begun.finish.append(finish)
         return begun
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, verb: str = "all_gather") -> Collective:
-        """Fill ``outputs[r]`` with worker r's ``mine``. Workers may bring different lengths, as long as all know them."""
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, verb: str = "all_gather"
+    ) -> Collective:
+        """Fill ``outputs[r]`` with worker r's ``mine``.
+
+        Workers may bring different lengths, as long as all know them.
+        """
         self._check_parts(outputs, mine, verb)
         check_tensor(mine, f"{verb}: the input")
-        stages = [self._in_place(output, f"{verb}: output {r}", read=False) for r, output in enumerate(outputs)]
+        stages = [
+            self._in_place(output, f"{verb}: output {r}", read=False)
+            for r, output in enumerate(outputs)
+        ]
         for output in outputs:
             mark_written(output)
         stages[self.rank][0].copy_(plain_copy(mine).view(-1))
@@ -94,10 +162,15 @@ class Group:
             begun.add(self._broadcast(stage, r, f"{verb}.{r}", home, f"{verb}: worker {r}"))
         return begun
 
-    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, verb: str = "all_gather") -> Collective:
+    def all_gather_single(
+        self, output: torch.Tensor, mine: torch.Tensor, verb: str = "all_gather"
+    ) -> Collective:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
         if output.numel() != self.size * mine.numel():
-            raise ConfigError(f"{verb}: the output has {output.numel()} elements; {self.size} workers x {mine.numel()} are needed")
+            raise ConfigError(
+                f"{verb}: the output has {output.numel()} elements; {self.size} workers x"
+                f" {mine.numel()} are needed"
+            )
         stage, home = self._in_place(output, verb, read=False)
         begun = self.all_gather(_equal_parts(stage, self.size), mine, verb)
         if home is not None:
@@ -106,89 +179,146 @@ class Group:
         return begun
 
     def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Collective:
-        """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``. The bytes come to all: a broadcast is to all."""
+        """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``.
+
+        The bytes come to all: a broadcast is to all.
+        """
         checked_root(root, "gather", self.size)
         if root != self.rank:
-            outputs = [torch.empty(mine.shape, dtype=mine.dtype, device=mine.device) for _ in range(self.size)]
+            outputs = [
+                torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+                for _ in range(self.size)
+            ]
         return self.all_gather(outputs, mine, "gather")
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Collective:
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+    ) -> Collective:
         """Overwrite ``output`` with worker ``root``'s ``inputs[rank]``."""
         checked_root(root, "scatter", self.size)
         check_tensor(output, "scatter: the output")
-        everything = torch.empty(self.size * output.numel(), dtype=output.dtype, device=output.device)
+        everything = torch.empty(
+            self.size * output.numel(), dtype=output.dtype, device=output.device
+        )
         mine = _equal_parts(everything, self.size)
         if root == self.rank:
             self._check_parts(inputs, output, "scatter", equal=True)
             for part, given in zip(mine, inputs):
                 part.copy_(plain_copy(given).view(-1))
         target, home = self._in_place(output, "scatter", read=False)
-        begun = self._broadcast(everything, root, "scatter", lambda: target.copy_(mine[self.rank]), f"scatter from worker {root}")
+        begun = self._broadcast(
+            everything,
+            root,
+            "scatter",
+            lambda: target.copy_(mine[self.rank]),
+            f"scatter from worker {root}",
+        )
         if home is not None:
             begun.finish.append(home)
         mark_written(output)
         return begun
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> Collective:
-        """Replace ``tensor`` on worker ``root`` by the reduction over all workers; elsewhere it stays as it is."""
+        """Replace ``tensor`` on worker ``root`` by the reduction over all workers; elsewhere it
+        stays as it is.
+        """
         checked_root(root, "reduce", self.size)
         if root == self.rank:
             return self.all_reduce(tensor, op, "reduce")
         stage, _ = self._in_place(tensor, "reduce")
         return self.reduce_into(stage, torch.empty_like(stage), op, "reduce")
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any, verb: str = "reduce_scatter") -> Collective:
-        """Reduce over all workers what each has brought for worker r, and give it to r. Lengths may differ, if all workers' agree."""
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Any,
+        verb: str = "reduce_scatter",
+    ) -> Collective:
+        """Reduce over all workers what each has brought for worker r, and give it to r.
+
+        Lengths may differ, if all workers' agree.
+        """
         self._check_parts(inputs, output, verb)
         for r, given in enumerate(inputs):
             check_tensor(given, f"{verb}: input {r}")
         everything = torch.cat([plain_copy(given).view(-1) for given in inputs])
-        begin = sum(given.numel() for given in inputs[:self.rank])
+        begin = sum(given.numel() for given in inputs[: self.rank])
         return self._keep_own(output, everything, begin, op, verb)
 
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, op: Any, verb: str = "reduce_scatter") -> Collective:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, op: Any, verb: str = "reduce_scatter"
+    ) -> Collective:
         """As :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
         check_tensor(given, f"{verb}: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
-            raise ConfigError(f"{verb}: the input is {given.numel()} x {dtype_name(given)}; {self.size} workers x {output.numel()} "
-                              f"{dtype_name(output)} are needed")
-        return self._keep_own(output, plain_copy(given).view(-1), self.rank * output.numel(), op, verb)
+            raise ConfigError(
+                f"{verb}: the input is {given.numel()} x {dtype_name(given)}; {self.size} workers x"
+                f" {output.numel()} {dtype_name(output)} are needed"
+            )
+        return self._keep_own(
+            output, plain_copy(given).view(-1), self.rank * output.numel(), op, verb
+        )
 
-    def _keep_own(self, output: torch.Tensor, everything: torch.Tensor, begin: int, op: Any, verb: str) -> Collective:
+    def _keep_own(
+        self, output: torch.Tensor, everything: torch.Tensor, begin: int, op: Any, verb: str
+    ) -> Collective:
         target, home = self._in_place(output, verb, read=False)
         result = torch.empty_like(everything)
         begun = self.reduce_into(everything, result, op, verb)
-        begun.finish.append(lambda: target.copy_(result[begin:begin + target.numel()]))
+        begun.finish.append(lambda: target.copy_(result[begin : begin + target.numel()]))
         if home is not None:
             begun.finish.append(home)
         mark_written(output)
         return begun
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], verb: str = "all_to_all") -> Collective:
-        """Give ``inputs[r]`` to worker r, and fill ``outputs[r]`` with what it has for this one. Lengths may differ.
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        verb: str = "all_to_all",
+    ) -> Collective:
+        """Give ``inputs[r]`` to worker r, and fill ``outputs[r]`` with what it has for this one.
 
-        All bytes come to all workers, each of whom keeps its own. Blocks until all have told their lengths.
+        Lengths may differ.
+
+        All bytes come to all workers, each of whom keeps its own. Blocks until all have told their
+        lengths.
         """
         for name, tensors in (("input", inputs), ("output", outputs)):
             if len(tensors) != self.size:
-                raise ConfigError(f"{verb}: {len(tensors)} {name}s; one for each of {self.size} workers is needed")
+                raise ConfigError(
+                    f"{verb}: {len(tensors)} {name}s; one for each of {self.size} workers is needed"
+                )
             for r, tensor in enumerate(tensors):
                 check_tensor(tensor, f"{verb}: {name} {r}")
                 if tensor.dtype != inputs[0].dtype:
-                    raise ConfigError(f"{verb}: {name} {r} is {dtype_name(tensor)}, input 0 {dtype_name(inputs[0])}: must be alike")
+                    raise ConfigError(
+                        f"{verb}: {name} {r} is {dtype_name(tensor)}, input 0"
+                        f" {dtype_name(inputs[0])}: must be alike"
+                    )
         lengths = self._lengths([t.numel() for t in inputs])
         homes = []
         for r, output in enumerate(outputs):
             if lengths[r][self.rank] != output.numel():
-                raise ConfigError(f"{verb}: output {r} has {output.numel()} elements, worker {r} has {lengths[r][self.rank]} for it")
+                raise ConfigError(
+                    f"{verb}: output {r} has {output.numel()} elements, worker {r} has"
+                    f" {lengths[r][self.rank]} for it"
+                )
             check_writable(output, f"{verb}: output {r}")
             mark_written(output)
-        stages = [torch.empty(sum(row), dtype=inputs[0].dtype, device=inputs[0].device) for row in lengths]
+        stages = [
+            torch.empty(sum(row), dtype=inputs[0].dtype, device=inputs[0].device) for row in lengths
+        ]
         stages[self.rank] = torch.cat([plain_copy(t).view(-1) for t in inputs])
         for stage, row, output in zip(stages, lengths, outputs):
             part = stage.split(row)[self.rank]
             homes.append(functools.partial(_copy_home, output, part))
-        handles = [all_gather_async(stages, stages[self.rank], f"{self.name}.{verb}")] if self.size > 1 else []
+        handles = (
+            [all_gather_async(stages, stages[self.rank], f"{self.name}.{verb}")]
+            if self.size > 1
+            else []
+        )
         return Collective(handles, lambda: [home() for home in homes])
 
     def _lengths(self, mine: list[int]) -> list[list[int]]:
@@ -203,25 +333,42 @@ class Group:
         nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self.reduce_into(nothing, nothing, _Op.SUM, "barrier", will_wait=True)
 
-    def _check_parts(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, verb: str, equal: bool = False) -> None:
-        """Whether there is a part for each worker, the own one as long as ``mine``, all of its dtype."""
+    def _check_parts(
+        self, parts: Sequence[torch.Tensor], mine: torch.Tensor, verb: str, equal: bool = False
+    ) -> None:
+        """Whether there is a part for each worker, the own one as long as ``mine``, all of its
+        dtype.
+        """
         if len(parts) != self.size:
-            raise ConfigError(f"{verb}: {len(parts)} tensors for {self.size} workers; one for each is needed")
+            raise ConfigError(
+                f"{verb}: {len(parts)} tensors for {self.size} workers; one for each is needed"
+            )
         for r, part in enumerate(parts):
-            if part.dtype != mine.dtype or ((r == self.rank or equal) and part.numel() != mine.numel()):
-                raise ConfigError(f"{verb}: tensor {r} is {part.numel()} x {dtype_name(part)}, this worker's own {mine.numel()} x "
-                                  f"{dtype_name(mine)}: must be alike")
+            if part.dtype != mine.dtype or (
+                (r == self.rank or equal) and part.numel() != mine.numel()
+            ):
+                raise ConfigError(
+                    f"{verb}: tensor {r} is {part.numel()} x {dtype_name(part)}, this worker's own"
+                    f" {mine.numel()} x {dtype_name(mine)}: must be alike"
+                )
 
     @staticmethod
-    def _in_place(tensor: torch.Tensor, what: str, read: bool = True) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        """A flat tensor to send and receive in: ``tensor``'s own memory if it is plain; else a stage, filled if it is to be read, and what
-        copies it home."""
+    def _in_place(
+        tensor: torch.Tensor, what: str, read: bool = True
+    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
+        """A flat tensor to send and receive in: ``tensor``'s own memory if it is plain; else a
+        stage, filled if it is to be read, and what copies it home.
+        """
         check_tensor(tensor, what)
         check_writable(tensor, what)
         detached = tensor.detach()
         if is_plain(detached):
             return detached.view(-1), None
-        stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        stage = (
+            plain_copy(tensor).view(-1)
+            if read
+            else torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        )
         return stage, functools.partial(_copy_home, tensor, stage)
 
 
@@ -230,23 +377,31 @@ _LENGTH = 8
 
 
 def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Memory for ``length`` bytes to travel in, holding those of ``stage``, if this worker has them, and their number.
+    """Memory for ``length`` bytes to travel in, holding those of ``stage``, if this worker has
+    them, and their number.
 
-    Bytes are what PyTorch's object collectives send, of another number each time, and what a name means is never forgotten: so they are filled up
-    to a capacity from a short series.
+    Bytes are what PyTorch's object collectives send, of another number each time, and what a name
+    means is never forgotten: so they are filled up to a capacity from a short series.
     """
     whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8, device="cpu")
     if stage is not None:
         whole[:length] = stage
-        whole[-_LENGTH:] = torch.frombuffer(bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8)
+        whole[-_LENGTH:] = torch.frombuffer(
+            bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8
+        )
     return whole
 
 
 def _unpack(whole: torch.Tensor, stage: torch.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.errors.MismatchError` if the bytes that have come are not as many as ``stage`` has room for."""
+    """Raise :class:`~bpsx.errors.MismatchError` if the bytes that have come are not as many as
+    ``stage`` has room for.
+    """
     length = int.from_bytes(whole[-_LENGTH:].tolist(), "little")
     if length != stage.numel():
-        raise MismatchError(f"{what}: {length} bytes have come, and {stage.numel()} are expected here: workers have to agree on lengths")
+        raise MismatchError(
+            f"{what}: {length} bytes have come, and {stage.numel()} are expected here: workers have"
+            " to agree on lengths"
+        )
     stage.copy_(whole[:length])
 
 
@@ -256,7 +411,7 @@ def _copy_home(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 def _equal_parts(flat: torch.Tensor, count: int) -> list[torch.Tensor]:
     length = flat.numel() // count
-    return [flat[i * length:(i + 1) * length] for i in range(count)]
+    return [flat[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _reduced(parts: list[torch.Tensor], kind: Any) -> torch.Tensor:
@@ -264,22 +419,40 @@ def _reduced(parts: list[torch.Tensor], kind: Any) -> torch.Tensor:
     total = functools.reduce(_REDUCTIONS[kind], parts)
     if kind != _Op.AVG:
         return total
-    return total / len(parts) if total.dtype.is_floating_point else torch.div(total, len(parts), rounding_mode="floor")
+    return (
+        total / len(parts)
+        if total.dtype.is_floating_point
+        else torch.div(total, len(parts), rounding_mode="floor")
+    )
 
 
 def _check_reduction(op: Any, dtype: torch.dtype, verb: str) -> Any:
-    """``op`` as one of the plain ones. Raises :class:`UnsupportedCollective`, before anybody waits for this worker."""
+    """``op`` as one of the plain ones.
+
+    Raises :class:`UnsupportedCollective`, before anybody waits for this worker.
+    """
     kind = next((known for known in _REDUCTIONS if op == known), None)
     if kind is None:
-        raise UnsupportedCollective(f"{verb}: the backend \"bpsx\" has no {_name_of(op)}; scale the tensor before a SUM, or use a group with "
-                                    "backend=\"gloo\"")
+        raise UnsupportedCollective(
+            f'{verb}: the backend "bpsx" has no {_name_of(op)}; scale the tensor before a SUM, or'
+            ' use a group with backend="gloo"'
+        )
     if kind == _Op.AVG and dtype == torch.bool:
-        raise UnsupportedCollective(f"{verb}: there is no average of bool; use SUM (which is OR), MIN or MAX")
+        raise UnsupportedCollective(
+            f"{verb}: there is no average of bool; use SUM (which is OR), MIN or MAX"
+        )
     try:
-        _REDUCTIONS[kind](torch.empty(0, dtype=dtype, device="cpu"), torch.empty(0, dtype=dtype, device="cpu"))
+        _REDUCTIONS[kind](
+            torch.empty(0, dtype=dtype, device="cpu"), torch.empty(0, dtype=dtype, device="cpu")
+        )
     except (RuntimeError, TypeError) as e:
-        if kind not in (_Op.SUM, _Op.AVG) or dtype_name(torch.empty(0, dtype=dtype, device="cpu")) not in BY_NAME:
-            raise UnsupportedCollective(f"{verb}: PyTorch has no {_name_of(op)} of {str(dtype).removeprefix('torch.')}: {e}") from e
+        if (
+            kind not in (_Op.SUM, _Op.AVG)
+            or dtype_name(torch.empty(0, dtype=dtype, device="cpu")) not in BY_NAME
+        ):
+            raise UnsupportedCollective(
+                f"{verb}: PyTorch has no {_name_of(op)} of {str(dtype).removeprefix('torch.')}: {e}"
+            ) from e
     return kind
 
 

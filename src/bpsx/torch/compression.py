@@ -1,4 +1,7 @@
-"""Gradient compression for the wire. A compressor is a class with two static methods; choose one through :class:`Compression`."""
+"""Gradient compression for the wire.
+
+A compressor is a class with two static methods; choose one through :class:`Compression`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "che
 
 
 class FP16Compressor(Compressor):
-    """Sends float32 and float64 as float16; other dtypes as they are (bfloat16 is as small already, and reaches further).
+    """Sends float32 and float64 as float16; other dtypes as they are (bfloat16 is as small already,
+    and reaches further).
 
     Values beyond 65504 become infinite. The sum itself is made in float32 and rounded once.
     """

@@ -1,4 +1,6 @@
-"""CrossBarrier: an optimizer whose step goes on in the next forward pass, module by module, as averages come home."""
+"""CrossBarrier: an optimizer whose step goes on in the next forward pass, module by module, as
+averages come home.
+"""
 
 from __future__ import annotations
 
@@ -43,48 +45,91 @@ from bpsx.torch.optimizer import (
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
 
-__all__ = ["Compression", "CrossBarrier", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "init", "local_rank", "local_size",
-           "poll", "rank", "shutdown", "size", "synchronize"]
+__all__ = [
+    "Compression",
+    "CrossBarrier",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "init",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]
 
-# Their update of a parameter depends on others, by what they are known for; LBFGS is refused with every distributed optimizer.
-_LOOK_ACROSS = {"SAM", "ASAM", "GSAM", "Lookahead", "KFAC", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion",
-                "DAdaptAdan", "DAdaptAdanIP"}
+# Their update of a parameter depends on others, by what they are known for; LBFGS is refused with
+# every distributed optimizer.
+_LOOK_ACROSS = {
+    "SAM",
+    "ASAM",
+    "GSAM",
+    "Lookahead",
+    "KFAC",
+    "FusedLAMB",
+    "Prodigy",
+    "DAdaptAdam",
+    "DAdaptSGD",
+    "DAdaptAdaGrad",
+    "DAdaptLion",
+    "DAdaptAdan",
+    "DAdaptAdanIP",
+}
 _NORM_OF_ALL = ("max_grad_norm", "clip_grad_norm")
 
 
 def CrossBarrier(  # noqa: N802  (BytePS's name)
-    model: nn.Module, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    num_steps: int = 10**6,
     sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
-    """As :func:`bpsx.torch.DistributedOptimizer`, but ``step()`` waits for nothing: each module of ``model`` waits for its own averages in
-    its next forward pass, and is updated then. The first layers' gradients, which are made last, travel first and hide behind the forward
-    pass of the layers before them. Returns the same object, now of a subclass of its class.
+    """As :func:`bpsx.torch.DistributedOptimizer`, but ``step()`` waits for nothing: each module of
+    ``model`` waits for its own averages in its next forward pass, and is updated then.
 
-    The optimizer: any whose update of a parameter depends on that parameter alone (SGD, Adam, AdamW, RMSprop, …). Weights and state are bit
-    for bit those of :func:`~bpsx.torch.DistributedOptimizer`, with the options (learning rate, …) that the groups had when ``step()``
-    was called, whatever a scheduler has made of them since. What an optimizer counts in numbers or tensors of one element, in its groups or in
-    attributes of its own, is counted once per step. ``zero_grad()`` may come before or after ``step()`` or not at all.
+    The first layers' gradients, which are made last, travel first and hide behind the forward pass
+    of the layers before them. Returns the same object, now of a subclass of its class.
 
-    **What is pending** between a ``step()`` and the forward pass is applied before anything looks at it through ``model.state_dict()``,
-    ``load_state_dict()`` of both, ``optimizer.state_dict()``, ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in
-    step ``num_steps`` and all that follow it. Whoever looks at the weights in another way after ``step()`` (``model.parameters()`` for
-    a moving average or a penalty, ``functional_call`` with parameters made from them) calls ``optimizer.synchronize()`` first.
+    The optimizer: any whose update of a parameter depends on that parameter alone (SGD, Adam,
+    AdamW, RMSprop, …). Weights and state are bit for bit those of
+    :func:`~bpsx.torch.DistributedOptimizer`, with the options (learning rate, …) that the groups
+    had when ``step()`` was called, whatever a scheduler has made of them since. What an optimizer
+    counts in numbers or tensors of one element, in its groups or in attributes of its own, is
+    counted once per step. ``zero_grad()`` may come before or after ``step()`` or not at all.
 
-    A module's update is made when the module is *called*. The forward passes before the first ``step()`` are watched: parameters that are used
-    though their module has not been called (``MultiheadAttention.out_proj``) are served by the module that uses them, those of modules
-    that have not been called by the nearest module above that has. Later forward passes must use parameters through the same modules; one that does
-    not is told by :class:`~bpsx.torch.GradientOrderError` in ``backward()``. A step that cannot be put off is taken at once: within
-    ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
+    **What is pending** between a ``step()`` and the forward pass is applied before anything looks
+    at it through ``model.state_dict()``, ``load_state_dict()`` of both, ``optimizer.state_dict()``,
+    ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in step ``num_steps``
+    and all that follow it. Whoever looks at the weights in another way after ``step()``
+    (``model.parameters()`` for a moving average or a penalty, ``functional_call`` with parameters
+    made from them) calls ``optimizer.synchronize()`` first.
 
-    ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
-    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones from then on. The other arguments
-    and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()`` applies what is pending and
-    pushes nothing.
+    A module's update is made when the module is *called*. The forward passes before the first
+    ``step()`` are watched: parameters that are used though their module has not been called
+    (``MultiheadAttention.out_proj``) are served by the module that uses them, those of modules that
+    have not been called by the nearest module above that has. Later forward passes must use
+    parameters through the same modules; one that does not is told by
+    :class:`~bpsx.torch.GradientOrderError` in ``backward()``. A step that cannot be put off is
+    taken at once: within ``skip_synchronize()``, with step hooks, with a gradient scaler that is
+    fused into it.
 
-    Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and :class:`~bpsx.errors.ConfigError` for optimizers that look across
-    parameters, compiled and scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward pass, or what else comes
-    first, that waits for it; weights may then be of two different steps, which a note on the exception says. Not thread-safe.
+    ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse
+    gradients every step is taken at once, unless ``sparse_as_dense``; a parameter that no worker
+    has used in the first step has dense ones from then on. The other arguments and methods are
+    those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()``
+    applies what is pending and pushes nothing.
+
+    Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and
+    :class:`~bpsx.errors.ConfigError` for optimizers that look across parameters, compiled and
+    scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward
+    pass, or what else comes first, that waits for it; weights may then be of two different steps,
+    which a note on the exception says. Not thread-safe.
     """
     check_optimizer(optimizer, "CrossBarrier")
     check_options(compression, sparse_as_dense, "CrossBarrier")
@@ -94,10 +139,19 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
         raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
     config = adapter.session().config
     if config.asynchronous:
-        raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
+        raise ConfigError(
+            "CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer"
+        )
     names = names_of(optimizer, named_parameters, "CrossBarrier")
-    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step, "CrossBarrier"), config.distributed, num_steps, sparse_as_dense,
-                       f"CrossBarrier ({type(optimizer).__name__})")
+    barrier = _Barrier(
+        names,
+        compression,
+        checked_passes(backward_passes_per_step, "CrossBarrier"),
+        config.distributed,
+        num_steps,
+        sparse_as_dense,
+        f"CrossBarrier ({type(optimizer).__name__})",
+    )
     barrier.sparse_again = needs_sparse(optimizer)
     mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
     mixed._barrier = barrier
@@ -109,36 +163,55 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`ConfigError` if an update is known to depend on several parameters."""
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _LOOK_ACROSS:
-            raise ConfigError(f"CrossBarrier: {cls.__name__} looks across parameters in a step, and here they step at different times; use "
-                              "DistributedOptimizer")
+            raise ConfigError(
+                f"CrossBarrier: {cls.__name__} looks across parameters in a step, and here they"
+                " step at different times; use DistributedOptimizer"
+            )
     for i, group in enumerate(optimizer.param_groups):
         for option in _NORM_OF_ALL:
             if group.get(option):
-                raise ConfigError(f"CrossBarrier: {type(optimizer).__name__} with {option}={group[option]!r} in group {i} looks across parameters "
-                                  "in a step, and here they step at different times; use DistributedOptimizer")
+                raise ConfigError(
+                    f"CrossBarrier: {type(optimizer).__name__} with {option}={group[option]!r} in"
+                    f" group {i} looks across parameters in a step, and here they step at different"
+                    " times; use DistributedOptimizer"
+                )
 
 
 class _Barrier(Exchange):
     """The exchange of gradients, and the updates that wait for it."""
 
-    decides_early = True        # to ask is to wait for the slowest worker, in every step
-    outlives = True             # it serves a model, whose class may know the optimizer
-    has_quick_hooks = False     # each has to see whether its parameter's update is pending
+    decides_early = True  # to ask is to wait for the slowest worker, in every step
+    outlives = True  # it serves a model, whose class may know the optimizer
+    has_quick_hooks = False  # each has to see whether its parameter's update is pending
 
-    def __init__(self, names: Names, compression: type[Compressor], passes: int, active: bool, steps: int,
-                 sparse_as_dense: bool, what: str) -> None:
-        self._pending: dict[int, tuple[Managed, Pushed]] = {}      # by id of parameter: stepped, not updated
-        self._stepped: Round | None = None                          # in which it has been pushed
-        self._options: list[Noted] = []                            # of each group, when step() was called
-        self._parts = 0                                             # in how many the update has been made so far
-        self._parts_agree = False                                   # a step in several parts has shown that they do not depend on each other
-        # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
+    def __init__(
+        self,
+        names: Names,
+        compression: type[Compressor],
+        passes: int,
+        active: bool,
+        steps: int,
+        sparse_as_dense: bool,
+        what: str,
+    ) -> None:
+        # by id of parameter: stepped, not updated
+        self._pending: dict[int, tuple[Managed, Pushed]] = {}
+        self._stepped: Round | None = None  # in which it has been pushed
+        # of each group, when step() was called
+        self._options: list[Noted] = []
+        # in how many the update has been made so far
+        self._parts = 0
+        # a step in several parts has shown that they do not depend on each other
+        self._parts_agree = False
+        # Of the optimizer, while something is pending, what an update needs: its own class, its
+        # attributes. Not the optimizer: that may go.
         self._held: tuple[Any, dict[str, Any]] | None = None
         self._gone = False
         self._steps_left = steps
-        self.idle = False               # no forward pass that could lead to gradients since step()
-        super().__init__(names, compression, passes, active, sparse_as_dense, what=what,
-                         ordinal=names.ordinal)
+        self.idle = False  # no forward pass that could lead to gradients since step()
+        super().__init__(
+            names, compression, passes, active, sparse_as_dense, what=what, ordinal=names.ordinal
+        )
         _alive.add(self)
 
     def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
@@ -149,7 +222,9 @@ class _Barrier(Exchange):
         self._serving.add([m.parameter for m in self._managed])
 
     def detach(self) -> None:
-        """The optimizer is gone: take the hooks off, those on modules when nothing is pending any more."""
+        """The optimizer is gone: take the hooks off, those on modules when nothing is pending any
+        more.
+        """
         super().detach()
         self._gone = True
         self._let_go()
@@ -183,9 +258,11 @@ class _Barrier(Exchange):
     def accumulated(self, managed: Managed) -> None:
         if id(managed.parameter) in self._pending:
             raise GradientOrderError(
-                f"{managed.name!r} was used in a forward pass before its update: CrossBarrier updates a module's parameters when the module is "
-                "called, and the forward passes before the first step() did not use this one like that; call optimizer.synchronize() after "
-                "step(), or use DistributedOptimizer")
+                f"{managed.name!r} was used in a forward pass before its update: CrossBarrier"
+                " updates a module's parameters when the module is called, and the forward passes"
+                " before the first step() did not use this one like that; call"
+                " optimizer.synchronize() after step(), or use DistributedOptimizer"
+            )
         self.idle = False
         super().accumulated(managed)
 
@@ -193,15 +270,23 @@ class _Barrier(Exchange):
 
     def can_defer(self, optimizer: _CrossBarrier) -> bool:
         """Whether this step may be put off. Counts it."""
-        self.active = adapter.session().config.distributed     # resume() may have changed it
+        self.active = adapter.session().config.distributed  # resume() may have changed it
         last, self._steps_left = self._steps_left <= 1, max(self._steps_left - 1, 0)
         ours = vars(optimizer)
-        hooks = (_base._global_optimizer_pre_hooks, _base._global_optimizer_post_hooks, ours.get("_optimizer_step_pre_hooks"),
-                 ours.get("_optimizer_step_post_hooks"))
-        return self.active and not (last or any(hooks) or "grad_scale" in ours or "found_inf" in ours)
+        hooks = (
+            _base._global_optimizer_pre_hooks,
+            _base._global_optimizer_post_hooks,
+            ours.get("_optimizer_step_pre_hooks"),
+            ours.get("_optimizer_step_post_hooks"),
+        )
+        return self.active and not (
+            last or any(hooks) or "grad_scale" in ours or "found_inf" in ours
+        )
 
     def defer(self, optimizer: _CrossBarrier) -> bool:
-        """Push what is missing and note what to do when it has come home. False, and nothing done, if gradients travel sparse, in two parts.
+        """Push what is missing and note what to do when it has come home.
+
+        False, and nothing done, if gradients travel sparse, in two parts.
 
         Raises the first failure, after the last push has ended.
         """
@@ -211,7 +296,9 @@ class _Barrier(Exchange):
     def _defer(self, optimizer: _CrossBarrier) -> bool:
         self.attach()
         now = self._open_round()
-        if not any(now.failures) and any(m.kind is Kind.SPARSE for m in self._managed if m.parameter.requires_grad):
+        if not any(now.failures) and any(
+            m.kind is Kind.SPARSE for m in self._managed if m.parameter.requires_grad
+        ):
             return False
         self._push_missing(now)
         ours = [m for m in self._managed if m.pushed is not None]
@@ -229,9 +316,18 @@ class _Barrier(Exchange):
         self._note(type(optimizer).__bases__[1], vars(optimizer))
         self._parts = 0
         self._serving.watch_no_more()
-        # A parameter that has been frozen with a gradient steps on with it, as in one process; nobody waits for that.
+        # A parameter that has been frozen with a gradient steps on with it, as in one process;
+        # nobody waits for that.
         with _as_in_step():
-            self._step({id(m.parameter) for m in self._managed if id(m.parameter) not in self._pending and m.wanted and m.parameter.grad is not None})
+            self._step(
+                {
+                    id(m.parameter)
+                    for m in self._managed
+                    if id(m.parameter) not in self._pending
+                    and m.wanted
+                    and m.parameter.grad is not None
+                }
+            )
         self.apply(self._serving.unserved)
         return True
 
@@ -248,8 +344,11 @@ class _Barrier(Exchange):
             self.apply([managed.parameter for managed, _ in self._pending.values()])
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for the averages of those of ``parameters`` that are pending, and update them, and what else has come home by then: an update
-        of many costs little more than one of few. Raises the first failure, when all has ended that was pending; nothing is then."""
+        """Wait for the averages of those of ``parameters`` that are pending, and update them, and
+        what else has come home by then: an update of many costs little more than one of few.
+
+        Raises the first failure, when all has ended that was pending; nothing is then.
+        """
         due = [id(p) for p in parameters if id(p) in self._pending]
         if due and self._stepped is not None:
             with self.trainer.at_work():
@@ -257,17 +356,21 @@ class _Barrier(Exchange):
 
     def _apply(self, due: list[int], now: Round) -> None:
         self._heed(now)
-        for key in due:     # what interrupts this leaves everything as it was; what has failed is told below
+        # what interrupts this leaves everything as it was; what has failed is told below
+        for key in due:
             ended(self._pending[key][1])
         pending = [*(self._pending.pop(key) for key in due), *self._arrived()]
-        before = [managed.parameter.grad for managed, _ in pending]     # zero_grad() may have come already
+        # zero_grad() may have come already
+        before = [managed.parameter.grad for managed, _ in pending]
         now.failures += self._receive_all(pending)
         if any(now.failures):
             now.failures += self._receive_all(list(self._pending.values()))
             self._pending.clear()
             self._let_go()
             next(f for f in now.failures if f is not None).add_note(
-                "CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
+                "CrossBarrier: some modules have been updated and others have not: the weights are"
+                " of two steps"
+            )
             raise_first(now.failures)
         with _as_in_step():
             self._step({id(managed.parameter) for managed, _ in pending if managed.wanted})
@@ -279,9 +382,14 @@ class _Barrier(Exchange):
         self._let_go()
 
     def _arrived(self) -> list[tuple[Managed, Pushed]]:
-        """Take out what has come home. It comes by urgency, which is the order here: what follows one that has not is not looked at.
+        """Take out what has come home.
 
-        The first step is made module by module, so that an optimizer that looks across parameters is found out whatever the network does."""
+        It comes by urgency, which is the order here: what follows one that has not is not looked
+        at.
+
+        The first step is made module by module, so that an optimizer that looks across parameters
+        is found out whatever the network does.
+        """
         if not self._parts_agree:
             return []
         arrived = list(itertools.takewhile(lambda key: self._pending[key][1].done(), self._pending))
@@ -301,28 +409,43 @@ class _Barrier(Exchange):
         """Remember the optimizer as it is: its update is still to be made, in parts."""
         self._held = base, theirs
         self._attributes = Noted({k: v for k, v in theirs.items() if k not in OWN})
-        self._options = [Noted({k: v for k, v in group.items() if k != "params"}) for group in _plain(theirs["param_groups"])]
+        self._options = [
+            Noted({k: v for k, v in group.items() if k != "params"})
+            for group in _plain(theirs["param_groups"])
+        ]
 
     def _step(self, which: set[int]) -> None:
-        """Let the optimizer's own class step on some parameters: a copy that knows only these, with the options and attributes of then."""
+        """Let the optimizer's own class step on some parameters: a copy that knows only these, with
+        the options and attributes of then.
+        """
         assert self._held is not None
         base, theirs = self._held
         part = base.__new__(base)
-        chosen = [[p for p in group["params"] if id(p) in which] for group in _plain(theirs["param_groups"])]
+        chosen = [
+            [p for p in group["params"] if id(p) in which]
+            for group in _plain(theirs["param_groups"])
+        ]
         numbers = [i for i, params in enumerate(chosen) if params]
         if not numbers:
             return
         self._parts += 1
-        vars(part).update(self._attributes.copy(), state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(),
-                          _optimizer_step_post_hooks=OrderedDict())
+        vars(part).update(
+            self._attributes.copy(),
+            state=theirs["state"],
+            _optimizer_step_pre_hooks=OrderedDict(),
+            _optimizer_step_post_hooks=OrderedDict(),
+        )
         part.param_groups = [{**self._options[i].copy(), "params": chosen[i]} for i in numbers]
         base.step(part)
         for i, group in zip(numbers, part.param_groups, strict=True):
-            self._options[i].bring_back(group, theirs["param_groups"][i], base.__name__, f"of group {i}")
+            self._options[i].bring_back(
+                group, theirs["param_groups"][i], base.__name__, f"of group {i}"
+            )
         self._attributes.bring_back(vars(part), theirs, base.__name__, "of itself")
 
 
-#: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise when the interpreter takes itself apart.
+#: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise
+#: when the interpreter takes itself apart.
 _alive: weakref.WeakSet[_Barrier] = weakref.WeakSet()
 
 
@@ -347,7 +470,10 @@ def _as_in_step() -> Iterator[None]:
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that lets what is pending be applied before anybody gets at its parameters. Looking at options applies nothing."""
+    """A parameter group that lets what is pending be applied before anybody gets at its parameters.
+
+    Looking at options applies nothing.
+    """
 
     owner: weakref.ref[_CrossBarrier]
 
@@ -379,12 +505,15 @@ class _CrossBarrier(_DistributedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; what is pending is applied when their parameters are looked at, not their options."""
+        """The parameter groups; what is pending is applied when their parameters are looked at, not
+        their options.
+        """
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         for i, group in enumerate(groups):
             if not isinstance(group, _Group):
                 groups[i] = wrapped = _Group(group)
-                wrapped.owner = weakref.ref(self)   # a strong one would keep the optimizer, and its hooks, until the garbage collection
+                # a strong one would keep the optimizer, and its hooks, until the garbage collection
+                wrapped.owner = weakref.ref(self)
         return groups
 
     @param_groups.setter
@@ -397,13 +526,18 @@ class _CrossBarrier(_DistributedOptimizer):
             barrier.apply_all()
 
     def _look(self) -> None:
-        """Somebody gets at the parameters: gradients that have left are waited for too, as whoever unscales or clips them expects."""
+        """Somebody gets at the parameters: gradients that have left are waited for too, as whoever
+        unscales or clips them expects.
+        """
         self._apply_pending()
         self._barrier.look()
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate ``closure`` once, if given, and return its result. The update is made in the next forward pass."""
+        """Evaluate ``closure`` once, if given, and return its result.
+
+        The update is made in the next forward pass.
+        """
         barrier = self._barrier
         if barrier.active:
             barrier.check_knows(vars(self)["param_groups"])
@@ -424,8 +558,11 @@ class _CrossBarrier(_DistributedOptimizer):
         return result if closure is None else loss
 
     def synchronize(self) -> None:
-        """Right after ``step()``: apply what is pending. Otherwise as with DistributedOptimizer: push what has not been pushed, and wait
-        until every ``grad`` holds the average."""
+        """Right after ``step()``: apply what is pending.
+
+        Otherwise as with DistributedOptimizer: push what has not been pushed, and wait until every
+        ``grad`` holds the average.
+        """
         self._barrier.apply_all()
         if not self._barrier.idle:
             super().synchronize()

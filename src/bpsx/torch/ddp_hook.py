@@ -1,6 +1,7 @@
 """PyTorch's own DistributedDataParallel with its gradients summed by bpsx: a communication hook.
 
-No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations with the types themselves.
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's
+annotations with the types themselves.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ class DDPHookState:
     """
 
     def __init__(
-        self, name: str | None = None, compression: type[Compressor] = Compression.none,
+        self, name: str | None = None, compression: type[Compressor] = Compression.none
     ) -> None:
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f"DDPHookState: name={name!r}; a string that is not empty is needed")
@@ -42,37 +43,51 @@ _DEFAULT = DDPHookState()
 
 
 @eager
-def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over all of bpsx's workers, in place: ``model.register_comm_hook(None, bps.ddp_comm_hook)``.
+def ddp_comm_hook(
+    state: DDPHookState | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over all of bpsx's workers, in place:
+    ``model.register_comm_hook(None, bps.ddp_comm_hook)``.
 
-    For a ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same processes: that one sets the model up and
-    broadcasts its buffers, gradients go through bpsx. Call :func:`bpsx.torch.init` before. ``state``: None, or a :class:`DDPHookState`
-    where models shall have names of their own or gradients shall be compressed.
+    For a ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same
+    processes: that one sets the model up and broadcasts its buffers, gradients go through bpsx.
+    Call :func:`bpsx.torch.init` before. ``state``: None, or a :class:`DDPHookState` where models
+    shall have names of their own or gradients shall be compressed.
 
-    Buckets are summed as backward fills them; those that it fills last, which the next forward needs first, are the most urgent. A failure
-    ends ``backward()`` with a :class:`RuntimeError` that holds bpsx's text. An average divides by ``size()``, also under
+    Buckets are summed as backward fills them; those that it fills last, which the next forward
+    needs first, are the most urgent. A failure ends ``backward()`` with a :class:`RuntimeError`
+    that holds bpsx's text. An average divides by ``size()``, also under
     ``torch.distributed.algorithms.Join``.
 
     Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError` (another
-    state; asynchronous training; the
-    name of another live model),
+    state; asynchronous training; the name of another live model),
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType`.
     """
     options = _DEFAULT if state is None else state
     if not isinstance(options, DDPHookState):
-        raise ConfigError(f"ddp_comm_hook: state must be None or a bpsx.torch.DDPHookState, not {type(options).__name__}")
+        raise ConfigError(
+            "ddp_comm_hook: state must be None or a bpsx.torch.DDPHookState, not"
+            f" {type(options).__name__}"
+        )
     ours = adapter.session()
     if ours.size == 1 < dist.get_world_size():
-        raise ConfigError(f"ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has {dist.get_world_size()}, and nothing "
-                          "would be averaged: call init_process_group before bpsx.torch.init(), or start the script with bpsx-run or torchrun")
+        raise ConfigError(
+            "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has"
+            f" {dist.get_world_size()}, and nothing would be averaged: call init_process_group"
+            " before bpsx.torch.init(), or start the script with bpsx-run or torchrun"
+        )
     if ours.config.asynchronous:
-        raise ConfigError("ddp_comm_hook: DistributedDataParallel averages gradients, and with BYTEPS_ENABLE_ASYNC=1 there are no averages; "
-                          "use bpsx.torch.DistributedOptimizer")
+        raise ConfigError(
+            "ddp_comm_hook: DistributedDataParallel averages gradients, and with"
+            " BYTEPS_ENABLE_ASYNC=1 there are no averages; use bpsx.torch.DistributedOptimizer"
+        )
     buffer = bucket.buffer()
-    # A bucket keeps its number when DistributedDataParallel makes new buckets, after the first step; what it holds is declared anew.
+    # A bucket keeps its number when DistributedDataParallel makes new buckets, after the first
+    # step; what it holds is declared anew.
     name = f"{name_of(bucket.parameters()[0], options.name)}.bucket.{bucket.index()}"
     check_tensor(buffer, name)
     wire, ctx = options.compression.compress(buffer.detach())
+
     def received(value: Any) -> torch.Tensor:
         if ctx is not None:
             with torch.no_grad():
@@ -84,4 +99,8 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
         mark_written(buffer)
         return COMPLETER.future_of(handle, received, device=buffer.device)
 
-    return recorded("bpsx::push_pull", "push_pull", [wire], begin, lambda future: future) if profiled() else begin()
+    return (
+        recorded("bpsx::push_pull", "push_pull", [wire], begin, lambda future: future)
+        if profiled()
+        else begin()
+    )

@@ -32,9 +32,11 @@ class HookOwner(Owner):
 
     def refusal(self, name: str, other: Owner, same: bool) -> str:
         """Buckets of two models would be added to each other."""
-        return (f"another model, which is still alive, has its buckets under {self.name!r}: "
-                "register each model's hook with a DDPHookState of another name, "
-                "model.register_comm_hook(bps.DDPHookState('second'), bps.ddp_comm_hook)")
+        return (
+            f"another model, which is still alive, has its buckets under {self.name!r}: "
+            "register each model's hook with a DDPHookState of another name, "
+            "model.register_comm_hook(bps.DDPHookState('second'), bps.ddp_comm_hook)"
+        )
 
 
 def _note(module: Any, name: str, submodule: Any) -> None:

@@ -1,5 +1,6 @@
-# PyTorch's tensors as C sees them: by DLPack's table of functions for exchange (github.com/dmlc/dlpack, 1.2 and newer), which PyTorch has since 2.10.
-# One call instead of one of PyTorch's methods for each question: those are a fifth of what a hook costs.
+# PyTorch's tensors as C sees them: by DLPack's table of functions for exchange
+# (github.com/dmlc/dlpack, 1.2 and newer), which PyTorch has since 2.10. One call instead of one of
+# PyTorch's methods for each question: those are a fifth of what a hook costs.
 from cpython.exc cimport PyErr_Clear
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
@@ -66,7 +67,9 @@ cdef inline uint64_t elements(const Seen *seen) noexcept:
 
 
 cdef inline bint is_contiguous(const Seen *seen) noexcept:
-    """Whether the elements lie in order and close together; the stride of a dimension of one element says nothing."""
+    """Whether the elements lie in order and close together; the stride of a dimension of one
+    element says nothing.
+    """
     cdef int64_t expected = 1
     cdef int32_t i
     if seen.strides == NULL or elements(seen) == 0:

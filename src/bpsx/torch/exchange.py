@@ -1,4 +1,6 @@
-"""The exchange of one optimizer's gradients: hooks that push as backward goes, and the wait before the step."""
+"""The exchange of one optimizer's gradients: hooks that push as backward goes, and the wait before
+the step.
+"""
 
 from __future__ import annotations
 
@@ -45,52 +47,74 @@ class Kind(Enum):
 
 
 class Exchange:
-    """Moves the gradients of one optimizer. The hooks that it hangs on parameters do not keep it alive.
+    """Moves the gradients of one optimizer.
 
-    ``active``: whether there is anybody to exchange with; followed through ``suspend`` and ``resume`` at every step.
+    The hooks that it hangs on parameters do not keep it alive.
 
-    Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
-    has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
-    A parameter that has no gradient on any worker keeps none, as it would in one process; :class:`Users` tells.
-    ``average``: whether gradients become averages, or sums. ``choices``: how gradients are compressed, by name.
-    ``rate``: a parameter's learning rate. ``what``: whose gradients these are, for people.
-    ``ordinal``: of the optimizer, if names are generated.
+    ``active``: whether there is anybody to exchange with; followed through ``suspend`` and
+    ``resume`` at every step.
+
+    Whether a gradient is sparse is known to a worker that has one, and a worker that has none must
+    send what the others do. So until every parameter has had a gradient somewhere, :meth:`complete`
+    begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse. A
+    parameter that has no gradient on any worker keeps none, as it would in one process;
+    :class:`Users` tells. ``average``: whether gradients become averages, or sums. ``choices``: how
+    gradients are compressed, by name. ``rate``: a parameter's learning rate. ``what``: whose
+    gradients these are, for people. ``ordinal``: of the optimizer, if names are generated.
     """
 
     asynchronous = False
     #: Whether it may keep the optimizer alive when nobody else does.
     outlives = False
-    #: Whether a parameter that nobody has used in the first step counts as dense from then on, so that no later step has to ask.
+    #: Whether a parameter that nobody has used in the first step counts as dense from then on, so
+    #: that no later step has to ask.
     decides_early = False
-    #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of those that go together.
+    #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of
+    #: those that go together.
     has_quick_hooks = True
 
-    #: Whether the optimizer takes sparse gradients only: what has travelled as a dense one becomes sparse again.
+    #: Whether the optimizer takes sparse gradients only: what has travelled as a dense one becomes
+    #: sparse again.
     sparse_again = False
 
     def __init__(
-        self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
-        sparse_as_dense: bool = False, average: bool = True, choices: dict[str, adapter.Compression] | None = None,
-        rate: Callable[[torch.Tensor], float] | None = None, what: str = "DistributedOptimizer",
+        self,
+        names: list[tuple[str, torch.Tensor]],
+        compression: type[Compressor] | None,
+        passes: int,
+        active: bool,
+        sparse_as_dense: bool = False,
+        average: bool = True,
+        choices: dict[str, adapter.Compression] | None = None,
+        rate: Callable[[torch.Tensor], float] | None = None,
+        what: str = "DistributedOptimizer",
         ordinal: int | None = None,
     ) -> None:
         self.owner = ExchangeOwner(what, self, ordinal)
         self.trainer = Trainer()
         self.active = active
-        self.synchronized = False       # every grad holds the average, and backward has added nothing since
-        self.implicit = False           # ... because somebody has looked, not because synchronize() was called
-        self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
+        # every grad holds the average, and backward has added nothing since
+        self.synchronized = False
+        # ... because somebody has looked, not because synchronize() was called
+        self.implicit = False
+        self._compression, self._passes, self._as_dense, self._average = (
+            compression or NoneCompressor,
+            passes,
+            sparse_as_dense,
+            average,
+        )
         self.choices, self._rate = choices or {}, rate
         self._batch = batch_of(average)
         self._managed: list[Managed] = []
-        self._known: set[int] = set()   # the parameters' ids
+        self._known: set[int] = set()  # the parameters' ids
         self._startup = StartupCheck(self.owner, self._managed)
-        self._session: object = None    # in which job the kinds were agreed
-        self._begun = False             # backward has run since the last wait
+        self._session: object = None  # in which job the kinds were agreed
+        self._begun = False  # backward has run since the last wait
         self._round: Round | None = None
-        self._late: Users | None = None     # the last step's, not heeded
-        self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None      # about the kinds of gradients
-        self.finalizer: Any = None      # detaches when the optimizer goes
+        self._late: Users | None = None  # the last step's, not heeded
+        # about the kinds of gradients
+        self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None
+        self.finalizer: Any = None  # detaches when the optimizer goes
         self.add(names, attach=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
@@ -138,27 +162,41 @@ class Exchange:
     @property
     def settled(self) -> bool:
         """Whether every grad still is the average that an implicit wait has left there."""
-        return self.implicit and self.synchronized and all(m.averaged is None or m.parameter.grad is m.averaged[0] for m in self._managed)
+        return (
+            self.implicit
+            and self.synchronized
+            and all(m.averaged is None or m.parameter.grad is m.averaged[0] for m in self._managed)
+        )
 
     def check_knows(self, groups: list[dict[str, Any]]) -> None:
-        """Raise :class:`ConfigError` for a parameter in ``groups`` that is not exchanged: it would differ between workers."""
+        """Raise :class:`ConfigError` for a parameter in ``groups`` that is not exchanged: it would
+        differ between workers.
+        """
         for g, group in enumerate(groups):
             for i, parameter in enumerate(dict.__getitem__(group, "params")):
                 if id(parameter) not in self._known:
-                    raise ConfigError(f"group {g}, index {i}, shape {tuple(parameter.shape)}: this parameter was put into the optimizer by hand, and "
-                                      "its gradients would not be exchanged: use add_param_group(), or make the optimizer distributed afterwards")
+                    raise ConfigError(
+                        f"group {g}, index {i}, shape {tuple(parameter.shape)}: this parameter was"
+                        " put into the optimizer by hand, and its gradients would not be"
+                        " exchanged: use add_param_group(), or make the optimizer distributed"
+                        " afterwards"
+                    )
 
     def attach(self) -> None:
-        """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no hook on a frozen one)."""
+        """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no
+        hook on a frozen one).
+        """
         if not self.active or self.owner.replaced_by:
             return
-        if not self.owner.names:        # there was nobody to exchange with when it was made
+        if not self.owner.names:  # there was nobody to exchange with when it was made
             self.owner.claim({m.name: m.parameter for m in self._managed})
         ref = weakref.ref(self)
         for managed in self._managed:
             if managed.hook is None and managed.parameter.requires_grad:
                 hook = Hook(ref, weakref.ref(managed), self._batch, type(self).accumulated)
-                for other in (getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                for other in (
+                    getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}
+                ).values():
                     if isinstance(other, Hook):
                         other.rival()
                         hook.rival()
@@ -192,7 +230,7 @@ class Exchange:
             check_not_added(managed)
         if not self._begun:
             self._begun = True
-            if not managed.parameter.is_cuda:       # those are made on threads of autograd's
+            if not managed.parameter.is_cuda:  # those are made on threads of autograd's
                 self.trainer.is_here()
             self._follow_job()
         self.synchronized = self.implicit = False
@@ -202,12 +240,18 @@ class Exchange:
             if not managed.deferred:
                 self._push(managed)
         # From here to the wait the others' hooks need look at nothing of the exchange.
-        managed.quick = managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
+        managed.quick = (
+            managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
+        )
         self._batch.quick = self.has_quick_hooks
 
     def _goes_together(self, managed: Managed) -> bool:
         """Whether its gradient, if it is dense and on a GPU, begins with others."""
-        return self._compression is NoneCompressor and managed.name not in self.choices and not managed.sparse_here
+        return (
+            self._compression is NoneCompressor
+            and managed.name not in self.choices
+            and not managed.sparse_here
+        )
 
     def look(self) -> None:
         """Somebody is about to look at gradients: wait for them, so that what is seen is averages.
@@ -224,11 +268,14 @@ class Exchange:
                 managed.averaged = None if gradient is None else (gradient, version(gradient))
 
     def complete(self, discard: bool = False) -> None:
-        """Push what is missing, wait for everything. Raises the first failure, after the last push has ended.
+        """Push what is missing, wait for everything.
 
-        ``discard``: the gradients are going to be thrown away, so it does not matter what has been written to them meanwhile.
+        Raises the first failure, after the last push has ended.
+
+        ``discard``: the gradients are going to be thrown away, so it does not matter what has been
+        written to them meanwhile.
         """
-        self.active = adapter.session().config.distributed     # resume() may have changed it
+        self.active = adapter.session().config.distributed  # resume() may have changed it
         if not self.active and not self.under_way:
             return
         with self.trainer.at_work():
@@ -249,7 +296,7 @@ class Exchange:
         if together and now.users is None and not discard:
             ours = _settling.settle(ours)
         elif not together and not discard:
-            self._heed(now)     # before anything is really waited for: see _await
+            self._heed(now)  # before anything is really waited for: see _await
             ours = _settling.settle_here(ours)
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
@@ -263,7 +310,9 @@ class Exchange:
         self.synchronized = True
 
     def _open_round(self) -> Round:
-        """The round that an interruption has left open, or a new one, for which all workers agree on what travels how."""
+        """The round that an interruption has left open, or a new one, for which all workers agree
+        on what travels how.
+        """
         self._batch.quick = False
         self.owner.check_current()
         if self._round is None:
@@ -276,7 +325,7 @@ class Exchange:
         """Push what hooks have not pushed, and begin to sum who has which gradients."""
         if now.pushed:
             return
-        with suppress(Exception):       # it goes again, and is told then
+        with suppress(Exception):  # it goes again, and is told then
             self._batch.submit()
         missing = _settling.missing_of(self._managed)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
@@ -289,10 +338,14 @@ class Exchange:
             self.restart_count()
             self._begun = False
             now.begun = True
-        if unsure:      # zeros would bring out what compression has kept, and if nobody has a gradient that would be thrown away
+        # zeros would bring out what compression has kept, and if nobody has a gradient that would
+        # be thrown away
+        if unsure:
             self._heed(now)
-            now.failures += [self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None]
-        with suppress(Exception):       # told by the wait
+            now.failures += [
+                self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None
+            ]
+        with suppress(Exception):  # told by the wait
             self._batch.submit()
         now.pushed = True
 
@@ -303,15 +356,22 @@ class Exchange:
             now.users = Users(used, [id(m) not in now.frozen for m in self._managed], name)
 
     def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
-        """Let ``receive`` wait for a push. Before anything is really waited for, the workers have to be at one about what is pushed."""
+        """Let ``receive`` wait for a push.
+
+        Before anything is really waited for, the workers have to be at one about what is pushed.
+        """
         assert managed.pushed is not None
         if now.users is not None and not managed.pushed.done():
             self._heed(now)
         now.failures.append(self._try(receive, managed))
 
     def _heed(self, now: Round) -> None:
-        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere; and what is frozen on some workers only, which
-        fails on all of them. Those that have frozen it push zeros, or the others would wait, and be given a later step's gradient."""
+        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere;
+        and what is frozen on some workers only, which fails on all of them.
+
+        Those that have frozen it push zeros, or the others would wait, and be given a later step's
+        gradient.
+        """
         if now.users is None:
             return
         failure = ended(now.users)
@@ -330,17 +390,24 @@ class Exchange:
                     now.failures.append(self._try(self._stand_in, managed))
 
     def _heed_late(self) -> list[Exception]:
-        """The same for the step before, where this worker had all gradients and froze nothing, so that it had nothing to do. To wait for the count
-        there would be to wait for the others, and gradients on GPUs come without. Returns what has gone wrong."""
+        """The same for the step before, where this worker had all gradients and froze nothing, so
+        that it had nothing to do.
+
+        To wait for the count there would be to wait for the others, and gradients on GPUs come
+        without. Returns what has gone wrong.
+        """
         users = self._late
         if users is None:
             return []
-        failure = ended(users)      # interrupted, it is asked again
+        failure = ended(users)  # interrupted, it is asked again
         self._late = None
         if failure is not None or not users.differ:
             return [failure] if failure is not None else []
-        return [frozen_on_some(m, count) for m, count in zip(self._managed, users.counts)
-                if count.trained and count.frozen]
+        return [
+            frozen_on_some(m, count)
+            for m, count in zip(self._managed, users.counts)
+            if count.trained and count.frozen
+        ]
 
     def _stand_in(self, managed: Managed) -> None:
         """Push zeros for a parameter that is frozen here and not elsewhere."""
@@ -364,7 +431,9 @@ class Exchange:
         return None
 
     def _follow_job(self) -> None:
-        """In a job resumed with other workers nobody knows what had been agreed in the one before."""
+        """In a job resumed with other workers nobody knows what had been agreed in the one
+        before.
+        """
         session = adapter.session()
         if session is not self._session:
             self._session, self._late = session, None
@@ -374,7 +443,10 @@ class Exchange:
                     session.declare(managed.named.wire, self.choices[managed.name])
 
     def _agree(self) -> list[Exception]:
-        """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
+        """Find out whether gradients travel sparse, where that is not known yet.
+
+        Returns what has gone wrong; all workers push all the same.
+        """
         if self._asking is None:
             self._follow_job()
             for m in self._managed:
@@ -384,7 +456,13 @@ class Exchange:
                 return []
             told = self._kinds(unknown)
             try:
-                self._asking = unknown, told, submit(told, told, f"{KINDS}{self._managed[0].name}", average=False, priority=1)
+                self._asking = (
+                    unknown,
+                    told,
+                    submit(
+                        told, told, f"{KINDS}{self._managed[0].name}", average=False, priority=1
+                    ),
+                )
             except Exception as e:
                 return self._unknown_yet(unknown, e)
         unknown, told, handle = self._asking
@@ -396,7 +474,9 @@ class Exchange:
 
     @staticmethod
     def _kinds(unknown: list[Managed]) -> torch.Tensor:
-        """By parameter: workers with a dense gradient (here 0 or 1), with a sparse one, and the sparse dimensions of the latter."""
+        """By parameter: workers with a dense gradient (here 0 or 1), with a sparse one, and the
+        sparse dimensions of the latter.
+        """
         told = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
         for i, m in enumerate(unknown):
             if m.pushed is None and m.is_sparse():
@@ -408,18 +488,27 @@ class Exchange:
 
     @staticmethod
     def _unknown_yet(unknown: list[Managed], failure: Exception) -> list[Exception]:
-        for m in unknown:       # what is there must go out nevertheless: others may wait for it
+        for m in unknown:  # what is there must go out nevertheless: others may wait for it
             m.deferred = False
         return [failure]
 
     def _decide(self, unknown: list[Managed], told: torch.Tensor) -> list[Exception]:
-        """Give each parameter the kind that all workers have ``told``. Returns where they differ."""
+        """Give each parameter the kind that all workers have ``told``.
+
+        Returns where they differ.
+        """
         found: list[Exception] = []
         for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
             m.deferred = False
-            if sparse and dense:    # everybody completes it as a dense one, and then everybody hears of it
-                found.append(MismatchError(f"the gradient of {m.name!r} is sparse on {sparse} workers and dense on {dense}: it must be one or the "
-                                           "other on all of them; sparse_as_dense=True sends it dense"))
+            # everybody completes it as a dense one, and then everybody hears of it
+            if sparse and dense:
+                found.append(
+                    MismatchError(
+                        f"the gradient of {m.name!r} is sparse on {sparse} workers and dense on"
+                        f" {dense}: it must be one or the other on all of them;"
+                        " sparse_as_dense=True sends it dense"
+                    )
+                )
             elif sparse or dense:
                 m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
             else:
@@ -444,7 +533,11 @@ class Exchange:
         if self._goes_together(managed) and self._batch.take(managed, gradient):
             return
         chosen = self.choices.get(managed.name)
-        rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0
+        rate = (
+            self._rate(parameter)
+            if self._rate is not None and chosen is not None and chosen.ef == "corrected"
+            else -1.0
+        )
         managed.pushed = push(gradient, managed.named, self._average, self._compression, rate)
 
     @counted("gradient", f"{PREFIX}{{}}.sparse", several=True, argument="managed")
@@ -452,16 +545,21 @@ class Exchange:
         gradient = managed.parameter.grad
         chosen = self.choices.get(managed.name)
         if chosen is not None and chosen.momentum:
-            raise ConfigError(f"{managed.named.what}: it is sparse, and is not compressed; compression_params' momentum='nesterov' cannot be added "
-                              "to it: leave that out for this parameter, or give sparse_as_dense=True")
+            raise ConfigError(
+                f"{managed.named.what}: it is sparse, and is not compressed; compression_params'"
+                " momentum='nesterov' cannot be added to it: leave that out for this parameter, or"
+                " give sparse_as_dense=True"
+            )
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}
         if gradient is not None and managed.is_sparse():
             check_sparse(gradient, managed.named.what)
             given = gradient
-        elif gradient is not None:      # the others have to hear of it
+        elif gradient is not None:  # the others have to hear of it
             kind["kind"] = DENSE
-        managed.pushed = SparseSum(given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
+        managed.pushed = SparseSum(
+            given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
+        )
 
     def _discard(self, managed: Managed) -> None:
         assert managed.pushed is not None
@@ -469,13 +567,15 @@ class Exchange:
         managed.pushed = None
 
     def _receive(self, managed: Managed) -> None:
-        """Wait for a push and put the average where the optimizer looks for it, even if ``grad`` was replaced meanwhile."""
+        """Wait for a push and put the average where the optimizer looks for it, even if ``grad``
+        was replaced meanwhile.
+        """
         pushed = managed.pushed
         assert pushed is not None
         if isinstance(pushed, SparseSum):
             total = pushed.wait()
             managed.pushed = None
-            if pushed.dense:    # on all workers: it goes again, as what it is from now on
+            if pushed.dense:  # on all workers: it goes again, as what it is from now on
                 managed.kind = Kind.DENSE
                 self._push(managed)
                 self._receive(managed)
@@ -494,5 +594,5 @@ class Exchange:
             managed.parameter.grad = gradient
         if pushed.written:
             raise written_to(managed)
-        if managed.sparse_here:     # with the rows that are not zero
+        if managed.sparse_here:  # with the rows that are not zero
             managed.parameter.grad = gradient.detach().to_sparse(managed.sparse_dim)

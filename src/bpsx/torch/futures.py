@@ -1,4 +1,6 @@
-"""Handles whose end becomes known to a ``torch.futures.Future``: what PyTorch's own reducer and ``Work.get_future`` ask for."""
+"""Handles whose end becomes known to a ``torch.futures.Future``: what PyTorch's own reducer and
+``Work.get_future`` ask for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ _MOST_IDLE = 2
 
 
 class _Item(NamedTuple):
-    """A handle under way and the future to complete when it has ended. ``end``: deadline on the monotonic clock, in seconds."""
+    """A handle under way and the future to complete when it has ended.
+
+    ``end``: deadline on the monotonic clock, in seconds.
+    """
 
     handle: Handle
     ended: torch.futures.Future[Any]
@@ -32,13 +37,15 @@ class _Item(NamedTuple):
 
 
 class Completer:
-    """Threads named ``bpsx-futures`` that wait for handles in the order in which they came, and complete their futures.
+    """Threads named ``bpsx-futures`` that wait for handles in the order in which they came, and
+    complete their futures.
 
-    One thread at a time waits, and drives the core meanwhile. In order, since whoever waits for one of a step's futures waits for all.
-    Before a thread completes a future, which runs the future's callbacks, it lets another thread go on with the waiting. So a callback
-    may wait for any other future, to any depth, at the cost of one thread for each callback that waits. The callbacks of one future run
-    one after the other, in the order of their registration; those of different futures may run at the same time, as with gloo.
-    Threads start when they are needed. Thread-safe.
+    One thread at a time waits, and drives the core meanwhile. In order, since whoever waits for one
+    of a step's futures waits for all. Before a thread completes a future, which runs the future's
+    callbacks, it lets another thread go on with the waiting. So a callback may wait for any other
+    future, to any depth, at the cost of one thread for each callback that waits. The callbacks of
+    one future run one after the other, in the order of their registration; those of different
+    futures may run at the same time, as with gloo. Threads start when they are needed. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -53,17 +60,31 @@ class Completer:
         self._waiting = self._ending = False
 
     def future_of(
-        self, handle: Handle, result: Callable[[Any], Any] = lambda value: value, timeout: float | None = None,
-        at_once: bool = False, device: torch.device | None = None,
+        self,
+        handle: Handle,
+        result: Callable[[Any], Any] = lambda value: value,
+        timeout: float | None = None,
+        at_once: bool = False,
+        device: torch.device | None = None,
     ) -> torch.futures.Future[Any]:
-        """A future that ends as ``handle`` does: with ``result`` of its value, or with an error that has the text of what it raises (a
-        :class:`RuntimeError` for who waits: PyTorch keeps no types). ``timeout``: seconds from now, after which it ends with the handle's
-        :class:`TimeoutError`. ``at_once``: the handle has ended, and so shall the future. ``device``: of the result; on a GPU, whoever waits for
-        the future has its current stream wait for the result, as with PyTorch's own."""
+        """A future that ends as ``handle`` does: with ``result`` of its value, or with an error
+        that has the text of what it raises (a :class:`RuntimeError` for who waits: PyTorch keeps no
+        types).
+
+        ``timeout``: seconds from now, after which it ends with the handle's :class:`TimeoutError`.
+        ``at_once``: the handle has ended, and so shall the future. ``device``: of the result; on a
+        GPU, whoever waits for the future has its current stream wait for the result, as with
+        PyTorch's own.
+        """
         gpu = device if device is not None and device.type == "cuda" else None
-        ended: torch.futures.Future[Any] = torch.futures.Future(devices=[gpu]) if gpu is not None else torch.futures.Future()
-        item = _Item(handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu)
-        # Set as an exception, PyTorch's C++ side would take the exception for the value. What a callback raises it knows for an error.
+        ended: torch.futures.Future[Any] = (
+            torch.futures.Future(devices=[gpu]) if gpu is not None else torch.futures.Future()
+        )
+        item = _Item(
+            handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu
+        )
+        # Set as an exception, PyTorch's C++ side would take the exception for the value. What a
+        # callback raises it knows for an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
         if at_once:
             _complete(item)
@@ -73,14 +94,19 @@ class Completer:
             try:
                 self._call_a_thread()
             except RuntimeError as e:
-                if not self._threads:       # else one will come back to it
+                if not self._threads:  # else one will come back to it
                     self._items.remove(item)
-                    raise RuntimeError(f"bpsx: a thread that waits for collectives cannot be started: {e}; raise the limit on processes "
-                                       "and threads (ulimit -u, or the container's)") from e
+                    raise RuntimeError(
+                        f"bpsx: a thread that waits for collectives cannot be started: {e}; raise"
+                        " the limit on processes and threads (ulimit -u, or the container's)"
+                    ) from e
         return future
 
     def _call_a_thread(self) -> None:
-        """Have a thread wait for the next handle, unless one already does. Call it with the lock."""
+        """Have a thread wait for the next handle, unless one already does.
+
+        Call it with the lock.
+        """
         if self._waiting or not self._items:
             return
         if self._idle:
@@ -92,7 +118,9 @@ class Completer:
         self._threads.add(thread)
 
     def end(self) -> None:
-        """Let the threads end: in the middle of PyTorch's C++ the interpreter's end would tear them down, and the process with them."""
+        """Let the threads end: in the middle of PyTorch's C++ the interpreter's end would tear them
+        down, and the process with them.
+        """
         deadline = time.monotonic() + _LAST_SECONDS
         with self._changed:
             self._ending = True
@@ -104,13 +132,14 @@ class Completer:
     def _run(self) -> None:
         while (item := self._next()) is not None:
             _complete(item, self._pass_on)
-            del item        # or the last one's tensors would live until the next comes
+            del item  # or the last one's tensors would live until the next comes
 
     def _pass_on(self) -> None:
         """Let another thread wait for the next handle while this one runs callbacks."""
         with self._changed:
             self._waiting = False
-            with contextlib.suppress(RuntimeError):     # no thread to be had: this one goes on after the callbacks
+            # no thread to be had: this one goes on after the callbacks
+            with contextlib.suppress(RuntimeError):
                 self._call_a_thread()
 
     def _next(self) -> _Item | None:
@@ -133,13 +162,22 @@ def _complete(item: _Item, before_callbacks: Callable[[], None] = lambda: None) 
     """Wait for the handle, call ``before_callbacks``, and complete the future."""
     value, failure = None, None
     # A stream of our own: it waits for the result, and the future tells others to wait for it.
-    with torch.cuda.stream(torch.cuda.Stream(item.gpu)) if item.gpu is not None else contextlib.nullcontext():
+    with (
+        torch.cuda.stream(torch.cuda.Stream(item.gpu))
+        if item.gpu is not None
+        else contextlib.nullcontext()
+    ):
         try:
-            value = item.result(item.handle.wait(None if item.end is None else max(0.0, item.end - time.monotonic())))
+            value = item.result(
+                item.handle.wait(
+                    None if item.end is None else max(0.0, item.end - time.monotonic())
+                )
+            )
         except Exception as e:
             failure = e
         before_callbacks()
-        with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
+        # a user's callback that raises does not concern the others
+        with contextlib.suppress(Exception):
             item.ended.set_result((value, failure))
 
 
@@ -150,7 +188,8 @@ def _unwrapped(ended: torch.futures.Future[Any]) -> Any:
     return value
 
 
-#: The one of the process. It knows no session, so it serves one after the other; a thread per session or model would be one more to end.
+#: The one of the process. It knows no session, so it serves one after the other; a thread per
+#: session or model would be one more to end.
 COMPLETER = Completer()
 # Registered here, at import, and so run after the session's own: by then every handle has ended.
 atexit.register(COMPLETER.end)

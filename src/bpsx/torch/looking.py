@@ -1,5 +1,7 @@
-"""Who may wait for gradients by looking at them: the code that trains may. A signal handler or another
-thread must not disturb it."""
+"""Who may wait for gradients by looking at them: the code that trains may.
+
+A signal handler or another thread must not disturb it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from types import FrameType
 
 import torch
 
-_VARARGS = 0x04     # CO_VARARGS of a code object
+_VARARGS = 0x04  # CO_VARARGS of a code object
 
 
 class Trainer:
-    """The thread that trains with one optimizer, as far as it is known, and whether it waits right now."""
+    """The thread that trains with one optimizer, as far as it is known, and whether it waits right
+    now.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -36,7 +40,9 @@ class Trainer:
             self._waits = before
 
     def may_be_here(self) -> bool:
-        """Whether the calling code may be the training's, and is not in the midst of :meth:`at_work`."""
+        """Whether the calling code may be the training's, and is not in the midst of
+        :meth:`at_work`.
+        """
         known = self._thread
         ours = known is None or known is threading.current_thread() or not known.is_alive()
         return ours and not self._waits
@@ -44,8 +50,8 @@ class Trainer:
     def may_wait(self) -> bool:
         """Whether the calling code may wait for gradients and change them.
 
-        It may not during a backward pass, nor in a signal handler: the interrupted code may be in the
-        middle of anything.
+        It may not during a backward pass, nor in a signal handler: the interrupted code may be in
+        the middle of anything.
         """
         if not self.may_be_here() or torch._C._current_graph_task_id() >= 0:
             return False
@@ -53,8 +59,9 @@ class Trainer:
 
 
 def in_signal_handler() -> bool:
-    """Whether a signal handler written in Python runs on this thread: it was given the frame that it
-    interrupted."""
+    """Whether a signal handler written in Python runs on this thread: it was given the frame that
+    it interrupted.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_back is not None and _is_given(frame, frame.f_back):
@@ -69,8 +76,10 @@ def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
     names = code.co_varnames[:n]
     if code.co_flags & _VARARGS:
         n += code.co_kwonlyargcount
-        names += code.co_varnames[n:n + 1]
+        names += code.co_varnames[n : n + 1]
     if not names:
         return False
     values = [frame.f_locals.get(name) for name in names]
-    return any(v is interrupted or type(v) is tuple and any(w is interrupted for w in v) for v in values)
+    return any(
+        v is interrupted or type(v) is tuple and any(w is interrupted for w in v) for v in values
+    )

@@ -1,4 +1,6 @@
-"""Which module's call is the moment to update a parameter: hooks on modules, and a look at their first forward passes."""
+"""Which module's call is the moment to update a parameter: hooks on modules, and a look at their
+first forward passes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,20 @@ from bpsx.errors import ConfigError
 from bpsx.torch.dynamo import eager
 
 # To ask these of a parameter is not to use it.
-_HARMLESS = {"shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "grad", "is_cuda", "is_meta", "is_nested", "is_quantized"}
+_HARMLESS = {
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "layout",
+    "ndim",
+    "grad",
+    "is_cuda",
+    "is_meta",
+    "is_nested",
+    "is_quantized",
+}
 
 
 class Updates(Protocol):
@@ -27,31 +42,47 @@ class Updates(Protocol):
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` for a model whose modules' calls cannot be hooked, or that averages by itself."""
+    """Raise :class:`ConfigError` for a model whose modules' calls cannot be hooked, or that
+    averages by itself.
+    """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"CrossBarrier: model is a {type(model).__name__}; a torch.nn.Module is needed")
+        raise ConfigError(
+            f"CrossBarrier: model is a {type(model).__name__}; a torch.nn.Module is needed"
+        )
     for name, module in model.named_modules():
         what = f"CrossBarrier: module {name!r}" if name else "CrossBarrier: the model"
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ConfigError(f"{what} is compiled, and a compiled module does not call its parts one by one; use DistributedOptimizer")
+        if (
+            type(module).__name__ == "OptimizedModule"
+            or getattr(module, "_compiled_call_impl", None) is not None
+        ):
+            raise ConfigError(
+                f"{what} is compiled, and a compiled module does not call its parts one by one; use"
+                " DistributedOptimizer"
+            )
         if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(f"{what} is scripted, and a scripted module does not call its parts one by one; use DistributedOptimizer")
+            raise ConfigError(
+                f"{what} is scripted, and a scripted module does not call its parts one by one; use"
+                " DistributedOptimizer"
+            )
         if type(module).__name__ == "DistributedDataParallel":
-            raise ConfigError(f"{what} averages its gradients by itself: give CrossBarrier the module inside")
+            raise ConfigError(
+                f"{what} averages its gradients by itself: give CrossBarrier the module inside"
+            )
 
 
 class Serving:
     """Has parameters updated when the module is called that needs them first.
 
-    Until :meth:`watch_no_more` every module is hooked and every function that a parameter goes into is seen; from then on only the modules
-    that serve parameters have a hook.
+    Until :meth:`watch_no_more` every module is hooked and every function that a parameter goes into
+    is seen; from then on only the modules that serve parameters have a hook.
     """
 
     def __init__(self, model: nn.Module, parameters: list[torch.Tensor], updates: Updates) -> None:
-        self.unserved: list[torch.Tensor] = []      # known after watch_no_more()
+        self.unserved: list[torch.Tensor] = []  # known after watch_no_more()
         self.updates = updates
         self._modules = dict(model.named_modules())
-        self._of: dict[nn.Module, list[torch.Tensor]] = {}          # module -> what is updated when it is called
+        # module -> what is updated when it is called
+        self._of: dict[nn.Module, list[torch.Tensor]] = {}
         self._parameters = {id(p): p for p in parameters}
         self._owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
         for module in self._modules.values():
@@ -60,15 +91,26 @@ class Serving:
                     self._owners[id(p)].append(module)
                     self._of.setdefault(module, []).append(p)
         self._called: set[nn.Module] = set()
-        self._called_now: set[nn.Module] = set()    # in the outermost call that runs
+        self._called_now: set[nn.Module] = set()  # in the outermost call that runs
         self._stack: list[nn.Module] = []
         self._uses = _Uses(self)
         self._watching = True
-        enter, look, leave = _Hook(self, self._enter), _Hook(self, self._look), _Hook(self, self._leave)
-        self._hooks = {m: [m.register_forward_pre_hook(enter, prepend=True)] for m in self._modules.values()}
+        enter, look, leave = (
+            _Hook(self, self._enter),
+            _Hook(self, self._look),
+            _Hook(self, self._leave),
+        )
+        self._hooks = {
+            m: [m.register_forward_pre_hook(enter, prepend=True)] for m in self._modules.values()
+        }
         for module, hooks in self._hooks.items():
-            hooks += [module.register_state_dict_pre_hook(look), module._register_load_state_dict_pre_hook(look)]
-        self._watch_hooks = [m.register_forward_hook(leave, always_call=True) for m in self._modules.values()]
+            hooks += [
+                module.register_state_dict_pre_hook(look),
+                module._register_load_state_dict_pre_hook(look),
+            ]
+        self._watch_hooks = [
+            m.register_forward_hook(leave, always_call=True) for m in self._modules.values()
+        ]
 
     def end(self) -> None:
         """Take all hooks off."""
@@ -108,7 +150,9 @@ class Serving:
                 self._uses.__exit__(None, None, None)
 
     def see_use(self, parameter: torch.Tensor) -> None:
-        """A function gets a tensor: if it is a parameter that no call has served in this forward pass, the module that runs serves it."""
+        """A function gets a tensor: if it is a parameter that no call has served in this forward
+        pass, the module that runs serves it.
+        """
         known = self._parameters.get(id(parameter))
         if known is None or any(owner in self._called_now for owner in self._owners[id(known)]):
             return
@@ -128,7 +172,11 @@ class Serving:
         for key, p in self._parameters.items():
             if key in served_ones:
                 continue
-            above = {a for owner in self._owners[key] if (a := self._called_above(names[owner])) is not None}
+            above = {
+                a
+                for owner in self._owners[key]
+                if (a := self._called_above(names[owner])) is not None
+            }
             for module in above:
                 self._of.setdefault(module, []).append(p)
             if not above:
@@ -155,7 +203,10 @@ class Serving:
 
 
 class _Hook:
-    """A hook on a module. A copy of the model gets none, and is not made while its weights are of two steps."""
+    """A hook on a module.
+
+    A copy of the model gets none, and is not made while its weights are of two steps.
+    """
 
     def __init__(self, serving: Serving, act: Callable[..., None]) -> None:
         self._serving, self._act = serving, act
@@ -166,7 +217,10 @@ class _Hook:
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         if self._serving.updates.pending:
-            raise ConfigError("the model cannot be copied while updates of its weights are pending: call optimizer.synchronize() first")
+            raise ConfigError(
+                "the model cannot be copied while updates of its weights are pending: call"
+                " optimizer.synchronize() first"
+            )
         return _nothing
 
     def __reduce__(self) -> NoReturn:
@@ -184,7 +238,9 @@ class _Uses(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self._serving = serving
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if getattr(getattr(function, "__self__", None), "__name__", "") not in _HARMLESS:
             for tensor in _tensors_in([*args, *(kwargs or {}).values()]):
                 self._serving.see_use(tensor)

@@ -11,8 +11,16 @@ import torch
 from bpsx.errors import ConfigError
 
 #: Attributes of an optimizer that a part of it must not share or bring back.
-OWN = {"param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_exchange", "_barrier",
-        "_should_synchronize"}
+OWN = {
+    "param_groups",
+    "state",
+    "step",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_exchange",
+    "_barrier",
+    "_should_synchronize",
+}
 
 
 class Noted:
@@ -31,21 +39,34 @@ class Noted:
         """For one part of the update, to change as it likes."""
         return {k: _copied(v) for k, v in self._values.items()}
 
-    def bring_back(self, after: dict[str, Any], original: dict[str, Any], who: str, where: str) -> None:
+    def bring_back(
+        self, after: dict[str, Any], original: dict[str, Any], who: str, where: str
+    ) -> None:
         """What a part has changed (a counter, say) is the optimizer's. Raises :class:`ConfigError`
         if parts have changed it differently."""
         for key, value in after.items():
-            if key in OWN or key == "params" or key in self._values and _alike(self._values[key], value):
+            if (
+                key in OWN
+                or key == "params"
+                or key in self._values
+                and _alike(self._values[key], value)
+            ):
                 continue
             if key in self._changed:
                 if not _alike(self._changed[key], value):
-                    raise ConfigError(f"CrossBarrier: {who} makes {key!r} {where} depend on which parameters step together: it looks across "
-                                      "parameters; use DistributedOptimizer")
+                    raise ConfigError(
+                        f"CrossBarrier: {who} makes {key!r} {where} depend on which parameters step"
+                        " together: it looks across parameters; use DistributedOptimizer"
+                    )
                 continue
             self._changed[key] = _copied(value)
             there = original.get(key)
-            if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
-                there.copy_(value)      # who else looks at this tensor sees it
+            if (
+                isinstance(there, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and there.shape == value.shape
+            ):
+                there.copy_(value)  # who else looks at this tensor sees it
             else:
                 original[key] = value
 
@@ -65,7 +86,11 @@ def _alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+        )
     if type(a) in (list, tuple):
         return len(a) == len(b) and all(map(_alike, a, b))
     if type(a) is dict:

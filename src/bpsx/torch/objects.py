@@ -1,4 +1,6 @@
-"""Python objects from one worker to all, and from all to all: :mod:`bpsx.plugin.objects` with tensors."""
+"""Python objects from one worker to all, and from all to all: :mod:`bpsx.plugin.objects` with
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 @public
 @counted("broadcast_object", "broadcast_object.{}", several=True)
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """What ``obj`` is on worker ``root_rank``, on every worker: the root gets its own ``obj`` back, the others a copy. Theirs is ignored.
+    """What ``obj`` is on worker ``root_rank``, on every worker: the root gets its own ``obj`` back,
+    the others a copy.
 
-    Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays and scalars of numbers and text, dense CPU
-    tensors (which arrive contiguous and without autograd), and tuples, lists, sets, dicts, OrderedDicts of these, exactly of these types. Anything
-    else is pickled, if the job has a secret (``BPSX_SECRET``; ``bpsx-run --local`` and ``--hostfile`` make one), and unpickled only after it has
-    been proven with that. Objects of any size and type may follow one another under one ``name``; calls of one name are matched in order.
+    Theirs is ignored.
 
-    Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone where it cannot be unpickled;
-    :class:`~bpsx.errors.ConfigError` for a root that does not exist; and what :func:`bpsx.torch.synchronize` raises.
+    Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays
+    and scalars of numbers and text, dense CPU tensors (which arrive contiguous and without
+    autograd), and tuples, lists, sets, dicts, OrderedDicts of these, exactly of these types.
+    Anything else is pickled, if the job has a secret (``BPSX_SECRET``; ``bpsx-run --local`` and
+    ``--hostfile`` make one), and unpickled only after it has been proven with that. Objects of any
+    size and type may follow one another under one ``name``; calls of one name are matched in order.
+
+    Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone
+    where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does not exist;
+    and what :func:`bpsx.torch.synchronize` raises.
     """
     return objects.broadcast_object(obj, root_rank, name, _CODEC)
 
@@ -39,8 +47,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
     """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
 
-    What can travel, and how, is as with :func:`broadcast_object`. Raises :class:`ObjectError` on all workers if an object of one of them cannot
-    travel, and as :func:`broadcast_object` otherwise.
+    What can travel, and how, is as with :func:`broadcast_object`. Raises :class:`ObjectError` on
+    all workers if an object of one of them cannot travel, and as :func:`broadcast_object`
+    otherwise.
     """
     return objects.all_gather_object(obj, name, _CODEC, "all_gather_object")
 
@@ -48,7 +57,11 @@ def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
 def _encoded(obj: Any, verb: str) -> bytes:
     encoder = Encoder(verb, exact=True)
     text = json.dumps([encoder.encode(obj, "the object"), encoder.described]).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(_memory(t).tobytes() for t in encoder.tensors)
+    return (
+        len(text).to_bytes(8, "little")
+        + text
+        + b"".join(_memory(t).tobytes() for t in encoder.tensors)
+    )
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -65,7 +78,9 @@ def _decoded(body: bytes) -> Any:
     for tensor in tensors:
         if tensor.numel():
             raw = stream.read(tensor.numel() * tensor.element_size())
-            tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            tensor.reshape(-1).view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            )
     return decode(encoded, tensors)
 
 

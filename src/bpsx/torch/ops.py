@@ -1,4 +1,6 @@
-"""push_pull on PyTorch tensors: turns a tensor into memory that bpsx can read and write, and back."""
+"""push_pull on PyTorch tensors: turns a tensor into memory that bpsx can read and write, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,36 @@ _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a 
 #: What to send instead of a dtype that cannot be summed.
 _INSTEAD = {
     "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
-    **dict.fromkeys(("complex32", "complex64", "complex128"), "send torch.view_as_real(tensor), which shares its memory"),
+    **dict.fromkeys(
+        ("complex32", "complex64", "complex128"),
+        "send torch.view_as_real(tensor), which shares its memory",
+    ),
 }
 #: The names of the dtypes that are summed.
 SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
 
 
 class UnsupportedTensor(BpsxError, TypeError):
-    """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another device, or overlapping itself."""
+    """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another
+    device, or overlapping itself.
+    """
 
 
 def check_tensor(tensor: Any, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor`` is dense, on the CPU or a GPU. ``what`` says whose it is."""
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is dense, on the CPU or a GPU.
+
+    ``what`` says whose it is.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTensor(f"{what}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        kind = (
+            "nested"
+            if tensor.is_nested
+            else "quantized"
+            if tensor.is_quantized
+            else str(tensor.layout).removeprefix("torch.")
+        )
         raise UnsupportedTensor(f"{what}: {kind} tensors cannot be sent; {_ALLOWED}")
     check_device(tensor, what)
 
@@ -46,7 +62,9 @@ def check_tensor(tensor: Any, what: str) -> None:
 def check_rows(tensor: torch.Tensor, verb: str) -> None:
     """Raise :class:`UnsupportedTensor` unless ``tensor`` has rows."""
     if tensor.dim() == 0:
-        raise UnsupportedTensor(f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)")
+        raise UnsupportedTensor(
+            f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)"
+        )
 
 
 def check_device(tensor: torch.Tensor, what: str) -> None:
@@ -56,27 +74,38 @@ def check_device(tensor: torch.Tensor, what: str) -> None:
 
 
 def check_writable(tensor: torch.Tensor, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` if elements of ``tensor`` share memory, so that it cannot hold a result."""
+    """Raise :class:`UnsupportedTensor` if elements of ``tensor`` share memory, so that it cannot
+    hold a result.
+    """
     if tensor.is_contiguous():
         return
     reach = 0
     for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
         if stride <= reach:
-            raise UnsupportedTensor(f"{what}: elements share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}, as expand() "
-                                    "makes them), so it cannot be written in place; give a clone(), or use push_pull() for a new tensor")
+            raise UnsupportedTensor(
+                f"{what}: elements share memory (shape {tuple(tensor.shape)}, strides"
+                f" {tensor.stride()}, as expand() makes them), so it cannot be written in place;"
+                " give a clone(), or use push_pull() for a new tensor"
+            )
         reach += stride * (length - 1)
 
 
 def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull()") -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor``, which can be sent, can also hold the result, with autograd knowing of it."""
+    """Raise :class:`UnsupportedTensor` unless ``tensor``, which can be sent, can also hold the
+    result, with autograd knowing of it.
+    """
     if tensor.grad_fn is not None and torch.is_grad_enabled():
-        raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
-                                f"overwritten; use {instead}, which has a gradient, or detach() it first")
+        raise UnsupportedTensor(
+            f"{what}: the tensor is the result of an operation that autograd follows, and would not"
+            f" know of being overwritten; use {instead}, which has a gradient, or detach() it first"
+        )
     check_writable(tensor, what)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or conjugation."""
+    """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or
+    conjugation.
+    """
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
@@ -87,7 +116,9 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mark_written(tensor: torch.Tensor) -> None:
-    """Let autograd notice that ``tensor`` is overwritten, in case it has saved it for a backward pass."""
+    """Let autograd notice that ``tensor`` is overwritten, in case it has saved it for a backward
+    pass.
+    """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
@@ -105,7 +136,7 @@ def _marks_many() -> bool:
     """Newer releases of PyTorch take many tensors in one call."""
     try:
         torch.autograd.graph.increment_version([])
-    except (TypeError, AttributeError, RuntimeError):       # which of them depends on the release
+    except (TypeError, AttributeError, RuntimeError):  # which of them depends on the release
         return False
     return True
 
@@ -119,12 +150,18 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def summable(tensor: torch.Tensor, what: str) -> str:
-    """The name of ``tensor``'s dtype. Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not summed."""
+    """The name of ``tensor``'s dtype.
+
+    Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not
+    summed.
+    """
     name = SUMMED.get(tensor.dtype)
     if name is None:
         name = dtype_name(tensor)
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}")
+        raise UnsupportedDType(
+            f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}"
+        )
     return name
 
 
@@ -143,7 +180,10 @@ def view_at(tensor: torch.Tensor, nbytes: int, dtype: str, shape: tuple[int, ...
 
 @functools.cache
 def streams_of(device: int) -> Callable[[], int]:
-    """Gives the stream that the calling thread works on. The raw handle is had five times as fast where PyTorch has a function for it."""
+    """Gives the stream that the calling thread works on.
+
+    The raw handle is had five times as fast where PyTorch has a function for it.
+    """
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if raw is not None:
         return functools.partial(raw, device)
@@ -151,30 +191,58 @@ def streams_of(device: int) -> Callable[[], int]:
 
 
 def submit(
-    source: torch.Tensor, output: torch.Tensor, name: str | None, *, average: bool, priority: int = 0, will_wait: bool = False, rate: float = -1.0,
+    source: torch.Tensor,
+    output: torch.Tensor,
+    name: str | None,
+    *,
+    average: bool,
+    priority: int = 0,
+    will_wait: bool = False,
+    rate: float = -1.0,
 ) -> Handle:
-    """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor. Both are checked dense tensors.
+    """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor.
+
+    Both are checked dense tensors.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
-    dtype = SUMMED.get(source.dtype) or summable(source, f"push_pull of {name!r}" if name else "push_pull")
+    dtype = SUMMED.get(source.dtype) or summable(
+        source, f"push_pull of {name!r}" if name else "push_pull"
+    )
     plain = is_plain(source)
-    if source is output and plain:      # the way of gradients, hundreds of them in a step: nothing that is not needed
-        # A tensor of our own: who sets `source.data` meanwhile does not free the memory that is under way.
+    # the way of gradients, hundreds of them in a step: nothing that is not needed
+    if source is output and plain:
+        # A tensor of our own: who sets `source.data` meanwhile does not free the memory that is
+        # under way.
         stage_in = stage_out = source.detach()
         staged = False
     else:
         stage_in = source.detach() if plain else plain_copy(source)
         staged = not is_plain(output)
         if staged:
-            stage_out = torch.empty(output.shape, dtype=output.dtype, device=output.device) if plain else stage_in
+            stage_out = (
+                torch.empty(output.shape, dtype=output.dtype, device=output.device)
+                if plain
+                else stage_in
+            )
         else:
             stage_out = stage_in if output is source else output.detach()
     view = view_of(stage_in, dtype)
     handle: Handle = adapter.session().push_pull(
-        name or unnamed("push_pull", source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
-        will_wait=will_wait, result=output, **({"rate": rate} if rate >= 0 else {}))
-    return StagedHandle(handle, functools.partial(_overwrite, output, stage_out), output) if staged else handle
+        name or unnamed("push_pull", source),
+        view,
+        view if stage_out is stage_in else view_of(stage_out, dtype),
+        average=average,
+        priority=priority,
+        will_wait=will_wait,
+        result=output,
+        **({"rate": rate} if rate >= 0 else {}),
+    )
+    return (
+        StagedHandle(handle, functools.partial(_overwrite, output, stage_out), output)
+        if staged
+        else handle
+    )
 
 
 def _overwrite(output: torch.Tensor, result: torch.Tensor) -> None:
@@ -183,12 +251,16 @@ def _overwrite(output: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
-    """What an operation without a name is called: by what its tensor is, or by the shape of its rows unless ``whole``.
+    """What an operation without a name is called: by what its tensor is, or by the shape of its
+    rows unless ``whole``.
 
-    Calls of one name are matched in the order in which each worker makes them, so equal sequences of calls meet. A counter would make a new name of
-    every call, and what a name means is never forgotten.
+    Calls of one name are matched in the order in which each worker makes them, so equal sequences
+    of calls meet. A counter would make a new name of every call, and what a name means is never
+    forgotten.
     """
-    return f"{verb}.noname.{dtype_name(tensor)}.{tuple(tensor.shape if whole else tensor.shape[1:])}"
+    return (
+        f"{verb}.noname.{dtype_name(tensor)}.{tuple(tensor.shape if whole else tensor.shape[1:])}"
+    )
 
 
 def _checked(tensor: Any, average: bool, name: str | None, version: int, priority: int) -> str:
@@ -206,16 +278,32 @@ def _check_arguments(average: Any, name: Any, version: Any, priority: Any) -> No
     check_priority(priority, "push_pull")
 
 
-def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
+def _begin(
+    tensor: torch.Tensor,
+    average: bool,
+    name: str | None,
+    version: int,
+    priority: int,
+    inplace: bool,
+    will_wait: bool,
+) -> Handle:
     what = _checked(tensor, average, name, version, priority)
     if inplace:
         check_replaceable(tensor, what)
     output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
     if profiled():
         wire = name or unnamed("push_pull", tensor)
-        handle: Handle = followed(wire, tensor, lambda: submit(tensor, output, wire, average=average, priority=priority, will_wait=will_wait))
+        handle: Handle = followed(
+            wire,
+            tensor,
+            lambda: submit(
+                tensor, output, wire, average=average, priority=priority, will_wait=will_wait
+            ),
+        )
     else:
-        handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
+        handle = submit(
+            tensor, output, name, average=average, priority=priority, will_wait=will_wait
+        )
     if inplace:
         mark_written(tensor)
     return handle
@@ -223,21 +311,35 @@ def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, 
 
 @eager
 @counted("push_pull")
-def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
-    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
-    training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> Handle:
+    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype;
+    :func:`synchronize` returns that.
 
-    ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. Elements travel in
-    logical order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its
-    values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a name, calls of one shape
-    and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger ``priority``
-    goes first (32 bits, signed). ``version`` is BytePS's and ignored: bpsx counts rounds itself.
+    In asynchronous training: add it to the servers' value of ``name``, and get that (see
+    ``docs/async.md``).
 
-    On a GPU, the sum is of what the current stream has queued before the call, nobody waits for that, and what a stream queues after
-    :func:`synchronize` was called on it comes after the result. GPUs of one machine are added by NCCL, in the tensor's own type.
+    ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides,
+    also empty or 0-dimensional. Elements travel in logical order, so workers may lay it out
+    differently; a result has its input's strides. It must not change, nor be resized, until the
+    end. Its values are taken as they are, without autograd. Workers must agree on name, shape,
+    dtype and ``average``; without a name, calls of one shape and dtype are matched in the order in
+    which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger
+    ``priority`` goes first (32 bits, signed). ``version`` is BytePS's and ignored: bpsx counts
+    rounds itself.
 
-    Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`), :class:`~bpsx.errors.ConfigError` for
-    other arguments, :class:`~bpsx.errors.NotInitializedError`. Thread-safe.
+    On a GPU, the sum is of what the current stream has queued before the call, nobody waits for
+    that, and what a stream queues after :func:`synchronize` was called on it comes after the
+    result. GPUs of one machine are added by NCCL, in the tensor's own type.
+
+    Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are
+    :class:`TypeError`), :class:`~bpsx.errors.ConfigError` for other arguments,
+    :class:`~bpsx.errors.NotInitializedError`. Thread-safe.
     """
     return _begin(tensor, average, name, version, priority, inplace=False, will_wait=False)
 
@@ -245,14 +347,22 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
 @eager
 @counted("push_pull")
 def push_pull_async_inplace(
-    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
 ) -> Handle:
-    """As :func:`push_pull_async`, but the result replaces ``tensor``'s values. They are complete once :func:`synchronize` has returned.
+    """As :func:`push_pull_async`, but the result replaces ``tensor``'s values.
 
-    The result goes to the memory that ``tensor`` has at the call. If ``tensor.data`` is set, or ``tensor.set_()`` called, before the end, the sum
-    is in the old memory, and what :func:`synchronize` returns, ``tensor``, is not the sum.
+    They are complete once :func:`synchronize` has returned.
 
-    Also raises :class:`UnsupportedTensor` if elements of ``tensor`` share memory (``expand``, overlapping ``as_strided``).
+    The result goes to the memory that ``tensor`` has at the call. If ``tensor.data`` is set, or
+    ``tensor.set_()`` called, before the end, the sum is in the old memory, and what
+    :func:`synchronize` returns, ``tensor``, is not the sum.
+
+    Also raises :class:`UnsupportedTensor` if elements of ``tensor`` share memory (``expand``,
+    overlapping ``as_strided``).
     """
     return _begin(tensor, average, name, version, priority, inplace=True, will_wait=False)
 
@@ -278,11 +388,18 @@ class _PushPull(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The same of the gradient, under a name of its own; differentiable again."""
-        return _differentiable(gradient, ctx.options._replace(name=f"{ctx.options.name}.grad")), None
+        return (
+            _differentiable(gradient, ctx.options._replace(name=f"{ctx.options.name}.grad")),
+            None,
+        )
 
 
 def _differentiable(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
-    if tensor.requires_grad and torch.is_grad_enabled() and not adapter.session().config.asynchronous:
+    if (
+        tensor.requires_grad
+        and torch.is_grad_enabled()
+        and not adapter.session().config.asynchronous
+    ):
         result: torch.Tensor = _PushPull.apply(tensor, options)
         return result
     return _summed(tensor, options)
@@ -291,25 +408,42 @@ def _differentiable(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
 def _summed(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
     given = tensor.detach()
     wire, ctx = options.compression.compress(given)
-    handle = _begin(wire, options.average, options.name, 0, options.priority, inplace=wire is not given, will_wait=True)
+    handle = _begin(
+        wire,
+        options.average,
+        options.name,
+        0,
+        options.priority,
+        inplace=wire is not given,
+        will_wait=True,
+    )
     return options.compression.decompress(handle.wait(), ctx)
 
 
 @eager
 @counted("push_pull")
 def push_pull(
-    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
-    """The sum or average of ``tensor`` over all workers, as a new tensor of its shape and dtype. ``compression`` is for the wire only.
+    """The sum or average of ``tensor`` over all workers, as a new tensor of its shape and dtype.
 
-    Differentiable, any number of times. Every worker's loss counts: with y = c * sum over s of x_s, where c is 1 for a sum and 1 / ``size()``
-    for an average, the gradient of worker s is that of the losses' total, d(sum over r of L_r) / d x_s = c * sum over r of d L_r / d y_r.
-    So backward is a push_pull of the gradients with the same ``average``, under the name ``name + ".grad"``, and all workers or none have to
-    go through it. In asynchronous training there is no derivative: the result does not require a gradient.
+    ``compression`` is for the wire only.
 
-    A ``torch.sparse_coo`` tensor gives a coalesced one of the same shape. What travels is its values and indices, of which each worker may
-    have another number; it has no derivative. Raises as :func:`push_pull_async` and :func:`synchronize`.
+    Differentiable, any number of times. Every worker's loss counts: with y = c * sum over s of x_s,
+    where c is 1 for a sum and 1 / ``size()`` for an average, the gradient of worker s is that of
+    the losses' total, d(sum over r of L_r) / d x_s = c * sum over r of d L_r / d y_r. So backward
+    is a push_pull of the gradients with the same ``average``, under the name ``name + ".grad"``,
+    and all workers or none have to go through it. In asynchronous training there is no derivative:
+    the result does not require a gradient.
+
+    A ``torch.sparse_coo`` tensor gives a coalesced one of the same shape. What travels is its
+    values and indices, of which each worker may have another number; it has no derivative. Raises
+    as :func:`push_pull_async` and :func:`synchronize`.
     """
     check_compression(compression, "push_pull")
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
@@ -318,22 +452,35 @@ def push_pull(
         _check_arguments(average, name, version, priority)
         return push_pull_sparse(tensor, average, name, compression)
     _checked(tensor, average, name, version, priority)
-    return _differentiable(tensor, _Options(average, name or unnamed("push_pull", tensor), priority, compression))
+    return _differentiable(
+        tensor, _Options(average, name or unnamed("push_pull", tensor), priority, compression)
+    )
 
 
 @eager
 @counted("push_pull")
 def push_pull_inplace(
-    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
 ) -> torch.Tensor:
-    """Replace ``tensor``'s values by their sum or average over all workers; returns ``tensor``. Raises as :func:`push_pull`."""
-    result: torch.Tensor = _begin(tensor, average, name, version, priority, inplace=True, will_wait=True).wait()
+    """Replace ``tensor``'s values by their sum or average over all workers; returns ``tensor``.
+
+    Raises as :func:`push_pull`.
+    """
+    result: torch.Tensor = _begin(
+        tensor, average, name, version, priority, inplace=True, will_wait=True
+    ).wait()
     return result
 
 
 @eager
 def poll(handle: Handle) -> bool:
-    """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same.
+    """Whether ``handle``'s operation has ended.
+
+    Does not block. Call :func:`synchronize` before using the result all the same.
 
     Raises :class:`~bpsx.errors.ConfigError` for what is no handle.
     """
@@ -345,8 +492,9 @@ def poll(handle: Handle) -> bool:
 def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for ``handle`` and return its tensor. May be called again.
 
-    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin, and
-    :class:`~bpsx.errors.ConfigError` for what is no handle.
+    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`,
+    :class:`~bpsx.errors.StallError` and their kin, and :class:`~bpsx.errors.ConfigError` for what
+    is no handle.
     """
     check_handle(handle, "synchronize")
     result: torch.Tensor = handle.wait()
@@ -355,7 +503,9 @@ def synchronize(handle: Handle) -> torch.Tensor:
 
 @eager
 def declare(name: str) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing.
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
+
+    Calling it again changes nothing.
 
     Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
     """

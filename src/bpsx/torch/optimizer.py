@@ -1,4 +1,6 @@
-"""DistributedOptimizer: gradients leave as backward produces them, and come home averaged before the step."""
+"""DistributedOptimizer: gradients leave as backward produces them, and come home averaged before
+the step.
+"""
 
 from __future__ import annotations
 
@@ -26,82 +28,122 @@ from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
 
 @public
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, sparse_as_dense: bool = False,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    sparse_as_dense: bool = False,
     compression_params: Params = None,
 ) -> _DistributedOptimizer:
-    """Make ``optimizer`` average gradients over all workers before it steps. Returns the same object, now of a subclass of its class.
+    """Make ``optimizer`` average gradients over all workers before it steps.
 
-    So ``isinstance``, ``param_groups``, ``state_dict`` and learning-rate schedulers work as before. Call it after ``init()`` and the same
-    way on all workers. As backward finishes a gradient, the gradient is pushed; ``step()`` waits for all of them, then steps. Parameters
-    that come first in ``named_parameters`` are the most urgent: the next forward pass needs them first.
+    Returns the same object, now of a subclass of its class.
 
-    ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at least all parameters of ``optimizer``; by
-    default they are called ``push_pull.noname.<group>.<index>``, those of the second such optimizer
-    ``push_pull.noname.1.<group>.<index>``, and so on: make optimizers without names in the same order
-    on all workers. Names, order, shapes and dtypes must be the same on all workers; the first step
-    compares them, and a sample of the weights (``BPSX_CHECK_WEIGHTS``). Two distributed optimizers
-    that live at once need different names; one for the same parameters under the same names takes the
-    place of the earlier one, which can step no more. ``compression``: one of :class:`Compression`,
-    for the wire only. ``compression_params``: how servers and workers compress gradients: a mapping
-    as in ``docs/compression.md``, for example ``{"compressor": "onebit", "ef": "vanilla"}``, for all
-    parameters, the same on all workers; not together with ``compression``.
-    ``backward_passes_per_step``: gradients of so many backward passes are added up locally before they are pushed; the result is averaged
-    over workers, not over passes (divide the loss if you want that).
+    So ``isinstance``, ``param_groups``, ``state_dict`` and learning-rate schedulers work as before.
+    Call it after ``init()`` and the same way on all workers. As backward finishes a gradient, the
+    gradient is pushed; ``step()`` waits for all of them, then steps. Parameters that come first in
+    ``named_parameters`` are the most urgent: the next forward pass needs them first.
 
-    **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
-    :class:`GradientOrderError` at the wait, with its name. Not noticed is who writes through ``grad.data``, or to a gradient that is a part of larger
-    memory: views of one flat buffer count their writes together, those of backward and bpsx included. ``synchronize()`` waits for gradients. So
-    does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an
-    overflow on one worker is one on all. Read ``param_groups`` before the first or after the last backward of a step.
+    ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at
+    least all parameters of ``optimizer``; by default they are called
+    ``push_pull.noname.<group>.<index>``, those of the second such optimizer
+    ``push_pull.noname.1.<group>.<index>``, and so on: make optimizers without names in the same
+    order on all workers. Names, order, shapes and dtypes must be the same on all workers; the first
+    step compares them, and a sample of the weights (``BPSX_CHECK_WEIGHTS``). Two distributed
+    optimizers that live at once need different names; one for the same parameters under the same
+    names takes the place of the earlier one, which can step no more. ``compression``: one of
+    :class:`Compression`, for the wire only. ``compression_params``: how servers and workers
+    compress gradients: a mapping as in ``docs/compression.md``, for example ``{"compressor":
+    "onebit", "ef": "vanilla"}``, for all parameters, the same on all workers; not together with
+    ``compression``. ``backward_passes_per_step``: gradients of so many backward passes are added up
+    locally before they are pushed; the result is averaged over workers, not over passes (divide the
+    loss if you want that).
 
-    **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
-    used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
+    **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way;
+    who writes to one then gets a :class:`GradientOrderError` at the wait, with its name. Not
+    noticed is who writes through ``grad.data``, or to a gradient that is a part of larger memory:
+    views of one flat buffer count their writes together, those of backward and bpsx included.
+    ``synchronize()`` waits for gradients. So does reading ``param_groups``, and a ``step()`` after
+    that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an overflow on
+    one worker is one on all. Read ``param_groups`` before the first or after the last backward of a
+    step.
+
+    **Parameters without a gradient.** Workers may use different parameters in a step: who has no
+    gradient counts as zeros. What no worker has used has no ``grad`` after the step, and does not
+    move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
     same step; otherwise it raises :class:`~bpsx.errors.MismatchError` on all.
 
-    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which
-    each worker may have another number, or none; ``grad`` is then coalesced. ``sparse_as_dense=True``
-    makes them dense first; for SparseAdam, which takes no others, ``grad`` is then made sparse again,
-    of the rows that are not zero. A gradient must be sparse on all workers that have one, or dense on
-    all; otherwise ``step()`` raises :class:`~bpsx.errors.MismatchError` on all. (One that has been
-    dense so far is sent dense.) A worker that has called :func:`bpsx.torch.join` cannot be left out of
-    a sparse exchange: :class:`~bpsx.errors.JoinedError`.
+    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of
+    which each worker may have another number, or none; ``grad`` is then coalesced.
+    ``sparse_as_dense=True`` makes them dense first; for SparseAdam, which takes no others, ``grad``
+    is then made sparse again, of the rows that are not zero. A gradient must be sparse on all
+    workers that have one, or dense on all; otherwise ``step()`` raises
+    :class:`~bpsx.errors.MismatchError` on all. (One that has been dense so far is sent dense.) A
+    worker that has called :func:`bpsx.torch.join` cannot be left out of a sparse exchange:
+    :class:`~bpsx.errors.JoinedError`.
 
-    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and exchanges weights; see ``docs/async.md``.
-    ``synchronize()`` does nothing there, and ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
+    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and
+    exchanges weights; see ``docs/async.md``. ``synchronize()`` does nothing there, and
+    ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
 
-    Copies, deep or pickled, are plain optimizers of the class that this one had before: names and hooks belong to the parameters here.
+    Copies, deep or pickled, are plain optimizers of the class that this one had before: names and
+    hooks belong to the parameters here.
 
-    Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``. With a single worker (unless
-    ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
+    Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``.
+    With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
     Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice or in use by another
-    live optimizer, parameters without a name, LBFGS,
-    compression in asynchronous training;
-    :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters that cannot be sent;
-    :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises :class:`UnsupportedTensor` for gradients that cannot be sent and
-    :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
+    live optimizer, parameters without a name, LBFGS, compression in asynchronous training;
+    :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters
+    that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises
+    :class:`UnsupportedTensor` for gradients that cannot be sent and :class:`GradientOrderError` if
+    it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
-    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense, compression_params=compression_params)
+    return distribute(
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        sparse_as_dense,
+        compression_params=compression_params,
+    )
 
 
 def distribute(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, compression: type[Compressor],
-    backward_passes_per_step: int, sparse_as_dense: bool, average: bool = True, compression_params: Params = None,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    compression: type[Compressor],
+    backward_passes_per_step: int,
+    sparse_as_dense: bool,
+    average: bool = True,
+    compression_params: Params = None,
 ) -> _DistributedOptimizer:
-    """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers, which asynchronous training does not have."""
+    """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers,
+    which asynchronous training does not have.
+    """
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
     names = names_of(optimizer, named_parameters)
     by_id = {id(p): name for name, p in names}
-    choices = choose(compression_params, [name for name, _ in names], "DistributedOptimizer", momentum_of(optimizer, by_id))
+    choices = choose(
+        compression_params,
+        [name for name, _ in names],
+        "DistributedOptimizer",
+        momentum_of(optimizer, by_id),
+    )
     if choices and compression is not Compression.none:
-        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} and compression_params: give one of them (fp16=True is a "
-                          "key of the latter)")
+        raise ConfigError(
+            f"DistributedOptimizer: compression={compression.__name__} and compression_params: give"
+            " one of them (fp16=True is a key of the latter)"
+        )
     passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
-    exchange = _exchange_for(optimizer, names, compression, passes, sparse_as_dense, average, choices)
-    taken_over = TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
+    exchange = _exchange_for(
+        optimizer, names, compression, passes, sparse_as_dense, average, choices
+    )
+    taken_over = (
+        TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
+    )
     mixed = cast("_DistributedOptimizer", mix_in(_DistributedOptimizer, optimizer, exchange))
     mixed._taken_over = taken_over
     return mixed
@@ -110,25 +152,39 @@ def distribute(
 def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
     """Raise :class:`ConfigError` for an optimizer that cannot be made distributed."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
+        raise ConfigError(
+            f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed"
+        )
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigError(f"{verb}: this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(f"{verb}: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
-                          "gradients cannot be averaged once per step; use a first-order optimizer (SGD, Adam, …)")
+        raise ConfigError(
+            f"{verb}: LBFGS evaluates its closure several times in a step, with other weights each"
+            " time, so its gradients cannot be averaged once per step; use a first-order optimizer"
+            " (SGD, Adam, …)"
+        )
 
 
-def check_options(compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer") -> None:
+def check_options(
+    compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer"
+) -> None:
     """Raise :class:`ConfigError` for a compressor that is none, or for neither True nor False."""
     check_compression(compression, verb)
     adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
 
 
-def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange) -> torch.optim.Optimizer:
-    """Put ``mixin`` in front of ``optimizer``'s class and begin to exchange. Returns the same object."""
+def mix_in(
+    mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange
+) -> torch.optim.Optimizer:
+    """Put ``mixin`` in front of ``optimizer``'s class and begin to exchange.
+
+    Returns the same object.
+    """
     scheduled = _take_patched_step(optimizer)
     base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    optimizer.__class__ = type(
+        base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )
     mixed = cast("_DistributedOptimizer", optimizer)
     mixed._exchange, mixed._should_synchronize = exchange, True
     if scheduled:
@@ -140,6 +196,7 @@ def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer,
 
 
 if TYPE_CHECKING:
+
     class _Base:
         """What the mixin finds below itself: the user's optimizer class."""
 
@@ -157,6 +214,7 @@ if TYPE_CHECKING:
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             raise NotImplementedError
+
 else:
     _Base = object
 
@@ -171,7 +229,10 @@ class _DistributedOptimizer(_Base):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As the base class's. Whoever reads it may be about to look at gradients, so those under way are waited for."""
+        """As the base class's.
+
+        Whoever reads it may be about to look at gradients, so those under way are waited for.
+        """
         self._exchange.look()
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         return groups
@@ -181,7 +242,9 @@ class _DistributedOptimizer(_Base):
         vars(self)["param_groups"] = groups
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's parameters."""
+        """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's
+        parameters.
+        """
         line = type(self).__mro__
         plain = line[line.index(_DistributedOptimizer) + 1]
         return object.__new__, (plain,), super().__getstate__()
@@ -189,8 +252,8 @@ class _DistributedOptimizer(_Base):
     def synchronize(self) -> None:
         """Push what has not been pushed, and wait until every ``grad`` holds the average.
 
-        For looking at gradients before the step (clipping, unscaling); then step inside :meth:`skip_synchronize`. Raises what made a push
-        fail, once all have ended.
+        For looking at gradients before the step (clipping, unscaling); then step inside
+        :meth:`skip_synchronize`. Raises what made a push fail, once all have ended.
         """
         exchange = self._exchange
         if exchange.settled:
@@ -208,7 +271,10 @@ class _DistributedOptimizer(_Base):
             self._should_synchronize = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are added up before a push. Begins a new count for every parameter."""
+        """Change how many backward passes are added up before a push.
+
+        Begins a new count for every parameter.
+        """
         self._exchange.set_passes(checked_passes(passes, "set_backward_passes_per_step"))
 
     @eager
@@ -241,7 +307,7 @@ class _DistributedOptimizer(_Base):
         weights:
         each evaluation is followed by an exchange, so all workers must evaluate it equally
         often."""
-        if self._exchange.under_way:    # gradients of a backward pass before step()
+        if self._exchange.under_way:  # gradients of a backward pass before step()
             self._settle()
 
         def averaged() -> Any:
@@ -258,12 +324,17 @@ class _DistributedOptimizer(_Base):
         exchange = self._exchange
         if self._should_synchronize:
             if exchange.synchronized and not exchange.implicit:
-                warn("step() after synchronize() pushes all gradients again; put step() inside "
-                     "optimizer.skip_synchronize()")
+                warn(
+                    "step() after synchronize() pushes all gradients again; put step() inside "
+                    "optimizer.skip_synchronize()"
+                )
             if not exchange.settled:
                 exchange.complete()
         elif exchange.under_way:
-            raise GradientOrderError("step() inside skip_synchronize() while gradients are under way: call synchronize() first")
+            raise GradientOrderError(
+                "step() inside skip_synchronize() while gradients are under way: call synchronize()"
+                " first"
+            )
         exchange.synchronized = exchange.implicit = False
 
     def _without_momentum(self) -> AbstractContextManager[None]:
@@ -274,7 +345,11 @@ class _DistributedOptimizer(_Base):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base class. If gradients are under way, they are waited for first and thrown away; do that on all workers or none."""
+        """As the base class.
+
+        If gradients are under way, they are waited for first and thrown away; do that on all
+        workers or none.
+        """
         exchange = self._exchange
         if exchange.under_way:
             exchange.complete(discard=True)
@@ -289,14 +364,21 @@ class _DistributedOptimizer(_Base):
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         if self._exchange.choices:
-            warn("the gradients of a group that is added to an optimizer with compression_params are not compressed")
+            warn(
+                "the gradients of a group that is added to an optimizer with compression_params are"
+                " not compressed"
+            )
         exchange = self._exchange
         params = enumerate(self.param_groups[group]["params"])
         exchange.add([(exchange.added_name(group, i), p) for i, p in params])
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class. With ``compression_params``, under "bpsx", what compression keeps of this worker's gradients, and on worker 0 what the
-        servers keep: about twice, or with momentum three times, the gradients' size. Waits for gradients under way."""
+        """As the base class.
+
+        With ``compression_params``, under "bpsx", what compression keeps of this worker's
+        gradients, and on worker 0 what the servers keep: about twice, or with momentum three times,
+        the gradients' size. Waits for gradients under way.
+        """
         found = super().state_dict()
         wires = self._wires()
         if wires:
@@ -304,29 +386,41 @@ class _DistributedOptimizer(_Base):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class. What compression kept goes on only on the worker that has saved it; others begin anew, with a warning, so for the
-        same bits as without an interruption each worker saves and loads a state of its own. Load it on all workers before the next step."""
+        """As the base class.
+
+        What compression kept goes on only on the worker that has saved it; others begin anew, with
+        a warning, so for the same bits as without an interruption each worker saves and loads a
+        state of its own. Load it on all workers before the next step.
+        """
         super().load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         wires = self._wires()
         if wires:
             checkpoint.load(state_dict.get(checkpoint.KEY, checkpoint.NOTHING), wires)
 
     def _wires(self) -> dict[str, str]:
-        """What compressed gradients are called on the wire, by parameter's name; none of them is under way."""
+        """What compressed gradients are called on the wire, by parameter's name; none of them is
+        under way.
+        """
         exchange = self._exchange
         if not exchange.choices or not exchange.active:
             return {}
         if not adapter.initialised():
-            warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before")
+            warn(
+                "after shutdown() an optimizer's state_dict() has nothing of what compression"
+                " keeps: take it before"
+            )
             return {}
         exchange.look()
         if exchange.under_way:
-            warn("state_dict() in a signal handler, a backward pass or another thread, while "
-                 "gradients are under way, has nothing of what compression keeps")
+            warn(
+                "state_dict() in a signal handler, a backward pass or another thread, while "
+                "gradients are under way, has nothing of what compression keeps"
+            )
             return {}
         return {name: PREFIX + name for name in exchange.choices}
 
-    # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice: the base class's step runs them.
+    # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice:
+    # the base class's step runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
 
@@ -347,8 +441,14 @@ def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
         alive = ref()
         assert alive is not None
         groups: list[dict[str, Any]] = vars(alive)["param_groups"]
-        if id(parameter) not in places:     # groups are added, and not taken away
-            places.update({id(p): i for i, group in enumerate(groups) for p in dict.__getitem__(group, "params")})
+        if id(parameter) not in places:  # groups are added, and not taken away
+            places.update(
+                {
+                    id(p): i
+                    for i, group in enumerate(groups)
+                    for p in dict.__getitem__(group, "params")
+                }
+            )
         return float(dict.__getitem__(groups[places[id(parameter)]], "lr"))
 
     return rate
@@ -360,25 +460,46 @@ def needs_sparse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _exchange_for(
-    optimizer: torch.optim.Optimizer, names: Names, compression: type[Compressor], passes: int,
-    sparse_as_dense: bool, average: bool, choices: dict[str, adapter.Compression],
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    compression: type[Compressor],
+    passes: int,
+    sparse_as_dense: bool,
+    average: bool,
+    choices: dict[str, adapter.Compression],
 ) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
     config, what = adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
     if not config.asynchronous:
-        exchange = Exchange(names, compression, passes, config.distributed, sparse_as_dense, average,
-                            choices, _rates(optimizer), what, names.ordinal)
+        exchange = Exchange(
+            names,
+            compression,
+            passes,
+            config.distributed,
+            sparse_as_dense,
+            average,
+            choices,
+            _rates(optimizer),
+            what,
+            names.ordinal,
+        )
         exchange.sparse_again = needs_sparse(optimizer)
         return exchange
     if choices:
-        raise ConfigError("DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to the weights themselves, so nothing "
-                          "can be compressed")
+        raise ConfigError(
+            "DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to"
+            " the weights themselves, so nothing can be compressed"
+        )
     if compression is not Compression.none:
-        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
-                          "themselves, so only Compression.none is possible")
+        raise ConfigError(
+            f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1:"
+            " servers add to the weights themselves, so only Compression.none is possible"
+        )
     if not average:
-        raise ConfigError("DistributedOptimizer: gradients are to be summed (op=Sum) with BYTEPS_ENABLE_ASYNC=1: there each worker steps on its own "
-                          "gradients; leave op out")
+        raise ConfigError(
+            "DistributedOptimizer: gradients are to be summed (op=Sum) with BYTEPS_ENABLE_ASYNC=1:"
+            " there each worker steps on its own gradients; leave op out"
+        )
     return AsyncExchange(names, passes, what, names.ordinal)
 
 
@@ -389,33 +510,66 @@ class Names(list[tuple[str, torch.Tensor]]):
 
 
 def names_of(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None, verb: str = "DistributedOptimizer",
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.Tensor]] | None,
+    verb: str = "DistributedOptimizer",
 ) -> Names:
-    """The optimizer's parameters with their names, most urgent first, each once. Raises :class:`ConfigError`."""
-    ours = {id(p): (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+    """The optimizer's parameters with their names, most urgent first, each once.
+
+    Raises :class:`ConfigError`.
+    """
+    ours = {
+        id(p): (g, i, p)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
     if named is None:
         ordinal = new_ordinal()
         names = Names((generated_name(ordinal, g, i), p) for g, i, p in ours.values())
         names.ordinal = ordinal
         return names
     # Of these the parts would say nothing: the text is to name what was given.
-    whole = not isinstance(named, Iterable) or isinstance(named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module))
+    whole = not isinstance(named, Iterable) or isinstance(
+        named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module)
+    )
     pairs: list[Any] = [named] if whole else list(named)
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
-            raise ConfigError(f"{verb}: named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them, not "
-                              f"{type(pair).__name__}")
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], torch.Tensor)
+        ):
+            raise ConfigError(
+                f"{verb}: named_parameters must be (name, parameter) pairs, as"
+                f" model.named_parameters() gives them, not {type(pair).__name__}"
+            )
     twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
     if twice:
         raise ConfigError(f"{verb}: named_parameters gives these names twice: {', '.join(twice)}")
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in ours:
-            first.setdefault(id(p), (name, p))      # a shared parameter under several names counts once
-    unnamed = [f"group {g}, index {i}, shape {tuple(p.shape)}" for key, (g, i, p) in ours.items() if key not in first]
+            # a shared parameter under several names counts once
+            first.setdefault(id(p), (name, p))
+    unnamed = [
+        f"group {g}, index {i}, shape {tuple(p.shape)}"
+        for key, (g, i, p) in ours.items()
+        if key not in first
+    ]
     if unnamed:
-        instead = "" if first else " (it has none of them: model.state_dict() has other tensors, model.named_parameters() has these)"
-        raise ConfigError(f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters: {'; '.join(unnamed[:10])}{instead}")
+        instead = (
+            ""
+            if first
+            else (
+                " (it has none of them: model.state_dict() has other tensors,"
+                " model.named_parameters() has these)"
+            )
+        )
+        raise ConfigError(
+            f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters:"
+            f" {'; '.join(unnamed[:10])}{instead}"
+        )
     return Names(first.values())
 
 
@@ -424,12 +578,18 @@ _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")
 
 
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
-    """A learning-rate scheduler made before replaces ``step`` on the object, which would hide ours. Returns whether there was one."""
+    """A learning-rate scheduler made before replaces ``step`` on the object, which would hide ours.
+
+    Returns whether there was one.
+    """
     patched = vars(optimizer).get("step")
     if patched is None:
         return False
     if not any(hasattr(patched, mark) for mark in _SCHEDULED):
-        raise ConfigError("DistributedOptimizer: something has replaced this optimizer's step(); make the optimizer distributed first")
+        raise ConfigError(
+            "DistributedOptimizer: something has replaced this optimizer's step(); make the"
+            " optimizer distributed first"
+        )
     del optimizer.step
     return True
 
@@ -442,11 +602,10 @@ def _patch_step_again(optimizer: torch.optim.Optimizer) -> None:
         alive = ref()
         assert alive is not None
         alive._opt_called = True
-        if hasattr(alive, "_step_count"):       # that is where PyTorch before 2.4 looks
+        if hasattr(alive, "_step_count"):  # that is where PyTorch before 2.4 looks
             alive._step_count += 1
         return type(alive).step(alive, *args, **kwargs)
 
     for mark in _SCHEDULED:
         setattr(step, mark, True)
     optimizer.step = step
-

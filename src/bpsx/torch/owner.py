@@ -20,8 +20,10 @@ _UNNAMED = "Parameter of an optimizer without names: "
 
 
 class Exchanging(Protocol):
-    """What an owner has to know of its exchange. ``outlives``: it may keep its model, and with that the
-    optimizer, alive when nobody else does."""
+    """What an owner has to know of its exchange.
+
+    ``outlives``: it may keep its model, and with that the optimizer, alive when nobody else does.
+    """
 
     outlives: bool
 

@@ -1,6 +1,8 @@
-"""The ``torch.distributed`` backend "bpsx": ``torch.distributed.init_process_group("bpsx")`` after ``import bpsx.torch``.
+"""The ``torch.distributed`` backend "bpsx": ``torch.distributed.init_process_group("bpsx")`` after
+``import bpsx.torch``.
 
-PyTorch calls a process group in several spellings, by release and from C++ or Python; all of them end in :class:`~bpsx.torch.collectives.Group`.
+PyTorch calls a process group in several spellings, by release and from C++ or Python; all of them
+end in :class:`~bpsx.torch.collectives.Group`.
 """
 
 from __future__ import annotations
@@ -28,25 +30,36 @@ NAME = "bpsx"
 
 @eager_methods
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not looked into
-    """All workers of the bpsx job, or this one alone; a group of some of them can be made, and refuses every collective.
+    """All workers of the bpsx job, or this one alone; a group of some of them can be made, and
+    refuses every collective.
 
-    Methods are ``torch.distributed``'s. Collectives return a :class:`~bpsx.torch.work.Work`. They raise
-    :class:`~bpsx.torch.collectives.UnsupportedCollective`, :class:`~bpsx.errors.ConfigError` for tensors that do not fit each other,
-    :class:`~bpsx.torch.UnsupportedTensor`. One thread at a time, as with every backend.
+    Methods are ``torch.distributed``'s. Collectives return a :class:`~bpsx.torch.work.Work`. They
+    raise :class:`~bpsx.torch.collectives.UnsupportedCollective`, :class:`~bpsx.errors.ConfigError`
+    for tensors that do not fit each other, :class:`~bpsx.torch.UnsupportedTensor`. One thread at a
+    time, as with every backend.
     """
 
     #: Further capabilities that PyTorch asks a backend for.
     supports_splitting = supports_shrinking = supports_coalescing = supports_time_estimate = False
 
-    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, refused: str = "", store: Any = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        refused: str = "",
+        store: Any = None,
+    ) -> None:
         super().__init__(rank, size)
         self._store, self._begun_so_far = store, 0
-        self._together: list[Work] | None = None        # between _start_coalescing and _end_coalescing
+        # between _start_coalescing and _end_coalescing
+        self._together: list[Work] | None = None
         self._label, self._description = name, ""
         self._limit = timeout.total_seconds()
         self._refused = refused
         self._members = Group(f"torch.{name}", rank, size)
-        self.wire = self._members.name      # with which names of its collectives begin
+        self.wire = self._members.name  # with which names of its collectives begin
 
     # ---- what it is
 
@@ -70,7 +83,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
-        """The group itself, which serves CPU and GPU. Raises :class:`RuntimeError` for other devices, as PyTorch's groups do."""
+        """The group itself, which serves CPU and GPU.
+
+        Raises :class:`RuntimeError` for other devices, as PyTorch's groups do.
+        """
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self
@@ -109,34 +125,62 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return False
 
     def _start_coalescing(self, _: torch.device | None = None) -> None:
-        """Collect the collectives that begin from now on, for :meth:`_end_coalescing`. They begin at once all the same."""
+        """Collect the collectives that begin from now on, for :meth:`_end_coalescing`.
+
+        They begin at once all the same.
+        """
         if self._together is not None:
-            raise RuntimeError("_start_coalescing: the one before has not been ended by _end_coalescing")
+            raise RuntimeError(
+                "_start_coalescing: the one before has not been ended by _end_coalescing"
+            )
         self._together = []
 
     def _end_coalescing(self, _: torch.device | None = None) -> Work:
-        """All that has begun since :meth:`_start_coalescing`, as one work. Raises :class:`RuntimeError` if that was not called."""
+        """All that has begun since :meth:`_start_coalescing`, as one work.
+
+        Raises :class:`RuntimeError` if that was not called.
+        """
         together, self._together = self._together, None
         if together is None:
             raise RuntimeError("_end_coalescing: there was no _start_coalescing")
-        return Work(f"coalesced collectives of process group {self._label!r}", Collective([Waiting(work) for work in together]),
-                    [output for work in together for output in work.result()], self._limit)
+        return Work(
+            f"coalesced collectives of process group {self._label!r}",
+            Collective([Waiting(work) for work in together]),
+            [output for work in together for output in work.result()],
+            self._limit,
+        )
 
     def shutdown(self) -> None:
         """Nothing: the session is bpsx's, and outlives groups."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Begin to count collectives. Workers need not agree on a number: bpsx counts rounds itself."""
+        """Begin to count collectives.
+
+        Workers need not agree on a number: bpsx counts rounds itself.
+        """
         self._begun_so_far = 0
 
     # ---- collectives
 
-    def _run(self, what: str, opts: Any, outputs: list[Any], *begin: Callable[[Group], Collective], operator: str = "") -> Work:
+    def _run(
+        self,
+        what: str,
+        opts: Any,
+        outputs: list[Any],
+        *begin: Callable[[Group], Collective],
+        operator: str = "",
+    ) -> Work:
         if self._refused:
             raise UnsupportedCollective(f"{what}: {self._refused}")
         if profiled():
             shown = [t for t in outputs if isinstance(t, torch.Tensor)]
-            work = recorded(f"c10d::{operator or what}", what, shown, lambda: self._begin(what, opts, outputs, begin), Work.get_future)
+            work = recorded(
+                f"c10d::{operator or what}",
+                what,
+                shown,
+                lambda: self._begin(what, opts, outputs, begin),
+                Work.get_future,
+            )
         else:
             work = self._begin(what, opts, outputs, begin)
         if self._together is not None:
@@ -144,79 +188,186 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return work
 
     @counted("torch", several=True, argument="self")
-    def _begin(self, what: str, opts: Any, outputs: list[Any], begin: Sequence[Callable[[Group], Collective]]) -> Work:
+    def _begin(
+        self,
+        what: str,
+        opts: Any,
+        outputs: list[Any],
+        begin: Sequence[Callable[[Group], Collective]],
+    ) -> Work:
         begun = Collective()
         self._begun_so_far += 1
         for act in begin:
             begun.add(act(self._members))
         limit = getattr(opts, "timeout", None)
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
-        return Work(f"{what} of process group {self._label!r}", begun, outputs, seconds if seconds > 0 else self._limit)
+        return Work(
+            f"{what} of process group {self._label!r}",
+            begun,
+            outputs,
+            seconds if seconds > 0 else self._limit,
+        )
 
-    def allreduce(self, tensors: Any, opts: Any = None, *_: Any, operator: str = "allreduce_") -> Work:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, *_: Any, operator: str = "allreduce_"
+    ) -> Work:
         tensors, op = _listed(tensors), _op_of(opts)
         will_wait = not getattr(opts, "asyncOp", True)
-        return self._run("all_reduce", opts, tensors, *[lambda g, t=t: g.all_reduce(t, op, will_wait=will_wait) for t in tensors],
-                         operator=operator)
+        return self._run(
+            "all_reduce",
+            opts,
+            tensors,
+            *[lambda g, t=t: g.all_reduce(t, op, will_wait=will_wait) for t in tensors],
+            operator=operator,
+        )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts, operator="allreduce_coalesced_")
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensors, root = _listed(tensors), opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        return self._run("broadcast", opts, tensors, *[lambda g, t=t: g.broadcast(t, root) for t in tensors], operator="broadcast_")
+        tensors, root = (
+            _listed(tensors),
+            opts if isinstance(opts, int) else getattr(opts, "rootRank", 0),
+        )
+        return self._run(
+            "broadcast",
+            opts,
+            tensors,
+            *[lambda g, t=t: g.broadcast(t, root) for t in tensors],
+            operator="broadcast_",
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors = _listed(tensors)
-        return self._run("reduce", opts, tensors, *[lambda g, t=t: g.reduce(t, opts.rootRank, _op_of(opts)) for t in tensors],
-                         operator="reduce_")
+        return self._run(
+            "reduce",
+            opts,
+            tensors,
+            *[lambda g, t=t: g.reduce(t, opts.rootRank, _op_of(opts)) for t in tensors],
+            operator="reduce_",
+        )
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("all_gather", opts, outputs,
-                         *[lambda g, o=o, i=i: g.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)], operator="allgather_")
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._run(
+            "all_gather",
+            opts,
+            outputs,
+            *[lambda g, o=o, i=i: g.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)],
+            operator="allgather_",
+        )
 
-    def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
         """``outputs[r][i]`` is worker r's ``inputs[i]``."""
         return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("all_gather_into_tensor", opts, outputs,
-                         *[lambda g, o=o, i=i: g.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)],
-                         operator="_allgather_base_" if len(outputs) == 1 else "allgather_into_tensor_coalesced_")
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._run(
+            "all_gather_into_tensor",
+            opts,
+            outputs,
+            *[
+                lambda g, o=o, i=i: g.all_gather_single(o, i)
+                for o, i in zip(outputs, inputs, strict=True)
+            ],
+            operator=(
+                "_allgather_base_" if len(outputs) == 1 else "allgather_into_tensor_coalesced_"
+            ),
+        )
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Work:
         mine = outputs[0] if outputs else []
-        return self._run("gather", opts, outputs, lambda g: g.gather(mine, inputs[0], opts.rootRank), operator="gather_")
+        return self._run(
+            "gather",
+            opts,
+            outputs,
+            lambda g: g.gather(mine, inputs[0], opts.rootRank),
+            operator="gather_",
+        )
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> Work:
         theirs = inputs[0] if inputs else []
-        return self._run("scatter", opts, outputs, lambda g: g.scatter(outputs[0], theirs, opts.rootRank), operator="scatter_")
+        return self._run(
+            "scatter",
+            opts,
+            outputs,
+            lambda g: g.scatter(outputs[0], theirs, opts.rootRank),
+            operator="scatter_",
+        )
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        return self._run("reduce_scatter", opts, outputs,
-                         *[lambda g, o=o, i=i: g.reduce_scatter(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)],
-                         operator="reduce_scatter_")
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        return self._run(
+            "reduce_scatter",
+            opts,
+            outputs,
+            *[
+                lambda g, o=o, i=i: g.reduce_scatter(o, i, _op_of(opts))
+                for o, i in zip(outputs, inputs, strict=True)
+            ],
+            operator="reduce_scatter_",
+        )
 
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("reduce_scatter_tensor", opts, outputs,
-                         *[lambda g, o=o, i=i: g.reduce_scatter_single(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)],
-                         operator="_reduce_scatter_base_" if len(outputs) == 1 else "reduce_scatter_tensor_coalesced_")
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._run(
+            "reduce_scatter_tensor",
+            opts,
+            outputs,
+            *[
+                lambda g, o=o, i=i: g.reduce_scatter_single(o, i, _op_of(opts))
+                for o, i in zip(outputs, inputs, strict=True)
+            ],
+            operator=(
+                "_reduce_scatter_base_" if len(outputs) == 1 else "reduce_scatter_tensor_coalesced_"
+            ),
+        )
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("all_to_all", opts, outputs, lambda g: g.all_to_all(outputs, inputs), operator="alltoall_")
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._run(
+            "all_to_all",
+            opts,
+            outputs,
+            lambda g: g.all_to_all(outputs, inputs),
+            operator="alltoall_",
+        )
 
     def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None,
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: list[int] | None = None,
+        input_sizes: list[int] | None = None,
         opts: Any = None,
     ) -> Work:
         def begin(group: Group) -> Collective:
-            return group.all_to_all(_rows(output, output_sizes, group.size, "output"), _rows(given, input_sizes, group.size, "input"))
+            return group.all_to_all(
+                _rows(output, output_sizes, group.size, "output"),
+                _rows(given, input_sizes, group.size, "input"),
+            )
 
         return self._run("all_to_all_single", opts, [output], begin, operator="alltoall_base_")
 
@@ -242,7 +393,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         _refuse("recv")
 
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("monitored_barrier", "barrier() names who is missing after BPSX_STALL_WARN_SECONDS; else ")
+        _refuse(
+            "monitored_barrier",
+            "barrier() names who is missing after BPSX_STALL_WARN_SECONDS; else ",
+        )
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("split_group")
@@ -261,9 +415,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
 
 
 def create(options: Any, _: Any) -> ProcessGroup:
-    """What ``torch.distributed`` calls for a new group. Initialises bpsx if need be; it stays so when the group is destroyed.
+    """What ``torch.distributed`` calls for a new group.
 
-    Raises :class:`ConfigError` if PyTorch and bpsx disagree about who this process is, or in asynchronous training.
+    Initialises bpsx if need be; it stays so when the group is destroyed.
+
+    Raises :class:`ConfigError` if PyTorch and bpsx disagree about who this process is, or in
+    asynchronous training.
     """
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     if ranks:
@@ -272,18 +429,28 @@ def create(options: Any, _: Any) -> ProcessGroup:
         init_as(options.store, rank, size)
     ours = adapter.session()
     if ours.config.asynchronous:
-        raise ConfigError("the backend \"bpsx\" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out")
+        raise ConfigError(
+            'the backend "bpsx" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out'
+        )
     if not ranks and (rank, size) != (ours.rank, ours.size):
-        raise ConfigError(f"init_process_group(\"bpsx\"): this process is rank {rank} of {size} for PyTorch and rank {ours.rank} of {ours.size} for "
-                          "bpsx; both must be the same: " + (
-                              "call init_process_group before bpsx.torch.init" if ours.size == 1 else
-                              "leave rank and world_size out, or give bpsx.torch.rank() and size()"))
+        raise ConfigError(
+            f'init_process_group("bpsx"): this process is rank {rank} of {size} for PyTorch and'
+            f" rank {ours.rank} of {ours.size} for bpsx; both must be the same: "
+            + (
+                "call init_process_group before bpsx.torch.init"
+                if ours.size == 1
+                else "leave rank and world_size out, or give bpsx.torch.rank() and size()"
+            )
+        )
     refused = ""
     if ranks not in ([], list(range(ours.size))) and size != 1:
-        refused = (f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx takes all of them; for such a group use "
-                   "torch.distributed.new_group(…, backend=\"gloo\")")
+        refused = (
+            f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx"
+            " takes all of them; for such a group use torch.distributed.new_group(…,"
+            ' backend="gloo")'
+        )
         # Now an exception would reach members only, and the others may wait for them in new_group.
-        warn(f"backend \"bpsx\": this group's collectives will be refused: {refused}")
+        warn(f'backend "bpsx": this group\'s collectives will be refused: {refused}')
     return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused, options.store)
 
 
@@ -296,7 +463,10 @@ def register() -> None:
 
 
 def _extended(original: Callable[..., None]) -> Callable[..., None]:
-    """PyTorch's ``_set_pg_timeout``, which knows only its own backends, for groups of this one, too."""
+    """PyTorch's ``_set_pg_timeout``, which knows only its own backends, for groups of this one,
+    too.
+    """
+
     @functools.wraps(original)
     def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
         chosen = group if group is not None or not dist.is_initialized() else dist.group.WORLD
@@ -309,8 +479,10 @@ def _extended(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse(what: str, instead: str = "") -> NoReturn:
-    raise UnsupportedCollective(f"{what}: the backend \"bpsx\" has only collectives of all workers; {instead}use a group made with "
-                                "torch.distributed.new_group(backend=\"gloo\")")
+    raise UnsupportedCollective(
+        f'{what}: the backend "bpsx" has only collectives of all workers; {instead}use a group made'
+        ' with torch.distributed.new_group(backend="gloo")'
+    )
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
@@ -322,11 +494,18 @@ def _op_of(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
-def _rows(tensor: torch.Tensor, sizes: list[int] | None, count: int, what: str) -> list[torch.Tensor]:
-    """``tensor`` cut along its first dimension, evenly without ``sizes``. Raises :class:`ConfigError`."""
+def _rows(
+    tensor: torch.Tensor, sizes: list[int] | None, count: int, what: str
+) -> list[torch.Tensor]:
+    """``tensor`` cut along its first dimension, evenly without ``sizes``.
+
+    Raises :class:`ConfigError`.
+    """
     length = tensor.shape[0] if tensor.dim() else 0
     given = list(sizes) if sizes else [length // count] * count
     if len(given) != count or sum(given) != length:
-        raise ConfigError(f"all_to_all_single: the {what} has {length} rows, to be cut into {given} for {count} workers: give as many sizes as "
-                          f"there are workers, with that sum")
+        raise ConfigError(
+            f"all_to_all_single: the {what} has {length} rows, to be cut into {given} for {count}"
+            " workers: give as many sizes as there are workers, with that sum"
+        )
     return list(tensor.split(given))

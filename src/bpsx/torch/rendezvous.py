@@ -1,7 +1,8 @@
 """How PyTorch's and bpsx's ways of coming together find each other.
 
-Under ``bpsx-run`` worker 0 opens PyTorch's store and tells the others through bpsx. Elsewhere bpsx lacks a scheduler: the workers meet at
-torchrun's store, or at that of PyTorch's process group, and start what is missing (:mod:`bpsx.api.torchrun`).
+Under ``bpsx-run`` worker 0 opens PyTorch's store and tells the others through bpsx. Elsewhere bpsx
+lacks a scheduler: the workers meet at torchrun's store, or at that of PyTorch's process group, and
+start what is missing (:mod:`bpsx.api.torchrun`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
 #: Kept once it is there: where torchrun has no store of its own, worker 0's is in this object.
 _store: Any = None
-#: Seconds between two looks at the store, at most: enough not to burden it with thousands of workers.
+#: Seconds between two looks at the store, at most: enough not to burden it with thousands of
+#: workers.
 _PAUSE = 0.25
 #: Stands for an entry that a store does not have; no entry of ours is like it.
 _ABSENT = "(absent)"
 
 
 class _TorchStore:
-    """PyTorch's store as :class:`bpsx.plugin.adapter.Store`. Raises :class:`RendezvousError` if it does not answer."""
+    """PyTorch's store as :class:`bpsx.plugin.adapter.Store`.
+
+    Raises :class:`RendezvousError` if it does not answer.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -46,7 +51,9 @@ class _TorchStore:
             self._store.set(name, text)
 
     def get(self, names: Sequence[str], timeout: float) -> list[str | None]:
-        """The entries of those names; None for those that are not there after ``timeout`` seconds."""
+        """The entries of those names; None for those that are not there after ``timeout``
+        seconds.
+        """
         end, pause = time.monotonic() + timeout, 0.01
         with _reached():
             # The store's own wait lets no Ctrl-C through, and logs a warning when its time is over.
@@ -75,7 +82,7 @@ def _reached() -> Iterator[None]:
     """Around what asks the store. Raises :class:`RendezvousError`."""
     try:
         yield
-    except BpsxError:       # a RuntimeError, too
+    except BpsxError:  # a RuntimeError, too
         raise
     except RuntimeError as e:
         raise RendezvousError(f"cannot reach the store (MASTER_ADDR, MASTER_PORT): {e}") from e
@@ -83,34 +90,48 @@ def _reached() -> Iterator[None]:
 
 @public
 def init(lazy: bool = True) -> None:
-    """Join the job that the environment describes: bpsx's own variables, or ``torchrun``'s. Does nothing if that was done already. ``lazy`` is
-    upstream's and ignored.
+    """Join the job that the environment describes: bpsx's own variables, or ``torchrun``'s.
 
-    Under torchrun, worker 0 starts a scheduler, and with several machines the first process of each a server, unless
-    ``DMLC_PS_ROOT_URI`` names the user's; they end with the job. Likewise under other launchers that say rank and size, and after an
-    ``init_process_group`` that was given them.
+    Does nothing if that was done already. ``lazy`` is upstream's and ignored.
 
-    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
-    :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
+    Under torchrun, worker 0 starts a scheduler, and with several machines the first process of each
+    a server, unless ``DMLC_PS_ROOT_URI`` names the user's; they end with the job. Likewise under
+    other launchers that say rank and size, and after an ``init_process_group`` that was given them.
+
+    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a
+    missing or malformed variable), :class:`~bpsx.errors.RendezvousError` (somebody is missing at
+    the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or (store := _default_store()) is None:
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+        or (store := _default_store()) is None
+    ):
         adapter.init(_open_store)
     else:
         init_as(store, dist.get_rank(), dist.get_world_size())
 
 
 def init_as(store: Any, rank: int, size: int) -> None:
-    """:func:`init` as worker ``rank`` of ``size`` that meet at ``store``, PyTorch's, unless the environment says so already. Raises as that."""
+    """:func:`init` as worker ``rank`` of ``size`` that meet at ``store``, PyTorch's, unless the
+    environment says so already.
+
+    Raises as that.
+    """
     told = _given_place(store, rank, size)
     adapter.init(_opener(store) if told else _open_store, told)
 
 
 @public
-def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
-    """Join another job, after :func:`bpsx.torch.suspend`: of ``num_workers`` machines and ``num_servers`` servers; see :func:`bpsx.resume`.
+def resume(
+    num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None
+) -> None:
+    """Join another job, after :func:`bpsx.torch.suspend`: of ``num_workers`` machines and
+    ``num_servers`` servers; see :func:`bpsx.resume`.
 
-    Under torchrun it is a job of the same workers, to which the numbers have to fit; a new scheduler and servers are started as by
-    :func:`init`, with ``num_servers=0`` as many as there. ``context`` is upstream's and ignored. Raises as :func:`bpsx.resume`. Thread-safe.
+    Under torchrun it is a job of the same workers, to which the numbers have to fit; a new
+    scheduler and servers are started as by :func:`init`, with ``num_servers=0`` as many as there.
+    ``context`` is upstream's and ignored. Raises as :func:`bpsx.resume`. Thread-safe.
     """
     adapter.resume(_open_store, num_workers, num_servers, global_rank)
 
@@ -119,9 +140,14 @@ def _open_store(place: adapter.Place, timeout: float) -> _TorchStore:
     """The store that the environment names, for the entries of this run."""
     global _store
     if not dist.is_available():
-        raise ConfigError("bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the script with bpsx-run")
+        raise ConfigError(
+            "bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the"
+            " script with bpsx-run"
+        )
     if _store is None:
-        host = f"[{place.master_addr.strip('[]')}]" if ":" in place.master_addr else place.master_addr
+        host = (
+            f"[{place.master_addr.strip('[]')}]" if ":" in place.master_addr else place.master_addr
+        )
         url = f"tcp://{host}:{place.master_port}?rank={place.rank}&world_size={place.size}"
         with _reached():
             _store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
@@ -143,7 +169,9 @@ def _default_store() -> Any:
 
 
 def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
-    """The place of worker ``rank`` of ``size`` that meet at ``store``; None if bpsx's own variables or a launcher's with a store say so."""
+    """The place of worker ``rank`` of ``size`` that meet at ``store``; None if bpsx's own variables
+    or a launcher's with a store say so.
+    """
     if adapter.is_set("DMLC_WORKER_ID") or adapter.is_set("BYTEPS_LOCAL_RANK"):
         return None
     known = adapter.launched()
@@ -154,17 +182,22 @@ def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
         store = store.underlying_store
     host, port = (store.host, int(store.port)) if isinstance(store, dist.TCPStore) else ("", 0)
     local = (known.local_rank, known.local_size) if known is not None and same else (None, None)
-    return adapter.Place(rank, size, *local, host, port, launcher=adapter.FRAMEWORK, told="init_process_group")
+    return adapter.Place(
+        rank, size, *local, host, port, launcher=adapter.FRAMEWORK, told="init_process_group"
+    )
 
 
 def register() -> None:
-    """Make ``bpsx://`` an ``init_method``, and let ``env://``, the default, do the same where bpsx has its variables and PyTorch lacks its own, or
-    has them of bpsx-run.
+    """Make ``bpsx://`` an ``init_method``, and let ``env://``, the default, do the same where bpsx
+    has its variables and PyTorch lacks its own, or has them of bpsx-run.
 
-    For the import of bpsx.torch, once. PyTorch has no public way to extend a handler: where its table is not found, ``bpsx://`` is what is left.
+    For the import of bpsx.torch, once. PyTorch has no public way to extend a handler: where its
+    table is not found, ``bpsx://`` is what is left.
     """
     dist.register_rendezvous_handler("bpsx", _rendezvous)
-    table = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
+    table = getattr(
+        importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", None
+    )
     if isinstance(table, dict) and callable(table.get("env")):
         table["env"] = _extended(table["env"])
 
@@ -173,8 +206,13 @@ def _extended(original: _Handler) -> _Handler:
     @functools.wraps(original)
     def handler(url: str, **options: Any) -> Iterator[_Triple]:
         query, is_set = parse_qs(urlparse(url).query), adapter.is_set
-        complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
-                    and ("world_size" in query or is_set("WORLD_SIZE")) and not adapter.store_is_ours())
+        complete = (
+            is_set("MASTER_ADDR")
+            and is_set("MASTER_PORT")
+            and ("rank" in query or is_set("RANK"))
+            and ("world_size" in query or is_set("WORLD_SIZE"))
+            and not adapter.store_is_ours()
+        )
         if not complete and (is_set("DMLC_ROLE") or adapter.initialised() or adapter.launched()):
             return _rendezvous(url, **options)
         return original(url, **options)
@@ -182,10 +220,16 @@ def _extended(original: _Handler) -> _Handler:
     return handler
 
 
-def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[_Triple]:
-    """A store that worker 0 opens, this worker's rank, and the size of the job; for ``init_process_group``. Initialises bpsx if need be.
+def _rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+) -> Iterator[_Triple]:
+    """A store that worker 0 opens, this worker's rank, and the size of the job; for
+    ``init_process_group``.
 
-    Raises :class:`ConfigError` for a rank or a size that is not bpsx's, :class:`RendezvousError`, and as :func:`init`.
+    Initialises bpsx if need be.
+
+    Raises :class:`ConfigError` for a rank or a size that is not bpsx's, :class:`RendezvousError`,
+    and as :func:`init`.
     """
     init()
     ours = adapter.session()
@@ -193,9 +237,14 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) 
     for name, is_so in (("rank", ours.rank), ("world_size", ours.size)):
         given = query.get(name, [""])[0]
         if given not in ("", "-1", str(is_so)):
-            raise ConfigError(f"init_process_group: {name}={given}, but for bpsx it is {is_so}; leave it out")
+            raise ConfigError(
+                f"init_process_group: {name}={given}, but for bpsx it is {is_so}; leave it out"
+            )
     yield _shared_store(ours, timeout), ours.rank, ours.size
-    raise RuntimeError("bpsx has no second rendezvous of one init_process_group; call destroy_process_group and init_process_group")
+    raise RuntimeError(
+        "bpsx has no second rendezvous of one init_process_group; call destroy_process_group and"
+        " init_process_group"
+    )
 
 
 def _shared_store(ours: Any, timeout: timedelta) -> Any:
@@ -205,8 +254,10 @@ def _shared_store(ours: Any, timeout: timedelta) -> Any:
         try:
             listener = _listener(adapter.own_host())
             host, port = listener.getsockname()[:2]
-        except (OSError, BpsxError) as e:     # the others wait for an answer: they get this one
-            failure = RendezvousError(f"init_process_group: worker 0 cannot open PyTorch's store: {e}")
+        except (OSError, BpsxError) as e:  # the others wait for an answer: they get this one
+            failure = RendezvousError(
+                f"init_process_group: worker 0 cannot open PyTorch's store: {e}"
+            )
             text = json.dumps({"error": str(failure)}).encode()
         else:
             text = json.dumps({"host": host, "port": port}).encode()
@@ -216,11 +267,16 @@ def _shared_store(ours: Any, timeout: timedelta) -> Any:
     host, port = str(told["host"]), int(told["port"])
     try:
         if ours.rank == 0:
-            store = dist.TCPStore(host, port, ours.size, True, timeout, master_listen_fd=listener.detach())
+            store = dist.TCPStore(
+                host, port, ours.size, True, timeout, master_listen_fd=listener.detach()
+            )
         else:
             store = dist.TCPStore(host, port, ours.size, False, timeout)
     except RuntimeError as e:
-        raise RendezvousError(f"worker {ours.rank}: cannot connect to PyTorch's store of worker 0 at {host}:{port}: {e}") from e
+        raise RendezvousError(
+            f"worker {ours.rank}: cannot connect to PyTorch's store of worker 0 at"
+            f" {host}:{port}: {e}"
+        ) from e
     return store
 
 

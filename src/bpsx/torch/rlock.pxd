@@ -1,8 +1,9 @@
-# A lock that its thread may take again, as threading.RLock is, for who takes it hundreds of times in a step: that costs 150 ns each time.
-# With the GIL, which who has to wait for another thread lets go.
+# A lock that its thread may take again, as threading.RLock is, for who takes it hundreds of times
+# in a step: that costs 150 ns each time. With the GIL, which who has to wait for another thread
+# lets go.
 from cpython.pythread cimport (
-    NOWAIT_LOCK, WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_get_thread_ident, PyThread_release_lock,
-    PyThread_type_lock,
+    NOWAIT_LOCK, WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock,
+    PyThread_get_thread_ident, PyThread_release_lock, PyThread_type_lock,
 )
 
 cdef struct Turn:

@@ -1,4 +1,6 @@
-"""PyTorch's tensors in :mod:`bpsx.plugin.encoding`: put aside as they are, with all bytes as tensors."""
+"""PyTorch's tensors in :mod:`bpsx.plugin.encoding`: put aside as they are, with all bytes as
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["Encoder", "StateError", "decode", "empty_for"]
 
 
 class Encoder(encoding.Encoder):
-    """Tensors are put aside, in :attr:`tensors`, and described in :attr:`described`; bytes as well."""
+    """Tensors are put aside, in :attr:`tensors`, and described in :attr:`described`; bytes as
+    well.
+    """
 
     def __init__(self, verb: str = "broadcast_optimizer_state", exact: bool = False) -> None:
         super().__init__(verb, exact)
@@ -28,12 +32,16 @@ class Encoder(encoding.Encoder):
 
     def _put_aside(self, value: bytes | bytearray, where: str) -> int:
         empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
-        return self._tensor_aside(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else empty, where)
+        return self._tensor_aside(
+            torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else empty, where
+        )
 
     def _tensor_aside(self, tensor: torch.Tensor, where: str) -> int:
         check_tensor(tensor, f"{self._verb}: {where}")
         self.tensors.append(tensor)
-        self.described.append({"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)})
+        self.described.append(
+            {"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)}
+        )
         return len(self.tensors) - 1
 
 

@@ -1,4 +1,6 @@
-"""Sums of sparse tensors: what travels is values and indices, of which every worker may have another number."""
+"""Sums of sparse tensors: what travels is values and indices, of which every worker may have
+another number.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,35 @@ _SPARSE = "a sparse"
 
 
 class SparseSum:
-    """The sum or average of a ``torch.sparse_coo`` tensor under way; a result for :meth:`wait`, like a handle's.
+    """The sum or average of a ``torch.sparse_coo`` tensor under way; a result for :meth:`wait`,
+    like a handle's.
 
-    ``tensor`` needs not be coalesced. It is copied: it may change at once. Raises what :func:`push_pull_sparse` does.
+    ``tensor`` needs not be coalesced. It is copied: it may change at once. Raises what
+    :func:`push_pull_sparse` does.
     """
 
-    def __init__(self, tensor: torch.Tensor, average: bool, name: str, compression: type[Compressor], kind: str = _SPARSE) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        average: bool,
+        name: str,
+        compression: type[Compressor],
+        kind: str = _SPARSE,
+    ) -> None:
         whole = tensor.detach().coalesce()
-        self._shape, self._dtype, self._sparse_dim, self._average = whole.shape, whole.dtype, whole.sparse_dim(), average
+        self._shape, self._dtype, self._sparse_dim, self._average = (
+            whole.shape,
+            whole.dtype,
+            whole.sparse_dim(),
+            average,
+        )
         self._compression = compression
-        self.dense = kind == DENSE      # here, and on all workers if the end is a good one
+        self.dense = kind == DENSE  # here, and on all workers if the end is a good one
         wire, self._ctx = compression.compress(whole.values())
-        kind = f"{kind} tensor of shape {tuple(self._shape)} with {self._sparse_dim} sparse dimensions:"
+        kind = (
+            f"{kind} tensor of shape {tuple(self._shape)} with {self._sparse_dim} sparse"
+            " dimensions:"
+        )
         self._rows = RowGathering([whole.indices().t(), wire], name, kind)
 
     def done(self) -> bool:
@@ -35,45 +54,85 @@ class SparseSum:
         return self._rows.done()
 
     def advance(self) -> None:
-        """Wait for the numbers of values and begin to move the values. What fails is raised by :meth:`wait`."""
+        """Wait for the numbers of values and begin to move the values.
+
+        What fails is raised by :meth:`wait`.
+        """
         self._rows.advance()
 
     def wait(self) -> torch.Tensor:
-        """A new, coalesced tensor. Raises :class:`~bpsx.errors.MismatchError` on all workers if shapes, dtypes or layouts differ."""
+        """A new, coalesced tensor.
+
+        Raises :class:`~bpsx.errors.MismatchError` on all workers if shapes, dtypes or layouts
+        differ.
+        """
         indices, wires = self._rows.wait()
         values = self._compression.decompress(torch.cat(wires), self._ctx)
-        wide = values.float() if values.dtype in _HALVES else values        # half types are added in float32 and rounded once
-        total = torch.sparse_coo_tensor(torch.cat(indices).t(), wide, self._shape, check_invariants=True, device=wide.device).coalesce()
+        # half types are added in float32 and rounded once
+        wide = values.float() if values.dtype in _HALVES else values
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices).t(), wide, self._shape, check_invariants=True, device=wide.device
+        ).coalesce()
         result = total.values()
         if self._average:
             size = adapter.session().size
-            result = result / size if result.is_floating_point() else result.div(size, rounding_mode="floor")
+            result = (
+                result / size
+                if result.is_floating_point()
+                else result.div(size, rounding_mode="floor")
+            )
         return torch.sparse_coo_tensor(
-            total.indices(), result.to(self._dtype), self._shape, is_coalesced=True, check_invariants=False, device=result.device)
+            total.indices(),
+            result.to(self._dtype),
+            self._shape,
+            is_coalesced=True,
+            check_invariants=False,
+            device=result.device,
+        )
 
 
 def empty_like(dense: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
-    """A sparse tensor without values in the shape and dtype of ``dense``: what a worker without a gradient gives."""
+    """A sparse tensor without values in the shape and dtype of ``dense``: what a worker without a
+    gradient gives.
+    """
     indices = torch.zeros(sparse_dim, 0, dtype=torch.int64, device=dense.device)
     values = dense.detach().new_zeros((0, *dense.shape[sparse_dim:]))
-    return torch.sparse_coo_tensor(indices, values, dense.shape, check_invariants=False, device=dense.device)
+    return torch.sparse_coo_tensor(
+        indices, values, dense.shape, check_invariants=False, device=dense.device
+    )
 
 
 def check_sparse(tensor: torch.Tensor, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` for what cannot be gathered."""
+    """Raise :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` for what cannot be
+    gathered.
+    """
     check_device(tensor, what)
     summable(tensor, what)
     if tensor.sparse_dim() == 0:
-        raise UnsupportedTensor(f"{what}: a sparse tensor without sparse dimensions cannot be sent; give tensor.to_dense()")
+        raise UnsupportedTensor(
+            f"{what}: a sparse tensor without sparse dimensions cannot be sent; give"
+            " tensor.to_dense()"
+        )
 
 
-def push_pull_sparse(tensor: torch.Tensor, average: bool, name: str | None, compression: type[Compressor]) -> torch.Tensor:
-    """See :func:`bpsx.torch.push_pull`. Raises as :func:`check_sparse`, and if a gradient is asked for."""
+def push_pull_sparse(
+    tensor: torch.Tensor, average: bool, name: str | None, compression: type[Compressor]
+) -> torch.Tensor:
+    """See :func:`bpsx.torch.push_pull`.
+
+    Raises as :func:`check_sparse`, and if a gradient is asked for.
+    """
     what = f"push_pull of {name!r}" if name else "push_pull"
     check_sparse(tensor, what)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedTensor(f"{what}: push_pull of a sparse tensor has no derivative; give tensor.detach(), or a dense tensor")
+        raise UnsupportedTensor(
+            f"{what}: push_pull of a sparse tensor has no derivative; give tensor.detach(), or a"
+            " dense tensor"
+        )
     if adapter.session().config.asynchronous:
-        raise UnsupportedTensor(f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape, so sparse tensors cannot be sent")
+        raise UnsupportedTensor(
+            f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape, so sparse"
+            " tensors cannot be sent"
+        )
     known = name or f"push_pull.sparse.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
     return SparseSum(tensor, average, known, compression).wait()

@@ -43,8 +43,8 @@ class StartupCheck:
         self._handle: Handle | None = None  # of the sum under way
         self._asks = False  # that sum is the second one: is it another optimizer elsewhere?
         self._found: list[Exception] = []
-        self._fatal = (
-            ""  # what no further step can mend: names of the workers mean different things
+        self._fatal = (  # what no further step can mend: names of the workers mean different things
+            ""
         )
         self._weights = 0  # their digest when it ran
         _alive.add(self)
@@ -55,11 +55,12 @@ class StartupCheck:
         return self._handle is not None
 
     def run(self) -> None:
-        """Compare with the other workers, if that has not been done in this session. :meth:`take`
-        returns what is wrong.
+        """Compare with the other workers, if that has not been done in this session.
 
-        Raises :class:`MismatchError`, on all workers and from then on, if their names mean different
-        things: then not even what follows would meet.
+        :meth:`take` returns what is wrong.
+
+        Raises :class:`MismatchError`, on all workers and from then on, if their names mean
+        different things: then not even what follows would meet.
         """
         self.begin()
         session = adapter.session()
@@ -151,10 +152,10 @@ class StartupCheck:
         assert self._rows is not None
         if int(self._rows[0]) == adapter.session().size:
             self._fatal = (
-                f"the {self._owner.what} has generated names, and other weights than on other workers, "
-                "where another optimizer has these: the workers have made their optimizers in different "
-                "orders; give named_parameters, with names that no two optimizers share, or make them in "
-                "one order"
+                f"the {self._owner.what} has generated names, and other weights than on other"
+                " workers, where another optimizer has these: the workers have made their"
+                " optimizers in different orders; give named_parameters, with names that no two"
+                " optimizers share, or make them in one order"
             )
 
     def _tell(self, problem: str, how: str) -> None:

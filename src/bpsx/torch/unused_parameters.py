@@ -1,4 +1,6 @@
-"""How many workers have a gradient of each parameter, and train it at all: a small sum that travels beside the gradients."""
+"""How many workers have a gradient of each parameter, and train it at all: a small sum that travels
+beside the gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _FIRST = 2**30
 
 
 class Count(NamedTuple):
-    """Of workers: those with a gradient of a parameter, those that train it (``requires_grad``), those that have frozen it."""
+    """Of workers: those with a gradient of a parameter, those that train it (``requires_grad``),
+    those that have frozen it.
+    """
 
     used: int
     trained: int
@@ -22,10 +26,13 @@ class Count(NamedTuple):
 
 
 class Users:
-    """The sum under way of three flags per parameter. All workers give the same parameters in the same order, under the same ``name``.
+    """The sum under way of three flags per parameter.
 
-    ``used``: for each, whether this worker has a gradient of it; ``trained``: whether it trains it. Begun without waiting, so that it costs a message
-    and no time. Raises :class:`~bpsx.errors.NotInitializedError`.
+    All workers give the same parameters in the same order, under the same ``name``.
+
+    ``used``: for each, whether this worker has a gradient of it; ``trained``: whether it trains it.
+    Begun without waiting, so that it costs a message and no time. Raises
+    :class:`~bpsx.errors.NotInitializedError`.
     """
 
     def __init__(self, used: list[bool], trained: list[bool], name: str) -> None:
@@ -33,7 +40,9 @@ class Users:
         for column, flags in enumerate((used, trained)):
             self._numbers[:, column] = 1 if all(flags) else torch.tensor(flags, device="cpu")
         self._numbers[:, 2] = 1 - self._numbers[:, 1]
-        self._handle = submit(self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST)
+        self._handle = submit(
+            self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST
+        )
 
     def done(self) -> bool:
         """Whether the sum has ended, well or not. Does not block."""
@@ -46,7 +55,11 @@ class Users:
 
     @property
     def agree(self) -> bool:
-        """Whether each parameter has a gradient on some worker, and none is trained by some and frozen by others. After :meth:`wait`."""
+        """Whether each parameter has a gradient on some worker, and none is trained by some and
+        frozen by others.
+
+        After :meth:`wait`.
+        """
         return bool(self._numbers[:, 0].all()) and not self.differ
 
     def wait(self) -> None:

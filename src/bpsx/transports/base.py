@@ -1,7 +1,9 @@
-"""The control plane of a transport: what sessions and servers call from Python. The data plane is ``abi.pxd``.
+"""The control plane of a transport: what sessions and servers call from Python.
 
-An endpoint is one process's (or one server lane's) end of the transport, with numbered peers. A worker connects to lanes 0, 1, …;
-a lane knows workers by rank.
+The data plane is ``abi.pxd``.
+
+An endpoint is one process's (or one server lane's) end of the transport, with numbered peers. A
+worker connects to lanes 0, 1, …; a lane knows workers by rank.
 """
 
 from __future__ import annotations
@@ -27,22 +29,34 @@ class Endpoint(Protocol):
         port; returns the address. Raises :class:`~bpsx.errors.TransportError`."""
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
+        """The job's number, and the rank under which lanes shall know this endpoint; before
+        :meth:`connect` and the first message.
+        """
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``address`` as peer ``peer``. Raises :class:`~bpsx.errors.TransportError`."""
+        """Reach the lane at ``address`` as peer ``peer``.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
 
     def watch(self) -> int:
-        """Start to watch connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+        """Start to watch connections; returns a descriptor that becomes readable when :meth:`lost`
+        has news.
+        """
 
     def lost(self) -> list[int]:
         """Peers whose connection broke since the last call; -1 for one that cannot be named."""
 
     def abi(self) -> Any:
-        """A capsule named ``bpsx.Endpoint`` with the C function table; valid as long as this object."""
+        """A capsule named ``bpsx.Endpoint`` with the C function table; valid as long as this
+        object.
+        """
 
     def wake(self) -> None:
         """End a wait of the data plane. Any thread."""
 
     def close(self) -> None:
-        """Drop what is unsent; on return every done callback has run. Idempotent; after the driving thread has stopped."""
+        """Drop what is unsent; on return every done callback has run.
+
+        Idempotent; after the driving thread has stopped.
+        """

@@ -1,4 +1,7 @@
-"""Whether a TCP port can be reached from here: connects, says nothing, and closes. No ZeroMQ here."""
+"""Whether a TCP port can be reached from here: connects, says nothing, and closes.
+
+No ZeroMQ here.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class Probe:
         host, _, port = address.rpartition(":")
         try:
             numeric = resolve(host, int(port))
-            self._socket = socket.socket(socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._socket = socket.socket(
+                socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET,
+                socket.SOCK_STREAM | socket.SOCK_NONBLOCK,
+            )
             self._end(self._socket.connect_ex((numeric, int(port))))
         except OSError as e:
             self._why = str(e)
@@ -63,7 +69,9 @@ class Probe:
         return self._socket is not None
 
     def why_not(self) -> str:
-        """Why the port cannot be reached, for people; empty if it can, or if nothing is known yet."""
+        """Why the port cannot be reached, for people; empty if it can, or if nothing is known
+        yet.
+        """
         return "" if self.pending else self._why
 
     def fileno(self) -> int:
@@ -78,7 +86,9 @@ class Probe:
 
 
 def unreachable(addresses: Iterable[str], patience: float = PATIENCE) -> dict[str, str]:
-    """Those of ``addresses`` that cannot be reached, with the reason; all are tried at once, for ``patience`` seconds."""
+    """Those of ``addresses`` that cannot be reached, with the reason; all are tried at once, for
+    ``patience`` seconds.
+    """
     probes = [Probe(address, patience) for address in addresses]
     end = time.monotonic() + patience
     try:

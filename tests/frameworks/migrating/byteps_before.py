@@ -30,7 +30,9 @@ def digits(count, seed):
     patterns = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     source = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (count,), generator=source)
-    return TensorDataset(patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target)
+    return TensorDataset(
+        patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target
+    )
 
 
 class Net(nn.Module):
@@ -55,10 +57,14 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * bps.size(), momentum=0.5)
 compression = bps.Compression.fp16 if args.fp16_pushpull else bps.Compression.none
 if args.way == "optimizer":
-    optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    optimizer = bps.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
 elif args.way == "cross-barrier":
     steps = args.epochs * len(train_loader)
-    optimizer = CrossBarrier(model, optimizer, model.named_parameters(), compression=compression, num_steps=steps)
+    optimizer = CrossBarrier(
+        model, optimizer, model.named_parameters(), compression=compression, num_steps=steps
+    )
 else:
     model = DistributedDataParallel(model, device_ids=None, compression=compression)
 bps.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -102,4 +108,8 @@ test(0)
 for epoch in range(1, args.epochs + 1):
     train(epoch)
     test(epoch)
-print(f"worker {bps.rank()}: weights add up to {sum(p.double().sum().item() for p in model.parameters())!r}", flush=True)
+print(
+    f"worker {bps.rank()}: weights add up to"
+    f" {sum(p.double().sum().item() for p in model.parameters())!r}",
+    flush=True,
+)

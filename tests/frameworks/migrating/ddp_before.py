@@ -27,7 +27,9 @@ def digits(count, seed):
     patterns = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     source = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (count,), generator=source)
-    return TensorDataset(patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target)
+    return TensorDataset(
+        patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target
+    )
 
 
 class Net(nn.Module):
@@ -82,5 +84,9 @@ test(0)
 for epoch in range(1, args.epochs + 1):
     train(epoch)
     test(epoch)
-print(f"worker {dist.get_rank()}: weights add up to {sum(p.double().sum().item() for p in model.parameters())!r}", flush=True)
+print(
+    f"worker {dist.get_rank()}: weights add up to"
+    f" {sum(p.double().sum().item() for p in model.parameters())!r}",
+    flush=True,
+)
 dist.destroy_process_group()

@@ -29,7 +29,9 @@ def digits(count, seed):
     patterns = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     source = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (count,), generator=source)
-    return TensorDataset(patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target)
+    return TensorDataset(
+        patterns[target] + 0.7 * torch.randn(count, 1, 28, 28, generator=source), target
+    )
 
 
 class Net(nn.Module):
@@ -95,8 +97,11 @@ def test(epoch):
     wrong = hvd.allgather(torch.cat(wrong), name="wrong")
     right = hvd.synchronize(right_handle)
     if hvd.rank() == 0:
-        print(f"epoch {epoch}: loss {loss.item():.4f}, {worst.item():.2f} at worst, {right.item() / len(test_set):.1%} right, {len(wrong)} wrong",
-              flush=True)
+        print(
+            f"epoch {epoch}: loss {loss.item():.4f}, {worst.item():.2f} at worst,"
+            f" {right.item() / len(test_set):.1%} right, {len(wrong)} wrong",
+            flush=True,
+        )
 
 
 plan = hvd.broadcast_object({"epochs": args.epochs}, root_rank=0)

@@ -28,18 +28,22 @@ def digits(count, seed):
     return tf.data.Dataset.from_tensor_slices((tf.gather(patterns, target) + 0.7 * noise, target))
 
 
-train_set = digits(1024, seed=1).shard(hvd.size(), hvd.rank()).batch(args.batch_size, drop_remainder=True)
+train_set = (
+    digits(1024, seed=1).shard(hvd.size(), hvd.rank()).batch(args.batch_size, drop_remainder=True)
+)
 test_set = digits(256, seed=2).shard(hvd.size(), hvd.rank()).batch(64)
 
-model = tf.keras.Sequential([
-    tf.keras.layers.Conv2D(8, 5, strides=2),
-    hvd.SyncBatchNormalization(),
-    tf.keras.layers.ReLU(),
-    tf.keras.layers.MaxPooling2D(),
-    tf.keras.layers.Flatten(),
-    tf.keras.layers.Dense(32, activation="relu"),
-    tf.keras.layers.Dense(10),
-])
+model = tf.keras.Sequential(
+    [
+        tf.keras.layers.Conv2D(8, 5, strides=2),
+        hvd.SyncBatchNormalization(),
+        tf.keras.layers.ReLU(),
+        tf.keras.layers.MaxPooling2D(),
+        tf.keras.layers.Flatten(),
+        tf.keras.layers.Dense(32, activation="relu"),
+        tf.keras.layers.Dense(10),
+    ]
+)
 loss_of = tf.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = tf.optimizers.SGD(args.lr * hvd.size(), momentum=0.5)
 compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
@@ -52,7 +56,7 @@ def training_step(images, labels, first_batch):
     tape = hvd.DistributedGradientTape(tape, compression=compression)
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-    if first_batch:         # once everything has been made
+    if first_batch:  # once everything has been made
         hvd.broadcast_variables(model.variables, root_rank=0)
         hvd.broadcast_variables(optimizer.variables, root_rank=0)
     return loss
@@ -68,8 +72,11 @@ def test(epoch):
     worst = hvd.allreduce(tf.reduce_max(losses), op=hvd.Max, name="worst")
     wrong = hvd.allgather(tf.concat(wrong, 0), name="wrong")
     if hvd.rank() == 0:
-        print(f"epoch {epoch}: loss {float(loss):.4f}, {float(worst):.2f} at worst, "
-              f"{len(wrong)} of 256 wrong", flush=True)
+        print(
+            f"epoch {epoch}: loss {float(loss):.4f}, {float(worst):.2f} at worst, "
+            f"{len(wrong)} of 256 wrong",
+            flush=True,
+        )
 
 
 plan = hvd.broadcast_object({"epochs": args.epochs}, root_rank=0)

@@ -23,29 +23,39 @@ def digits(count, seed):
     patterns = np.random.default_rng(0).random((10, 28, 28, 1))
     source = np.random.default_rng(seed)
     target = source.integers(10, size=count)
-    return (patterns[target] + 0.7 * source.normal(size=(count, 28, 28, 1))).astype(np.float32), target
+    return (patterns[target] + 0.7 * source.normal(size=(count, 28, 28, 1))).astype(
+        np.float32
+    ), target
 
 
-x_train, y_train = (part[bps.rank()::bps.size()] for part in digits(1024, seed=1))
+x_train, y_train = (part[bps.rank() :: bps.size()] for part in digits(1024, seed=1))
 x_test, y_test = digits(256, seed=2)
 
-model = keras.Sequential([
-    keras.layers.Conv2D(8, 5, strides=2, activation="relu"),
-    keras.layers.MaxPooling2D(),
-    keras.layers.Flatten(),
-    keras.layers.Dense(32, activation="relu"),
-    keras.layers.Dense(10),
-])
+model = keras.Sequential(
+    [
+        keras.layers.Conv2D(8, 5, strides=2, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(32, activation="relu"),
+        keras.layers.Dense(10),
+    ]
+)
 scaled_lr = 0.02 * bps.size()
 optimizer = bps.DistributedOptimizer(keras.optimizers.SGD(scaled_lr, momentum=0.5))
-model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer=optimizer, metrics=["accuracy"])
+model.compile(
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    optimizer=optimizer,
+    metrics=["accuracy"],
+)
 
 callbacks = [
     bps.callbacks.BroadcastGlobalVariablesCallback(0),
     bps.callbacks.MetricAverageCallback(),
     bps.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3, verbose=1),
 ]
-history = model.fit(x_train, y_train, batch_size=args.batch_size, callbacks=callbacks, epochs=args.epochs, verbose=0).history
+history = model.fit(
+    x_train, y_train, batch_size=args.batch_size, callbacks=callbacks, epochs=args.epochs, verbose=0
+).history
 for epoch, (loss, right) in enumerate(zip(history["loss"], history["accuracy"])):
     if bps.rank() == 0:
         print(f"epoch {epoch}: loss {loss:.4f}, {right:.1%} right", flush=True)

@@ -24,22 +24,41 @@ def digits(count, seed):
     patterns = mx.nd.random.uniform(shape=(10, 1, 28, 28))
     mx.random.seed(seed)
     target = mx.nd.random.randint(0, 10, shape=(count,)).astype("int32")
-    return mx.nd.take(patterns, target) + 0.7 * mx.nd.random.normal(shape=(count, 1, 28, 28)), target.astype("float32")
+    return mx.nd.take(patterns, target) + 0.7 * mx.nd.random.normal(
+        shape=(count, 1, 28, 28)
+    ), target.astype("float32")
 
 
 images, labels = digits(1024, seed=1)
 share = slice(rank * len(images) // workers, (rank + 1) * len(images) // workers)
-train_set = gluon.data.DataLoader(gluon.data.ArrayDataset(images[share], labels[share]), args.batch_size, last_batch="discard")
+train_set = gluon.data.DataLoader(
+    gluon.data.ArrayDataset(images[share], labels[share]), args.batch_size, last_batch="discard"
+)
 
 net = gluon.nn.HybridSequential()
-net.add(gluon.nn.Conv2D(8, 5, strides=2, activation="relu"), gluon.nn.MaxPool2D(), gluon.nn.Flatten(),
-        gluon.nn.Dense(32, activation="relu"), gluon.nn.Dense(10))
+net.add(
+    gluon.nn.Conv2D(8, 5, strides=2, activation="relu"),
+    gluon.nn.MaxPool2D(),
+    gluon.nn.Flatten(),
+    gluon.nn.Dense(32, activation="relu"),
+    gluon.nn.Dense(10),
+)
 mx.random.seed(10 + rank)
 net.initialize(mx.init.Xavier(), ctx=context)
 net.hybridize()
-compression = {"compressor": args.compressor, "ef": "vanilla", "momentum": "nesterov", "scaling": True}
-trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": args.lr * workers, "momentum": 0.5, "wd": 1e-4},
-                                 root_rank=0, compression_params=compression)
+compression = {
+    "compressor": args.compressor,
+    "ef": "vanilla",
+    "momentum": "nesterov",
+    "scaling": True,
+}
+trainer = bps.DistributedTrainer(
+    net.collect_params(),
+    "sgd",
+    {"learning_rate": args.lr * workers, "momentum": 0.5, "wd": 1e-4},
+    root_rank=0,
+    compression_params=compression,
+)
 loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
 
 for epoch in range(args.epochs):
@@ -56,6 +75,8 @@ for epoch in range(args.epochs):
     bps.byteps_push_pull(mean, version=0, priority=0, name="mean loss", is_average=True)
     if rank == 0:
         print(f"epoch {epoch}: loss {mean.asscalar():.4f}, worker 0 of {workers}", flush=True)
-weights = sum(float(p.data().asnumpy().astype("float64").sum()) for p in net.collect_params().values())
+weights = sum(
+    float(p.data().asnumpy().astype("float64").sum()) for p in net.collect_params().values()
+)
 print(f"worker {rank}: weights add up to {weights!r}", flush=True)
 bps.shutdown()

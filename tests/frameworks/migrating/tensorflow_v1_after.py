@@ -26,15 +26,24 @@ def batches():
     """Pictures of 784 points: one of ten patterns, and noise."""
     while True:
         target = rng.integers(0, 10, args.batch_size)
-        yield patterns[target] + 0.7 * rng.standard_normal((args.batch_size, 784)).astype(np.float32), target
+        yield (
+            patterns[target] + 0.7 * rng.standard_normal((args.batch_size, 784)).astype(np.float32),
+            target,
+        )
 
 
 def network(feature, target):
     """One hidden layer; its logits' loss."""
+
     def layer(name, x, width):
         with tf1.variable_scope(name):
-            w = tf1.get_variable("w", (x.shape[-1], width), initializer=tf1.glorot_uniform_initializer())
-            return tf.matmul(x, w) + tf1.get_variable("b", (width,), initializer=tf1.zeros_initializer())
+            w = tf1.get_variable(
+                "w", (x.shape[-1], width), initializer=tf1.glorot_uniform_initializer()
+            )
+            return tf.matmul(x, w) + tf1.get_variable(
+                "b", (width,), initializer=tf1.zeros_initializer()
+            )
+
     logits = layer("logits", tf.nn.relu(layer("hidden", feature, 32)), 10)
     return tf1.losses.sparse_softmax_cross_entropy(target, logits)
 
@@ -53,7 +62,9 @@ class Report(tf1.train.SessionRunHook):
     """Says at the end what has been learnt."""
 
     def end(self, session):
-        total = sum(float(w.astype(np.float64).sum()) for w in session.run(tf1.trainable_variables()))
+        total = sum(
+            float(w.astype(np.float64).sum()) for w in session.run(tf1.trainable_variables())
+        )
         print(f"worker {bps.rank()}: weights add up to {total!r}", flush=True)
 
 
@@ -69,10 +80,14 @@ config.gpu_options.visible_device_list = str(bps.local_rank())
 
 with tempfile.TemporaryDirectory() as folder:
     training = batches()
-    checkpoints = folder if bps.rank() == 0 else None       # or workers write over each other's
-    with tf1.train.MonitoredTrainingSession(checkpoint_dir=checkpoints, hooks=hooks, config=config) as session:
+    checkpoints = folder if bps.rank() == 0 else None  # or workers write over each other's
+    with tf1.train.MonitoredTrainingSession(
+        checkpoint_dir=checkpoints, hooks=hooks, config=config
+    ) as session:
         while not session.should_stop():
             pictures, digits = next(training)
-            _, step, value = session.run([train, global_step, mean], {image: pictures, label: digits})
+            _, step, value = session.run(
+                [train, global_step, mean], {image: pictures, label: digits}
+            )
             if bps.rank() == 0 and step % 10 == 0:
                 print(f"epoch {step // 10}: loss {value:.4f}, step {step}", flush=True)

@@ -1,4 +1,6 @@
-"""The pretend driver as tests see it from inside a process that has it: its functions by name, and what a real one has not."""
+"""The pretend driver as tests see it from inside a process that has it: its functions by name, and
+what a real one has not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ class CudaError(Exception):
 
 
 class Driver:
-    """libcuda.so.1 of this process. Streams, events and addresses are integers; 0 is the default stream. Thread-safe as the driver is."""
+    """libcuda.so.1 of this process.
+
+    Streams, events and addresses are integers; 0 is the default stream. Thread-safe as the driver
+    is.
+    """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -26,8 +32,18 @@ class Driver:
             getattr(self._library, name).restype = ctypes.c_long
 
     def code(self, name: str, *arguments: object) -> int:
-        """What function ``name`` returns. Integers travel as 64 bits, so that addresses survive; C takes of them what it wants."""
-        return int(getattr(self._library, name)(*(ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a for a in arguments)))
+        """What function ``name`` returns.
+
+        Integers travel as 64 bits, so that addresses survive; C takes of them what it wants.
+        """
+        return int(
+            getattr(self._library, name)(
+                *(
+                    ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a
+                    for a in arguments
+                )
+            )
+        )
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls it, and raises CudaError if it fails."""
@@ -104,19 +120,27 @@ class Driver:
         self._library.pretend_delay(ctypes.c_long(microseconds))
 
     def fail(self, name: str, code: int, skip: int = 0) -> None:
-        """After ``skip`` more calls of the function (CUDA's or NCCL's, by its full name), one does nothing and returns ``code``; 0 takes it back."""
+        """After ``skip`` more calls of the function (CUDA's or NCCL's, by its full name), one does
+        nothing and returns ``code``; 0 takes it back.
+        """
         self._library.pretend_fail(name.encode(), ctypes.c_long(skip), code)
 
     def count(self, name: str) -> int:
-        """How often the function (CUDA's or NCCL's) was called in this process, failed calls too."""
+        """How often the function (CUDA's or NCCL's) was called in this process, failed calls
+        too.
+        """
         return int(self._library.pretend_count(name.encode()))
 
     def alive(self, what: str) -> int:
-        """How many there are: "streams", "events", "device", "pinned", "registered" (pieces of memory), "contexts" (retained)."""
+        """How many there are: "streams", "events", "device", "pinned", "registered" (pieces of
+        memory), "contexts" (retained).
+        """
         return int(self._library.pretend_alive(what.encode()))
 
     def pageable(self) -> int:
-        """How many sides of copies were in memory that the driver does not know: real copies from there are slow, and hold up the caller."""
+        """How many sides of copies were in memory that the driver does not know: real copies from
+        there are slow, and hold up the caller.
+        """
         return int(self._library.pretend_pageable())
 
     def straddling(self) -> int:
@@ -136,7 +160,9 @@ class Driver:
         self.call("pretend_forget_memory", address)
 
     def groups(self) -> list[int]:
-        """How many calls each group of NCCL calls of this process had, in their order (the first 4096 groups)."""
+        """How many calls each group of NCCL calls of this process had, in their order (the first
+        4096 groups).
+        """
         nccl = ctypes.CDLL("libnccl.so.2")
         nccl.pretend_groups.restype = ctypes.c_long
         sizes = (ctypes.c_long * 4096)()

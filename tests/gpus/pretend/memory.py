@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from gpus.pretend.driver import driver
 
-# All memory that was ever an array's: it is not given back, since a stream may still use it, and a test shall then see rubbish and not crash.
+# All memory that was ever an array's: it is not given back, since a stream may still use it, and a
+# test shall then see rubbish and not crash.
 _ever: list[npt.NDArray[Any]] = []
 
 
@@ -22,15 +23,18 @@ def _gone(memory: npt.NDArray[Any]) -> None:
 class PretendArray:
     """An array whose memory the pretend driver takes for the current GPU's.
 
-    It has ``__cuda_array_interface__`` and nothing of NumPy's. When it is collected, its memory is no longer the GPU's and is filled with 0xA5, so
-    that whoever uses it longer than they hold it computes rubbish. ``stream``: the one that makes its content, as the interface tells it; None:
+    It has ``__cuda_array_interface__`` and nothing of NumPy's. When it is collected, its memory is
+    no longer the GPU's and is filled with 0xA5, so that whoever uses it longer than they hold it
+    computes rubbish. ``stream``: the one that makes its content, as the interface tells it; None:
     there is none to wait for.
     """
 
     def __init__(self, values: npt.NDArray[Any], stream: int | None = None) -> None:
         memory = np.zeros(max(values.nbytes, 1), np.uint8)
         _ever.append(memory)
-        self._array: npt.NDArray[Any] = memory[:values.nbytes].view(values.dtype).reshape(values.shape)
+        self._array: npt.NDArray[Any] = (
+            memory[: values.nbytes].view(values.dtype).reshape(values.shape)
+        )
         self._array[...] = values
         self.stream = stream
         driver().device_memory(self.address, memory.nbytes)
@@ -56,7 +60,14 @@ class PretendArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3. The default stream has number 1 there, since 0 is not allowed."""
         stream = 1 if self.stream == 0 else self.stream
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "strides": None, "version": 3, "stream": stream}
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+            "stream": stream,
+        }
 
     def get(self) -> npt.NDArray[Any]:
         """A copy of its content, once ``stream`` has done what is queued."""

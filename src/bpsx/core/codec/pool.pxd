@@ -1,4 +1,5 @@
-# The threads that encode and decode. The driver gives them partitions, most urgent first, and takes them back; nobody holds the GIL.
+# The threads that encode and decode. The driver gives them partitions, most urgent first, and takes
+# them back; nobody holds the GIL.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
@@ -6,7 +7,10 @@ from bpsx.core.codec.state cimport Packed, pack, unpack
 from bpsx.core.partition cimport Lane, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.status cimport DONE
-from bpsx.system.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, unlock, wait
+from bpsx.system.sync cimport (
+    Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all,
+    unlock, wait,
+)
 
 cdef enum:
     MAX_THREADS = 64
@@ -71,7 +75,9 @@ cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
 
 
 cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
-    """The driver, which has failed `tensor`: when this returns nobody reads or writes its tasks' memory any more."""
+    """The driver, which has failed `tensor`: when this returns nobody reads or writes its tasks'
+    memory any more.
+    """
     cdef uint32_t i
     cdef bint busy = True
     lock(&pool.monitor)

@@ -1,6 +1,8 @@
-# A compressed partition: what it owns, and how its elements become bytes and come back. For workers and lanes alike.
+# A compressed partition: what it owns, and how its elements become bytes and come back. For workers
+# and lanes alike.
 #
-# Whoever has the partition at the time (driver, pool thread, lane) is the only one to touch this. kernels/codecs.py says what the functions do.
+# Whoever has the partition at the time (driver, pool thread, lane) is the only one to touch this.
+# kernels/codecs.py says what the functions do.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -22,12 +24,14 @@ cdef enum:
 cdef struct Packed:
     encode_fn encode
     decode_fn decode
-    convert_fn widen            # half types: to the wide type and back; NULL: elements are of the wide type
+    # half types: to the wide type and back; NULL: elements are of the wide type
+    convert_fn widen
     convert_fn narrow
     uint32_t wide_itemsize
     uint64_t n                  # elements
     uint64_t capacity           # the most bytes that encode makes of them
-    uint64_t scratch            # bytes that encode and decode work in, those for widened elements included
+    # bytes that encode and decode work in, those for widened elements included
+    uint64_t scratch
     uint64_t aside              # ... which are these first ones
     uint8_t *wire               # what is sent, and then what has been answered
     uint64_t size               # of that
@@ -36,7 +40,8 @@ cdef struct Packed:
     double state[N_STATE]
     int64_t options[N_OPTIONS]
     uint64_t counter            # of what has been encoded
-    bint counted                # bytes begin with the counter: answers take it from pushes, and workers from answers
+    # bytes begin with the counter: answers take it from pushes, and workers from answers
+    bint counted
     bint sparse                 # a lane's error feedback may keep to what was pushed
     double mu
     bint corrected
@@ -78,19 +83,27 @@ cdef inline Packed *packed_new(made) except NULL:
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]
     # Whole pages: an adapter may be told of them, and then forked children may not have them.
-    p.wire = <uint8_t *>aligned_alloc(PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1))
+    p.wire = <uint8_t *>aligned_alloc(
+        PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1)
+    )
     if made.residual:
         p.residual = <char *>calloc(max(p.n, 1), p.wide_itemsize)
     if made.momentum:
         p.momentum = <char *>calloc(max(p.n, 1), p.wide_itemsize)
-    if p.wire == NULL or made.residual and p.residual == NULL or made.momentum and p.momentum == NULL:
+    if (
+        p.wire == NULL
+        or made.residual and p.residual == NULL
+        or made.momentum and p.momentum == NULL
+    ):
         packed_free(p)
         raise MemoryError(f"no memory for {made.n} compressed elements")
     return p
 
 
 cdef inline uint64_t state_bytes(const Packed *p) noexcept nogil:
-    """What is kept from round to round: counter, learning rate, `state`, then residual and momentum, where there are any; little-endian."""
+    """What is kept from round to round: counter, learning rate, `state`, then residual and
+    momentum, where there are any; little-endian.
+    """
     return STATE_HEAD + p.n * p.wide_itemsize * ((p.residual != NULL) + (p.momentum != NULL))
 
 
@@ -128,7 +141,10 @@ cdef inline void load_state(Packed *p, const char *saved) noexcept nogil:
 
 
 cdef inline bytes state_of(Packed *p, bytes saved):
-    """What is kept, once it is ``saved``, if that is not None. Raises ValueError for another partition's."""
+    """What is kept, once it is ``saved``, if that is not None.
+
+    Raises ValueError for another partition's.
+    """
     cdef bytes found = bytes(state_bytes(p))
     if saved is not None:
         if len(saved) != len(found):
@@ -139,7 +155,10 @@ cdef inline bytes state_of(Packed *p, bytes saved):
 
 
 cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:
-    """Have `wanted` bytes of aligned memory to work in, whose content is anything. False when there is none."""
+    """Have `wanted` bytes of aligned memory to work in, whose content is anything.
+
+    False when there is none.
+    """
     if wanted <= capacity[0]:
         return True
     free(scratch[0])
@@ -151,7 +170,9 @@ cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wante
 
 
 cdef inline double correction(Packed *p, double rate) noexcept nogil:
-    """By what the residual is multiplied: the last learning rate over this one, where that is asked for (arXiv 1905.10936)."""
+    """By what the residual is multiplied: the last learning rate over this one, where that is
+    asked for (arXiv 1905.10936).
+    """
     cdef double factor = 1.0
     if p.corrected and rate > 0:
         if p.rate > 0:
@@ -166,14 +187,21 @@ cdef inline uint64_t head_of(const Packed *p) noexcept nogil:
 
 
 cdef inline void adopt_counter(Packed *p, const uint8_t *wire, uint64_t size) noexcept nogil:
-    """Go on from an answer's counter: who had fallen behind, by join() say, is where the others are."""
+    """Go on from an answer's counter: who had fallen behind, by join() say, is where the others
+    are.
+    """
     if p.counted and size >= sizeof(p.counter):
         memcpy(&p.counter, wire, sizeof(p.counter))
 
 
-cdef inline void pack(Packed *p, char *elements, uint8_t *wire, char *scratch, double rate, bint head) noexcept nogil:
-    """Encode `elements` into `wire`; `p.size` says how long it is. `head`: with the learning rate, if it is asked for. Elements of half types are
-    not changed; scratch: see there."""
+cdef inline void pack(
+    Packed *p, char *elements, uint8_t *wire, char *scratch, double rate, bint head
+) noexcept nogil:
+    """Encode `elements` into `wire`; `p.size` says how long it is.
+
+    `head`: with the learning rate, if it is asked for. Elements of half types are not changed;
+    scratch: see there.
+    """
     cdef double factor = correction(p, rate)
     cdef uint64_t begin = head_of(p) if head else 0
     if begin:
@@ -182,12 +210,19 @@ cdef inline void pack(Packed *p, char *elements, uint8_t *wire, char *scratch, d
         p.widen(scratch, elements, p.n)
         elements = scratch
     p.counter += 1
-    p.size = begin + p.encode(elements, p.residual, p.momentum, wire + begin, <uint8_t *>scratch + p.aside, p.state, p.options, p.n, p.counter,
-                              factor, p.mu)
+    p.size = begin + p.encode(
+        elements, p.residual, p.momentum, wire + begin, <uint8_t *>scratch + p.aside, p.state,
+        p.options, p.n, p.counter, factor, p.mu
+    )
 
 
-cdef inline int unpack(Packed *p, uint8_t *wire, uint64_t size, char *elements, char *scratch) noexcept nogil:
-    """Decode into elements. 0, or -1 if `wire` makes no sense. SLACK bytes behind it may be read."""
+cdef inline int unpack(
+    Packed *p, uint8_t *wire, uint64_t size, char *elements, char *scratch
+) noexcept nogil:
+    """Decode into elements. 0, or -1 if `wire` makes no sense.
+
+    SLACK bytes behind it may be read.
+    """
     cdef char *wide = scratch if p.narrow != NULL else elements
     if p.decode(wire, size, wide, <uint8_t *>scratch + p.aside, p.options, p.n, 0) != 0:
         return -1

@@ -1,21 +1,27 @@
-# Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+# Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these;
+# see "GPUs" in ARCHITECTURE.md.
 #
-# NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an ORDER goes to everybody, in the same sequence, and
-# whoever reads one queues just that, whatever has become of the tensor meanwhile: without one it gives zeros, and throws away what it gets.
+# NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an
+# ORDER goes to everybody, in the same sequence, and whoever reads one queues just that, whatever
+# has become of the tensor meanwhile: without one it gives zeros, and throws away what it gets.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
 
 from bpsx.core.gpu.device cimport (
-    ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
+    ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device,
+    item_bytes,
 )
 from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
 from bpsx.core.local.group cimport PART_BITS, Machine, agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.gpu.pinned_pool cimport SLAB
-from bpsx.core.local.ring cimport GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post
+from bpsx.core.local.ring cimport (
+    GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post,
+)
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, PUSH, REDUCE, advance, enter, fail_partition, give_up,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, PUSH, REDUCE, advance,
+    enter, fail_partition, give_up,
 )
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
@@ -36,7 +42,11 @@ cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
 
 
 cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
-    """A rank in the groups that stands for a process that is there, in each of them; NOBODY: none does. The root's, if it can be."""
+    """A rank in the groups that stands for a process that is there, in each of them; NOBODY: none
+    does.
+
+    The root's, if it can be.
+    """
     cdef uint32_t candidate, i, k
     cdef bint there
     for k in range(m.group_size):
@@ -83,7 +93,9 @@ cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noex
     cdef Task *task = p.tensor.current
     memset(order, 0, sizeof(Post))
     order.key = p.key
-    order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (IS_BROADCAST if task.broadcast else 0)
+    order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (
+        IS_BROADCAST if task.broadcast else 0
+    )
     order.nbytes = p.gpu.span
     order.dtype = p.tensor.dtype
     order.round = p.round
@@ -98,7 +110,9 @@ cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noex
         order.slab_bytes = p.gpu.place.slab_bytes
 
 
-cdef inline void tell_all(Machine *m, Partition *p, const Post *order, bint more, int *failed) noexcept nogil:
+cdef inline void tell_all(
+    Machine *m, Partition *p, const Post *order, bint more, int *failed
+) noexcept nogil:
     cdef Post post
     cdef uint32_t i
     for i in range(m.size):
@@ -137,7 +151,11 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     p.share_status = 0
     if not agree(m, p, &other):
         refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
-    elif task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
+    elif (
+        task.broadcast
+        and task.divisor - m.first_rank < m.size
+        and not present(m, p, task.divisor - m.first_rank)
+    ):
         refuse(c, p, E_JOINED, task.divisor, task.divisor)
     else:
         p.order = c.next_order
@@ -150,7 +168,8 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     """Decide who adds and copies what. False if nobody can, which ends the round."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
-    cdef uint32_t i, sender = task.divisor - m.first_rank       # of a broadcast; wraps if it is on another machine
+    # of a broadcast; wraps if it is on another machine
+    cdef uint32_t i, sender = task.divisor - m.first_rank
     p.gpu.owner = choose_owner(m, p)
     if p.gpu.owner == NOBODY:
         refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
@@ -165,7 +184,8 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     for i in range(m.size):
         p.shares[i].takes_part = p.shares[i].flags != 0
         p.gpu.others += p.shares[i].takes_part
-        if m.alone:                             # no more words about this round: the next one's may come
+        # no more words about this round: the next one's may come
+        if m.alone:
             p.shares[i].flags = 0
     if m.alone:
         p.n_shares = 0
@@ -183,7 +203,10 @@ cdef inline Partition *next_due(Core *c) noexcept nogil:
 
 
 cdef inline int order_next(Core *c) noexcept nogil:
-    """Tell everybody what to queue next: a group of what is due, results first. Returns how many partitions."""
+    """Tell everybody what to queue next: a group of what is due, results first.
+
+    Returns how many partitions.
+    """
     cdef Machine *m = c.machine
     cdef Partition *p
     cdef Partition *following
@@ -223,7 +246,14 @@ cdef inline int pump_orders(Core *c) noexcept nogil:
 cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
     """Whether the round that an order is about is under way here."""
     cdef int wanted
-    if p == NULL or order.flags & STANDS_IN or not under_way(c, p) or not p.on_gpu or p.round != order.round or p.gpu.span != order.nbytes:
+    if (
+        p == NULL
+        or order.flags & STANDS_IN
+        or not under_way(c, p)
+        or not p.on_gpu
+        or p.round != order.round
+        or p.gpu.span != order.nbytes
+    ):
         return False
     if c.machine.me == c.machine.root:
         wanted = BROADCAST if order.flags & GATHERS else REDUCE
@@ -233,7 +263,11 @@ cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept n
 
 
 cdef inline int end_group(Device *d, int rc) noexcept nogil:
-    """Close what begin_group has opened, whatever has failed in it: the depth is the thread's, which may be the user's. The first error, or 0."""
+    """Close what begin_group has opened, whatever has failed in it: the depth is the thread's,
+    which may be the user's.
+
+    The first error, or 0.
+    """
     cdef int end = d.end_group(d.self)
     return rc if rc != 0 else end
 
@@ -243,7 +277,8 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     cdef Machine *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
-    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
+    cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
     cdef int rc = 0
     if m.alone and o.flags & IS_BROADCAST:
         return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
@@ -252,13 +287,21 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     if m.alone:
         return d.collect(d.self, ALL_REDUCE, give, get, n, o.dtype, o.reduction, 0, stream)
     if o.group_owner != EVERYBODY:
-        return d.collect(d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream)
+        return d.collect(
+            d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream
+        )
     rc = d.begin_group(d.self)
     if rc != 0:
         return rc
-    rc = d.collect(d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype, o.reduction, 0, stream)
+    rc = d.collect(
+        d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype,
+        o.reduction, 0, stream
+    )
     if rc == 0 and rest:
-        rc = d.collect(d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype, o.reduction, m.group_size - 1, stream)
+        rc = d.collect(
+            d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype,
+            o.reduction, m.group_size - 1, stream
+        )
     return end_group(d, rc)
 
 
@@ -267,7 +310,8 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
     cdef Machine *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
-    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
+    cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
     cdef uint64_t own = (m.me % m.group_size) * each * item
     cdef int rc
     if o.group_owner != EVERYBODY:
@@ -277,7 +321,10 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
         return rc
     rc = d.collect(d.self, ALL_GATHER, at + own, at, each * item, 5, 0, 0, stream)
     if rc == 0 and rest:
-        rc = d.collect(d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5, 0, m.group_size - 1, stream)
+        rc = d.collect(
+            d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5,
+            0, m.group_size - 1, stream
+        )
     return end_group(d, rc)
 
 
@@ -297,7 +344,13 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
         rc = d.room(d, order.nbytes)
         give = d.zeros
         get = d.waste
-    if rc == 0 and task != NULL and not c.gpu.watches and task.ready != NULL and task.recorded != c.gpu.followed:
+    if (
+        rc == 0
+        and task != NULL
+        and not c.gpu.watches
+        and task.ready != NULL
+        and task.recorded != c.gpu.followed
+    ):
         c.gpu.followed = task.recorded
         rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
     if order.flags & GATHERS and rc == 0:
@@ -306,12 +359,25 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
 
 
 cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """The average of integers, of the sum that NCCL has been asked for: after its group, which is queued at its end. 0, or an error."""
+    """The average of integers, of the sum that NCCL has been asked for: after its group, which is
+    queued at its end.
+
+    0, or an error.
+    """
     cdef Device *d = c.device
     cdef Task *task = p.tensor.current
-    if not c.machine.alone or order.reduction != SUM or task.broadcast or task.divisor <= 1 or order.nbytes == 0:
+    if (
+        not c.machine.alone
+        or order.reduction != SUM
+        or task.broadcast
+        or task.divisor <= 1
+        or order.nbytes == 0
+    ):
         return 0
-    return d.divide(d.self, task.output + p.offset, order.nbytes // item_bytes(order.dtype), order.dtype, task.divisor, d.streams[BETWEEN])
+    return d.divide(
+        d.self, task.output + p.offset, order.nbytes // item_bytes(order.dtype), order.dtype,
+        task.divisor, d.streams[BETWEEN]
+    )
 
 
 cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
@@ -337,7 +403,8 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
                 return
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
             p.source = g.host                   # there will be something, whoever copies it
-    if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:     # without servers nothing of ours comes after it
+    # without servers nothing of ours comes after it
+    if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:
         give_up(c, E_DEVICE)
     elif p.tensor.recorded:
         await_end(c, p, BETWEEN)
@@ -346,10 +413,18 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
 
 
 cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Let our copy engines reach a place in the root's segment. 0, or a status: it cannot be one, or they cannot."""
+    """Let our copy engines reach a place in the root's segment.
+
+    0, or a status: it cannot be one, or they cannot.
+    """
     cdef Machine *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
-    if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes:
+    if (
+        slab == NULL
+        or post.slab % SLAB
+        or post.offset < post.slab
+        or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes
+    ):
         return E_PROTOCOL
     if not m.pinned[post.slab // SLAB]:
         if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:
@@ -360,8 +435,11 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
 
 
 cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
-    """Record one end for all tasks that end with this group, the last one's. Each alone would take the driver's lock from who queues the next layer.
-    The last is reaped last, so its event stays what it is for as long as somebody asks for it. 0, or an error."""
+    """Record one end for all tasks that end with this group, the last one's.
+
+    Each alone would take the driver's lock from who queues the next layer. The last is reaped last,
+    so its event stays what it is for as long as somebody asks for it. 0, or an error.
+    """
     cdef Task *task
     cdef void *over = NULL
     cdef uint32_t i
@@ -382,8 +460,15 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
 
 
 cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
-    """The task that ends with an order's collective, if it is under way here. One that is recorded ends when that has been seen to have come."""
-    cdef Task *task = partition_of(c.machine, order.key).tensor.current if order.takes_part else NULL
+    """The task that ends with an order's collective, if it is under way here.
+
+    One that is recorded ends when that has been seen to have come.
+    """
+    cdef Task *task = (
+        partition_of(c.machine, order.key).tensor.current
+        if order.takes_part
+        else NULL
+    )
     return task if task != NULL and task.handle != NULL and not task.tensor.recorded else NULL
 
 
@@ -419,7 +504,12 @@ cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
 cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
     """0, or -1 if it makes no sense."""
     cdef uint32_t n = c.gpu.n_orders
-    if c.device == NULL or c.gpu.orders == NULL or n == c.gpu.group or not atomic_load(&c.device.ready):
+    if (
+        c.device == NULL
+        or c.gpu.orders == NULL
+        or n == c.gpu.group
+        or not atomic_load(&c.device.ready)
+    ):
         return -1
     c.gpu.orders[n] = order[0]
     c.gpu.n_orders += 1
@@ -449,7 +539,10 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
 
 
 cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Elsewhere: the result is on the host, or the round has failed. 0, or -1 if it makes no sense."""
+    """Elsewhere: the result is on the host, or the round has failed.
+
+    0, or -1 if it makes no sense.
+    """
     cdef int stage = p.tensor.stages[p.stage], status
     if post.status < 0:
         if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:

@@ -1,6 +1,8 @@
-# The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+# The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver
+# calls these; see "GPUs" in ARCHITECTURE.md.
 #
-# Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each stream only the oldest event is asked for.
+# Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each
+# stream only the oldest event is asked for.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -13,7 +15,9 @@ from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
 from bpsx.core.codec.pool cimport pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up, watch_no_more
+from bpsx.core.stage cimport (
+    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up, watch_no_more,
+)
 from bpsx.core.state cimport USER_STREAMS, Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
 
@@ -38,7 +42,10 @@ cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
-    """Record the partition's event on a stream: what it has queued there has come with that. 0, or an error."""
+    """Record the partition's event on a stream: what it has queued there has come with that.
+
+    0, or an error.
+    """
     return c.device.record(c.device.self, p.gpu.queued[which], c.device.streams[which])
 
 
@@ -116,10 +123,14 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
-    """Have the stream of copies to the host go on when that is there which is to be copied or encoded. 0, or an error.
+    """Have the stream of copies to the host go on when that is there which is to be copied or
+    encoded.
 
-    The user's own work has been done. With neighbours there is the group's sum to come. Alone there is the round before: it ends when its copy up is
-    queued, and who has not waited for it asks for a sum of what will be there then.
+    0, or an error.
+
+    The user's own work has been done. With neighbours there is the group's sum to come. Alone there
+    is the round before: it ends when its copy up is queued, and who has not waited for it asks for
+    a sum of what will be there then.
     """
     cdef Device *d = c.device
     cdef int which = UP if c.machine == NULL else BETWEEN
@@ -148,7 +159,8 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
         rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
     if rc == 0 and g.length:
         rc = mark(c, p, DOWN)
-    if rc == 0 and g.length and g.data == d.waste:      # the root's, who has joined: nothing may come there before this has been copied
+    # the root's, who has joined: nothing may come there before this has been copied
+    if rc == 0 and g.length and g.data == d.waste:
         rc = d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
     if rc != 0:
         give_up(c, E_DEVICE)
@@ -159,7 +171,10 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
-    """What has been encoded on the GPU, behind the learning rate, if that travels. 0, or an error."""
+    """What has been encoded on the GPU, behind the learning rate, if that travels.
+
+    0, or an error.
+    """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef uint64_t head = head_of(p.packed)
@@ -171,7 +186,9 @@ cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void code(Core *c, Partition *p) noexcept nogil:
-    """COMPRESS and DECOMPRESS on the GPU: what comes before is queued here, and the kernels by the thread that can."""
+    """COMPRESS and DECOMPRESS on the GPU: what comes before is queued here, and the kernels by
+    the thread that can.
+    """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef int rc = 0
@@ -194,7 +211,9 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void coded(Core *c, Partition *p) noexcept nogil:
-    """The kernels have been queued: find out how many bytes they make, or whether there was sense in what they got."""
+    """The kernels have been queued: find out how many bytes they make, or whether there was
+    sense in what they got.
+    """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef int which = DOWN if p.encodes else UP
@@ -249,7 +268,9 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     if rc == 0 and g.coder != NULL and g.length:
         rc = d.copy(d.self, g.wire, g.host, p.packed.size, d.streams[UP])
     elif rc == 0 and g.length and task.output != NULL:
-        rc = d.copy(d.self, task.output + p.offset + g.begin, g.host + g.begin, g.length, d.streams[UP])
+        rc = d.copy(
+            d.self, task.output + p.offset + g.begin, g.host + g.begin, g.length, d.streams[UP]
+        )
     if rc == 0 and c.machine == NULL:
         rc = d.record(d.self, g.place.up, d.streams[UP])
         g.place.used = True
@@ -264,7 +285,10 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int look_at_user(Core *c) noexcept nogil:
-    """Begin tasks whose input the GPU has made. Of those of one stream only the oldest is asked for, and once. Returns how many."""
+    """Begin tasks whose input the GPU has made.
+
+    Of those of one stream only the oldest is asked for, and once. Returns how many.
+    """
     cdef Task *task
     cdef Task *following
     cdef Task *waits                        # the last that has not been made yet
@@ -289,7 +313,8 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
                 come = task.recorded
                 watch_no_more(c, task)
                 begin(c, task)
-                following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen       # that may have started others
+                # that may have started others
+                following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen
             task = following
     return n
 

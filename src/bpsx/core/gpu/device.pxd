@@ -1,7 +1,8 @@
 # A GPU as the core sees it: a table of C functions, filled by local/_cuda.pyx.
 #
-# Streams and events are the driver's handles (CUstream, CUevent). Functions that return int give 0, or the library's error number, which `failure`
-# explains. They may be called by whoever has entered, one thread at a time but for `record` and `wait`.
+# Streams and events are the driver's handles (CUstream, CUevent). Functions that return int give 0,
+# or the library's error number, which `failure` explains. They may be called by whoever has
+# entered, one thread at a time but for `record` and `wait`.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cdef enum Collective:
@@ -13,7 +14,8 @@ cdef enum Collective:
 
 cdef enum Reduction:
     SUM = 0
-    MEAN = 4                    # NCCL's codes; each is divided before it is added, so halves do not overflow
+    # NCCL's codes; each is divided before it is added, so halves do not overflow
+    MEAN = 4
 
 cdef enum:                      # our streams of a GPU
     DOWN = 0                    # copies to the host,
@@ -23,28 +25,46 @@ cdef enum:                      # our streams of a GPU
 
 cdef struct Device:
     void *self
-    int (*enter)(void *self) noexcept nogil             # the GPU's context is the thread's until `leave`, which gets what this gives, from 0
+    # the GPU's context is the thread's until `leave`, which gets what this gives, from 0
+    int (*enter)(void *self) noexcept nogil
     void (*leave)(void *self, int token) noexcept nogil
-    int (*copy)(void *self, void *to, const void *source, uint64_t nbytes, void *stream) noexcept nogil
-    int (*fill)(void *self, void *at, unsigned char value, uint64_t nbytes, void *stream) noexcept nogil
+    int (*copy)(
+        void *self, void *to, const void *source, uint64_t nbytes, void *stream
+    ) noexcept nogil
+    int (*fill)(
+        void *self, void *at, unsigned char value, uint64_t nbytes, void *stream
+    ) noexcept nogil
     int (*record)(void *self, void *event, void *stream) noexcept nogil
-    int (*wait)(void *self, void *stream, void *event) noexcept nogil       # the stream waits, not the caller
-    int (*query)(void *self, void *event) noexcept nogil                    # 1: has come, 0: not yet, less than 0: the error, negated
+    # the stream waits, not the caller
+    int (*wait)(void *self, void *stream, void *event) noexcept nogil
+    # 1: has come, 0: not yet, less than 0: the error, negated
+    int (*query)(void *self, void *event) noexcept nogil
     void *(*new_event)(void *self) noexcept nogil       # NULL: there is none
     void (*drop_event)(void *self, void *event) noexcept nogil
-    int (*pin)(void *self, void *at, uint64_t nbytes) noexcept nogil        # host memory that the copy engines shall reach
-    void *(*host_memory)(void *self, uint64_t nbytes) noexcept nogil        # ... of its own; NULL: there is none
-    int (*collect)(void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction, int root,
-                   void *stream) noexcept nogil
-    int (*divide)(void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream) noexcept nogil    # integers, rounding down
-    int (*room)(Device *d, uint64_t nbytes) noexcept nogil                  # have so many `zeros`, and as much `waste`
+    # host memory that the copy engines shall reach
+    int (*pin)(void *self, void *at, uint64_t nbytes) noexcept nogil
+    # ... of its own; NULL: there is none
+    void *(*host_memory)(void *self, uint64_t nbytes) noexcept nogil
+    int (*collect)(
+        void *self, int what, const void *send, void *receive, uint64_t count, int dtype,
+        int reduction, int root, void *stream
+    ) noexcept nogil
+    # integers, rounding down
+    int (*divide)(
+        void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream
+    ) noexcept nogil
+    # have so many `zeros`, and as much `waste`
+    int (*room)(Device *d, uint64_t nbytes) noexcept nogil
     int (*begin_group)(void *self) noexcept nogil
     int (*end_group)(void *self) noexcept nogil
-    bint (*broken)(void *self) noexcept nogil           # a function has failed; there is a text about it
-    void (*abort)(void *self) noexcept nogil            # what waits on the GPU for another process ends
+    # a function has failed; there is a text about it
+    bint (*broken)(void *self) noexcept nogil
+    # what waits on the GPU for another process ends
+    void (*abort)(void *self) noexcept nogil
     void *streams[N_STREAMS]
     void *fence                 # an event of the driver's
-    char *zeros                 # on the GPU, for who takes part in a collective without a tensor: what it gives,
+    # on the GPU, for who takes part in a collective without a tensor: what it gives,
+    char *zeros
     char *waste                 # ... what it gets,
     uint64_t most               # ... and how many bytes each has
     int64_t ready               # the communicators are there; set by any thread
@@ -60,7 +80,9 @@ cdef inline uint32_t item_bytes(uint32_t dtype) noexcept nogil:
 
 
 cdef inline int mark_end(Device *d, void *over, bint clean, int last) noexcept nogil:
-    """Record `over`, which comes with all that a task has queued: that is on the stream `last` if it ended well, anywhere if not."""
+    """Record `over`, which comes with all that a task has queued: that is on the stream `last`
+    if it ended well, anywhere if not.
+    """
     cdef int i, rc
     if not clean:
         for i in range(N_STREAMS):

@@ -1,6 +1,8 @@
-# Pinned memory for partitions of tensors on a GPU: places of some sizes, given out and taken back. Only the driver calls these.
+# Pinned memory for partitions of tensors on a GPU: places of some sizes, given out and taken back.
+# Only the driver calls these.
 #
-# What is under way at once bounds what is pinned; a model's weights, broadcast once, leave nothing behind but places for its gradients.
+# What is under way at once bounds what is pinned; a model's weights, broadcast once, leave nothing
+# behind but places for its gradients.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -42,9 +44,14 @@ cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
     return kind
 
 
-cdef inline bint take_slab(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
-    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it; the network may read and write there. False when there is
-    none."""
+cdef inline bint take_slab(
+    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
+) noexcept nogil:
+    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it;
+    the network may read and write there.
+
+    False when there is none.
+    """
     cdef uint64_t at
     all.given = all.slab_bytes = 0
     nbytes = (nbytes + SLAB - 1) // SLAB * SLAB
@@ -67,12 +74,15 @@ cdef inline bint take_slab(Places *all, Endpoint *network, Device *d, Machine *m
     return True
 
 
-cdef inline Place *take_place(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
+cdef inline Place *take_place(
+    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
+) noexcept nogil:
     """Room for so many bytes; NULL when there is no memory."""
     cdef uint32_t kind = kind_for(nbytes)
     cdef uint64_t size = bytes_of(kind), gap
     cdef Place *place = all.unused[kind]
-    # What it was used for may still be on its way up: nobody may write there before, not even the host. Of others of its size that is later.
+    # What it was used for may still be on its way up: nobody may write there before, not even the
+    # host. Of others of its size that is later.
     if place != NULL and not (place.used and d.query(d.self, place.up) == 0):
         all.unused[kind] = place.next
         place.used = False

@@ -1,4 +1,5 @@
-# Tasks that have ended: who goes on after them, and when nobody uses their memory any more. With the GIL: one thread at a time.
+# Tasks that have ended: who goes on after them, and when nobody uses their memory any more. With
+# the GIL: one thread at a time.
 from libc.stdint cimport uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
@@ -31,11 +32,17 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
 
 
 cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
-    """The same of those on a GPU, which ends them in their order: so only the oldest is asked for, and once for a group."""
+    """The same of those on a GPU, which ends them in their order: so only the oldest is asked
+    for, and once for a group.
+    """
     cdef Task *task = c.reap_on_gpu
     cdef void *come = NULL
     cdef int token = c.device.enter(c.device.self)
-    while task != NULL and not atomic_load(&task.wire) and (token < 0 or task.over == come or c.device.query(c.device.self, task.over) != 0):
+    while (
+        task != NULL
+        and not atomic_load(&task.wire)
+        and (token < 0 or task.over == come or c.device.query(c.device.self, task.over) != 0)
+    ):
         come = task.over
         task.come = True
         lock(&c.monitor)
@@ -67,9 +74,17 @@ cdef inline int unreaped(Core *c) noexcept nogil:
 
 
 cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
-    """Whether a user's stream goes on after the end of a task on a GPU, or of another that was queued on the same stream of ours later. ``by``:
-    its number, 0 if it has none that is its own."""
-    return by != 0 and c.met_by == by and task.ended != 0 and task.ended <= c.met[task.tensor.last_stream]
+    """Whether a user's stream goes on after the end of a task on a GPU, or of another that was
+    queued on the same stream of ours later.
+
+    ``by``: its number, 0 if it has none that is its own.
+    """
+    return (
+        by != 0
+        and c.met_by == by
+        and task.ended != 0
+        and task.ended <= c.met[task.tensor.last_stream]
+    )
 
 
 cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:

@@ -1,10 +1,13 @@
-# The processes of one machine, as one of them sees the others. Owned by `local/_machine.pyx`; the driver's alone while the core runs.
+# The processes of one machine, as one of them sees the others. Owned by `local/_machine.pyx`; the
+# driver's alone while the core runs.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
 
 from bpsx.core.partition cimport Lane, Partition, Task, Tensor
-from bpsx.core.local.ring cimport IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take
+from bpsx.core.local.ring cimport (
+    IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take,
+)
 from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.kernels.abi cimport Kernels
 
@@ -13,7 +16,8 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef enum:
     N_DTYPES = 32
-    PART_BITS = 20              # a key is the tensor's number times 2^PART_BITS plus the partition's, see placement.py
+    # a key is the tensor's number times 2^PART_BITS plus the partition's, see placement.py
+    PART_BITS = 20
     MOST_TENSORS = 1 << 24
     PAGE = 4096
     MOST_ROOTS = 64
@@ -42,9 +46,11 @@ cdef struct Machine:
     bint collects               # this process's GPU may be needed by the others
     uint32_t group_size         # GPUs that reduce together: of a PCIe switch, or all
     uint32_t n_groups
-    uint32_t n_roots            # of a group: to whom partitions are reduced by turns; 0: each copies a part of it
+    # of a group: to whom partitions are reduced by turns; 0: each copies a part of it
+    uint32_t n_roots
     uint32_t roots[MOST_ROOTS]
-    uint8_t *pinned             # which slabs of the root's segment our copy engines reach, by number
+    # which slabs of the root's segment our copy engines reach, by number
+    uint8_t *pinned
     Neighbour *all              # by local rank, this process included
     uint64_t used               # bytes of this process's segment that are taken
     Posts early                 # shares of tensors that the root does not know yet
@@ -87,7 +93,9 @@ cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept no
 
 
 cdef inline bint ring_bells(Machine *m) noexcept nogil:
-    """Wake whoever sleeps and has been told something; True if something could not be told yet for want of room."""
+    """Wake whoever sleeps and has been told something; True if something could not be told yet
+    for want of room.
+    """
     cdef uint32_t i, sent
     cdef uint64_t one = 1
     cdef bint left = False
@@ -130,7 +138,10 @@ cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept no
 
 
 cdef inline bint fall_asleep(Machine *m) noexcept nogil:
-    """Say that our driver sleeps from now on. False, and taken back, if there is something to do after all."""
+    """Say that our driver sleeps from now on.
+
+    False, and taken back, if there is something to do after all.
+    """
     cdef uint32_t i
     cdef Segment *own = m.all[m.me].segment
     atomic_store(&own.parked, 1)
@@ -145,7 +156,9 @@ cdef inline void stay_awake(Machine *m) noexcept nogil:
     atomic_store(&m.all[m.me].segment.parked, 0)
 
 
-cdef inline char *memory_at(Machine *m, uint32_t owner, uint64_t offset, uint64_t length) noexcept nogil:
+cdef inline char *memory_at(
+    Machine *m, uint32_t owner, uint64_t offset, uint64_t length
+) noexcept nogil:
     """Where a neighbour's bytes are mapped here, or NULL if it cannot be."""
     if owner >= m.size or offset > m.all[owner].nbytes or length > m.all[owner].nbytes - offset:
         return NULL
@@ -194,8 +207,13 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
     return 0
 
 
-cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
-    """At the root: tell all who have given their share of this round how it ended. 0, or -1 when there is no memory."""
+cdef inline int post_results(
+    Machine *m, Partition *p, int status, uint32_t a, uint32_t b
+) noexcept nogil:
+    """At the root: tell all who have given their share of this round how it ended.
+
+    0, or -1 when there is no memory.
+    """
     cdef Post post
     cdef uint32_t i
     cdef int failed = 0
@@ -222,13 +240,21 @@ cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, u
 
 
 cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
-    """At the root: whether everybody asks for the operation that the root asks for, in the same kind of memory."""
+    """At the root: whether everybody asks for the operation that the root asks for, in the same
+    kind of memory.
+    """
     cdef Task *task = p.tensor.current
     cdef uint32_t i, flags
     for i in range(m.size):
         flags = p.shares[i].flags
-        if flags and (p.shares[i].divisor != task.divisor or ((flags & IS_BROADCAST) != 0) != task.broadcast or
-                      ((flags & ON_GPU) != 0) != task.on_gpu):
+        if (
+            flags
+            and (
+                p.shares[i].divisor != task.divisor
+                or ((flags & IS_BROADCAST) != 0) != task.broadcast
+                or ((flags & ON_GPU) != 0) != task.on_gpu
+            )
+        ):
             who[0] = m.first_rank + i
             return False
     return True
@@ -246,7 +272,9 @@ cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline bint hosts(Machine *m) noexcept nogil:
-    """Whether this process has to work although nothing of its own is under way: it has joined, and is the root or has a GPU that others need."""
+    """Whether this process has to work although nothing of its own is under way: it has joined,
+    and is the root or has a GPU that others need.
+    """
     return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
 
 

@@ -1,24 +1,30 @@
-# What the processes of one machine do for each other: they lay their shares into shared memory, the root adds them, and, when the
-# result is home, everybody copies it out. See "Several processes on one machine" in ARCHITECTURE.md.
+# What the processes of one machine do for each other: they lay their shares into shared memory, the
+# root adds them, and, when the result is home, everybody copies it out. See "Several processes on
+# one machine" in ARCHITECTURE.md.
 #
-# The sum is built in the share of the lowest local rank and travels from there; the root's own input is added last and in the same
-# pass divided, if there are no servers. So the root copies nothing before the push.
+# The sum is built in the share of the lowest local rank and travels from there; the root's own
+# input is added last and in the same pass divided, if there are no servers. So the root copies
+# nothing before the push.
 #
-# Who has called join() gives no share. A root that has joined goes on working for the others, by stand-ins: tasks without input, output
-# and handle.
+# Who has called join() gives no share. A root that has joined goes on working for the others, by
+# stand-ins: tasks without input, output and handle.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.gpu.device cimport MEAN
 from bpsx.core.local.group cimport (
-    Machine, agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post, ring_bells, send_post, shift,
+    Machine, agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results,
+    queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport Partition, Task, Tensor
-from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post
+from bpsx.core.local.ring cimport (
+    HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post,
+)
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up, start,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, advance, deserted,
+    fail_partition, fail_tensor, give_up, start,
 )
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
@@ -71,7 +77,8 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
     if p.source == NULL:
         return -1
     if post.owner == c.machine.me:
-        # The result lies where our share lay, and others may still copy it out when we begin the next round: that share goes elsewhere.
+        # The result lies where our share lay, and others may still copy it out when we begin the
+        # next round: that share goes elsewhere.
         p.share_side ^= 1
     advance(c, p)
     return 0
@@ -80,7 +87,9 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
 # ---- the root
 
 cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept nogil:
-    """This root has joined and pushes nothing itself, but the others need it: begin the round that `post` belongs to in its place."""
+    """This root has joined and pushes nothing itself, but the others need it: begin the round
+    that `post` belongs to in its place.
+    """
     cdef Task *task = <Task *>calloc(1, sizeof(Task))
     if task == NULL:
         give_up(c, E_MEMORY)
@@ -109,7 +118,12 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
             if p.shares[i].flags:
                 stand_in(c, p.tensor, &p.shares[i])
                 return
-    if p.tensor.current != NULL and p.tensor.begun and p.tensor.stages[p.stage] == COORDINATE_REDUCE and everybody_in(m, p):
+    if (
+        p.tensor.current != NULL
+        and p.tensor.begun
+        and p.tensor.stages[p.stage] == COORDINATE_REDUCE
+        and everybody_in(m, p)
+    ):
         advance(c, p)
 
 
@@ -130,8 +144,13 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
     cdef Post *noted = &p.shares[post.owner]
     cdef uint32_t who = 0, count = noted.count
     if p.tensor.status != DONE and p.tensor.status != E_LEFT:
-        return 0                            # its task fails there, too: the scheduler tells everybody
-    if noted.flags or post.round != count or not post.flags & ON_GPU and memory_at(m, post.owner, post.offset, p.length) == NULL:
+        # its task fails there, too: the scheduler tells everybody
+        return 0
+    if (
+        noted.flags
+        or post.round != count
+        or not post.flags & ON_GPU and memory_at(m, post.owner, post.offset, p.length) == NULL
+    ):
         return -1
     noted[0] = post[0]
     noted.count = count + 1
@@ -166,7 +185,10 @@ cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:
 
 
 cdef inline uint32_t gather_parts(Machine *m, Partition *p) noexcept nogil:
-    """What is to be added, into `m.parts`: the shares by local rank, then the root's own. Returns how many."""
+    """What is to be added, into `m.parts`: the shares by local rank, then the root's own.
+
+    Returns how many.
+    """
     cdef uint32_t i, n = 0
     for i in range(m.size):
         if p.shares[i].flags:
@@ -184,13 +206,19 @@ cdef inline int64_t divisor_here(Machine *m, Partition *p, Kernels *k) noexcept 
         return p.divisor
     if k.wide_itemsize == k.itemsize or p.divisor % m.size:
         return 1
-    # An average of halves: the machine's sum could overflow where the average does not, so its mean travels.
+    # An average of halves: the machine's sum could overflow where the average does not, so its mean
+    # travels.
     p.divisor //= m.size
     return m.size
 
 
-cdef inline int add_parts(Machine *m, Kernels *k, char *target, uint32_t parts, int64_t n, int64_t divisor) noexcept nogil:
-    """Add the first `parts` of `m.parts` into `target`, which is the first of them or none. 0, or a status."""
+cdef inline int add_parts(
+    Machine *m, Kernels *k, char *target, uint32_t parts, int64_t n, int64_t divisor
+) noexcept nogil:
+    """Add the first `parts` of `m.parts` into `target`, which is the first of them or none.
+
+    0, or a status.
+    """
     cdef char *wide = NULL
     cdef uint32_t i
     if wants_wide(k, parts):
@@ -214,7 +242,8 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
     n = p.length // k.itemsize
     divisor = divisor_here(m, p, k)
     if parts == 1:
-        if m.parts[0] != p.target:              # the root's own, and nobody else's: the output is as good a place
+        # the root's own, and nobody else's: the output is as good a place
+        if m.parts[0] != p.target:
             memcpy(p.target, m.parts[0], p.length)
         if divisor > 1:
             k.divide(p.target, n, divisor)
@@ -225,7 +254,8 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
 cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
     """Whose bytes go out. 0, or a status."""
     cdef Machine *m = c.machine
-    cdef uint32_t owner = p.tensor.current.divisor - m.first_rank       # wraps if it is on another machine
+    # wraps if it is on another machine
+    cdef uint32_t owner = p.tensor.current.divisor - m.first_rank
     if owner >= m.size:
         return 0
     if owner != m.me:
@@ -235,7 +265,8 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
         p.result_owner = owner
         p.result_offset = p.shares[owner].offset
         p.target = p.source
-    elif p.tensor.current.handle == NULL:       # a stand-in; the input of an empty tensor may be NULL, too
+    # a stand-in; the input of an empty tensor may be NULL, too
+    elif p.tensor.current.handle == NULL:
         return E_JOINED
     elif m.alone and p.length and p.source != p.target:
         memcpy(p.target, p.source, p.length)
@@ -243,7 +274,9 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
-    """Where the sum and the result shall lie: in the first share that there is, else in the root's own output."""
+    """Where the sum and the result shall lie: in the first share that there is, else in the
+    root's own output.
+    """
     cdef uint32_t i
     for i in range(m.size):
         if p.shares[i].flags:
@@ -254,7 +287,9 @@ cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
-    """PCIE_REDUCE, at the root: the sums of the PCIe switches lie one behind the other; add them into the first."""
+    """PCIE_REDUCE, at the root: the sums of the PCIe switches lie one behind the other; add them
+    into the first.
+    """
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
     cdef int64_t divisor = 1
@@ -292,7 +327,8 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
             status = add_up(c, p)
         p.source = p.target
     if (status == E_MISMATCH or status == E_JOINED) and not m.alone:
-        # The other machines wait for our push: it goes out without a body and says that the round has failed.
+        # The other machines wait for our push: it goes out without a body and says that the round
+        # has failed.
         p.share_status = status
         p.share_a = one
         p.share_b = other
@@ -326,7 +362,12 @@ cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
     cdef uint8_t stage
     for i in range(tensor.n_parts):
         stage = tensor.stages[tensor.parts[i].stage]
-        if stage == COORDINATE_REDUCE or m.me != m.root and (stage == COORDINATE_BROADCAST or stage == COORDINATE_PUSH or stage == REDUCE):
+        if (
+            stage == COORDINATE_REDUCE
+            or m.me != m.root and (
+                stage == COORDINATE_BROADCAST or stage == COORDINATE_PUSH or stage == REDUCE
+            )
+        ):
             return True
     return False
 
@@ -342,7 +383,10 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
     while tensor != NULL:
         if tensor.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
             for i in range(tensor.n_parts):
-                if tensor.parts[i].n_shares and post_results(m, &tensor.parts[i], E_LEFT, who, 0) != 0:
+                if (
+                    tensor.parts[i].n_shares
+                    and post_results(m, &tensor.parts[i], E_LEFT, who, 0) != 0
+                ):
                     give_up(c, E_MEMORY)
             if tensor.current != NULL:
                 tensor.detail_a = tensor.current.detail_a = who
@@ -376,13 +420,25 @@ cdef inline int take_posts(Core *c) noexcept nogil:
     while next_post(c.machine, &post, &sender):
         n += 1
         if post.flags & IS_ORDER:
-            rc = take_order(c, &post) if c.machine.me != c.machine.root and sender == c.machine.root else -1
+            rc = (
+                take_order(c, &post)
+                if c.machine.me != c.machine.root and sender == c.machine.root
+                else -1
+            )
         elif post.flags & (IS_COPIED | IS_LOADED):
-            rc = take_word(c, &post) if c.machine.me == c.machine.root and post.owner == sender else -1
+            rc = (
+                take_word(c, &post)
+                if c.machine.me == c.machine.root and post.owner == sender
+                else -1
+            )
         elif post.flags & IS_RESULT:
             rc = take_result(c, &post) if c.machine.me != c.machine.root else -1
         else:
-            rc = take_share(c, &post) if c.machine.me == c.machine.root and post.owner == sender else -1
+            rc = (
+                take_share(c, &post)
+                if c.machine.me == c.machine.root and post.owner == sender
+                else -1
+            )
         if rc != 0:
             c.counters.malformed += 1
             give_up(c, E_PROTOCOL)
@@ -390,13 +446,17 @@ cdef inline int take_posts(Core *c) noexcept nogil:
 
 
 cdef inline int pump_machine(Core *c) noexcept nogil:
-    """Take what the neighbours say, copy and add what is due, ring their bells. Returns how much was done."""
+    """Take what the neighbours say, copy and add what is due, ring their bells.
+
+    Returns how much was done.
+    """
     cdef Machine *m = c.machine
     cdef Partition *p
     cdef uint64_t done = 0
     cdef uint32_t i
     cdef int n
-    cdef bint gone = gone_news(m)           # before the posts are read: what somebody posted before it left counts
+    # before the posts are read: what somebody posted before it left counts
+    cdef bint gone = gone_news(m)
     n = take_posts(c)
     while m.work.size and done < WORK_AT_ONCE:
         p = heap_pop(&m.work)

@@ -1,6 +1,8 @@
-# What processes of one machine tell each other: fixed-size posts in rings of shared memory, one ring per pair and direction.
+# What processes of one machine tell each other: fixed-size posts in rings of shared memory, one
+# ring per pair and direction.
 #
-# A ring has one writer and one reader, each the driver of its process, so it needs no lock that a killed process could hold.
+# A ring has one writer and one reader, each the driver of its process, so it needs no lock that a
+# killed process could hold.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from bpsx.system.sync cimport atomic_load, atomic_store
@@ -30,10 +32,12 @@ cdef struct Post:
     uint32_t round
     uint32_t flags
     uint32_t divisor
-    int32_t status              # of a result: 0, or why the round failed, with the ranks that this is about
+    # of a result: 0, or why the round failed, with the ranks that this is about
+    int32_t status
     uint32_t detail_a
     uint32_t detail_b
-    uint32_t count              # the reader's: how many it has had for this partition from this sender
+    # the reader's: how many it has had for this partition from this sender
+    uint32_t count
     # About tensors on GPUs:
     uint64_t nbytes             # of an order
     uint64_t slab, slab_bytes   # of `owner`'s segment, in which `offset` is; see pinned_pool.pxd
@@ -53,7 +57,8 @@ cdef struct Board:
     int64_t length
     char text[4096 - 16]
 
-# The beginning of a process's shared memory. Behind it, from the next page on, lie its notice board and its shares.
+# The beginning of a process's shared memory. Behind it, from the next page on, lie its notice board
+# and its shares.
 cdef struct Segment:
     int64_t parked              # its driver sleeps: who has put a post has to wake it
     int64_t apart[7]

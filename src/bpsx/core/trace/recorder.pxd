@@ -1,9 +1,11 @@
-# What the core and the lanes tell about themselves: trace records, debug prints, who comes late. One Watch belongs to one worker's core
-# or to one lane, which write it without the GIL and without a lock; `_recorder.pyx` reads it from another thread.
+# What the core and the lanes tell about themselves: trace records, debug prints, who comes late.
+# One Watch belongs to one worker's core or to one lane, which write it without the GIL and without
+# a lock; `_recorder.pyx` reads it from another thread.
 #
-# Trace records are a queue with one writer and one reader, in blocks: the writer publishes `n` of a block after the record, and `next` after the
-# following block is ready; the reader frees a block when it has taken all of it and there is a next one. The driver's role passes from
-# thread to thread under the core's monitor, so there is one writer at any moment.
+# Trace records are a queue with one writer and one reader, in blocks: the writer publishes `n` of a
+# block after the record, and `next` after the following block is ready; the reader frees a block
+# when it has taken all of it and there is a next one. The driver's role passes from thread to
+# thread under the core's monitor, so there is one writer at any moment.
 from libc.stdint cimport int16_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport malloc
 
@@ -12,7 +14,8 @@ from bpsx.system.sync cimport atomic_load, atomic_store
 
 cdef enum:
     BLOCK_RECORDS = 2048
-    MOST_BLOCKS = 512           # in the life of a Watch: 2^20 records; what comes later is counted and dropped
+    # in the life of a Watch: 2^20 records; what comes later is counted and dropped
+    MOST_BLOCKS = 512
     STAGE_NAMES = 32
     STAGE_NAME_BYTES = 24
 
@@ -142,7 +145,8 @@ cdef extern from *:
         uint16_t h; uint32_t w; float f; double d; int32_t i; int64_t l;
         switch (dtype) {
         case 1: memcpy(&h, at + 2 * index, 2); snprintf(out, size, "%.6g", bpsx_half(h)); break;
-        case 2: memcpy(&h, at + 2 * index, 2); w = (uint32_t)h << 16; memcpy(&f, &w, 4); snprintf(out, size, "%.6g", f); break;
+        case 2: memcpy(&h, at + 2 * index, 2); w = (uint32_t)h << 16; memcpy(&f, &w, 4);
+        snprintf(out, size, "%.6g", f); break;
         case 3: memcpy(&f, at + 4 * index, 4); snprintf(out, size, "%.9g", f); break;
         case 4: memcpy(&d, at + 8 * index, 8); snprintf(out, size, "%.17g", d); break;
         case 5: snprintf(out, size, "%u", ((const uint8_t *)at)[index]); break;
@@ -152,38 +156,44 @@ cdef extern from *:
         default: snprintf(out, size, "?");
         }
     }
-    static const char *const bpsx_dtypes[9] = {"?", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"};
+    static const char *const bpsx_dtypes[9] = {"?", "float16", "bfloat16", "float32", "float64",
+        "uint8", "int8", "int32", "int64"};
     static const char *bpsx_dtype(uint32_t code) { return bpsx_dtypes[code < 9 ? code : 0]; }
     static const int bpsx_itemsize[9] = {1, 2, 2, 4, 8, 1, 1, 4, 8};
 
     /* Says "<what>: first <x> last <y>" of the elements in memory. */
-    static void bpsx_values(const char *who, int show_time, const char *what, uint64_t key, uint32_t step, int dtype,
-                            const char *at, uint64_t bytes) {
+    static void bpsx_values(const char *who, int show_time, const char *what, uint64_t key,
+        uint32_t step, int dtype, const char *at, uint64_t bytes) {
         char first[40] = "-", last[40] = "-";
         uint64_t n = bytes / bpsx_itemsize[dtype < 9 ? dtype : 0];
         if (at != NULL && n) {
             bpsx_element(first, sizeof first, dtype, at, 0);
             bpsx_element(last, sizeof last, dtype, at, n - 1);
         }
-        bpsx_say(who, show_time, "key %llu step %u %s: %llu elements, first %s, last %s", (unsigned long long)key, step, what,
-                 (unsigned long long)n, first, last);
+        bpsx_say(who, show_time, "key %llu step %u %s: %llu elements, first %s, last %s",
+            (unsigned long long)key, step, what, (unsigned long long)n, first, last);
     }
     """
     void say "bpsx_say"(const char *who, bint show_time, const char *format, ...) noexcept nogil
     const char *dtype_name "bpsx_dtype"(uint32_t code) noexcept nogil
     void say_values "bpsx_values"(
-        const char *who, bint show_time, const char *what, uint64_t key, uint32_t step, int dtype, const char *at, uint64_t bytes,
+        const char *who, bint show_time, const char *what, uint64_t key, uint32_t step, int dtype,
+        const char *at, uint64_t bytes
     ) noexcept nogil
 
 
 cdef inline bint watched(Watch *w) noexcept nogil:
-    """Whether anybody wants to know anything: the one branch that the data path pays when nobody does."""
+    """Whether anybody wants to know anything: the one branch that the data path pays when nobody
+    does.
+    """
     return w != NULL and atomic_load(&w.on)
 
 
 cdef inline uint8_t recording(Watch *w, uint32_t step) noexcept nogil:
     """Which recordings step number `step` of a tensor belongs to."""
-    return (WINDOW if w.window and w.first <= step <= w.last else 0) | (LIVE if atomic_load(&w.live) else 0)
+    return (WINDOW if w.window and w.first <= step <= w.last else 0) | (
+        LIVE if atomic_load(&w.live) else 0
+    )
 
 
 cdef inline Record *new_record(Watch *w) noexcept nogil:
@@ -206,7 +216,8 @@ cdef inline Record *new_record(Watch *w) noexcept nogil:
 
 
 cdef inline void put(
-    Watch *w, uint8_t what, uint8_t flags, uint64_t key, uint32_t step, int64_t begin, int64_t end, uint64_t nbytes, uint32_t peer, int status,
+    Watch *w, uint8_t what, uint8_t flags, uint64_t key, uint32_t step, int64_t begin, int64_t end,
+    uint64_t nbytes, uint32_t peer, int status
 ) noexcept nogil:
     """Append a record."""
     cdef Record *r = new_record(w)

@@ -5,12 +5,15 @@ from bpsx.core.wire cimport Header
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport now_ns
-from bpsx.core.trace.recorder cimport STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values
+from bpsx.core.trace.recorder cimport (
+    STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values,
+)
 
 cdef enum:
     PUSH = 7
     PULL = 8
-    LAST_OF_SOURCE = 7          # up to PUSH the values are what this worker, or its machine, gives; afterwards the result
+    # up to PUSH the values are what this worker, or its machine, gives; afterwards the result
+    LAST_OF_SOURCE = 7
     COORDINATE_BROADCAST = 11   # the result is there, in shared memory, but not copied out yet
 
 
@@ -41,11 +44,21 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     if tensor.recorded:
         now = now_ns()
         wire = p.packed != NULL and (stage == PUSH or stage == PULL)
-        put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, bytes_of(p, wire), 0, 0)
+        put(
+            c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now,
+            bytes_of(p, wire), 0, 0
+        )
         p.entered_ns = now
-    if wants_values(c.watch, p.key) and tensor.current != NULL and (not p.on_gpu or stage == PUSH or stage == PULL):
+    if (
+        wants_values(c.watch, p.key)
+        and tensor.current != NULL
+        and (not p.on_gpu or stage == PUSH or stage == PULL)
+    ):
         values = p.source if stage <= LAST_OF_SOURCE or stage == COORDINATE_BROADCAST else p.target
-        say_values(c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step, tensor.dtype, values, p.length)
+        say_values(
+            c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step,
+            tensor.dtype, values, p.length
+        )
 
 
 cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
@@ -57,12 +70,17 @@ cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
         return
     for i in range(tensor.n_parts):
         nbytes += tensor.parts[i].length
-    put(c.watch, TOTAL, tensor.recorded, tensor.parts[0].key, tensor.step, task.submitted_ns, now_ns(), nbytes, 0, status)
+    put(
+        c.watch, TOTAL, tensor.recorded, tensor.parts[0].key, tensor.step, task.submitted_ns,
+        now_ns(), nbytes, 0, status
+    )
     tensor.recorded = 0
 
 
 cdef inline void spoke(Core *c, const char *what, Header *h, uint32_t lane) noexcept nogil:
     """PS_VERBOSE=2: a record has been sent or received."""
     if c.watch.messages:
-        say(c.watch.who, c.watch.show_time, b"%s key %llu round %u %llu bytes, connection %u", what, <unsigned long long>h.key, h.round,
-            <unsigned long long>h.length, lane)
+        say(
+            c.watch.who, c.watch.show_time, b"%s key %llu round %u %llu bytes, connection %u", what,
+            <unsigned long long>h.key, h.round, <unsigned long long>h.length, lane
+        )

@@ -1,6 +1,8 @@
-"""Numba intrinsics for codecs: other views of memory, and comparisons of many elements at once as the bits of one word.
+"""Numba intrinsics for codecs: other views of memory, and comparisons of many elements at once as
+the bits of one word.
 
-LLVM turns the latter into a few vector instructions of whatever machine it compiles for; a loop over elements it does not.
+LLVM turns the latter into a few vector instructions of whatever machine it compiles for; a loop
+over elements it does not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _HAS_BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
 
 
 @intrinsic
-def at(typingctx: Any, pointer: types.CPointer, offset: types.Type, element: types.NumberClass) -> Any:
+def at(
+    typingctx: Any, pointer: types.CPointer, offset: types.Type, element: types.NumberClass
+) -> Any:
     """``pointer``, ``offset`` bytes further on, as one to ``element`` (``np.uint32``, say)."""
     if not isinstance(pointer, types.CPointer) or not isinstance(element, types.NumberClass):
         raise TypingError(f"at: {pointer}, {element}")
@@ -65,10 +69,16 @@ def width(typingctx: Any, pointer: types.CPointer) -> Any:
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Float) -> Any:
-    """A float's bits without the sign, as a uint64. They are ordered as magnitudes are; infinity and then NaN are the largest."""
+    """A float's bits without the sign, as a uint64.
+
+    They are ordered as magnitudes are; infinity and then NaN are the largest.
+    """
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = _bits_of(x)
-        absolute = builder.and_(builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (kind.width - 1)) - 1))
+        absolute = builder.and_(
+            builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (kind.width - 1)) - 1)
+        )
         return builder.zext(absolute, _I64) if kind.width < 64 else absolute
 
     return types.uint64(x), codegen
@@ -77,9 +87,15 @@ def magnitude(typingctx: Any, x: types.Float) -> Any:
 @intrinsic
 def signed(typingctx: Any, x: types.Float, sign: types.Float) -> Any:
     """The magnitude of ``x`` with the sign of ``sign``, of one type."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = args[0].type
-        return builder.call(builder.module.declare_intrinsic("llvm.copysign", [kind], ir.FunctionType(kind, [kind, kind])), args)
+        return builder.call(
+            builder.module.declare_intrinsic(
+                "llvm.copysign", [kind], ir.FunctionType(kind, [kind, kind])
+            ),
+            args,
+        )
 
     return x(x, x), codegen
 
@@ -98,6 +114,7 @@ def cast(typingctx: Any, x: types.Type, like: types.CPointer) -> Any:
 @intrinsic
 def like(typingctx: Any, pointer: types.CPointer, other: types.CPointer) -> Any:
     """``pointer``, as one to what ``other`` points to."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.bitcast(args[0], context.get_value_type(other))
 
@@ -106,17 +123,27 @@ def like(typingctx: Any, pointer: types.CPointer, other: types.CPointer) -> Any:
 
 @intrinsic
 def flipped(typingctx: Any, x: types.Float, word: types.Type, lane: types.Type) -> Any:
-    """The float ``x``, negated if bit ``lane`` of the 32-bit ``word`` is set. (Numba would make 64-bit integers of 32-bit ones on the way.)"""
+    """The float ``x``, negated if bit ``lane`` of the 32-bit ``word`` is set.
+
+    (Numba would make 64-bit integers of 32-bit ones on the way.)
+    """
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = _bits_of(x)
-        wide = [builder.zext(args[1], kind), args[2]] if kind.width > 32 else [args[1], builder.trunc(args[2], kind)]
+        wide = (
+            [builder.zext(args[1], kind), args[2]]
+            if kind.width > 32
+            else [args[1], builder.trunc(args[2], kind)]
+        )
         top = builder.shl(builder.lshr(*wide), ir.Constant(kind, kind.width - 1))
         return builder.bitcast(builder.xor(builder.bitcast(args[0], kind), top), args[0].type)
 
     return x(x, types.uint32, types.int64), codegen
 
 
-def _load(builder: ir.IRBuilder, pointer: ir.Value, i: ir.Value, element: types.Type, lanes: int) -> ir.Value:
+def _load(
+    builder: ir.IRBuilder, pointer: ir.Value, i: ir.Value, element: types.Type, lanes: int
+) -> ir.Value:
     """``lanes`` elements from index ``i`` on, as a vector of their bits; of any alignment."""
     number = _bits_of(element)
     first = builder.bitcast(builder.gep(pointer, [i]), ir.VectorType(number, lanes).as_pointer())
@@ -126,7 +153,9 @@ def _load(builder: ir.IRBuilder, pointer: ir.Value, i: ir.Value, element: types.
 def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     vector = ir.VectorType(value.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return builder.shuffle_vector(
+        one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    )
 
 
 @intrinsic
@@ -144,28 +173,38 @@ def signs(typingctx: Any, pointer: types.CPointer, i: types.Type) -> Any:
 
 @intrinsic
 def reaching(typingctx: Any, pointer: types.CPointer, i: types.Type, threshold: types.Type) -> Any:
-    """Which of the 32 floats from index ``i`` on have a magnitude whose bits are at least ``threshold``; the first is the lowest bit."""
+    """Which of the 32 floats from index ``i`` on have a magnitude whose bits are at least
+    ``threshold``; the first is the lowest bit.
+    """
     element = pointer.dtype
     number = _bits_of(element)
     unsigned = {32: types.uint32, 64: types.uint64}[number.width]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         vector = _load(builder, args[0], args[1], element, 32)
-        magnitude = builder.and_(vector, ir.Constant(vector.type, [(1 << (number.width - 1)) - 1] * 32))
-        return builder.bitcast(builder.icmp_unsigned(">=", magnitude, _splat(builder, args[2], 32)), _I32)
+        magnitude = builder.and_(
+            vector, ir.Constant(vector.type, [(1 << (number.width - 1)) - 1] * 32)
+        )
+        return builder.bitcast(
+            builder.icmp_unsigned(">=", magnitude, _splat(builder, args[2], 32)), _I32
+        )
 
     return types.uint32(pointer, types.int64, unsigned), codegen
 
 
 @intrinsic
 def above(typingctx: Any, pointer: types.CPointer, i: types.Type, level: types.Type) -> Any:
-    """Which of the 64 bytes from index ``i`` on are larger than ``level``; the first is the lowest bit."""
+    """Which of the 64 bytes from index ``i`` on are larger than ``level``; the first is the lowest
+    bit.
+    """
     if pointer != types.CPointer(types.uint8):
         raise TypingError(f"above: {pointer}")
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         vector = _load(builder, args[0], args[1], types.uint8, 64)
-        return builder.bitcast(builder.icmp_unsigned(">", vector, _splat(builder, args[2], 64)), _I64)
+        return builder.bitcast(
+            builder.icmp_unsigned(">", vector, _splat(builder, args[2], 64)), _I64
+        )
 
     return types.uint64(pointer, types.int64, types.uint8), codegen
 
@@ -173,8 +212,13 @@ def above(typingctx: Any, pointer: types.CPointer, i: types.Type, level: types.T
 @intrinsic
 def ones(typingctx: Any, x: types.Type) -> Any:
     """How many bits of a word are set."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.zext(builder.ctpop(args[0]), _I64) if x.bitwidth < 64 else builder.ctpop(args[0])
+        return (
+            builder.zext(builder.ctpop(args[0]), _I64)
+            if x.bitwidth < 64
+            else builder.ctpop(args[0])
+        )
 
     return types.int64(x), codegen
 
@@ -182,6 +226,7 @@ def ones(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def lowest(typingctx: Any, x: types.Type) -> Any:
     """The index of a word's lowest bit that is set; the word's width if none is."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         found = builder.cttz(args[0], _I1(0))
         return builder.zext(found, _I64) if x.bitwidth < 64 else found
@@ -192,6 +237,7 @@ def lowest(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def leading(typingctx: Any, x: types.Type) -> Any:
     """How many zeros a 64-bit word begins with, at the upper end."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.ctlz(args[0], _I1(0))
 
@@ -201,6 +247,7 @@ def leading(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
     """The upper half of the 128 bits of a product: of a random word and y, a number below y."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         wide = ir.IntType(128)
         product = builder.mul(*(builder.zext(a, wide) for a in args))
@@ -213,7 +260,10 @@ def _two_words(name: str) -> Any:
     def typed(typingctx: Any, x: types.Type, mask: types.Type) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             kind = ir.FunctionType(_I64, [_I64, _I64])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.bmi.{name}.64"), args)
+            return builder.call(
+                cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.bmi.{name}.64"),
+                args,
+            )
 
         return types.uint64(types.uint64, types.uint64), codegen
 
@@ -245,6 +295,7 @@ def _scatter_bits(word: Any, mask: Any) -> Any:
     return spread
 
 
-#: The bits of a 64-bit word where ``mask`` has ones, side by side from the lowest on; and back. Elsewhere than on x86 a loop.
+#: The bits of a 64-bit word where ``mask`` has ones, side by side from the lowest on; and back.
+#: Elsewhere than on x86 a loop.
 gather_bits = intrinsic(_two_words("pext")) if _HAS_BMI2 else numba.njit(_gather_bits)
 scatter_bits = intrinsic(_two_words("pdep")) if _HAS_BMI2 else numba.njit(_scatter_bits)

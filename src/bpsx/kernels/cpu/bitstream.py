@@ -1,8 +1,9 @@
 """Reading and writing a stream of bits, and planes of bits out of and into bytes, 64 at a time.
 
-Bit b of a stream is bit b % 8 of its byte b // 8, the lowest first. A writer is two numbers: how many bits are written, and those of the word that
-is not full yet, which whoever comes to the end has to store. A writer touches up to 8 bytes behind its last bit, a reader up to 16: callers see to it
-that there is room, and that there are as many bits as they ask for.
+Bit b of a stream is bit b % 8 of its byte b // 8, the lowest first. A writer is two numbers: how
+many bits are written, and those of the word that is not full yet, which whoever comes to the end
+has to store. A writer touches up to 8 bytes behind its last bit, a reader up to 16: callers see to
+it that there is room, and that there are as many bits as they ask for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def _word_at(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value) -> ir.V
 @intrinsic
 def load_word(typingctx: Any, pointer: types.CPointer, offset: types.Type) -> Any:
     """The 64-bit word that begins ``offset`` bytes further on, wherever that is."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.load(_word_at(builder, args[0], args[1]), align=1)
 
@@ -34,8 +36,11 @@ def load_word(typingctx: Any, pointer: types.CPointer, offset: types.Type) -> An
 
 
 @intrinsic
-def store_word(typingctx: Any, pointer: types.CPointer, offset: types.Type, word: types.Type) -> Any:
+def store_word(
+    typingctx: Any, pointer: types.CPointer, offset: types.Type, word: types.Type
+) -> Any:
     """The other way round."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         builder.store(args[2], _word_at(builder, args[0], args[1]), align=1)
         return context.get_dummy_value()
@@ -45,12 +50,15 @@ def store_word(typingctx: Any, pointer: types.CPointer, offset: types.Type, word
 
 @numba.njit
 def put(to: Any, written: int, held: Any, word: Any, count: int) -> Any:
-    """Append the lowest ``count`` (0 to 64) bits of ``word``, which has no others. Returns the writer's two numbers."""
+    """Append the lowest ``count`` (0 to 64) bits of ``word``, which has no others.
+
+    Returns the writer's two numbers.
+    """
     used = np.uint64(written & 63)
     held |= word << used
     store_word(to, (written >> 6) << 3, held)
     if (written & 63) + count >= 64:
-        held = (word >> np.uint64(1)) >> (np.uint64(63) - used)     # a shift by 64 would be none
+        held = (word >> np.uint64(1)) >> (np.uint64(63) - used)  # a shift by 64 would be none
     return written + count, held
 
 
@@ -71,23 +79,33 @@ def get(of: Any, position: int) -> Any:
 
 @intrinsic
 def holding(typingctx: Any, pointer: types.CPointer, i: types.Type, bit: types.Type) -> Any:
-    """Which of the 64 bytes from index ``i`` on, each less 1, have a one where the byte ``bit`` has its one; the first is the lowest bit."""
+    """Which of the 64 bytes from index ``i`` on, each less 1, have a one where the byte ``bit`` has
+    its one; the first is the lowest bit.
+    """
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         vector = _load(builder, args[0], args[1], types.uint8, 64)
         less = builder.sub(vector, ir.Constant(vector.type, [1] * 64))
         found = builder.and_(less, _splat(builder, args[2], 64))
-        return builder.bitcast(builder.icmp_unsigned("!=", found, ir.Constant(vector.type, [0] * 64)), _I64)
+        return builder.bitcast(
+            builder.icmp_unsigned("!=", found, ir.Constant(vector.type, [0] * 64)), _I64
+        )
 
     return types.uint64(types.CPointer(types.uint8), types.int64, types.uint8), codegen
 
 
 @intrinsic
-def raise_bytes(typingctx: Any, pointer: types.CPointer, i: types.Type, word: types.Type, amount: types.Type) -> Any:
+def raise_bytes(
+    typingctx: Any, pointer: types.CPointer, i: types.Type, word: types.Type, amount: types.Type
+) -> Any:
     """Add ``amount`` to those of the 64 bytes from index ``i`` on whose bit in ``word`` is set."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         vector = _load(builder, args[0], args[1], types.uint8, 64)
         mask = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 64))
-        added = builder.select(mask, _splat(builder, args[3], 64), ir.Constant(vector.type, [0] * 64))
+        added = builder.select(
+            mask, _splat(builder, args[3], 64), ir.Constant(vector.type, [0] * 64)
+        )
         place = builder.bitcast(builder.gep(args[0], [args[1]]), vector.type.as_pointer())
         builder.store(builder.add(vector, added), place, align=1)
         return context.get_dummy_value()

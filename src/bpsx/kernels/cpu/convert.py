@@ -22,9 +22,14 @@ def _narrow_all(out: Any, elements: Any, n: int) -> None:
 
 
 def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
-    """Addresses of what widens and narrows elements of ``dtype``, 0 where they are wide already, and what keeps them alive."""
+    """Addresses of what widens and narrows elements of ``dtype``, 0 where they are wide already,
+    and what keeps them alive.
+    """
     if dtype not in ("float16", "bfloat16"):
         return 0, 0, ()
     half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
-    made = [compiled(types.void(out, elements, types.int64), body) for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))]
+    made = [
+        compiled(types.void(out, elements, types.int64), body)
+        for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))
+    ]
     return made[0].address, made[1].address, tuple(made)

@@ -1,12 +1,13 @@
-"""dithering: magnitudes are rounded to one of k levels below the norm, up or down at random, so that the mean is kept.
+"""dithering: magnitudes are rounded to one of k levels below the norm, up or down at random, so
+that the mean is kept.
 
-QSGD (arXiv 1610.02132) for the linear levels, natural dithering (arXiv 1905.10988) for powers of two; see
-stochastic_rounding.py.
+QSGD (arXiv 1610.02132) for the linear levels, natural dithering (arXiv 1905.10988) for powers of
+two; see stochastic_rounding.py.
 
 Wire: the norm (float64), how many bytes each chunk takes (uint16 each), the chunks
-(entropy_code.py). A norm of 0, or NaN after an overflow, stands alone.
-The l2 norm is a sum in float64, in an order that is the device's: n 2^-53 of it is the most that two devices can differ by. Its squares overflow, and
-vanish, where magnitudes of float64 are beyond 1e154 or below 1e-162.
+(entropy_code.py). A norm of 0, or NaN after an overflow, stands alone. The l2 norm is a sum in
+float64, in an order that is the device's: n 2^-53 of it is the most that two devices can differ by.
+Its squares overflow, and vanish, where magnitudes of float64 are beyond 1e154 or below 1e-162.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_choice, checked
 from bpsx.kernels.cpu.bit_ops import at, cast, like
 from bpsx.kernels.cpu.entropy_code import CHUNK, MASKS, bits_bound, pack, unpack
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget, sign_words
-from bpsx.kernels.cpu.stochastic_rounding import from_magnitude, key_of, largest, magnitude, spread, squares, take_off, to_levels
+from bpsx.kernels.cpu.stochastic_rounding import (
+    from_magnitude,
+    key_of,
+    largest,
+    magnitude,
+    spread,
+    squares,
+    take_off,
+    to_levels,
+)
 
 _HEAD = 8
 _MOST = {"linear": 255, "natural": 31}
@@ -59,7 +69,18 @@ def _unit(norm: float, k: int, natural: bool, other: Any) -> Any:
 
 
 @numba.njit
-def _norm(g: Any, e: Any, m: Any, block: Any, n: int, f: Any, u: Any, l2: bool, residual: bool, momentum: bool) -> Any:
+def _norm(
+    g: Any,
+    e: Any,
+    m: Any,
+    block: Any,
+    n: int,
+    f: Any,
+    u: Any,
+    l2: bool,
+    residual: bool,
+    momentum: bool,
+) -> Any:
     """The first pass: momentum and residual are added up, and the norm of that is found."""
     top, total = magnitude(cast(0.0, g)), 0.0
     for begin in range(0, n, BLOCK):
@@ -79,8 +100,23 @@ def _norm(g: Any, e: Any, m: Any, block: Any, n: int, f: Any, u: Any, l2: bool, 
 
 
 @numba.njit
-def _quantise(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, u: Any, levels: Any, words: Any, norm: float, k: int,
-              natural: bool, key: Any, residual: bool, momentum: bool) -> None:
+def _quantise(
+    g: Any,
+    e: Any,
+    m: Any,
+    block: Any,
+    begin: int,
+    size: int,
+    u: Any,
+    levels: Any,
+    words: Any,
+    norm: float,
+    k: int,
+    natural: bool,
+    key: Any,
+    residual: bool,
+    momentum: bool,
+) -> None:
     """The second pass, for a chunk: its levels and signs, and what they leave in the residual."""
     scales, unit = _scales(norm, k, natural, g), _unit(norm, k, natural, g)
     for place in range(0, size, BLOCK):
@@ -105,10 +141,15 @@ class Dithering(Codec):
     own_noise = True
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``k``: how many levels there are besides 0; ``partition``: linear or natural; ``normalize``: max or l2."""
+        """``k``: how many levels there are besides 0; ``partition``: linear or natural;
+        ``normalize``: max or l2.
+        """
         partition = checked_choice("partition", given.get("partition", "linear"), *_MOST)
         normalize = checked_choice("normalize", given.get("normalize", "max"), "max", "l2")
-        k, allowed = given.get("k"), f"a whole number from 1 to {_MOST[partition]} with partition={partition!r}"
+        k, allowed = (
+            given.get("k"),
+            f"a whole number from 1 to {_MOST[partition]} with partition={partition!r}",
+        )
         if k is None:
             raise ConfigError(f"k is missing: dithering needs {allowed}")
         number = checked_number(k)
@@ -117,25 +158,53 @@ class Dithering(Codec):
         return {"k": number, "partition": partition, "normalize": normalize}
 
     def shrinks(self, options: Mapping[str, Any]) -> bool:
-        """With the max norm an element is off by less than half the largest, from 2 levels on. The l2 norm may be any number of times the largest."""
+        """With the max norm an element is off by less than half the largest, from 2 levels on.
+
+        The l2 norm may be any number of times the largest.
+        """
         return options["normalize"] == "max" and int(options["k"]) >= 2
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
         """[k, natural, l2]"""
-        return [options["k"], int(options["partition"] == "natural"), int(options["normalize"] == "l2")]
+        return [
+            options["k"],
+            int(options["partition"] == "natural"),
+            int(options["normalize"] == "l2"),
+        ]
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Of each chunk its size, its first byte and one that its bits do not fill; entropy_code.py says how many bits those are."""
+        """Of each chunk its size, its first byte and one that its bits do not fill; entropy_code.py
+        says how many bits those are.
+        """
         return _HEAD + 4 * ((n + CHUNK - 1) // CHUNK) + (n * bits_bound(numbers[0]) + 7) // 8
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """Levels, masks and signs of a chunk; a block, for what is made of gradient and momentum."""
+        """Levels, masks and signs of a chunk; a block, for what is made of gradient and
+        momentum.
+        """
         return CHUNK + 2 * MASKS + 8 * BLOCK
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """In two passes: the norm, then the levels."""
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
-            masks, words, signs = at(scratch, CHUNK, np.uint64), at(scratch, CHUNK + MASKS, np.uint32), at(scratch, CHUNK + MASKS, np.uint64)
+
+        def encode(
+            g: Any,
+            e: Any,
+            m: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+            mu: float,
+        ) -> int:
+            masks, words, signs = (
+                at(scratch, CHUNK, np.uint64),
+                at(scratch, CHUNK + MASKS, np.uint32),
+                at(scratch, CHUNK + MASKS, np.uint64),
+            )
             block = like(at(scratch, CHUNK + 2 * MASKS, np.uint8), g)
             k, natural, u = options[0], options[1] != 0, cast(mu, g)
             norm = _norm(g, e, m, block, n, cast(factor, g), u, options[2] != 0, residual, momentum)
@@ -153,7 +222,23 @@ class Dithering(Codec):
             for chunk in range(chunks):
                 begin = chunk * CHUNK
                 size = min(CHUNK, n - begin)
-                _quantise(g, e, m, block, begin, size, u, scratch, words, norm, k, natural, key, residual, momentum)
+                _quantise(
+                    g,
+                    e,
+                    m,
+                    block,
+                    begin,
+                    size,
+                    u,
+                    scratch,
+                    words,
+                    norm,
+                    k,
+                    natural,
+                    key,
+                    residual,
+                    momentum,
+                )
                 length = pack(at(wire, end, np.uint8), scratch, signs, masks, size, k)
                 at(wire, _HEAD + 2 * chunk, np.uint16)[0] = length
                 end += length
@@ -163,8 +248,15 @@ class Dithering(Codec):
 
     def decoder(self) -> Decoder:
         """Chunk by chunk."""
-        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
-            masks, words, signs = at(scratch, CHUNK, np.uint64), at(scratch, CHUNK + MASKS, np.uint32), at(scratch, CHUNK + MASKS, np.uint64)
+
+        def decode(
+            wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
+        ) -> int:
+            masks, words, signs = (
+                at(scratch, CHUNK, np.uint64),
+                at(scratch, CHUNK + MASKS, np.uint32),
+                at(scratch, CHUNK + MASKS, np.uint64),
+            )
             k, natural = options[0], options[1] != 0
             if size < _HEAD:
                 return -1

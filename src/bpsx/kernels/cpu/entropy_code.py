@@ -1,17 +1,22 @@
 """A code without loss for chunks of levels (bytes from 0 to k) and their signs.
 
-A chunk of at most CHUNK elements is a byte, r + 8 s, and then a stream of bits in planes, one after the other:
+A chunk of at most CHUNK elements is a byte, r + 8 s, and then a stream of bits in planes, one after
+the other:
 
-1. Which levels are not 0. With s = 0 a bit for each element, otherwise a number for each such element: how many zeros are before it, behind the one
-   before it; and one more number for the zeros at the end. Such a number is coded with the Rice code of parameter s (Rice and Plaunt, "Adaptive
-   variable-length coding", IEEE Trans. Comm. 1971): x >> s zeros, a one, the s low bits of x, lowest first; but from x >> s = 16 on 16 zeros and
-   14 bits of x. The zeros at the end follow the last element that is not 0, so a reader knows the end when it sees the chunk full.
+1. Which levels are not 0. With s = 0 a bit for each element, otherwise a number for each such
+   element: how many zeros are before it, behind the one before it; and one more number for the
+   zeros at the end. Such a number is coded with the Rice code of parameter s (Rice and Plaunt,
+   "Adaptive variable-length coding", IEEE Trans. Comm. 1971): x >> s zeros, a one, the s low bits
+   of x, lowest first; but from x >> s = 16 on 16 zeros and 14 bits of x. The zeros at the end
+   follow the last element that is not 0, so a reader knows the end when it sees the chunk full.
 2. The signs of those, set is negative.
-3. Their levels less 1, Rice-coded with parameter r, plane by plane: the low bits, lowest first, each of all those elements; then whether
-   (level - 1) >> r is above 0, of those where it is whether it is above 1, and so on up to (k - 1) >> r, which nothing is above.
+3. Their levels less 1, Rice-coded with parameter r, plane by plane: the low bits, lowest first,
+   each of all those elements; then whether (level - 1) >> r is above 0, of those where it is
+   whether it is above 1, and so on up to (k - 1) >> r, which nothing is above.
 
-Zeros fill the last byte. A chunk of zeros is no bytes at all. r and s follow from counts alone, as _parameter and _spacing say: with N elements not 0
-and S the sum of their levels less 1, r is the largest with N 2^r <= S, so that the high parts sum to less than 2 N.
+Zeros fill the last byte. A chunk of zeros is no bytes at all. r and s follow from counts alone, as
+_parameter and _spacing say: with N elements not 0 and S the sum of their levels less 1, r is the
+largest with N 2^r <= S, so that the high parts sum to less than 2 N.
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ _LIMIT, _RAW = 16, 14
 
 
 def bits_bound(k: int) -> int:
-    """The most bits that an element takes: one for its place, its sign, r low ones and high ones, which sum to less than 3 N. See the module.
+    """The most bits that an element takes: one for its place, its sign, r low ones and high ones,
+    which sum to less than 3 N.
+
+    See the module.
 
     That is with s = 0; another s is chosen only if it takes fewer bits, see _spacing.
     """
@@ -60,9 +68,11 @@ def _parameter(levels: Any, groups: int, count: int, k: int) -> int:
 
 @numba.njit
 def _spacing(size: int, count: int) -> int:
-    """The largest s with 2^s at most the mean distance; 0 if that might take more bits than the elements are.
+    """The largest s with 2^s at most the mean distance; 0 if that might take more bits than the
+    elements are.
 
-    A number takes s + 1 bits and x >> s more, or, where that is 16 or more, less than twice as many more: 30 < s + 1 + 2 (x >> s).
+    A number takes s + 1 bits and x >> s more, or, where that is 16 or more, less than twice as many
+    more: 30 < s + 1 + 2 (x >> s).
     """
     s = 0
     while (count + 1) << (s + 1) <= size:
@@ -74,7 +84,9 @@ def _spacing(size: int, count: int) -> int:
 def _put_number(to: Any, written: int, held: Any, x: int, s: int) -> Any:
     high = x >> s
     if high < _LIMIT:
-        return put(to, written, held, np.uint64((((x & ((1 << s) - 1)) << 1) | 1) << high), high + 1 + s)
+        return put(
+            to, written, held, np.uint64((((x & ((1 << s) - 1)) << 1) | 1) << high), high + 1 + s
+        )
     return put(to, written, held, np.uint64(x << _LIMIT), _LIMIT + _RAW)
 
 
@@ -99,7 +111,10 @@ def _put_places(to: Any, held: Any, masks: Any, size: int, s: int) -> Any:
 
 @numba.njit
 def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any:
-    """Code a chunk. Levels up to the next multiple of 64 are 0; masks is scratch. Returns the bytes it takes, and touches up to 8 more."""
+    """Code a chunk. Levels up to the next multiple of 64 are 0; masks is scratch.
+
+    Returns the bytes it takes, and touches up to 8 more.
+    """
     groups = (size + 63) // 64
     for j in range(groups):
         masks[j] = above(levels, 64 * j, np.uint8(0))
@@ -128,7 +143,10 @@ def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any
 
 @numba.njit
 def _get_numbers(of: Any, limit: int, masks: Any, size: int, s: int) -> int:
-    """Set the masks' bits, which are 0, from Rice-coded numbers. Returns the position behind them, or -1."""
+    """Set the masks' bits, which are 0, from Rice-coded numbers.
+
+    Returns the position behind them, or -1.
+    """
     position, i = 8, np.int64(0)
     while True:
         word = get(of, position)
@@ -157,7 +175,9 @@ def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int)
         for j in range(size // 64):
             masks[j] = get(of, 8 + 64 * j)
         if size % 64:
-            masks[size // 64] = get(of, 8 + size // 64 * 64) & ((np.uint64(1) << np.uint64(size % 64)) - np.uint64(1))
+            masks[size // 64] = get(of, 8 + size // 64 * 64) & (
+                (np.uint64(1) << np.uint64(size % 64)) - np.uint64(1)
+            )
     else:
         for j in range((size + 63) // 64):
             masks[j] = 0
@@ -170,8 +190,13 @@ def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int)
 
 
 @numba.njit
-def _get_plane(of: Any, position: int, levels: Any, masks: Any, groups: int, amount: int, narrow: bool) -> int:
-    """Raise those levels among the masked ones whose bit is set; with narrow they become the mask. Returns how many those are."""
+def _get_plane(
+    of: Any, position: int, levels: Any, masks: Any, groups: int, amount: int, narrow: bool
+) -> int:
+    """Raise those levels among the masked ones whose bit is set; with narrow they become the mask.
+
+    Returns how many those are.
+    """
     count = 0
     for j in range(groups):
         mask = masks[j]
@@ -187,7 +212,9 @@ def _get_plane(of: Any, position: int, levels: Any, masks: Any, groups: int, amo
 
 @numba.njit
 def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int:
-    """The levels and signs of a chunk that takes ``length`` bytes, at least 1; masks is scratch. Returns 0, or -1 if it is none.
+    """The levels and signs of a chunk that takes ``length`` bytes, at least 1; masks is scratch.
+
+    Returns 0, or -1 if it is none.
 
     Bytes that no encoder makes may give levels above k, up to the next power of two; 256 is 0.
     """

@@ -14,8 +14,23 @@ BLOCK = 1024
 
 
 @numba.njit
-def add_up(p: Any, first: int, g: Any, e: Any, m: Any, begin: int, size: int, factor: Any, mu: Any, residual: bool, momentum: bool) -> None:
-    """p[first:first + size] = what is to be sent of elements begin to begin + size; p may be e. Momentum is brought up to date."""
+def add_up(
+    p: Any,
+    first: int,
+    g: Any,
+    e: Any,
+    m: Any,
+    begin: int,
+    size: int,
+    factor: Any,
+    mu: Any,
+    residual: bool,
+    momentum: bool,
+) -> None:
+    """p[first:first + size] = what is to be sent of elements begin to begin + size; p may be e.
+
+    Momentum is brought up to date.
+    """
     if momentum:
         for i in range(size):
             m[begin + i] = mu * m[begin + i] + g[begin + i]

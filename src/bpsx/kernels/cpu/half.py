@@ -1,6 +1,9 @@
-"""half: every element as float16, rounded to the nearest. What ``fp16`` makes of tensors that are not compressed otherwise.
+"""half: every element as float16, rounded to the nearest.
 
-Wire: n float16. Beyond 65504 there is infinity, as in any float16. Servers add in float32 and round once.
+What ``fp16`` makes of tensors that are not compressed otherwise.
+
+Wire: n float16. Beyond 65504 there is infinity, as in any float16. Servers add in float32 and round
+once.
 """
 
 from __future__ import annotations
@@ -35,8 +38,22 @@ class Half(Codec):
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """Rounds."""
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
-            halves = at(wire, 0, np.int16)      # the integer stands for float16, see half_precision.py
+
+        def encode(
+            g: Any,
+            e: Any,
+            m: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+            mu: float,
+        ) -> int:
+            # the integer stands for float16, see half_precision.py
+            halves = at(wire, 0, np.int16)
             for i in range(n):
                 halves[i] = narrow(np.float32(g[i]), halves[i])
             return 2 * n
@@ -45,7 +62,10 @@ class Half(Codec):
 
     def decoder(self) -> Decoder:
         """Sets or adds."""
-        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
+
+        def decode(
+            wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
+        ) -> int:
             if size != 2 * n:
                 return -1
             halves = at(wire, 0, np.int16)

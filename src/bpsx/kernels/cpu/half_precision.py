@@ -1,7 +1,8 @@
 """Numba intrinsics that widen an element for summing and narrow the result.
 
-Numba has no 16-bit floats, so their bits travel as integers, and the integer type says which: int16 is a float16, uint16 a
-bfloat16. All other types stand for themselves, except that 8-bit integers widen to int32.
+Numba has no 16-bit floats, so their bits travel as integers, and the integer type says which: int16
+is a float16, uint16 a bfloat16. All other types stand for themselves, except that 8-bit integers
+widen to int32.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 
 
-#: Processors whose AVX-512 instructions go through units of 256 bits: each instruction counts there, and
-#: conversions of whole registers take longer than those of two halves. docs/decisions/0007 has the figures.
+#: Processors whose AVX-512 instructions go through units of 256 bits: each instruction counts
+#: there, and conversions of whole registers take longer than those of two halves.
+#: docs/decisions/0007 has the figures.
 _HALF_AS_WIDE = {"znver4"}
 
 
@@ -41,10 +43,11 @@ def wide_type(element: types.Type) -> types.Type:
 
 
 def _bfloat16_rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The bits of a float32, or of a vector, whose upper half is the nearest bfloat16, ties to even.
+    """The bits of a float32, or of a vector, whose upper half is the nearest bfloat16, ties to
+    even.
 
-    NaN needs no care here: those that reach us were widened from a bfloat16 or made by the addition, so their low 16 bits are zero and
-    nothing is carried into the rest.
+    NaN needs no care here: those that reach us were widened from a bfloat16 or made by the
+    addition, so their low 16 bits are zero and nothing is carried into the rest.
     """
     words = alike(_I32, value.type)
     bits = builder.bitcast(value, words)
@@ -101,7 +104,10 @@ def plus(typingctx: Any, x: types.Type, y: types.Type) -> Any:
 
 @intrinsic
 def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
-    """``x / divisor``: floating point divides, integers round down as ``//`` does. The divisor is a positive int64."""
+    """``x / divisor``: floating point divides, integers round down as ``//`` does.
+
+    The divisor is a positive int64.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         value, d = args
@@ -120,38 +126,56 @@ WORDS = 32
 
 
 def _rounded_apart(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
-    """Both vectors of float32 as bfloat16, ties to even: an element of ``even``, one of ``odd``, and so on."""
+    """Both vectors of float32 as bfloat16, ties to even: an element of ``even``, one of ``odd``,
+    and so on.
+    """
     words = alike(_I32, even.type)
     low, high = (_bfloat16_rounded(builder, value) for value in (even, odd))
-    return builder.or_(builder.lshr(low, constant(words, 16)), builder.and_(high, constant(words, 0xFFFF0000)))
+    return builder.or_(
+        builder.lshr(low, constant(words, 16)), builder.and_(high, constant(words, 0xFFFF0000))
+    )
 
 
 def _rounded_together(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
     """The same in fewer instructions, for a processor that compares and moves 32 halves at a time.
 
-    Upper and lower halves of all go into a vector each. Rounding carries from a lower half of more than
-    0x8000, and from 0x8000 below an odd upper half.
+    Upper and lower halves of all go into a vector each. Rounding carries from a lower half of more
+    than 0x8000, and from 0x8000 below an odd upper half.
     """
     halves, order = ir.VectorType(_I16, WORDS), ir.VectorType(_I32, WORDS)
     low, high = builder.bitcast(even, halves), builder.bitcast(odd, halves)
 
     def every_second(first: int) -> ir.Value:
-        return builder.shuffle_vector(low, high, ir.Constant(order, [i - i % 2 + first + WORDS * (i % 2) for i in range(WORDS)]))
+        return builder.shuffle_vector(
+            low,
+            high,
+            ir.Constant(order, [i - i % 2 + first + WORDS * (i % 2) for i in range(WORDS)]),
+        )
 
     upper, lower = every_second(1), every_second(0)
-    bound = builder.not_(builder.or_(builder.and_(upper, constant(halves, 1)), constant(halves, 0x7FFE)))
+    bound = builder.not_(
+        builder.or_(builder.and_(upper, constant(halves, 1)), constant(halves, 0x7FFE))
+    )
     carries = builder.icmp_unsigned(">=", lower, bound)
-    return builder.bitcast(builder.select(carries, builder.add(upper, constant(halves, 1)), upper), alike(_I32, even.type))
+    return builder.bitcast(
+        builder.select(carries, builder.add(upper, constant(halves, 1)), upper),
+        alike(_I32, even.type),
+    )
 
 
 @intrinsic
 def add_block_bfloat16(
-    typingctx: Any, a: types.Type, b: types.Type, at: types.Type, scale: types.Type, divisor: types.Type,
+    typingctx: Any,
+    a: types.Type,
+    b: types.Type,
+    at: types.Type,
+    scale: types.Type,
+    divisor: types.Type,
 ) -> Any:
     """``a[at:at + WORDS] = (a * scale + b * scale) / divisor`` on bfloat16 (as uint16).
 
-    Two elements are a 32-bit word, in which shifts and masks widen them: moving elements between words
-    would take twice as long.
+    Two elements are a 32-bit word, in which shifts and masks widen them: moving elements between
+    words would take twice as long.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -179,17 +203,24 @@ def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.V
     """A vector of nothing but ``value``."""
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count))
+    return builder.shuffle_vector(
+        first, undefined, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+    )
 
 
 #: Elements that :func:`add_block_float16` takes at once: one AVX-512 register of float32.
 BLOCK = 16
 
-@intrinsic
-def add_block_float16(typingctx: Any, a: types.Type, b: types.Type, at: types.Type, divisor: types.Type) -> Any:
-    """``a[at:at + BLOCK] = (a + b) / divisor`` on float16 (as int16), each block a vector of its own.
 
-    Left to itself LLVM joins two narrowed vectors before it stores them, and that move costs a tenth of the whole.
+@intrinsic
+def add_block_float16(
+    typingctx: Any, a: types.Type, b: types.Type, at: types.Type, divisor: types.Type
+) -> Any:
+    """``a[at:at + BLOCK] = (a + b) / divisor`` on float16 (as int16), each block a vector of its
+    own.
+
+    Left to itself LLVM joins two narrowed vectors before it stores them, and that move costs a
+    tenth of the whole.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -198,8 +229,13 @@ def add_block_float16(typingctx: Any, a: types.Type, b: types.Type, at: types.Ty
         by = _spread(builder, args[3], floats)
         for begin in range(0, BLOCK, size):
             at = builder.add(args[2], ir.Constant(args[2].type, begin))
-            places = [builder.bitcast(builder.gep(pointer, [at]), halves.as_pointer()) for pointer in args[:2]]
-            first, second = (from_float16(context, builder, builder.load(place, align=2)) for place in places)
+            places = [
+                builder.bitcast(builder.gep(pointer, [at]), halves.as_pointer())
+                for pointer in args[:2]
+            ]
+            first, second = (
+                from_float16(context, builder, builder.load(place, align=2)) for place in places
+            )
             mean = builder.fdiv(builder.fadd(first, second), by)
             builder.store(to_float16(context, builder, mean), places[0], align=2)
         return context.get_dummy_value()

@@ -1,4 +1,6 @@
-"""From a codec's Python functions to C functions, by Numba; compiled code is cached in the user's folder."""
+"""From a codec's Python functions to C functions, by Numba; compiled code is cached in the user's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,30 @@ _WIDE = {"float32": types.float32, "float64": types.float64}
 def _signatures(element: types.Type) -> tuple[Any, Any]:
     elements, raw = types.CPointer(element), types.CPointer(types.uint8)
     state, options = types.CPointer(types.float64), types.CPointer(types.int64)
-    encode = types.int64(elements, elements, elements, raw, raw, state, options, types.int64, types.uint64, types.float64, types.float64)
+    encode = types.int64(
+        elements,
+        elements,
+        elements,
+        raw,
+        raw,
+        state,
+        options,
+        types.int64,
+        types.uint64,
+        types.float64,
+        types.float64,
+    )
     return encode, types.int64(raw, types.int64, elements, raw, options, types.int64, types.int64)
 
 
 def load(codec: Codec, wide: str, residual: bool, momentum: bool) -> Compiled:
     """See :func:`bpsx.kernels.codecs.load_codec`, which lets one thread at a time in."""
     encode, decode = _signatures(_WIDE[wide])
-    made = [compiled(signature, function) for signature, function in ((encode, codec.encoder(residual, momentum)), (decode, codec.decoder()))]
+    made = [
+        compiled(signature, function)
+        for signature, function in (
+            (encode, codec.encoder(residual, momentum)),
+            (decode, codec.decoder()),
+        )
+    ]
     return Compiled(made[0].address, made[1].address, tuple(made))

@@ -1,9 +1,12 @@
-"""onebit: the sign of each element, and with ``scaling`` one magnitude for all, the mean of theirs (arXiv 1905.10936).
+"""onebit: the sign of each element, and with ``scaling`` one magnitude for all, the mean of theirs
+(arXiv 1905.10936).
 
-Wire: the magnitude (float64), then the signs, 32 to a word, the first element's lowest; a set bit is negative. 1/32 of float32.
+Wire: the magnitude (float64), then the signs, 32 to a word, the first element's lowest; a set bit
+is negative. 1/32 of float32.
 
-The residual p - decode(wire) is p less its own sign times the magnitude. So p itself is kept, and the magnitude in ``state``: what has to be taken
-off is taken off in the next round, while p is read anyway, and memory is passed over once.
+The residual p - decode(wire) is p less its own sign times the magnitude. So p itself is kept, and
+the magnitude in ``state``: what has to be taken off is taken off in the next round, while p is read
+anyway, and memory is passed over once.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ def _magnitudes(p: Any, begin: int, n: int) -> Any:
 
 @numba.njit
 def _sum(p: Any, begin: int, n: int) -> Any:
-    """The same as float64; not finite if an element is not. A float32 sum may overflow though its parts do not: it is then made again."""
+    """The same as float64; not finite if an element is not.
+
+    A float32 sum may overflow though its parts do not: it is then made again.
+    """
     total = np.float64(_magnitudes(p, begin, n))
     if not np.isfinite(total):
         total = np.float64(0.0)
@@ -65,7 +71,20 @@ class OneBit(Codec):
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """In one pass over memory."""
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
+
+        def encode(
+            g: Any,
+            e: Any,
+            m: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+            mu: float,
+        ) -> int:
             words = at(wire, _HEAD, np.uint32)
             before, f, u = cast(state[0], g), cast(factor, g), cast(mu, g)
             block = like(scratch, g)
@@ -98,7 +117,10 @@ class OneBit(Codec):
 
     def decoder(self) -> Decoder:
         """Sets or adds plus or minus the magnitude."""
-        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
+
+        def decode(
+            wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
+        ) -> int:
             if size != _HEAD + 4 * ((n + 31) // 32):
                 return -1
             words, magnitude = at(wire, _HEAD, np.uint32), cast(at(wire, 0, np.float64)[0], out)

@@ -1,12 +1,17 @@
-"""randomk: k elements at random places, the same ones for all who have the same seed and counter, so that places need not travel.
+"""randomk: k elements at random places, the same ones for all who have the same seed and counter,
+so that places need not travel.
 
-Wire: the counter (uint64), then the values, in the order of the places. Place i of k is (b + floor(i n / k) + r_i) mod n, with b uniform in [0, n)
-and r_i in [0, floor((i + 1) n / k) - floor(i n / k)): none comes twice, and by the rotation b each element is as likely as any other, k / n.
+Wire: the counter (uint64), then the values, in the order of the places. Place i of k is (b +
+floor(i n / k) + r_i) mod n, with b uniform in [0, n) and r_i in [0, floor((i + 1) n / k) - floor(i
+n / k)): none comes twice, and by the rotation b each element is as likely as any other, k / n.
 
-Random words are splitmix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the counter times the golden
-gamma, mixed by the finaliser "Mix13". A word becomes a number below y as the upper half of its product with y. All of it is integer arithmetic.
+Random words are splitmix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014): the counter times the golden gamma, mixed by the finaliser "Mix13". A
+word becomes a number below y as the upper half of its product with y. All of it is integer
+arithmetic.
 
-Places ascend from b on. So the pass that adds the residual begins there, and takes what it comes by while that is in the nearest cache.
+Places ascend from b on. So the pass that adds the residual begins there, and takes what it comes by
+while that is in the nearest cache.
 """
 
 from __future__ import annotations
@@ -17,7 +22,17 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.codecs import ALIKE, SEED, Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
+from bpsx.kernels.codecs import (
+    ALIKE,
+    SEED,
+    Codec,
+    Decoder,
+    Encoder,
+    amount_numbers,
+    amount_of,
+    checked_amount,
+    register,
+)
 from bpsx.kernels.cpu.bit_ops import at, cast, high, like, magnitude, reaching, width
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
@@ -44,7 +59,10 @@ def _below(word: Any, y: Any) -> Any:
 
 @numba.njit(error_model="numpy")
 def draw(places: Any, seed: int, counter: Any, n: int, count: int) -> Any:
-    """Set places[:count] (uint32) to this round's, in their order, and return b. Word 0 of the round makes b, word i + 1 place i."""
+    """Set places[:count] (uint32) to this round's, in their order, and return b.
+
+    Word 0 of the round makes b, word i + 1 place i.
+    """
     start = mixed(np.uint64(seed) + mixed(counter + _GAMMA))
     turn = _below(mixed(start), n)
     each, over = n // count, n % count
@@ -73,7 +91,18 @@ def _overflow(p: Any, begin: int, size: int) -> Any:
 
 
 @numba.njit
-def _update(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, factor: Any, mu: Any, residual: bool, momentum: bool) -> Any:
+def _update(
+    g: Any,
+    e: Any,
+    m: Any,
+    block: Any,
+    begin: int,
+    size: int,
+    factor: Any,
+    mu: Any,
+    residual: bool,
+    momentum: bool,
+) -> Any:
     """Bring residual and momentum of a block up to date; whether there is an overflow."""
     if residual:
         add_up(e, begin, g, e, m, begin, size, factor, mu, True, momentum)
@@ -84,7 +113,11 @@ def _update(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, factor: A
 
 @numba.njit
 def _take_there(g: Any, e: Any, factor: Any, places: Any, values: Any, count: int) -> Any:
-    """Send what has its place, where there is nothing elsewhere: residual elsewhere stays what it is. Returns the largest magnitude."""
+    """Send what has its place, where there is nothing elsewhere: residual elsewhere stays what it
+    is.
+
+    Returns the largest magnitude.
+    """
     largest = np.uint64(0)
     for j in range(count):
         i = np.int64(places[j])
@@ -96,9 +129,24 @@ def _take_there(g: Any, e: Any, factor: Any, places: Any, values: Any, count: in
 
 
 @numba.njit
-def _take(g: Any, e: Any, m: Any, begin: int, end: int, mu: Any, residual: bool, momentum: bool,
-          places: Any, values: Any, sent: int, count: int, largest: Any) -> Any:
-    """Send what has its place in [begin, end), ``sent`` and the ``largest`` magnitude being what they are already; both anew."""
+def _take(
+    g: Any,
+    e: Any,
+    m: Any,
+    begin: int,
+    end: int,
+    mu: Any,
+    residual: bool,
+    momentum: bool,
+    places: Any,
+    values: Any,
+    sent: int,
+    count: int,
+    largest: Any,
+) -> Any:
+    """Send what has its place in [begin, end), ``sent`` and the ``largest`` magnitude being what
+    they are already; both anew.
+    """
     while sent < count:
         i = np.int64(places[sent])
         if i < begin or i >= end:
@@ -138,20 +186,40 @@ class RandomK(Codec):
         return 8 * BLOCK + 4 * amount_of(n, numbers)
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In one pass over memory; without residual and momentum it looks at nothing but what it sends.
+        """In one pass over memory; without residual and momentum it looks at nothing but what it
+        sends.
 
-        Nor with "sparse", at the server, if all pushes had the places of the answer: the sum is zero elsewhere.
+        Nor with "sparse", at the server, if all pushes had the places of the answer: the sum is
+        zero elsewhere.
         """
         kept = residual or momentum
 
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> Any:
+        def encode(
+            g: Any,
+            e: Any,
+            m: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+            mu: float,
+        ) -> Any:
             count, f, u = amount(options, n), cast(factor, g), cast(mu, g)
-            places, block, values = at(scratch, 8 * BLOCK, np.uint32), like(scratch, g), like(at(wire, _HEAD, np.uint8), g)
+            places, block, values = (
+                at(scratch, 8 * BLOCK, np.uint32),
+                like(scratch, g),
+                like(at(wire, _HEAD, np.uint8), g),
+            )
             begin = draw(places, options[SEED], np.uint64(counter), n, count)
             at(wire, 0, np.uint64)[0] = counter
             overflow, largest, sent, done = False, np.uint64(0), 0, 0
             if not kept:
-                sent, largest = _take(g, e, m, 0, n, u, False, False, places, values, 0, count, largest)
+                sent, largest = _take(
+                    g, e, m, 0, n, u, False, False, places, values, 0, count, largest
+                )
             there = residual and not momentum and options[ALIKE] != 0
             if there:
                 largest = _take_there(g, e, f, places, values, count)
@@ -159,7 +227,21 @@ class RandomK(Codec):
             while kept and not there and done < n:
                 size = min(BLOCK - begin % BLOCK, n - begin, n - done)
                 overflow |= _update(g, e, m, block, begin, size, f, u, residual, momentum)
-                sent, largest = _take(g, e, m, begin, begin + size, u, residual, momentum, places, values, sent, count, largest)
+                sent, largest = _take(
+                    g,
+                    e,
+                    m,
+                    begin,
+                    begin + size,
+                    u,
+                    residual,
+                    momentum,
+                    places,
+                    values,
+                    sent,
+                    count,
+                    largest,
+                )
                 done += size
                 begin = begin + size if begin + size < n else 0
             if overflow:
@@ -175,7 +257,10 @@ class RandomK(Codec):
 
     def decoder(self) -> Decoder:
         """Sets or adds what was sent, at places that follow from the counter that came with it."""
-        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
+
+        def decode(
+            wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
+        ) -> int:
             count = amount(options, n)
             if size != _HEAD + count * width(out):
                 return -1

@@ -1,15 +1,18 @@
-"""Stochastic rounding of magnitudes to levels, and back: what dithering does to elements, many at a time.
+"""Stochastic rounding of magnitudes to levels, and back: what dithering does to elements, many at a
+time.
 
 Level 0 is 0. Linear: level l of k is l / k of the norm. Natural: 2^(l - k) of it.
 
-The random number of element i is a hash of i and 64 bits of key, so that any device can draw it wherever it works. It is Wellons' lowbias32
-("Prospecting for hash functions", nullprogram.com, 2018, in the public domain), with one half of the key added before and the other half mixed in on
-the way; the key itself is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's finalizer, as in SplitMix64 (Steele et al., OOPSLA
-2014).
+The random number of element i is a hash of i and 64 bits of key, so that any device can draw it
+wherever it works. It is Wellons' lowbias32 ("Prospecting for hash functions", nullprogram.com,
+2018, in the public domain), with one half of the key added before and the other half mixed in on
+the way; the key itself is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's
+finalizer, as in SplitMix64 (Steele et al., OOPSLA 2014).
 
-All that is done in floating point are multiplications, by powers of two or one by one, and minima: nothing is there for a compiler to fuse, so all
-devices get the same bits. The rest is integers: with z in units of 2^-23 of a level, and 23 random bits r, the level is (z + r) >> 23, which is
-the next one with a probability of the fraction. Between powers of two a float's own bits are such a z.
+All that is done in floating point are multiplications, by powers of two or one by one, and minima:
+nothing is there for a compiler to fuse, so all devices get the same bits. The rest is integers:
+with z in units of 2^-23 of a level, and 23 random bits r, the level is (z + r) >> 23, which is the
+next one with a probability of the fraction. Between powers of two a float's own bits are such a z.
 """
 
 from __future__ import annotations
@@ -32,12 +35,16 @@ _EXPONENT = (127 + _FRACTION - 1) << _FRACTION
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Float) -> Any:
-    """The bits of abs(x) as a signed integer: these compare as the magnitudes do, with infinity and then NaN above all."""
+    """The bits of abs(x) as a signed integer: these compare as the magnitudes do, with infinity and
+    then NaN above all.
+    """
     result = types.int32 if x == types.float32 else types.int64
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = ir.IntType(x.bitwidth)
-        return builder.and_(builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (x.bitwidth - 1)) - 1))
+        return builder.and_(
+            builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (x.bitwidth - 1)) - 1)
+        )
 
     return result(x), codegen
 
@@ -56,8 +63,12 @@ def from_magnitude(typingctx: Any, x: types.Integer) -> Any:
 @intrinsic
 def noise(typingctx: Any, index: types.Type, key: types.Type) -> Any:
     """32 random bits of element ``index``."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        low, high = builder.trunc(args[1], _I32), builder.trunc(builder.lshr(args[1], ir.Constant(args[1].type, 32)), _I32)
+        low, high = (
+            builder.trunc(args[1], _I32),
+            builder.trunc(builder.lshr(args[1], ir.Constant(args[1].type, 32)), _I32),
+        )
 
         def folded(x: ir.Value, bits: int) -> ir.Value:
             return builder.xor(x, builder.lshr(x, ir.Constant(_I32, bits)))
@@ -74,8 +85,14 @@ def _rounding(natural: bool) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             fixed = builder.fptosi(args[0], _I32)
             if natural:
-                small = builder.fcmp_ordered("<", args[0], ir.Constant(args[0].type, float(1 << _FRACTION)))
-                fixed = builder.select(small, fixed, builder.sub(builder.bitcast(args[0], _I32), ir.Constant(_I32, _EXPONENT)))
+                small = builder.fcmp_ordered(
+                    "<", args[0], ir.Constant(args[0].type, float(1 << _FRACTION))
+                )
+                fixed = builder.select(
+                    small,
+                    fixed,
+                    builder.sub(builder.bitcast(args[0], _I32), ir.Constant(_I32, _EXPONENT)),
+                )
             total = builder.add(fixed, builder.lshr(args[1], ir.Constant(_I32, 32 - _FRACTION)))
             return builder.trunc(builder.lshr(total, ir.Constant(_I32, _FRACTION)), _I8)
 
@@ -91,14 +108,21 @@ _linear_level, _natural_level = _rounding(False), _rounding(True)
 @intrinsic
 def power(typingctx: Any, level: types.Type, k: types.Type, other: types.Float) -> Any:
     """2^(level - k), or 0 for level 0, in the type of ``other``."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _power(builder, args[0], args[1], args[2].type)
 
     return other(types.uint8, types.int64, other), codegen
 
 
-def _power(builder: ir.IRBuilder, level: ir.Value, k: ir.Value, element: ir.Type, lanes: int = 0) -> ir.Value:
-    number, fraction, bias = (ir.IntType(32), 23, 127) if isinstance(element, ir.FloatType) else (ir.IntType(64), 52, 1023)
+def _power(
+    builder: ir.IRBuilder, level: ir.Value, k: ir.Value, element: ir.Type, lanes: int = 0
+) -> ir.Value:
+    number, fraction, bias = (
+        (ir.IntType(32), 23, 127)
+        if isinstance(element, ir.FloatType)
+        else (ir.IntType(64), 52, 1023)
+    )
     less = builder.sub(ir.Constant(k.type, bias), k)
     less = builder.trunc(less, number) if number.width < 64 else less
     kind: ir.Type = ir.VectorType(number, lanes) if lanes else number
@@ -106,36 +130,62 @@ def _power(builder: ir.IRBuilder, level: ir.Value, k: ir.Value, element: ir.Type
     def constant(value: int) -> ir.Constant:
         return ir.Constant(kind, [value] * lanes if lanes else value)
 
-    exponent = builder.add(builder.zext(level, kind), _splat(builder, less, lanes) if lanes else less)
+    exponent = builder.add(
+        builder.zext(level, kind), _splat(builder, less, lanes) if lanes else less
+    )
     none = builder.icmp_unsigned("==", level, ir.Constant(level.type, [0] * lanes if lanes else 0))
     found = builder.select(none, constant(0), builder.shl(exponent, constant(fraction)))
     return builder.bitcast(found, ir.VectorType(element, lanes) if lanes else element)
 
 
 def _spreading(natural: bool, add: bool) -> Any:
-    def typed(typingctx: Any, out: types.CPointer, i: types.Type, levels: types.CPointer, j: types.Type, negative: types.Type,
-              unit: types.Float, k: types.Type) -> Any:
+    def typed(
+        typingctx: Any,
+        out: types.CPointer,
+        i: types.Type,
+        levels: types.CPointer,
+        j: types.Type,
+        negative: types.Type,
+        unit: types.Float,
+        k: types.Type,
+    ) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             element = args[5].type
             vector, number = ir.VectorType(element, 32), ir.IntType(unit.bitwidth)
             integers, top = ir.VectorType(number, 32), unit.bitwidth - 1
             level = _load(builder, args[2], args[3], types.uint8, 32)
-            value = _power(builder, level, args[6], element, 32) if natural else builder.uitofp(builder.zext(level, integers), vector)
+            value = (
+                _power(builder, level, args[6], element, 32)
+                if natural
+                else builder.uitofp(builder.zext(level, integers), vector)
+            )
             value = builder.bitcast(builder.fmul(value, _splat(builder, args[5], 32)), integers)
             word = args[4] if number.width == 32 else builder.zext(args[4], number)
-            flags = builder.shl(_splat(builder, word, 32), ir.Constant(integers, [top - lane for lane in range(32)]))
-            value = builder.bitcast(builder.xor(value, builder.and_(flags, ir.Constant(integers, [1 << top] * 32))), vector)
+            flags = builder.shl(
+                _splat(builder, word, 32), ir.Constant(integers, [top - lane for lane in range(32)])
+            )
+            value = builder.bitcast(
+                builder.xor(value, builder.and_(flags, ir.Constant(integers, [1 << top] * 32))),
+                vector,
+            )
             place = builder.bitcast(builder.gep(args[0], [args[1]]), vector.as_pointer())
-            builder.store(builder.fadd(builder.load(place, align=1), value) if add else value, place, align=1)
+            builder.store(
+                builder.fadd(builder.load(place, align=1), value) if add else value, place, align=1
+            )
             return context.get_dummy_value()
 
-        return types.void(out, types.int64, levels, types.int64, types.uint32, unit, types.int64), codegen
+        return types.void(
+            out, types.int64, levels, types.int64, types.uint32, unit, types.int64
+        ), codegen
 
     return intrinsic(typed)
 
 
-#: (out, i, levels, j, negative, unit, k): set out[i:i + 32] to levels[j:j + 32] of unit, negated where bits of ``negative`` are set; or add that.
-_set_linear, _set_natural, _add_linear, _add_natural = (_spreading(n, a) for a in (False, True) for n in (False, True))
+#: (out, i, levels, j, negative, unit, k): set out[i:i + 32] to levels[j:j + 32] of unit, negated
+#: where bits of ``negative`` are set; or add that.
+_set_linear, _set_natural, _add_linear, _add_natural = (
+    _spreading(n, a) for a in (False, True) for n in (False, True)
+)
 
 
 @numba.njit
@@ -170,8 +220,20 @@ def squares(p: Any, begin: int, size: int) -> float:
 
 
 @numba.njit
-def to_levels(levels: Any, place: int, p: Any, first: int, size: int, begin: int, scales: Any, key: Any, natural: bool) -> None:
-    """levels[place:] = those of p[first:first + size], elements ``begin`` on. scales: two factors that make z of a magnitude, and the largest z."""
+def to_levels(
+    levels: Any,
+    place: int,
+    p: Any,
+    first: int,
+    size: int,
+    begin: int,
+    scales: Any,
+    key: Any,
+    natural: bool,
+) -> None:
+    """levels[place:] = those of p[first:first + size], elements ``begin`` on. scales: two factors
+    that make z of a magnitude, and the largest z.
+    """
     a, b, top = scales
     if natural:
         for i in range(size):
@@ -184,8 +246,13 @@ def to_levels(levels: Any, place: int, p: Any, first: int, size: int, begin: int
 
 
 @numba.njit
-def take_off(e: Any, begin: int, levels: Any, place: int, size: int, unit: Any, k: int, natural: bool) -> None:
-    """e[begin:begin + size] less what levels[place:] decode to. Which zero is left of a zero may differ from the oracle; no wire shows it."""
+def take_off(
+    e: Any, begin: int, levels: Any, place: int, size: int, unit: Any, k: int, natural: bool
+) -> None:
+    """e[begin:begin + size] less what levels[place:] decode to.
+
+    Which zero is left of a zero may differ from the oracle; no wire shows it.
+    """
     if natural:
         for i in range(size):
             e[begin + i] -= signed(power(levels[place + i], k, unit) * unit, e[begin + i])
@@ -195,7 +262,17 @@ def take_off(e: Any, begin: int, levels: Any, place: int, size: int, unit: Any, 
 
 
 @numba.njit
-def spread(out: Any, begin: int, levels: Any, words: Any, size: int, unit: Any, k: int, natural: bool, add: bool) -> None:
+def spread(
+    out: Any,
+    begin: int,
+    levels: Any,
+    words: Any,
+    size: int,
+    unit: Any,
+    k: int,
+    natural: bool,
+    add: bool,
+) -> None:
     """Set out[begin:begin + size] to what the levels decode to, or add that."""
     for j in range(size // 32):
         if natural:

@@ -1,6 +1,8 @@
-"""Sums on the CPU: what ``abi.pxd`` declares, for every element type, as C functions compiled by Numba.
+"""Sums on the CPU: what ``abi.pxd`` declares, for every element type, as C functions compiled by
+Numba.
 
-Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only the first server ever started on a machine compiles.
+Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only the first server
+ever started on a machine compiles.
 """
 
 from __future__ import annotations
@@ -14,12 +16,28 @@ from numba import types
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
 from bpsx.kernels.cpu.compiled import compiled
-from bpsx.kernels.cpu.half_precision import BLOCK, WORDS, add_block_bfloat16, add_block_float16, narrow, over, plus, wide_type, widen
+from bpsx.kernels.cpu.half_precision import (
+    BLOCK,
+    WORDS,
+    add_block_bfloat16,
+    add_block_float16,
+    narrow,
+    over,
+    plus,
+    wide_type,
+    widen,
+)
 
 # 16-bit floats travel as integers, see half_precision.py.
 ELEMENTS: dict[str, types.Type] = {
-    "float16": types.int16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64,
-    "uint8": types.uint8, "int8": types.int8, "int32": types.int32, "int64": types.int64,
+    "float16": types.int16,
+    "bfloat16": types.uint16,
+    "float32": types.float32,
+    "float64": types.float64,
+    "uint8": types.uint8,
+    "int8": types.int8,
+    "int32": types.int32,
+    "int64": types.int64,
 }
 
 
@@ -130,6 +148,18 @@ def load(code: int) -> Kernels:
     divide = _compile(_divide, data, count, count)
     owners = [pair, add, divide]
     if dtype.wide_itemsize != dtype.itemsize:
-        owners += [_compile(steps[1], acc, data, data, count, count), _compile(steps[2], data, acc, data, count, count, count)]
+        owners += [
+            _compile(steps[1], acc, data, data, count, count),
+            _compile(steps[2], data, acc, data, count, count, count),
+        ]
     start, finish = (owners[3].address, owners[4].address) if len(owners) > 3 else (0, 0)
-    return Kernels(dtype.itemsize, dtype.wide_itemsize, pair.address, add.address, start, finish, divide.address, tuple(owners))
+    return Kernels(
+        dtype.itemsize,
+        dtype.wide_itemsize,
+        pair.address,
+        add.address,
+        start,
+        finish,
+        divide.address,
+        tuple(owners),
+    )

@@ -1,9 +1,11 @@
 """topk: the k elements of the largest magnitude; of equal ones those that come first.
 
-Magnitudes are compared as bits, so NaN is the largest. Wire: the indices (uint32, ascending), then the values.
+Magnitudes are compared as bits, so NaN is the largest. Wire: the indices (uint32, ascending), then
+the values.
 
-A sample says how large an element must be, roughly, to be among the k. One pass over memory collects those that are; from them, few and in order, the
-k are selected exactly, digit by digit. If the sample was unlucky and too few were collected, all elements take the place of the few.
+A sample says how large an element must be, roughly, to be among the k. One pass over memory
+collects those that are; from them, few and in order, the k are selected exactly, digit by digit. If
+the sample was unlucky and too few were collected, all elements take the place of the few.
 """
 
 from __future__ import annotations
@@ -14,20 +16,30 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.codecs import Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
+from bpsx.kernels.codecs import (
+    Codec,
+    Decoder,
+    Encoder,
+    amount_numbers,
+    amount_of,
+    checked_amount,
+    register,
+)
 from bpsx.kernels.cpu.bit_ops import at, cast, like, lowest, magnitude, reaching, width
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
 
 #: Elements of the sample, and how many of them lie side by side.
 SAMPLE, RUN = 4096, 4
-_DIGIT = 11                         # bits
-_HEAD = 4 << _DIGIT                 # bytes of scratch that counters take
+_DIGIT = 11  # bits
+_HEAD = 4 << _DIGIT  # bytes of scratch that counters take
 
 
 @numba.njit
 def _threshold(values: Any, n: int, rank: Any, counts: Any) -> Any:
-    """The magnitude that is the rank-th largest, 1 <= rank <= n, and how many that are equal to it are among the ``rank`` largest."""
+    """The magnitude that is the rank-th largest, 1 <= rank <= n, and how many that are equal to it
+    are among the ``rank`` largest.
+    """
     found, low = np.uint64(0), 8 * width(values) - 1
     while low > 0:
         digit = min(_DIGIT, low)
@@ -49,13 +61,29 @@ def _threshold(values: Any, n: int, rank: Any, counts: Any) -> Any:
 
 @numba.njit
 def sample_at(r: int, stride: int) -> int:
-    """Where run ``r`` of the sample begins: off the grid, by Fibonacci hashing, since tensors have rows."""
+    """Where run ``r`` of the sample begins: off the grid, by Fibonacci hashing, since tensors have
+    rows.
+    """
     return r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - RUN + 1) >> 32)
 
 
 @numba.njit(error_model="numpy")
-def _guess(g: Any, e: Any, m: Any, n: int, count: int, factor: Any, mu: Any, residual: bool, momentum: bool, sample: Any, counts: Any) -> Any:
-    """A magnitude that about ``count`` elements of what is to be sent reach, and rather more than fewer."""
+def _guess(
+    g: Any,
+    e: Any,
+    m: Any,
+    n: int,
+    count: int,
+    factor: Any,
+    mu: Any,
+    residual: bool,
+    momentum: bool,
+    sample: Any,
+    counts: Any,
+) -> Any:
+    """A magnitude that about ``count`` elements of what is to be sent reach, and rather more than
+    fewer.
+    """
     expected = SAMPLE * count / n
     rank = np.int64(expected + 4.0 * np.sqrt(expected) + 4.0)
     if n < 4 * SAMPLE or rank > SAMPLE:
@@ -74,8 +102,12 @@ def _guess(g: Any, e: Any, m: Any, n: int, count: int, factor: Any, mu: Any, res
 
 
 @numba.njit
-def _collect(p: Any, begin: int, size: int, floor: Any, indices: Any, values: Any, found: int) -> int:
-    """Append those of p[begin:begin + size] whose magnitude is at least ``floor``; ``found`` are there already."""
+def _collect(
+    p: Any, begin: int, size: int, floor: Any, indices: Any, values: Any, found: int
+) -> int:
+    """Append those of p[begin:begin + size] whose magnitude is at least ``floor``; ``found`` are
+    there already.
+    """
     end = begin + size
     for first in range(begin, end - 31, 32):
         word = np.uint64(reaching(p, first, floor))
@@ -101,14 +133,27 @@ def _equal(values: Any, begin: int, end: int, size: Any) -> Any:
 
 
 @numba.njit
-def _send(indices: Any, values: Any, found: int, least: Any, equal: Any, sent_indices: Any, sent_values: Any, count: int) -> Any:
-    """Those above the magnitude ``least`` and the first ``equal`` that have it: ``count``. The largest magnitude of all."""
+def _send(
+    indices: Any,
+    values: Any,
+    found: int,
+    least: Any,
+    equal: Any,
+    sent_indices: Any,
+    sent_values: Any,
+    count: int,
+) -> Any:
+    """Those above the magnitude ``least`` and the first ``equal`` that have it: ``count``.
+
+    The largest magnitude of all.
+    """
     sent, largest = np.int64(0), np.uint64(0)
     for i in range(found):
         if sent == count:
             break
         size = magnitude(values[i])
-        sent_indices[sent], sent_values[sent] = indices[i], values[i]       # again, if this one does not count
+        # again, if this one does not count
+        sent_indices[sent], sent_values[sent] = indices[i], values[i]
         largest = max(largest, size)
         same = np.int64(size == least and equal > 0)
         sent += np.int64(size > least) + same
@@ -136,17 +181,38 @@ class TopK(Codec):
         return 12 * amount_of(n, numbers)
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """Counters; values and indices of all elements, though few are used; and all that is to be sent, where no residual holds it."""
+        """Counters; values and indices of all elements, though few are used; and all that is to be
+        sent, where no residual holds it.
+        """
         return _HEAD + 20 * (n + BLOCK)
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """In one pass over memory, as a rule."""
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> Any:
+
+        def encode(
+            g: Any,
+            e: Any,
+            m: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+            mu: float,
+        ) -> Any:
             count, f, u = amount(options, n), cast(factor, g), cast(mu, g)
             room = n + BLOCK
             counts, values = at(scratch, 0, np.uint32), like(at(scratch, _HEAD, np.uint8), g)
             indices = at(scratch, _HEAD + 8 * room, np.uint32)
-            p = e if residual else like(at(scratch, _HEAD + 12 * room, np.uint8), g) if momentum else g
+            p = (
+                e
+                if residual
+                else like(at(scratch, _HEAD + 12 * room, np.uint8), g)
+                if momentum
+                else g
+            )
             floor = _guess(g, e, m, n, count, f, u, residual, momentum, like(indices, g), counts)
             found, same = 0, 0
             for begin in range(0, n, BLOCK):
@@ -154,7 +220,8 @@ class TopK(Codec):
                 add_up(p, begin, g, e, m, begin, size, f, u, residual, momentum)
                 before, found = found, _collect(p, begin, size, floor, indices, values, found)
                 same += _equal(values, before, found, floor)
-                if same >= count:       # of those that are just large enough no more can be among the k: all zeros, mostly
+                # of those that are just large enough no more can be among the k: all zeros, mostly
+                if same >= count:
                     floor, same = floor + np.uint64(1), 0
             if found >= count:
                 least, equal = _threshold(values, found, count, counts)
@@ -162,7 +229,16 @@ class TopK(Codec):
                 least, equal = _threshold(p, n, count, counts)
                 found = _collect(p, 0, n, least, indices, values, 0)
             sent = at(wire, 0, np.uint32)
-            largest = _send(indices, values, found, least, equal, sent, like(at(wire, 4 * count, np.uint8), g), count)
+            largest = _send(
+                indices,
+                values,
+                found,
+                least,
+                equal,
+                sent,
+                like(at(wire, 4 * count, np.uint8), g),
+                count,
+            )
             if residual:
                 for i in range(count):
                     e[sent[i]] = 0
@@ -177,7 +253,10 @@ class TopK(Codec):
 
     def decoder(self) -> Decoder:
         """Sets or adds what was sent."""
-        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
+
+        def decode(
+            wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
+        ) -> int:
             count = amount(options, n)
             if size != count * (4 + width(out)):
                 return -1

@@ -1,4 +1,5 @@
-"""Halves to float32 and back on a GPU, for codecs, which know float32 and float64 only: see ``cpu/convert.py``.
+"""Halves to float32 and back on a GPU, for codecs, which know float32 and float64 only: see
+``cpu/convert.py``.
 
 Source and result may not overlap. What is left of a NaN's bits is the device's; it stays a NaN.
 """
@@ -16,9 +17,11 @@ from bpsx.kernels.cuda.half_precision import HALVES, form
 
 
 class Conversion(NamedTuple):
-    """Kernels of (source, out, n): ``widen`` makes n float32 of halves, ``narrow`` the nearest halves of n float32, ties to even.
+    """Kernels of (source, out, n): ``widen`` makes n float32 of halves, ``narrow`` the nearest
+    halves of n float32, ties to even.
 
-    For any number of blocks; ``grid(-(-n // TILE))`` are enough. Elements lie at multiples of their size.
+    For any number of blocks; ``grid(-(-n // TILE))`` are enough. Elements lie at multiples of their
+    size.
     """
 
     widen: Kernel

@@ -1,4 +1,6 @@
-"""What kernels are written with, and how they are launched: on a GPU, or on Numba's simulator if that is switched on (NUMBA_ENABLE_CUDASIM=1)."""
+"""What kernels are written with, and how they are launched: on a GPU, or on Numba's simulator if
+that is switched on (NUMBA_ENABLE_CUDASIM=1).
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,36 @@ if TYPE_CHECKING or not SIMULATED:
 else:
     from bpsx.kernels.cuda import device_sim as _made_of
 
-#: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for NumPy's, or for Python's.
+#: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for
+#: NumPy's, or for Python's.
 np: Any = numpy
 THREADS, WARPS = _made_of.THREADS, _made_of.WARPS
 device = _made_of.device
 at, bits, magnitude, float_of = _made_of.at, _made_of.bits, _made_of.magnitude, _made_of.float_of
 signed, negative = _made_of.signed, _made_of.negative
-plus, times, narrow, widen, high = _made_of.plus, _made_of.times, _made_of.narrow, _made_of.widen, _made_of.high
+plus, times, narrow, widen, high = (
+    _made_of.plus,
+    _made_of.times,
+    _made_of.narrow,
+    _made_of.widen,
+    _made_of.high,
+)
 atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _made_of.atomic_max
 shared_add, shared_or = _made_of.shared_add, _made_of.shared_or
-thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
+thread, block, blocks, sync, fence = (
+    _made_of.thread,
+    _made_of.block,
+    _made_of.blocks,
+    _made_of.sync,
+    _made_of.fence,
+)
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
-total, largest, scan, scan_warp = _made_of.total, _made_of.largest, _made_of.scan, _made_of.scan_warp
+total, largest, scan, scan_warp = (
+    _made_of.total,
+    _made_of.largest,
+    _made_of.scan,
+    _made_of.scan_warp,
+)
 sync_warp, transposed = _made_of.sync_warp, _made_of.transposed
 scan_wide = _made_of.scan_wide
 
@@ -58,19 +78,39 @@ def building() -> bool:
 
 
 class Kernel:
-    """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each. Compiled when it is first launched; thread-safe."""
+    """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each.
 
-    def __init__(self, function: Callable[..., None], addresses: int, integers: int, floats: int, registers: int | None) -> None:
-        self.function, self.registers, self.layout = function, registers, "Q" * addresses + "q" * integers + "d" * floats
-        self.signature = f"void({', '.join({'Q': 'uint64', 'q': 'int64', 'd': 'float64'}[one] for one in self.layout)})"
+    Compiled when it is first launched; thread-safe.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        addresses: int,
+        integers: int,
+        floats: int,
+        registers: int | None,
+    ) -> None:
+        self.function, self.registers, self.layout = (
+            function,
+            registers,
+            "Q" * addresses + "q" * integers + "d" * floats,
+        )
+        types = {"Q": "uint64", "q": "int64", "d": "float64"}
+        self.signature = f"void({', '.join(types[one] for one in self.layout)})"
         self._lock = threading.Lock()
         self._launch: Callable[..., None] | None = None
 
     def launch(self, blocks_: int, stream: int, *arguments: int | float) -> None:
-        """Queue it on a stream, with so many blocks of THREADS. Within :func:`only_building`, only compile it."""
+        """Queue it on a stream, with so many blocks of THREADS.
+
+        Within :func:`only_building`, only compile it.
+        """
         with self._lock:
             if self._launch is None:
-                self._launch = _made_of.launcher(self.function, self.signature, self.layout, self.registers)
+                self._launch = _made_of.launcher(
+                    self.function, self.signature, self.layout, self.registers
+                )
             if not building():
                 self._launch(blocks_, stream, *arguments)
 
@@ -80,13 +120,20 @@ class Kernel:
         return int(found)
 
 
-def kernel(addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None) -> Callable[[Callable[..., None]], Kernel]:
-    """Makes a kernel of a function. ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor."""
+def kernel(
+    addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Makes a kernel of a function.
+
+    ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor.
+    """
     return lambda function: Kernel(function, addresses, integers, floats, registers)
 
 
 def grid(tiles: int, each: int = 8) -> int:
-    """How many blocks work on so many tiles: no more than ``each`` for every multiprocessor, which then take turns."""
+    """How many blocks work on so many tiles: no more than ``each`` for every multiprocessor, which
+    then take turns.
+    """
     return max(1, min(tiles, each * _processors()))
 
 
@@ -96,7 +143,10 @@ def _processors() -> int:
 
 
 def address(memory: Any) -> int:
-    """Where an array lies: anything with ``__cuda_array_interface__``, or an address. None: nowhere."""
+    """Where an array lies: anything with ``__cuda_array_interface__``, or an address.
+
+    None: nowhere.
+    """
     if memory is None:
         return 0
     return memory if isinstance(memory, int) else int(memory.__cuda_array_interface__["data"][0])
@@ -104,7 +154,9 @@ def address(memory: Any) -> int:
 
 @device
 def last(tickets: Any, i: Any, room: Any) -> Any:
-    """Whether all other blocks have come here before, and what they have written is seen. Then the ticket, an int32, is 0 again.
+    """Whether all other blocks have come here before, and what they have written is seen.
+
+    Then the ticket, an int32, is 0 again.
 
     ``room``: one int32 of the block's memory.
     """

@@ -1,7 +1,9 @@
-"""What kernels are written with, on a GPU. device_sim.py has the same for Numba's simulator; device.py chooses.
+"""What kernels are written with, on a GPU. device_sim.py has the same for Numba's simulator;
+device.py chooses.
 
-Memory is addresses: a kernel's arguments are integers and floats alone, which launches fastest, and makes pointers of them by :func:`at`.
-Sums and products are rounded one by one: a compiler that fuses them would get other bits than the CPU's kernels.
+Memory is addresses: a kernel's arguments are integers and floats alone, which launches fastest, and
+makes pointers of them by :func:`at`. Sums and products are rounded one by one: a compiler that
+fuses them would get other bits than the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -32,17 +34,24 @@ WARPS = THREADS // 32
 device = cuda.jit(device=True)
 
 
-def compiled(function: Callable[..., None], signature: str, registers: int | None) -> tuple[Any, Any]:
+def compiled(
+    function: Callable[..., None], signature: str, registers: int | None
+) -> tuple[Any, Any]:
     """A kernel, and the driver's handle of it, which is good as long as the kernel."""
     (made,) = cuda.jit(signature, max_registers=registers)(function).overloads.values()
     made.bind()
     return made, made._codelibrary.get_cufunc().handle
 
 
-def launcher(function: Callable[..., None], signature: str, layout: str, registers: int | None) -> Callable[..., None]:
-    """Compile a kernel; a function of blocks, stream and arguments that launches it. One thread at a time may call it.
+def launcher(
+    function: Callable[..., None], signature: str, layout: str, registers: int | None
+) -> Callable[..., None]:
+    """Compile a kernel; a function of blocks, stream and arguments that launches it.
 
-    It calls the driver itself: Numba's own way takes the host five times as long. ``layout``: of the arguments, for struct, 8 bytes each.
+    One thread at a time may call it.
+
+    It calls the driver itself: Numba's own way takes the host five times as long. ``layout``: of
+    the arguments, for struct, 8 bytes each.
     """
     made, handle = compiled(function, signature, registers)
     arguments_ = ctypes.create_string_buffer(8 * len(layout))
@@ -50,7 +59,9 @@ def launcher(function: Callable[..., None], signature: str, layout: str, registe
     pointers = (ctypes.c_void_p * len(layout))(*(first + 8 * i for i in range(len(layout))))
     packed, where = struct.Struct("=" + layout), ctypes.addressof(pointers)
 
-    def launch(blocks_: int, stream: int, *arguments: int | float, keep: object = (made, pointers)) -> None:
+    def launch(
+        blocks_: int, stream: int, *arguments: int | float, keep: object = (made, pointers)
+    ) -> None:
         packed.pack_into(arguments_, 0, *arguments)
         (status,) = driver.cuLaunchKernel(handle, blocks_, 1, 1, THREADS, 1, 1, 0, stream, where, 0)
         if status:
@@ -61,7 +72,9 @@ def launcher(function: Callable[..., None], signature: str, layout: str, registe
 
 @intrinsic
 def at(typingctx: Any, address: types.Type, offset: types.Type, element: types.Type) -> Any:
-    """A pointer to what lies ``offset`` bytes behind ``address`` in the device's memory, of type ``element`` (``np.float32``, say)."""
+    """A pointer to what lies ``offset`` bytes behind ``address`` in the device's memory, of type
+    ``element`` (``np.float32``, say).
+    """
     result = types.CPointer(element.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -89,11 +102,16 @@ def bits(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Type) -> Any:
-    """A float's bits without the sign, as a uint64. They are ordered as magnitudes are; infinity and then NaN are the largest."""
+    """A float's bits without the sign, as a uint64.
+
+    They are ordered as magnitudes are; infinity and then NaN are the largest.
+    """
     _, kind = _of_width(x)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        absolute = builder.and_(builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (kind.width - 1)) - 1))
+        absolute = builder.and_(
+            builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (kind.width - 1)) - 1)
+        )
         return builder.zext(absolute, _I64) if kind.width < 64 else absolute
 
     return types.uint64(x), codegen
@@ -102,6 +120,7 @@ def magnitude(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def float_of(typingctx: Any, x: types.Type, like: types.Type) -> Any:
     """The float of the type of ``like`` that has these bits (uint64)."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = ir.IntType(like.bitwidth)
         value = builder.trunc(args[0], kind) if like.bitwidth < 64 else args[0]
@@ -118,7 +137,10 @@ def signed(typingctx: Any, x: types.Type, sign: types.Type) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         top = ir.Constant(kind, 1 << (kind.width - 1))
         size, other = (builder.bitcast(a, kind) for a in args)
-        return builder.bitcast(builder.or_(builder.and_(size, builder.not_(top)), builder.and_(other, top)), args[0].type)
+        return builder.bitcast(
+            builder.or_(builder.and_(size, builder.not_(top)), builder.and_(other, top)),
+            args[0].type,
+        )
 
     return x(x, x), codegen
 
@@ -138,7 +160,9 @@ def _rounded(name: str) -> Any:
     def typed(typingctx: Any, x: types.Type, y: types.Type) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             kind = context.get_value_type(x)
-            function = builder.module.globals.get(full) or ir.Function(builder.module, ir.FunctionType(kind, [kind, kind]), full)
+            function = builder.module.globals.get(full) or ir.Function(
+                builder.module, ir.FunctionType(kind, [kind, kind]), full
+            )
             return builder.call(function, args)
 
         full = f"llvm.nvvm.{name}.rn.{'f' if x.bitwidth == 32 else 'd'}"
@@ -154,8 +178,11 @@ plus, times = _rounded("add"), _rounded("mul")
 @intrinsic
 def narrow(typingctx: Any, x: types.Type) -> Any:
     """The bits of the float16 that is nearest to a float32."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        convert = ir.InlineAsm(ir.FunctionType(_I16, [ir.FloatType()]), "cvt.rn.f16.f32 $0, $1;", "=h,f")
+        convert = ir.InlineAsm(
+            ir.FunctionType(_I16, [ir.FloatType()]), "cvt.rn.f16.f32 $0, $1;", "=h,f"
+        )
         return builder.call(convert, args)
 
     return types.uint16(types.float32), codegen
@@ -164,8 +191,11 @@ def narrow(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def widen(typingctx: Any, x: types.Type) -> Any:
     """The float32 that a float16 with these bits is."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        convert = ir.InlineAsm(ir.FunctionType(ir.FloatType(), [_I16]), "cvt.f32.f16 $0, $1;", "=f,h")
+        convert = ir.InlineAsm(
+            ir.FunctionType(ir.FloatType(), [_I16]), "cvt.f32.f16 $0, $1;", "=f,h"
+        )
         return builder.call(convert, args)
 
     return types.float32(types.uint16), codegen
@@ -174,6 +204,7 @@ def widen(typingctx: Any, x: types.Type) -> Any:
 @intrinsic
 def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
     """The upper half of the 128 bits of a product of two uint64."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         wide = ir.IntType(128)
         product = builder.mul(*(builder.zext(a, wide) for a in args))
@@ -185,7 +216,9 @@ def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
 def _atomic(operation: str) -> Any:
     def typed(typingctx: Any, pointer: types.Type, i: types.Type, value: types.Type) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return builder.atomic_rmw(operation, builder.gep(args[0], [args[1]]), args[2], "monotonic")
+            return builder.atomic_rmw(
+                operation, builder.gep(args[0], [args[1]]), args[2], "monotonic"
+            )
 
         return pointer.dtype(pointer, types.int64, pointer.dtype), codegen
 
@@ -246,20 +279,31 @@ def leading(x: Any) -> Any:
 
 @device
 def ballot(flag: Any) -> Any:
-    """The flags of the warp's 32 threads as bits, the first thread's lowest. All threads of the block take part."""
+    """The flags of the warp's 32 threads as bits, the first thread's lowest.
+
+    All threads of the block take part.
+    """
     return np.uint32(cuda.ballot_sync(_ALL, flag))
 
 
 @device
 def transposed(word: Any) -> Any:
-    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets."""
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread
+    gets.
+    """
     lane, step, low = cuda.threadIdx.x & 31, 16, np.uint32(0xFFFF)
-    while step > 0:     # of four squares of bits two change places, and so on in each
+    while step > 0:  # of four squares of bits two change places, and so on in each
         other = np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(word), step))
         if lane & step:
-            word = np.uint32(np.uint32(word & np.uint32(~low)) | np.uint32(np.uint32(other >> np.uint32(step)) & low))
+            word = np.uint32(
+                np.uint32(word & np.uint32(~low))
+                | np.uint32(np.uint32(other >> np.uint32(step)) & low)
+            )
         else:
-            word = np.uint32(np.uint32(word & low) | np.uint32(np.uint32(other << np.uint32(step)) & np.uint32(~low)))
+            word = np.uint32(
+                np.uint32(word & low)
+                | np.uint32(np.uint32(other << np.uint32(step)) & np.uint32(~low))
+            )
         step >>= 1
         low = np.uint32(low ^ np.uint32(low << np.uint32(step)))
     return word
@@ -267,7 +311,9 @@ def transposed(word: Any) -> Any:
 
 @device
 def sync_warp() -> None:
-    """All threads of the warp come here before one goes on, and see what the others have written."""
+    """All threads of the warp come here before one goes on, and see what the others have
+    written.
+    """
     cuda.syncwarp(_ALL)
 
 
@@ -285,7 +331,10 @@ def shared_or(array: Any, i: Any, value: Any) -> Any:
 
 @device
 def total(value: Any, room: Any) -> Any:
-    """The sum of all threads' float64, added up in the same order always. ``room``: WARPS float64 of the block's memory."""
+    """The sum of all threads' float64, added up in the same order always.
+
+    ``room``: WARPS float64 of the block's memory.
+    """
     step = 16
     while step > 0:
         value += cuda.shfl_down_sync(_ALL, value, step)
@@ -302,7 +351,10 @@ def total(value: Any, room: Any) -> Any:
 
 @device
 def largest(value: Any, room: Any) -> Any:
-    """The largest of all threads' uint64, less than 1 << 63 each. ``room``: WARPS uint64 of the block's memory."""
+    """The largest of all threads' uint64, less than 1 << 63 each.
+
+    ``room``: WARPS uint64 of the block's memory.
+    """
     top, step = np.int64(value), 16
     while step > 0:
         top = max(top, cuda.shfl_down_sync(_ALL, top, step))
@@ -331,7 +383,10 @@ def scan_warp(value: Any) -> Any:
 
 @device
 def scan(value: Any, room: Any) -> Any:
-    """The sum of the int32 of all threads before this one, and that of all. ``room``: WARPS int32 of the block's memory."""
+    """The sum of the int32 of all threads before this one, and that of all.
+
+    ``room``: WARPS int32 of the block's memory.
+    """
     lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
     sum_ = np.int32(value)
     step = 1

@@ -1,6 +1,8 @@
-"""What kernels are written with, on Numba's simulator, where threads of a block are threads of Python: the functions of device_gpu.py, for tests.
+"""What kernels are written with, on Numba's simulator, where threads of a block are threads of
+Python: the functions of device_gpu.py, for tests.
 
-There ``cuda`` means something in the kernel's own module alone, so none of this uses it. A warp is all threads of a block.
+There ``cuda`` means something in the kernel's own module alone, so none of this uses it. A warp is
+all threads of a block.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def device(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def launcher(function: Callable[..., None], signature: str, layout: str, registers: int | None) -> Callable[..., None]:
+def launcher(
+    function: Callable[..., None], signature: str, layout: str, registers: int | None
+) -> Callable[..., None]:
     """A function of blocks, stream and arguments that runs a kernel."""
     made = cuda.jit(signature)(function)
 
@@ -41,7 +45,9 @@ def at(address: Any, offset: Any, element: Any) -> Any:
     """An array whose end nobody knows, as a pointer's. None at all at 0, where nothing is."""
     if not address:
         return None
-    memory = (ctypes.c_uint8 * (_ENDLESS * np.dtype(element).itemsize)).from_address(int(address) + int(offset))
+    memory = (ctypes.c_uint8 * (_ENDLESS * np.dtype(element).itemsize)).from_address(
+        int(address) + int(offset)
+    )
     return np.frombuffer(memory, element)
 
 
@@ -128,22 +134,22 @@ shared_add, shared_or = atomic_add, atomic_or
 
 def thread() -> int:
     """This thread's number in its block."""
-    return int(threading.current_thread().threadIdx.x)      # type: ignore[attr-defined]
+    return int(threading.current_thread().threadIdx.x)  # type: ignore[attr-defined]
 
 
 def block() -> int:
     """This block's number."""
-    return int(threading.current_thread().blockIdx.x)       # type: ignore[attr-defined]
+    return int(threading.current_thread().blockIdx.x)  # type: ignore[attr-defined]
 
 
 def blocks() -> int:
     """How many there are."""
-    return int(threading.current_thread()._manager._grid_dim[0])    # type: ignore[attr-defined]
+    return int(threading.current_thread()._manager._grid_dim[0])  # type: ignore[attr-defined]
 
 
 def sync() -> None:
     """All threads of the block come here before one goes on."""
-    threading.current_thread().syncthreads()                # type: ignore[attr-defined]
+    threading.current_thread().syncthreads()  # type: ignore[attr-defined]
 
 
 def fence() -> None:
@@ -175,7 +181,9 @@ def ballot(flag: Any) -> Any:
 
 
 def transposed(word: Any) -> Any:
-    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets."""
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread
+    gets.
+    """
     found, i = np.array(_all(int(word)), np.int64), thread()
     return np.packbits((found >> i & 1).astype(bool), bitorder="little").view(np.uint32)[0]
 
@@ -198,13 +206,13 @@ def largest(value: Any, room: Any) -> Any:
 def scan(value: Any, room: Any) -> tuple[int, int]:
     """The sum of the int32 of all threads before this one, and that of all."""
     found = _all(int(value))
-    return sum(found[:thread()]), sum(found)
+    return sum(found[: thread()]), sum(found)
 
 
 def scan_wide(value: Any, room: Any) -> tuple[Any, Any]:
     """The same of uint64."""
     found = [int(one) for one in _all(value)]
-    return np.uint64(sum(found[:thread()])), np.uint64(sum(found))
+    return np.uint64(sum(found[: thread()])), np.uint64(sum(found))
 
 
 def scan_warp(value: Any) -> tuple[int, int]:

@@ -1,7 +1,9 @@
-"""dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm as far as a sum in another order allows.
+"""dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm
+as far as a sum in another order allows.
 
-Three kernels encode: the norm, and what is to be sent; chunks of levels, which a block each makes, as planes of bits, and packs into scratch memory;
-and these, side by side, into the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the one that is done last.
+Three kernels encode: the norm, and what is to be sent; chunks of levels, which a block each makes,
+as planes of bits, and packs into scratch memory; and these, side by side, into the wire. What needs
+to know of all blocks, the norm and where each chunk begins, is done by the one that is done last.
 """
 
 from __future__ import annotations
@@ -44,13 +46,29 @@ from bpsx.kernels.cuda.device import (
     total,
     transposed,
 )
-from bpsx.kernels.cuda.entropy_code import BITMAP, CHUNK, FEW, LASTS, LEVELS, MOST, MOVES, PLANE, SIGN, STEPS, WORDS, packer, row, unpack
+from bpsx.kernels.cuda.entropy_code import (
+    BITMAP,
+    CHUNK,
+    FEW,
+    LASTS,
+    LEVELS,
+    MOST,
+    MOVES,
+    PLANE,
+    SIGN,
+    STEPS,
+    WORDS,
+    packer,
+    row,
+    unpack,
+)
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 from bpsx.kernels.cuda.stochastic_rounding import key_of, leveller, noise, scaler, unit_of, valuer
 
 _HEAD = 8
 _SEED = N_OPTIONS - 1
-#: Sums or maxima that blocks leave in scratch: as many as blocks can be. Behind them, of each chunk its length and where it begins (uint32).
+#: Sums or maxima that blocks leave in scratch: as many as blocks can be. Behind them, of each chunk
+#: its length and where it begins (uint32).
 _SUMS = 4096
 _LENGTHS = 8 * _SUMS
 #: Where in the state, seen as int32, blocks take their tickets.
@@ -68,16 +86,39 @@ def _region(k: int) -> int:
 def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
     """The first pass."""
     real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
-    whole, once = np.uint32 if wide == "float32" else np.uint64, residual or momentum   # once: what fetch repeats others may have changed
+    # once: what fetch repeats others may have changed
+    whole, once = np.uint32 if wide == "float32" else np.uint64, residual or momentum
 
     @kernel(addresses=7, integers=3, floats=2)
-    def norm_of(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, natural: int,
-                factor: float, mu: float) -> None:
-        g, e, m, sums, tops = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.float64), at(scratch, 0, np.uint64)
+    def norm_of(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        n: int,
+        k: int,
+        natural: int,
+        factor: float,
+        mu: float,
+    ) -> None:
+        g, e, m, sums, tops = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(scratch, 0, np.float64),
+            at(scratch, 0, np.uint64),
+        )
         room = cuda.shared.array(WARPS, np.float64)
         tops_ = cuda.shared.array(WARPS, np.uint64)
         ticket = cuda.shared.array(1, np.int32)
-        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        p, left, momenta = (
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+        )
         t, f, u, top, squares = thread(), real(factor), real(mu), whole(0), 0.0
         for begin in range(block() * TILE, n, blocks() * TILE):
             fetch(p, g, begin, t, n)
@@ -96,7 +137,9 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                     squares += wide_ * wide_ if place(begin, t, j) < n else 0.0
                 elif not once or place(begin, t, j) < n:
                     top = max(top, whole(magnitude(p[j])))
-        squares, highest_ = (total(squares, room), np.uint64(0)) if l2 else (0.0, largest(np.uint64(top), tops_))
+        squares, highest_ = (
+            (total(squares, room), np.uint64(0)) if l2 else (0.0, largest(np.uint64(top), tops_))
+        )
         if t == 0 and l2:
             sums[block()] = squares
         elif t == 0:
@@ -109,7 +152,11 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                 squares += sums[i]
             else:
                 highest_ = max(highest_, tops[i])
-        norm = np.float64(math.sqrt(total(squares, room))) if l2 else np.float64(float_of(largest(highest_, tops_), real(0)))
+        norm = (
+            np.float64(math.sqrt(total(squares, room)))
+            if l2
+            else np.float64(float_of(largest(highest_, tops_), real(0)))
+        )
         highest = natural_unit(norm, k) if natural else times(linear_unit(norm, k), real(k))
         finite = abs(highest) < np.inf
         if t == 0:
@@ -125,16 +172,29 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
 
 
 def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int) -> Any:
-    """A function that makes levels of a tile, as planes of bits, and what they leave in the residual."""
-    real, level_of, value_of, scales_of, unit_of_ = (element(wide), leveller(natural), valuer(wide, natural), scaler(wide, natural),
-                                                     unit_of(wide, natural))
+    """A function that makes levels of a tile, as planes of bits, and what they leave in the
+    residual.
+    """
+    real, level_of, value_of, scales_of, unit_of_ = (
+        element(wide),
+        leveller(natural),
+        valuer(wide, natural),
+        scaler(wide, natural),
+        unit_of(wide, natural),
+    )
     planes_of = bits_ + 1
-    together = 32 // EACH           # planes that a word of 32 bits has, of a thread's elements
+    together = 32 // EACH  # planes that a word of 32 bits has, of a thread's elements
     kept = (1 << together) - 1
 
     @device
-    def quantise(g: Any, e: Any, m: Any, planes: Any, begin: int, n: int, k: int, norm: Any, key: Any, u: Any) -> None:
-        p, momenta, found = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, np.uint32)
+    def quantise(
+        g: Any, e: Any, m: Any, planes: Any, begin: int, n: int, k: int, norm: Any, key: Any, u: Any
+    ) -> None:
+        p, momenta, found = (
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, np.uint32),
+        )
         t, unit = thread(), unit_of_(norm, k)
         a, b, top = scales_of(norm, k)
         lane = t & 31
@@ -184,21 +244,50 @@ def _line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> N
 
 
 @functools.cache
-def _coder(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int, few: bool) -> Kernel:
+def _coder(
+    wide: str, residual: bool, momentum: bool, natural: bool, bits_: int, few: bool
+) -> Kernel:
     """The second pass: levels, and what they leave in the residual; chunks of them, packed."""
-    real, quantise, pack = element(wide), _quantiser(wide, residual, momentum, natural, bits_), packer(bits_, few)
+    real, quantise, pack = (
+        element(wide),
+        _quantiser(wide, residual, momentum, natural, bits_),
+        packer(bits_, few),
+    )
     all_planes = PLANE * (bits_ + 1)
 
     @kernel(addresses=7, integers=5, floats=1, registers=_REGISTERS)
-    def code(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, seed: int, counter: int, region: int,
-             mu: float) -> None:
-        g, e, m, lengths, chunks = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, _LENGTHS, np.uint32), (n + CHUNK - 1) // CHUNK
+    def code(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        n: int,
+        k: int,
+        seed: int,
+        counter: int,
+        region: int,
+        mu: float,
+    ) -> None:
+        g, e, m, lengths, chunks = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(scratch, _LENGTHS, np.uint32),
+            (n + CHUNK - 1) // CHUNK,
+        )
         buffer = cuda.shared.array(MOST, np.uint32)
         planes = cuda.shared.array(all_planes, np.uint32)
         lasts = cuda.shared.array(LASTS, np.int32)
         room = cuda.shared.array(WARPS, np.int32)
         sums = cuda.shared.array(WARPS, np.uint64)
-        masks, words, moves = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32), cuda.local.array(MOVES, np.uint32)
+        masks, words, moves = (
+            cuda.local.array(WORDS, np.uint32),
+            cuda.local.array(WORDS, np.uint32),
+            cuda.local.array(MOVES, np.uint32),
+        )
         t, norm = thread(), at(wire, 0, np.float64)[0]
         if not norm > 0:
             return
@@ -209,7 +298,9 @@ def _coder(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int,
             for begin in range(first, min(first + CHUNK, n), TILE):
                 quantise(g, e, m, planes, begin, n, k, norm, key_of(seed, counter), real(mu))
             sync()
-            length = pack(buffer, planes, min(CHUNK, n - first), k, lasts, room, sums, masks, words, moves)
+            length = pack(
+                buffer, planes, min(CHUNK, n - first), k, lasts, room, sums, masks, words, moves
+            )
             sync()
             packed = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint32)
             for i in range(t, (length + 3) // 4, THREADS):
@@ -226,7 +317,10 @@ def _coder(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int,
 
 @functools.cache
 def _joiner() -> Kernel:
-    """Packed chunks to where they begin in the wire: words that lie there as they should, and a few bytes before and behind."""
+    """Packed chunks to where they begin in the wire: words that lie there as they should, and a few
+    bytes before and behind.
+    """
+
     @kernel(addresses=2, integers=2)
     def join(wire: Any, scratch: Any, chunks: int, region: int) -> None:
         to, lengths, t = at(wire, 0, np.uint8), at(scratch, _LENGTHS, np.uint32), thread()
@@ -269,6 +363,7 @@ def _filler(wide: str, add: bool) -> Kernel:
 @functools.cache
 def _finder() -> Kernel:
     """Where each chunk begins, by one block."""
+
     @kernel(addresses=3, integers=2)
     def find(wire: Any, scratch: Any, status: Any, size: int, chunks: int) -> None:
         lengths, begins = at(wire, _HEAD, np.uint16), at(scratch, 0, np.uint32)
@@ -308,8 +403,15 @@ def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
             keep(out, values, begin + first, t, begin + size)
 
     @kernel(addresses=4, integers=3)
-    def unpack_all(wire: Any, out_: Any, scratch: Any, status_: Any, size_: int, n: int, k: int) -> None:
-        out, of, begins, status = at(out_, 0, real), at(wire, 0, np.uint32), at(scratch, 0, np.uint32), at(status_, 0, np.int32)
+    def unpack_all(
+        wire: Any, out_: Any, scratch: Any, status_: Any, size_: int, n: int, k: int
+    ) -> None:
+        out, of, begins, status = (
+            at(out_, 0, real),
+            at(wire, 0, np.uint32),
+            at(scratch, 0, np.uint32),
+            at(status_, 0, np.int32),
+        )
         levels = cuda.shared.array(LEVELS, np.uint16)
         bitmap = cuda.shared.array(BITMAP, np.uint32)
         steps = cuda.shared.array(STEPS, np.uint8)
@@ -328,7 +430,9 @@ def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
             if at_ + length > size_:
                 status[0] = -1
             elif length > 0:
-                if unpack(of, 8 * at_, length, levels, size, k, bitmap, steps, entries, room, masks):
+                if unpack(
+                    of, 8 * at_, length, levels, size, k, bitmap, steps, entries, room, masks
+                ):
                     sync()
                     spread(out, levels, begin, size, k, unit, n)
                 else:
@@ -354,20 +458,72 @@ class Dithering(DeviceCodec):
         """What blocks leave, chunks' lengths and places, and chunks, packed."""
         return _LENGTHS + -(-n // CHUNK) * (8 + _region(options[0]))
 
-    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
-               counter: int, factor: float, mu: float, stream: int) -> None:
+    def encode(
+        self,
+        wide: str,
+        g: Any,
+        e: Any,
+        m: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        options: Sequence[int],
+        n: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        stream: int,
+    ) -> None:
         """In two passes: the norm, then the levels."""
-        k, natural, l2, region, chunks = options[0], options[1], options[2], _region(options[0]), -(-n // CHUNK)
+        k, natural, l2, region, chunks = (
+            options[0],
+            options[1],
+            options[2],
+            _region(options[0]),
+            -(-n // CHUNK),
+        )
         residual, momentum, bits_ = e is not None, m is not None, k.bit_length()
-        g, e, m, wire, written, scratch, state = map(address, (g, e, m, wire, written, scratch, state))
+        g, e, m, wire, written, scratch, state = map(
+            address, (g, e, m, wire, written, scratch, state)
+        )
         tiles = min(grid(-(-n // TILE)), _SUMS)
-        _norm(wide, residual, momentum, bool(l2)).launch(tiles, stream, g, e, m, wire, written, scratch, state, n, k, natural, factor, mu)
+        _norm(wide, residual, momentum, bool(l2)).launch(
+            tiles, stream, g, e, m, wire, written, scratch, state, n, k, natural, factor, mu
+        )
         coder = _coder(wide, residual, momentum, bool(natural), bits_, k <= FEW)
-        coder.launch(grid(chunks, 64), stream, g, e, m, wire, written, scratch, state, n, k, options[_SEED], counter, region, mu)
+        coder.launch(
+            grid(chunks, 64),
+            stream,
+            g,
+            e,
+            m,
+            wire,
+            written,
+            scratch,
+            state,
+            n,
+            k,
+            options[_SEED],
+            counter,
+            region,
+            mu,
+        )
         _joiner().launch(grid(chunks), stream, wire, scratch, chunks, region)
 
-    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
-               stream: int) -> None:
+    def decode(
+        self,
+        wide: str,
+        wire: Any,
+        size: int,
+        out: Any,
+        scratch: Any,
+        status: Any,
+        options: Sequence[int],
+        n: int,
+        add: bool,
+        stream: int,
+    ) -> None:
         """Chunk by chunk, once it is known where each begins."""
         chunks = -(-n // CHUNK)
         wire, out, scratch, status = map(address, (wire, out, scratch, status))
@@ -377,7 +533,9 @@ class Dithering(DeviceCodec):
             refuse(status, stream)
         else:
             _finder().launch(1, stream, wire, scratch, status, size, chunks)
-            _unpacker(wide, bool(options[1]), add).launch(grid(chunks), stream, wire, out, scratch, status, size, n, options[0])
+            _unpacker(wide, bool(options[1]), add).launch(
+                grid(chunks), stream, wire, out, scratch, status, size, n, options[0]
+            )
 
 
 register_device(Dithering())

@@ -1,4 +1,6 @@
-"""Averages of integers on GPUs that NCCL has added: sums divided in place, rounding down as on the CPU."""
+"""Averages of integers on GPUs that NCCL has added: sums divided in place, rounding down as on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -24,5 +26,7 @@ _dividers = {"int32": _divider(np.int32), "int64": _divider(np.int64)}
 
 
 def divider(dtype: str) -> Kernel:
-    """The kernel of (address, elements, divisor) for ``int32`` or ``int64``; any number of blocks of THREADS."""
+    """The kernel of (address, elements, divisor) for ``int32`` or ``int64``; any number of blocks
+    of THREADS.
+    """
     return _dividers[dtype]

@@ -1,19 +1,33 @@
 """The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
 
-A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from how many those before it have: a sum over the
-block. The packer gets levels and signs as planes of bits, and writes with atomic or, since threads share words. The unpacker
-makes levels, as uint16 with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows nor those that go along
-columns get into each other's way.
+A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from
+how many those before it have: a sum over the block. The packer gets levels and signs as planes of
+bits, and writes with atomic or, since threads share words. The unpacker makes levels, as uint16
+with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows
+nor those that go along columns get into each other's way.
 
-Rice-coded numbers begin where the one before ends. Each thread finds out of its 32 bits, for every place where a number might begin, where in the
-next thread's the first one would; one thread follows that through all of them, and then each knows where its first one begins.
+Rice-coded numbers begin where the one before ends. Each thread finds out of its 32 bits, for every
+place where a number might begin, where in the next thread's the first one would; one thread follows
+that through all of them, and then each knows where its first one begins.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, np, ones, scan, scan_wide, shared_or, sync, thread
+from bpsx.kernels.cuda.device import (
+    THREADS,
+    device,
+    leading,
+    lowest,
+    np,
+    ones,
+    scan,
+    scan_wide,
+    shared_or,
+    sync,
+    thread,
+)
 
 #: Elements of a chunk, the words of a thread, elements of a row.
 CHUNK, WORDS, ROW = 8192, 8192 // 32 // THREADS, 34
@@ -24,10 +38,12 @@ _LIMIT, _RAW = 16, 14
 FEW = 4
 #: A row of the table of where numbers begin, in bytes.
 _STEPS = 36
-#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell others (int32).
+#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that
+#: table (uint8), what threads tell others (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
-#: Words from one of the packer's planes of bits to the next: the bits of levels, the lowest first, and which are negative.
+#: Words from one of the packer's planes of bits to the next: the bits of levels, the lowest first,
+#: and which are negative.
 PLANE = BITMAP + 8
 #: Of a thread: the moves that gather the bits of its words, step by step.
 _STEPS_OF_32 = 5
@@ -53,7 +69,10 @@ def spacing(size: int, count: int) -> Any:
 def put(buffer: Any, position: int, word: Any) -> None:
     """Set those of 32 bits from ``position`` on that are set in ``word``."""
     if word != np.uint32(0):
-        both, first = np.uint64(word) << np.uint64(position & 31), np.int64(np.uint32(np.uint32(position) >> np.uint32(5)))
+        both, first = (
+            np.uint64(word) << np.uint64(position & 31),
+            np.int64(np.uint32(np.uint32(position) >> np.uint32(5))),
+        )
         shared_or(buffer, first, np.uint32(both & np.uint64(0xFFFFFFFF)))
         if both >> np.uint64(32) != np.uint64(0):
             shared_or(buffer, first + 1, np.uint32(both >> np.uint64(32)))
@@ -79,7 +98,9 @@ def steer(masks: Any, moves: Any) -> None:
 
 @device
 def gathered(word: Any, w: int, moves: Any) -> Any:
-    """The bits of ``word``, which has none elsewhere, where the w-th mask has ones, side by side: "compress" of Warren's "Hacker's Delight"."""
+    """The bits of ``word``, which has none elsewhere, where the w-th mask has ones, side by side:
+    "compress" of Warren's "Hacker's Delight".
+    """
     for step in range(_STEPS_OF_32):
         moving = np.uint32(word & moves[w * _STEPS_OF_32 + step])
         word = np.uint32(np.uint32(word ^ moving) | np.uint32(moving >> np.uint32(1 << step)))
@@ -118,7 +139,10 @@ def _behind(lasts: Any, t: int) -> Any:
 
 @device
 def put_places(buffer: Any, masks: Any, size: int, s: int, lasts: Any, room: Any) -> Any:
-    """The places of those that are not 0, behind the first byte. Returns the position behind them. ``lasts``: THREADS + 1 int32."""
+    """The places of those that are not 0, behind the first byte.
+
+    Returns the position behind them. ``lasts``: THREADS + 1 int32.
+    """
     t = thread()
     if s == 0:
         for w in range(WORDS):
@@ -193,7 +217,11 @@ def _less_one(planes: Any, word: int, b: int) -> Any:
 def _counter(bits_: int, few: bool) -> Any:
     @device
     def count_all(planes: Any, size: int, masks: Any, room: Any) -> Any:
-        """How many are not 0 before this thread and in all, 16 bits each; few: how many are at least 2, 3, 4, too. And the sum of levels less 1."""
+        """How many are not 0 before this thread and in all, 16 bits each; few: how many are at
+        least 2, 3, 4, too.
+
+        And the sum of levels less 1.
+        """
         t, own, high_, total = thread(), np.uint64(0), np.uint64(0), 0
         for w in range(WORDS):
             word, masks[w] = t * WORDS + w, np.uint32(0)
@@ -202,7 +230,9 @@ def _counter(bits_: int, few: bool) -> Any:
                 own += np.uint64(ones(masks[w]))
                 if few:
                     for bound in range(2, FEW + 1):
-                        high_ += np.uint64(ones(_at_least(planes, word, bound, bits_))) << np.uint64(16 * (bound - 1))
+                        high_ += np.uint64(
+                            ones(_at_least(planes, word, bound, bits_))
+                        ) << np.uint64(16 * (bound - 1))
                 else:
                     for b in range(bits_):
                         total += ones(planes[b * PLANE + word]) << b
@@ -219,12 +249,29 @@ def _counter(bits_: int, few: bool) -> Any:
 
 
 def packer(bits_: int, few: bool) -> Any:
-    """A function that codes a chunk of levels of so many bits. With few levels, no more than FEW, it counts all that it has to know at once."""
+    """A function that codes a chunk of levels of so many bits.
+
+    With few levels, no more than FEW, it counts all that it has to know at once.
+    """
     count_all = _counter(bits_, few)
 
     @device
-    def pack(buffer: Any, planes: Any, size: int, k: int, lasts: Any, room: Any, sums: Any, masks: Any, words: Any, moves: Any) -> Any:
-        """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words, moves: uint32 of the thread's own."""
+    def pack(
+        buffer: Any,
+        planes: Any,
+        size: int,
+        k: int,
+        lasts: Any,
+        room: Any,
+        sums: Any,
+        masks: Any,
+        words: Any,
+        moves: Any,
+    ) -> Any:
+        """Code a chunk into ``buffer``, which is all 0.
+
+        Returns the bytes it takes. masks, words, moves: uint32 of the thread's own.
+        """
         t = thread()
         counts, counts_all, total = count_all(planes, size, masks, sums)
         before, count, r = _of(counts, 1), _of(counts_all, 1), 0
@@ -293,13 +340,17 @@ def _number(window: Any, s: int) -> Any:
     """The number that a window's bits begin with, and how many it takes."""
     high_ = lowest(np.uint32(window & np.uint64(0xFFFFFFFF)) | np.uint32(1 << _LIMIT))
     if high_ < _LIMIT:
-        return (high_ << s) | (np.int64((window >> np.uint64(high_ + 1)) & np.uint64((1 << s) - 1))), high_ + 1 + s
+        return (high_ << s) | (
+            np.int64((window >> np.uint64(high_ + 1)) & np.uint64((1 << s) - 1))
+        ), high_ + 1 + s
     return np.int64((window >> np.uint64(_LIMIT)) & np.uint64((1 << _RAW) - 1)), _LIMIT + _RAW
 
 
 @device
 def _follow(window: Any, s: int, steps: Any, entries: Any) -> None:
-    """entries[t] = where in a thread's 32 bits its first number begins; entries[0] is known, and entries[THREADS] will be the next round's."""
+    """entries[t] = where in a thread's 32 bits its first number begins; entries[0] is known, and
+    entries[THREADS] will be the next round's.
+    """
     t = thread()
     for back in range(32):
         begin = 31 - back
@@ -316,10 +367,23 @@ def _follow(window: Any, s: int, steps: Any, entries: Any) -> None:
 
 
 @device
-def get_numbers(of: Any, base: int, limit: int, size: int, s: int, bitmap: Any, steps: Any, entries: Any, room: Any) -> Any:
-    """Set bitmap's bits, which are 0, from Rice-coded numbers. Returns the position behind them, or -1.
+def get_numbers(
+    of: Any,
+    base: int,
+    limit: int,
+    size: int,
+    s: int,
+    bitmap: Any,
+    steps: Any,
+    entries: Any,
+    room: Any,
+) -> Any:
+    """Set bitmap's bits, which are 0, from Rice-coded numbers.
 
-    ``steps``: THREADS rows of bytes. ``entries``: THREADS + 2 int32; the last is what the threads find.
+    Returns the position behind them, or -1.
+
+    ``steps``: THREADS rows of bytes. ``entries``: THREADS + 2 int32; the last is what the threads
+    find.
     """
     t, place, begin = thread(), 0, 8
     if t == 0:
@@ -341,7 +405,9 @@ def get_numbers(of: Any, base: int, limit: int, size: int, s: int, bitmap: Any, 
             i += x
             at_ += length
             if own + at_ > limit or i >= size:
-                entries[THREADS + 1] = np.int32(own + at_) if i == size and own + at_ <= limit else np.int32(-1)
+                entries[THREADS + 1] = (
+                    np.int32(own + at_) if i == size and own + at_ <= limit else np.int32(-1)
+                )
                 break
             shared_or(bitmap, i >> 5, np.uint32(1) << np.uint32(i & 31))
             i += 1
@@ -358,7 +424,11 @@ def get_numbers(of: Any, base: int, limit: int, size: int, s: int, bitmap: Any, 
 
 @device
 def _raise(levels: Any, of: Any, position: int, masks: Any, amount: int, narrow: bool) -> Any:
-    """Raise those of a thread's levels among the masked ones whose bit is set; with ``narrow`` they become the mask. How many those are."""
+    """Raise those of a thread's levels among the masked ones whose bit is set; with ``narrow`` they
+    become the mask.
+
+    How many those are.
+    """
     t, count = thread(), 0
     for w in range(WORDS):
         mask, kept = masks[w], np.uint32(0)
@@ -380,8 +450,24 @@ def _raise(levels: Any, of: Any, position: int, masks: Any, amount: int, narrow:
 
 
 @device
-def unpack(of: Any, base: int, length: int, levels: Any, size: int, k: int, bitmap: Any, steps: Any, entries: Any, room: Any, masks: Any) -> Any:
-    """The levels and signs of a chunk that takes ``length`` bytes, at least 1, from bit ``base`` on. Returns whether it is one."""
+def unpack(
+    of: Any,
+    base: int,
+    length: int,
+    levels: Any,
+    size: int,
+    k: int,
+    bitmap: Any,
+    steps: Any,
+    entries: Any,
+    room: Any,
+    masks: Any,
+) -> Any:
+    """The levels and signs of a chunk that takes ``length`` bytes, at least 1, from bit ``base``
+    on.
+
+    Returns whether it is one.
+    """
     t, limit, head = thread(), 8 * length, np.int64(get(of, base)) & 255
     r, s, position = head & 7, head >> 3, 8 + size
     if s >= _RAW or (r > 0 and (1 << r) >= k) or (s == 0 and position > limit):
@@ -398,11 +484,17 @@ def unpack(of: Any, base: int, length: int, levels: Any, size: int, k: int, bitm
         first = 32 * (t * WORDS + w)
         masks[w] = bitmap[t * WORDS + w]
         if s == 0 and first < size:
-            inside = np.uint32(0xFFFFFFFF) if size - first >= 32 else np.uint32((1 << (size - first)) - 1)
+            inside = (
+                np.uint32(0xFFFFFFFF)
+                if size - first >= 32
+                else np.uint32((1 << (size - first)) - 1)
+            )
             masks[w] = np.uint32(get(of, base + 8 + first) & inside)
         own += ones(masks[w])
         for lane in range(32 if first < size else 0):
-            levels[(t * WORDS + w) * ROW + lane] = np.uint16((masks[w] >> np.uint32(lane)) & np.uint32(1))
+            levels[(t * WORDS + w) * ROW + lane] = np.uint16(
+                (masks[w] >> np.uint32(lane)) & np.uint32(1)
+            )
     before, count = scan(own, room)
     if position + count * (1 + r) > limit:
         return False

@@ -1,7 +1,10 @@
-"""What all encoders do before they look at elements: momentum and residual. And how elements are shared out to threads.
+"""What all encoders do before they look at elements: momentum and residual.
 
-A warp takes EACH times 32 elements that lie side by side, 32 at a time. What they need is loaded first and stored at last, so that many loads are on
-their way at once: a compiler cannot know that a store does not change what is loaded next.
+And how elements are shared out to threads.
+
+A warp takes EACH times 32 elements that lie side by side, 32 at a time. What they need is loaded
+first and stored at last, so that many loads are on their way at once: a compiler cannot know that a
+store does not change what is loaded next.
 """
 
 from __future__ import annotations
@@ -9,7 +12,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from bpsx.kernels.cuda.device import SIMULATED, THREADS, Kernel, at, block, blocks, device, element, kernel, plus, thread, times
+from bpsx.kernels.cuda.device import (
+    SIMULATED,
+    THREADS,
+    Kernel,
+    at,
+    block,
+    blocks,
+    device,
+    element,
+    kernel,
+    plus,
+    thread,
+    times,
+)
 
 #: Elements of a thread, and of all threads of a block.
 EACH = 4 if SIMULATED else 8
@@ -24,7 +40,11 @@ def place(begin: int, thread: int, j: int) -> Any:
 
 @device
 def fetch(to: Any, p: Any, begin: int, thread: int, n: int) -> None:
-    """A thread's elements of p. What stands for those behind the last one is nobody's: another thread may change what is read there."""
+    """A thread's elements of p.
+
+    What stands for those behind the last one is nobody's: another thread may change what is read
+    there.
+    """
     first = place(begin, thread, 0)
     if first + 32 * (EACH - 1) < n:
         for j in range(EACH):
@@ -48,7 +68,9 @@ def keep(p: Any, values: Any, begin: int, thread: int, n: int) -> None:
 
 
 @device
-def add_up(p: Any, left: Any, momenta: Any, factor: Any, mu: Any, residual: bool, momentum: bool) -> None:
+def add_up(
+    p: Any, left: Any, momenta: Any, factor: Any, mu: Any, residual: bool, momentum: bool
+) -> None:
     """p, which is the gradient, becomes what is to be sent, and momenta the new ones."""
     for j in range(EACH):
         if momentum:

@@ -9,7 +9,22 @@ from typing import Any
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, register_device
-from bpsx.kernels.cuda.device import Kernel, address, at, block, blocks, element, grid, kernel, narrow, np, plus, refuse, thread, widen
+from bpsx.kernels.cuda.device import (
+    Kernel,
+    address,
+    at,
+    block,
+    blocks,
+    element,
+    grid,
+    kernel,
+    narrow,
+    np,
+    plus,
+    refuse,
+    thread,
+    widen,
+)
 from bpsx.kernels.cuda.feedback import EACH, TILE, fetch, keep
 
 
@@ -59,13 +74,39 @@ class Half(DeviceCodec):
         """Always the same."""
         return 2 * n
 
-    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
-               counter: int, factor: float, mu: float, stream: int) -> None:
+    def encode(
+        self,
+        wide: str,
+        g: Any,
+        e: Any,
+        m: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        options: Sequence[int],
+        n: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        stream: int,
+    ) -> None:
         """Rounds."""
         _encoder(wide).launch(grid(-(-n // TILE)), stream, address(g), address(wire), n)
 
-    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
-               stream: int) -> None:
+    def decode(
+        self,
+        wide: str,
+        wire: Any,
+        size: int,
+        out: Any,
+        scratch: Any,
+        status: Any,
+        options: Sequence[int],
+        n: int,
+        add: bool,
+        stream: int,
+    ) -> None:
         """Sets or adds."""
         if size != 2 * n:
             refuse(status, stream)

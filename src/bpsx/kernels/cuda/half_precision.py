@@ -1,4 +1,7 @@
-"""Widening and narrowing elements on a GPU: see ``cpu/halves.py``. Halves travel as their bits, in a uint16."""
+"""Widening and narrowing elements on a GPU: see ``cpu/halves.py``.
+
+Halves travel as their bits, in a uint16.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ _QUIET = 0x00400000
 
 
 class Form(NamedTuple):
-    """What elements are in memory and to who computes, and functions for kernels that turn one into the other."""
+    """What elements are in memory and to who computes, and functions for kernels that turn one into
+    the other.
+    """
 
     stored: Any
     wide: Any
@@ -29,7 +34,8 @@ def widen_bfloat16(half: Any) -> Any:
 def narrow_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 that is nearest to a float32, ties to even.
 
-    A NaN needs care here, unlike on the CPU: in those that a GPU makes all bits but the sign are set, and rounding would carry into that.
+    A NaN needs care here, unlike on the CPU: in those that a GPU makes all bits but the sign are
+    set, and rounding would carry into that.
     """
     x = bits(value)
     odd = np.uint32(np.uint32(x >> np.uint32(16)) & np.uint32(1))

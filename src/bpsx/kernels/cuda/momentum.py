@@ -1,4 +1,6 @@
-"""Nesterov's momentum on a GPU, for gradients that no encoder adds it to: see ``cpu/momentum.py``, whose bits these are."""
+"""Nesterov's momentum on a GPU, for gradients that no encoder adds it to: see ``cpu/momentum.py``,
+whose bits these are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,20 @@ from typing import Any
 
 from numba import cuda
 
-from bpsx.kernels.cuda.device import Kernel, at, atomic_or, block, blocks, forget, kernel, last, magnitude, np, sync, thread
+from bpsx.kernels.cuda.device import (
+    Kernel,
+    at,
+    atomic_or,
+    block,
+    blocks,
+    forget,
+    kernel,
+    last,
+    magnitude,
+    np,
+    sync,
+    thread,
+)
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 from bpsx.kernels.cuda.half_precision import form
 
@@ -18,19 +33,31 @@ _TICKET, _SEEN = 0, 1
 
 @functools.cache
 def nesterov(dtype: str) -> Kernel:
-    """The kernel of (g, m, out, state, n, mu): m = mu m + g, out = g + mu m. ``dtype``: one of the four floating-point types.
+    """The kernel of (g, m, out, state, n, mu): m = mu m + g, out = g + mu m.
 
-    m is of the wide type, out and g are of ``dtype``, n elements each; out may be g. An overflow passes, and is forgotten: then all of m is 0.
-    For that the blocks share ``state``: N_STATE int32, which are 0 before the first launch, and again after each. Launches with the same state or
-    m come one after the other. For any number of blocks; ``grid(-(-n // TILE))`` are enough.
+    ``dtype``: one of the four floating-point types.
+
+    m is of the wide type, out and g are of ``dtype``, n elements each; out may be g. An overflow
+    passes, and is forgotten: then all of m is 0. For that the blocks share ``state``: N_STATE
+    int32, which are 0 before the first launch, and again after each. Launches with the same state
+    or m come one after the other. For any number of blocks; ``grid(-(-n // TILE))`` are enough.
     """
     stored, real, widen, narrow = form(dtype)
 
     @kernel(addresses=4, integers=1, floats=1)
     def add(g_: Any, m_: Any, out_: Any, state_: Any, n: int, mu: float) -> None:
-        g, m, out, state = at(g_, 0, stored), at(m_, 0, real), at(out_, 0, stored), at(state_, 0, np.int32)
+        g, m, out, state = (
+            at(g_, 0, stored),
+            at(m_, 0, real),
+            at(out_, 0, stored),
+            at(state_, 0, np.int32),
+        )
         ticket = cuda.shared.array(1, np.int32)
-        elements, p, momenta = cuda.local.array(EACH, stored), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        elements, p, momenta = (
+            cuda.local.array(EACH, stored),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+        )
         t, u, bound, overflow = thread(), real(mu), magnitude(real(np.inf)), False
         for begin in range(block() * TILE, n, blocks() * TILE):
             fetch(elements, g, begin, t, n)
@@ -40,7 +67,8 @@ def nesterov(dtype: str) -> Kernel:
             add_up(p, p, momenta, u, u, False, True)
             keep(m, momenta, begin, t, n)
             for j in range(EACH):
-                overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound     # behind the last one is nobody's
+                # behind the last one is nobody's
+                overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound
                 elements[j] = narrow(p[j])
             keep(out, elements, begin, t, n)
         if overflow:

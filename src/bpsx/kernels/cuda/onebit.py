@@ -1,6 +1,7 @@
 """onebit on a GPU: see ``cpu/onebit.py``, whose wire and residual these are.
 
-One kernel, in one pass. Each block sums up its magnitudes, in float64; the block that is done last adds these sums up and writes the magnitude.
+One kernel, in one pass. Each block sums up its magnitudes, in float64; the block that is done last
+adds these sums up and writes the magnitude.
 """
 
 from __future__ import annotations
@@ -48,12 +49,32 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
     real = element(wide)
 
     @kernel(addresses=6, integers=2, floats=2)
-    def encode(g_: Any, e_: Any, m_: Any, wire: Any, sums_: Any, state_: Any, n: int, scaling: int, factor: float, mu: float) -> None:
-        g, e, m, words = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(wire, _HEAD, np.uint32)
+    def encode(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        wire: Any,
+        sums_: Any,
+        state_: Any,
+        n: int,
+        scaling: int,
+        factor: float,
+        mu: float,
+    ) -> None:
+        g, e, m, words = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(wire, _HEAD, np.uint32),
+        )
         sums, state = at(sums_, 0, np.float64), at(state_, 0, np.float64)
         room = cuda.shared.array(WARPS, np.float64)
         ticket = cuda.shared.array(1, np.int32)
-        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        p, left, momenta = (
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+        )
         t, before, f, u = thread(), real(state[0]), real(factor), real(mu)
         lane, found = t & 31, 0.0
         for begin in range(block() * TILE, n, blocks() * TILE):
@@ -77,7 +98,7 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
                 word = signs if lane == j else word
             if some < np.inf:
                 found += np.float64(some)
-            else:                               # a float32 sum may overflow though its parts do not
+            else:  # a float32 sum may overflow though its parts do not
                 for j in range(EACH):
                     found += np.float64(abs(p[j])) if place(begin, t, j) < n else 0.0
             first = place(begin, t & ~31, 0)
@@ -112,7 +133,11 @@ def _decoder(wide: str, add: bool) -> Kernel:
 
     @kernel(addresses=2, integers=1)
     def decode(wire: Any, out_: Any, n: int) -> None:
-        out, words, size = at(out_, 0, real), at(wire, _HEAD, np.uint32), real(at(wire, 0, np.float64)[0])
+        out, words, size = (
+            at(out_, 0, real),
+            at(wire, _HEAD, np.uint32),
+            real(at(wire, 0, np.float64)[0]),
+        )
         t, values = thread(), cuda.local.array(EACH, real)
         for begin in range(block() * TILE, n, blocks() * TILE):
             if add:
@@ -139,14 +164,47 @@ class OneBit(DeviceCodec):
         """The blocks' sums."""
         return 8 * _SUMS
 
-    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
-               counter: int, factor: float, mu: float, stream: int) -> None:
+    def encode(
+        self,
+        wide: str,
+        g: Any,
+        e: Any,
+        m: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        options: Sequence[int],
+        n: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        stream: int,
+    ) -> None:
         """In one pass over memory."""
         _encoder(wide, e is not None, m is not None).launch(
-            min(grid(-(-n // TILE)), _SUMS), stream, *map(address, (g, e, m, wire, scratch, state)), n, options[0], factor, mu)
+            min(grid(-(-n // TILE)), _SUMS),
+            stream,
+            *map(address, (g, e, m, wire, scratch, state)),
+            n,
+            options[0],
+            factor,
+            mu,
+        )
 
-    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
-               stream: int) -> None:
+    def decode(
+        self,
+        wide: str,
+        wire: Any,
+        size: int,
+        out: Any,
+        scratch: Any,
+        status: Any,
+        options: Sequence[int],
+        n: int,
+        add: bool,
+        stream: int,
+    ) -> None:
         """Sets or adds plus or minus the magnitude."""
         if size != self.size(wide, n, options):
             refuse(status, stream)

@@ -1,7 +1,8 @@
 """randomk on a GPU: see ``cpu/randomk.py``, whose places, wire and residual these are.
 
-Places ascend, so those that fall into a tile of elements are found without looking at the others: their numbers lie between two that follow from the
-tile's bounds, to within one. So the block that has brought a tile's residual up to date takes from it what is sent.
+Places ascend, so those that fall into a tile of elements are found without looking at the others:
+their numbers lie between two that follow from the tile's bounds, to within one. So the block that
+has brought a tile's residual up to date takes from it what is sent.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 _HEAD = 8
 _SEED = N_OPTIONS - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-#: Where in the state, seen as int32, blocks take their tickets, and what they have seen of infinities and NaN: any; any that was sent.
+#: Where in the state, seen as int32, blocks take their tickets, and what they have seen of
+#: infinities and NaN: any; any that was sent.
 _TICKET, _SEEN = 6, 5
 _ANY, _SENT = 1, 2
 
@@ -69,7 +71,9 @@ def _place(start: Any, turn: int, i: int, n: int, count: int) -> Any:
 
 @device
 def _near(j: int, n: int, count: int, inverse: float) -> Any:
-    """The number of the place that has element ``j`` of the rotated ones in its range, to within one."""
+    """The number of the place that has element ``j`` of the rotated ones in its range, to within
+    one.
+    """
     return np.int64(np.float64(j) * np.float64(count) * inverse)
 
 
@@ -97,11 +101,33 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, send = element(wide), _sender(wide, residual, momentum)
 
     @kernel(addresses=5, integers=4, floats=3)
-    def encode(g_: Any, e_: Any, m_: Any, wire: Any, state: Any, n: int, count: int, seed: int, counter: int,
-               factor: float, mu: float, inverse: float) -> None:
-        g, e, m, values, seen = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(wire, _HEAD, real), at(state, 0, np.int32)
+    def encode(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        wire: Any,
+        state: Any,
+        n: int,
+        count: int,
+        seed: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        inverse: float,
+    ) -> None:
+        g, e, m, values, seen = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(wire, _HEAD, real),
+            at(state, 0, np.int32),
+        )
         ticket = cuda.shared.array(1, np.int32)
-        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        p, left, momenta = (
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+        )
         t, f, u, bound = thread(), real(factor), real(mu), magnitude(real(np.inf))
         start = _start(seed, np.uint64(counter))
         turn = _turn(start, n)
@@ -121,12 +147,14 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
             for j in range(EACH):
                 overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound
             sync()
-            for part in range(2):       # what is before the turn comes last
+            for part in range(2):  # what is before the turn comes last
                 first, behind = (begin, min(end, turn)) if part == 0 else (max(begin, turn), end)
                 if first < behind:
                     over = n - turn if part == 0 else -turn
                     low = max(_near(first + over, n, count, inverse) - 1, 0)
-                    for i in range(low + t, min(_near(behind + over, n, count, inverse) + 2, count), THREADS):
+                    for i in range(
+                        low + t, min(_near(behind + over, n, count, inverse) + 2, count), THREADS
+                    ):
                         where = _place(start, turn, i, n, count)
                         if where >= first and where < behind:
                             send(g, e, m, values, seen, i, where, u)
@@ -202,7 +230,9 @@ def _setter(wide: str) -> Kernel:
                 if first < behind:
                     over = n - turn if part == 0 else -turn
                     low = max(_near(first + over, n, count, inverse) - 1, 0)
-                    for i in range(low + t, min(_near(behind + over, n, count, inverse) + 2, count), THREADS):
+                    for i in range(
+                        low + t, min(_near(behind + over, n, count, inverse) + 2, count), THREADS
+                    ):
                         where = _place(start, turn, i, n, count)
                         if where >= first and where < behind:
                             out[where] = values[i]
@@ -219,26 +249,70 @@ class RandomK(DeviceCodec):
         """Always the same, for each element type."""
         return _HEAD + amount_of(n, [*options]) * int(element(wide)().itemsize)
 
-    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
-               counter: int, factor: float, mu: float, stream: int) -> None:
-        """In one pass over memory; without residual and momentum it looks at nothing but what it sends."""
+    def encode(
+        self,
+        wide: str,
+        g: Any,
+        e: Any,
+        m: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        options: Sequence[int],
+        n: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        stream: int,
+    ) -> None:
+        """In one pass over memory; without residual and momentum it looks at nothing but what it
+        sends.
+        """
         count, seed = amount_of(n, [*options]), options[_SEED]
         if e is None and m is None:
-            _plain_encoder(wide).launch(-(-count // THREADS), stream, address(g), address(wire), n, count, seed, counter)
+            _plain_encoder(wide).launch(
+                -(-count // THREADS), stream, address(g), address(wire), n, count, seed, counter
+            )
         else:
             _encoder(wide, e is not None, m is not None).launch(
-                grid(-(-n // TILE)), stream, *map(address, (g, e, m, wire, state)), n, count, seed, counter, factor, mu, 1 / n)
+                grid(-(-n // TILE)),
+                stream,
+                *map(address, (g, e, m, wire, state)),
+                n,
+                count,
+                seed,
+                counter,
+                factor,
+                mu,
+                1 / n,
+            )
 
-    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
-               stream: int) -> None:
+    def decode(
+        self,
+        wide: str,
+        wire: Any,
+        size: int,
+        out: Any,
+        scratch: Any,
+        status: Any,
+        options: Sequence[int],
+        n: int,
+        add: bool,
+        stream: int,
+    ) -> None:
         """Sets or adds what was sent, at places that follow from the counter that came with it."""
         count, seed = amount_of(n, [*options]), options[_SEED]
         if size != self.size(wide, n, options):
             refuse(status, stream)
         elif add:
-            _adder(wide).launch(-(-count // THREADS), stream, address(wire), address(out), n, count, seed)
+            _adder(wide).launch(
+                -(-count // THREADS), stream, address(wire), address(out), n, count, seed
+            )
         else:
-            _setter(wide).launch(grid(-(-n // TILE)), stream, address(wire), address(out), n, count, seed, 1 / n)
+            _setter(wide).launch(
+                grid(-(-n // TILE)), stream, address(wire), address(out), n, count, seed, 1 / n
+            )
 
 
 register_device(RandomK())

@@ -1,4 +1,7 @@
-"""How topk's kernels collect what is large enough, and count it in bins by magnitude. See ``topk.py``."""
+"""How topk's kernels collect what is large enough, and count it in bins by magnitude.
+
+See ``topk.py``.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,17 @@ CHUNK = 256 if SIMULATED else 2048
 _ROWS = min(32, CHUNK // 32)
 #: With more that are large enough in a row, in the mean, it collects row by row.
 _DENSE = 8
-DIGIT = 11                                 # bits
+DIGIT = 11  # bits
 BINS = 1 << DIGIT
 #: Blocks take turns at so many sets of bins: many at one would wait for each other.
 SETS = 4
-#: Scratch: bins (uint32), what all know (uint64, see below), two counters (int32), counters of chunks and groups, what was collected, the list.
+#: Scratch: bins (uint32), what all know (uint64, see below), two counters (int32), counters of
+#: chunks and groups, what was collected, the list.
 KNOWN = 4 * BINS * SETS
 COUNTERS = KNOWN + 64
-#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ;
-#: the k-th largest magnitude and how many that are equal to it are sent.
+#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all
+#: its others, and the bits in which these differ; the k-th largest magnitude and how many that are
+#: equal to it are sent.
 FLOOR, SHIFT, LOW, END, BITS, LEAST, EQUAL = range(7)
 #: How long the list is; whether there are infinities or NaN.
 LISTED, OVERFLOW = range(2)
@@ -51,15 +56,22 @@ LISTED, OVERFLOW = range(2)
 
 @device
 def _bin(key: Any, floor: Any, shift: Any) -> Any:
-    """0 for the floor itself, for what is above it the more the larger it is, the last for all the rest."""
-    return np.int64(min((key - floor + (np.uint64(1) << shift) - np.uint64(1)) >> shift, np.uint64(BINS - 1)))
+    """0 for the floor itself, for what is above it the more the larger it is, the last for all the
+    rest.
+    """
+    return np.int64(
+        min((key - floor + (np.uint64(1) << shift) - np.uint64(1)) >> shift, np.uint64(BINS - 1))
+    )
 
 
 @device
 def bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
-    """found = the bin with the rank-th largest, and its rank in there. The number of all that are counted. All threads come here."""
+    """found = the bin with the rank-th largest, and its rank in there.
+
+    The number of all that are counted. All threads come here.
+    """
     t, each = thread(), BINS // THREADS
-    top = BINS - each * t                  # this thread's begin below
+    top = BINS - each * t  # this thread's begin below
     own = 0
     for j in range(each):
         own += np.int64(bins[top - 1 - j])
@@ -75,7 +87,11 @@ def bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
 
 
 def valuer(residual: bool, momentum: bool, anew: bool) -> Any:
-    """A function that makes what is to be sent of one element, and changes nothing. Not ``anew``: gradient and momentum are added up already."""
+    """A function that makes what is to be sent of one element, and changes nothing.
+
+    Not ``anew``: gradient and momentum are added up already.
+    """
+
     @device
     def value(g: Any, e: Any, m: Any, i: int, f: Any, u: Any) -> Any:
         if residual and not anew:
@@ -92,7 +108,9 @@ def valuer(residual: bool, momentum: bool, anew: bool) -> Any:
 
 @device
 def _tally(bins: Any, key: Any, floor: Any, shift: Any) -> Any:
-    """Count one that was collected, or say that it is the floor itself: of those there may be many, for one place in memory."""
+    """Count one that was collected, or say that it is the floor itself: of those there may be many,
+    for one place in memory.
+    """
     if key == floor:
         return 1
     atomic_add(bins, _bin(key, floor, shift), np.uint32(1))
@@ -100,12 +118,28 @@ def _tally(bins: Any, key: Any, floor: Any, shift: Any) -> Any:
 
 
 def row_collector(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that a warp collects elements with row by row: what is at least the floor. It returns how many."""
+    """A function that a warp collects elements with row by row: what is at least the floor.
+
+    It returns how many.
+    """
     real, value = element(wide), valuer(residual, momentum, False)
 
     @device
-    def collect_rows(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, to: int, begin: int, end: int, floor: Any, shift: Any,
-                     f: Any, u: Any) -> Any:
+    def collect_rows(
+        g: Any,
+        e: Any,
+        m: Any,
+        scratch: Any,
+        values: Any,
+        indices: Any,
+        to: int,
+        begin: int,
+        end: int,
+        floor: Any,
+        shift: Any,
+        f: Any,
+        u: Any,
+    ) -> Any:
         bins, lane = at(scratch, 4 * BINS * (block() % SETS), np.uint32), thread() & 31
         bound, count, same, overflow = magnitude(real(np.inf)), 0, 0, False
         for row in range(begin, end, 32):
@@ -130,9 +164,24 @@ def row_collector(wide: str, residual: bool, momentum: bool) -> Any:
 
 
 def _looker(residual: bool, momentum: bool) -> Any:
-    """A function that a warp finds with which elements are large enough, as bits of a word for each row, which is a thread's."""
+    """A function that a warp finds with which elements are large enough, as bits of a word for each
+    row, which is a thread's.
+    """
+
     @device
-    def large(g: Any, e: Any, m: Any, begin: int, n: int, bound: Any, f: Any, u: Any, p: Any, left: Any, momenta: Any) -> Any:
+    def large(
+        g: Any,
+        e: Any,
+        m: Any,
+        begin: int,
+        n: int,
+        bound: Any,
+        f: Any,
+        u: Any,
+        p: Any,
+        left: Any,
+        momenta: Any,
+    ) -> Any:
         """The thread's word, once gradient, momentum and residual are added up."""
         lane, word = thread() & 31, np.uint32(0)
         for row in range(0, _ROWS, EACH):
@@ -148,7 +197,7 @@ def _looker(residual: bool, momentum: bool) -> Any:
             if residual:
                 keep(e, p, first, lane, n)
             for j in range(EACH):
-                hits = ballot(not abs(p[j]) < bound)       # NaN, too
+                hits = ballot(not abs(p[j]) < bound)  # NaN, too
                 word = hits if lane == row + j else word
         return word
 
@@ -163,15 +212,41 @@ def _inside(word: Any, begin: int, n: int) -> Any:
 
 
 def chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that a warp collects a chunk with. It looks first which elements are large enough; that alone is done for all of them."""
-    real, value, collect_rows = element(wide), valuer(residual, momentum, False), row_collector(wide, residual, momentum)
+    """A function that a warp collects a chunk with.
+
+    It looks first which elements are large enough; that alone is done for all of them.
+    """
+    real, value, collect_rows = (
+        element(wide),
+        valuer(residual, momentum, False),
+        row_collector(wide, residual, momentum),
+    )
     large = _looker(residual, momentum)
 
     @device
-    def collect(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, chunk: int, n: int, floor: Any, shift: Any, f: Any, u: Any,
-                p: Any, left: Any, momenta: Any) -> Any:
+    def collect(
+        g: Any,
+        e: Any,
+        m: Any,
+        scratch: Any,
+        values: Any,
+        indices: Any,
+        chunk: int,
+        n: int,
+        floor: Any,
+        shift: Any,
+        f: Any,
+        u: Any,
+        p: Any,
+        left: Any,
+        momenta: Any,
+    ) -> Any:
         """How many were. p, left, momenta: EACH elements of the thread's own."""
-        bins, lane, bound = at(scratch, 4 * BINS * (block() % SETS), np.uint32), thread() & 31, float_of(floor, f)
+        bins, lane, bound = (
+            at(scratch, 4 * BINS * (block() % SETS), np.uint32),
+            thread() & 31,
+            float_of(floor, f),
+        )
         infinity, count, same, overflow = magnitude(real(np.inf)), 0, 0, False
         for begin in range(chunk * CHUNK, min((chunk + 1) * CHUNK, n), 32 * _ROWS):
             word = _inside(large(g, e, m, begin, n, bound, f, u, p, left, momenta), begin, n)
@@ -180,7 +255,21 @@ def chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
             to, first = chunk * CHUNK + count, begin + 32 * lane
             count += many
             if many > _DENSE * _ROWS:
-                collect_rows(g, e, m, scratch, values, indices, to, begin, min(begin + 32 * _ROWS, n), floor, shift, f, u)
+                collect_rows(
+                    g,
+                    e,
+                    m,
+                    scratch,
+                    values,
+                    indices,
+                    to,
+                    begin,
+                    min(begin + 32 * _ROWS, n),
+                    floor,
+                    shift,
+                    f,
+                    u,
+                )
                 word = np.uint32(0)
             to += before
             while word != np.uint32(0):

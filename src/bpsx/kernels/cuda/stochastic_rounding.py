@@ -1,4 +1,6 @@
-"""Stochastic rounding of magnitudes to levels, and back, on a GPU: see ``cpu/rounding.py``, whose bits these are."""
+"""Stochastic rounding of magnitudes to levels, and back, on a GPU: see ``cpu/rounding.py``, whose
+bits these are.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ def key_of(seed: int, counter: int) -> Any:
 def noise(index: int, key: Any) -> Any:
     """32 random bits of element ``index``."""
     x = np.uint32(np.uint32(index) + np.uint32(key & np.uint64(0xFFFFFFFF)))
-    x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)) ^ np.uint32(key >> np.uint64(32))
+    x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)) ^ np.uint32(
+        key >> np.uint64(32)
+    )
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
 def scaler(wide: str, natural: bool) -> Any:
-    """A function of norm and k: two factors that make z of a magnitude (see ``cpu/rounding.py``), and the largest z."""
+    """A function of norm and k: two factors that make z of a magnitude (see ``cpu/rounding.py``),
+    and the largest z.
+    """
     real, far = element(wide), 2.0**512 if wide == "float64" else 2.0**96
 
     @device
@@ -52,26 +58,38 @@ def unit_of(wide: str, natural: bool) -> Any:
 
 def leveller(natural: bool) -> Any:
     """A function of a magnitude, :func:`scaler`'s three numbers and random bits: the level."""
+
     @device
     def level(size: Any, a: Any, b: Any, top: Any, random: Any) -> Any:
         z = np.float32(times(times(size, a), b))
         z = z if z < top else top
         between = natural and z >= np.float32(1 << _FRACTION)
         fixed = np.uint32(bits(z) - np.uint32(_EXPONENT)) if between else np.uint32(np.int32(z))
-        return np.uint32(np.uint32(fixed + np.uint32(random >> np.uint32(32 - _FRACTION))) >> np.uint32(_FRACTION))
+        return np.uint32(
+            np.uint32(fixed + np.uint32(random >> np.uint32(32 - _FRACTION)))
+            >> np.uint32(_FRACTION)
+        )
 
     return level
 
 
 def valuer(wide: str, natural: bool) -> Any:
     """A function of a level, k and :func:`unit_of`'s number: what it stands for."""
-    real, fraction, bias = element(wide), 23 if wide == "float32" else 52, 127 if wide == "float32" else 1023
+    real, fraction, bias = (
+        element(wide),
+        23 if wide == "float32" else 52,
+        127 if wide == "float32" else 1023,
+    )
 
     @device
     def value(level: Any, k: int, unit: Any) -> Any:
         if not natural:
             return times(real(np.int32(level)), unit)
-        power = float_of(np.uint64(np.int64(level) + bias - k) << np.uint64(fraction), unit) if level > np.uint32(0) else real(0)
+        power = (
+            float_of(np.uint64(np.int64(level) + bias - k) << np.uint64(fraction), unit)
+            if level > np.uint32(0)
+            else real(0)
+        )
         return times(power, unit)
 
     return value

@@ -1,11 +1,14 @@
 """topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
 
-Six kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in order
-within a chunk of elements, and counts them in bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the next
-kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin; from that one block selects the k-th
-largest, digit by digit. The last kernel sends. What a single block does is kept short, for all wait for it.
+Six kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A
+pass over memory collects those that are, in order within a chunk of elements, and counts them in
+bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the
+next kernel counts what each group of chunks, a block's, sends for certain and makes a list of what
+is in that bin; from that one block selects the k-th largest, digit by digit. The last kernel sends.
+What a single block does is kept short, for all wait for it.
 
-If the sample was unlucky and too few were collected, the block that chooses collects again, with no floor.
+If the sample was unlucky and too few were collected, the block that chooses collects again, with no
+floor.
 """
 
 from __future__ import annotations
@@ -74,10 +77,11 @@ from bpsx.kernels.cuda.selection import (
 
 #: Elements of the sample, and how many of them lie side by side.
 SAMPLE, RUN = (256 if SIMULATED else 4096), 4
-#: Registers: of the pass over memory, and if there is more to read than the gradient; of what has a block for each group of chunks, few for most of
-#: these to run at once.
+#: Registers: of the pass over memory, and if there is more to read than the gradient; of what has a
+#: block for each group of chunks, few for most of these to run at once.
 _PASS, _MORE, _REGISTERS = 64, 96, 40
-#: The floor is known well enough when no more of the sample are as near to it. A thread puts so many of the list into the block's memory.
+#: The floor is known well enough when no more of the sample are as near to it. A thread puts so
+#: many of the list into the block's memory.
 _NEAR, _PART = 8, 4
 _LIST = _PART * THREADS
 #: Where in scratch the chunks' counters begin.
@@ -85,7 +89,9 @@ _CHUNKS = COUNTERS + 64
 
 
 def _places(n: int) -> tuple[int, int, int, int]:
-    """Where in scratch the chunks' counters end, and indices and values of what was collected, and the list."""
+    """Where in scratch the chunks' counters end, and indices and values of what was collected, and
+    the list.
+    """
     chunks = -(-n // CHUNK)
     values = _CHUNKS + -(-16 * chunks // 64) * 64
     indices = values + 8 * CHUNK * chunks
@@ -104,11 +110,24 @@ def _bits_in(x: Any) -> Any:
 @functools.cache
 def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
     """The first block's work; the others empty the bins."""
-    real, whole, value, each = element(wide), 8 * element(wide)().itemsize - 1, valuer(residual, momentum, True), SAMPLE // THREADS
+    real, whole, value, each = (
+        element(wide),
+        8 * element(wide)().itemsize - 1,
+        valuer(residual, momentum, True),
+        SAMPLE // THREADS,
+    )
 
     @kernel(addresses=4, integers=2, floats=2)
-    def sample(g_: Any, e_: Any, m_: Any, scratch: Any, n: int, rank: int, factor: float, mu: float) -> None:
-        g, e, m, bins, known = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.uint32), at(scratch, KNOWN, np.uint64)
+    def sample(
+        g_: Any, e_: Any, m_: Any, scratch: Any, n: int, rank: int, factor: float, mu: float
+    ) -> None:
+        g, e, m, bins, known = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(scratch, 0, np.uint32),
+            at(scratch, KNOWN, np.uint64),
+        )
         counts = cuda.shared.array(BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         tops = cuda.shared.array(WARPS, np.uint64)
@@ -146,7 +165,11 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
                     shared_add(counts, np.int64(key & np.uint64((1 << digit) - 1)), np.uint32(1))
             sync()
             bin_of_rank(counts, rank, room, found)
-            floor, rank, near = (floor << np.uint64(digit)) | np.uint64(found[0]), found[1], np.int64(counts[found[0]])
+            floor, rank, near = (
+                (floor << np.uint64(digit)) | np.uint64(found[0]),
+                found[1],
+                np.int64(counts[found[0]]),
+            )
             sync()
         if t == 0:
             floor = min(floor << np.uint64(rest), magnitude(real(np.inf)))
@@ -160,12 +183,55 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, collect = element(wide), chunk_collector(wide, residual, momentum)
 
     @kernel(addresses=6, integers=1, floats=2, registers=_MORE if residual or momentum else _PASS)
-    def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, factor: float, mu: float) -> None:
-        g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
-        known, counters, f, u = at(scratch, KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32), real(factor), real(mu)
-        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
-        for chunk in range(block() * WARPS + (thread() >> 5), (n + CHUNK - 1) // CHUNK, blocks() * WARPS):
-            count = collect(g, e, m, scratch, values, indices, chunk, n, known[FLOOR], known[SHIFT], f, u, p, left, momenta)
+    def collector(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        scratch: Any,
+        values_: Any,
+        indices_: Any,
+        n: int,
+        factor: float,
+        mu: float,
+    ) -> None:
+        g, e, m, values, indices = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(values_, 0, real),
+            at(indices_, 0, np.uint32),
+        )
+        known, counters, f, u = (
+            at(scratch, KNOWN, np.uint64),
+            at(scratch, _CHUNKS, np.uint32),
+            real(factor),
+            real(mu),
+        )
+        p, left, momenta = (
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+            cuda.local.array(EACH, real),
+        )
+        for chunk in range(
+            block() * WARPS + (thread() >> 5), (n + CHUNK - 1) // CHUNK, blocks() * WARPS
+        ):
+            count = collect(
+                g,
+                e,
+                m,
+                scratch,
+                values,
+                indices,
+                chunk,
+                n,
+                known[FLOOR],
+                known[SHIFT],
+                f,
+                u,
+                p,
+                left,
+                momenta,
+            )
             if thread() & 31 == 0:
                 counters[chunk] = np.uint32(count)
 
@@ -175,12 +241,37 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
 @functools.cache
 def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
     """By one block, the bin of the k-th largest."""
-    real, whole, collect_rows = element(wide), 8 * element(wide)().itemsize - 1, row_collector(wide, residual, momentum)
+    real, whole, collect_rows = (
+        element(wide),
+        8 * element(wide)().itemsize - 1,
+        row_collector(wide, residual, momentum),
+    )
 
     @kernel(addresses=6, integers=2, floats=2)
-    def choose(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
-        g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
-        bins, known, counters = at(scratch, 0, np.uint32), at(scratch, KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32)
+    def choose(
+        g_: Any,
+        e_: Any,
+        m_: Any,
+        scratch: Any,
+        values_: Any,
+        indices_: Any,
+        n: int,
+        rank: int,
+        factor: float,
+        mu: float,
+    ) -> None:
+        g, e, m, values, indices = (
+            at(g_, 0, real),
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(values_, 0, real),
+            at(indices_, 0, np.uint32),
+        )
+        bins, known, counters = (
+            at(scratch, 0, np.uint32),
+            at(scratch, KNOWN, np.uint64),
+            at(scratch, _CHUNKS, np.uint32),
+        )
         counts = cuda.shared.array(BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
@@ -194,7 +285,21 @@ def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
             sync()
             for chunk in range(t >> 5, (n + CHUNK - 1) // CHUNK, WARPS):
                 begin = chunk * CHUNK
-                count = collect_rows(g, e, m, scratch, values, indices, begin, begin, min(begin + CHUNK, n), floor, shift, real(factor), real(mu))
+                count = collect_rows(
+                    g,
+                    e,
+                    m,
+                    scratch,
+                    values,
+                    indices,
+                    begin,
+                    begin,
+                    min(begin + CHUNK, n),
+                    floor,
+                    shift,
+                    real(factor),
+                    real(mu),
+                )
                 if t & 31 == 0:
                     counters[chunk] = np.uint32(count)
             fence()
@@ -213,9 +318,19 @@ def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
 
 
 @device
-def _least_of(values: Any, listed: Any, length: int, known: Any, near: Any, counts: Any, room: Any, found: Any) -> None:
-    """The k-th largest magnitude, from the list, and ``near``: how much larger than the bin's lowest the first ones of the list are."""
-    t, low, rest, prefix, rank = thread(), known[LOW], np.int64(known[BITS]), np.uint64(0), np.int64(known[EQUAL])
+def _least_of(
+    values: Any, listed: Any, length: int, known: Any, near: Any, counts: Any, room: Any, found: Any
+) -> None:
+    """The k-th largest magnitude, from the list, and ``near``: how much larger than the bin's
+    lowest the first ones of the list are.
+    """
+    t, low, rest, prefix, rank = (
+        thread(),
+        known[LOW],
+        np.int64(known[BITS]),
+        np.uint64(0),
+        np.int64(known[EQUAL]),
+    )
     places = cuda.local.array(_PART, np.uint32)
     for j in range(_PART):
         places[j] = listed[min(j * THREADS + t, length - 1)]
@@ -270,7 +385,11 @@ def _lister(wide: str) -> Kernel:
     @kernel(addresses=3, integers=1, registers=_REGISTERS)
     def make_list(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
         values, listed = at(values_, 0, real), at(listed_, 0, np.uint32)
-        known, of_all, counters = at(scratch, KNOWN, np.uint64), at(scratch, COUNTERS, np.int32), at(scratch, _CHUNKS, np.uint32)
+        known, of_all, counters = (
+            at(scratch, KNOWN, np.uint64),
+            at(scratch, COUNTERS, np.int32),
+            at(scratch, _CHUNKS, np.uint32),
+        )
         both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         t, low, end, sought = thread(), known[LOW], known[END], known[BITS] > 0
@@ -299,8 +418,15 @@ def _selector(wide: str) -> Kernel:
 
     @kernel(addresses=3, integers=1)
     def select(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
-        values, listed, known = at(values_, 0, real), at(listed_, 0, np.uint32), at(scratch, KNOWN, np.uint64)
-        larger, equals = at(scratch, _CHUNKS + 4 * chunks, np.uint32), at(scratch, _CHUNKS + 8 * chunks, np.uint32)
+        values, listed, known = (
+            at(values_, 0, real),
+            at(listed_, 0, np.uint32),
+            at(scratch, KNOWN, np.uint64),
+        )
+        larger, equals = (
+            at(scratch, _CHUNKS + 4 * chunks, np.uint32),
+            at(scratch, _CHUNKS + 8 * chunks, np.uint32),
+        )
         both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
         counts = cuda.shared.array(BINS, np.uint32)
         near = cuda.shared.array(_LIST, np.uint64)
@@ -315,7 +441,9 @@ def _selector(wide: str) -> Kernel:
                 place_ = np.int64(listed[i])
                 key = near[i] + low if i < _LIST else magnitude(values[place_])
                 if key >= least:
-                    atomic_add(both, place_ // (CHUNK * WARPS), np.uint32(1 if key > least else 1 << 16))
+                    atomic_add(
+                        both, place_ // (CHUNK * WARPS), np.uint32(1 if key > least else 1 << 16)
+                    )
             fence()
             sync()
         _line_up(both, larger, equals, (chunks + WARPS - 1) // WARPS, room)
@@ -328,12 +456,42 @@ def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, words = element(wide), element(wide)().itemsize // 4
 
     @kernel(addresses=6, integers=3, registers=_REGISTERS)
-    def send(e_: Any, m_: Any, wire: Any, scratch: Any, values_: Any, indices_: Any, n: int, chunks: int, count: int) -> None:
-        e, m, values, indices = at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
-        known, sent, halves = at(scratch, KNOWN, np.uint64), at(wire, 0, np.uint32), at(wire, 4 * count, np.uint32)
-        counters, larger = at(scratch, _CHUNKS, np.uint32), at(scratch, _CHUNKS + 4 * chunks, np.uint32)
-        equals, room = at(scratch, _CHUNKS + 8 * chunks, np.uint32), cuda.shared.array(WARPS, np.int32)
-        t, least, equal, overflow = thread(), known[LEAST], np.int64(known[EQUAL]), at(scratch, COUNTERS, np.int32)[OVERFLOW] != 0
+    def send(
+        e_: Any,
+        m_: Any,
+        wire: Any,
+        scratch: Any,
+        values_: Any,
+        indices_: Any,
+        n: int,
+        chunks: int,
+        count: int,
+    ) -> None:
+        e, m, values, indices = (
+            at(e_, 0, real),
+            at(m_, 0, real),
+            at(values_, 0, real),
+            at(indices_, 0, np.uint32),
+        )
+        known, sent, halves = (
+            at(scratch, KNOWN, np.uint64),
+            at(wire, 0, np.uint32),
+            at(wire, 4 * count, np.uint32),
+        )
+        counters, larger = (
+            at(scratch, _CHUNKS, np.uint32),
+            at(scratch, _CHUNKS + 4 * chunks, np.uint32),
+        )
+        equals, room = (
+            at(scratch, _CHUNKS + 8 * chunks, np.uint32),
+            cuda.shared.array(WARPS, np.int32),
+        )
+        t, least, equal, overflow = (
+            thread(),
+            known[LEAST],
+            np.int64(known[EQUAL]),
+            at(scratch, COUNTERS, np.int32)[OVERFLOW] != 0,
+        )
         lane = t & 31
         before = np.uint32((1 << lane) - 1)
         for group in range(block(), (chunks + WARPS - 1) // WARPS, blocks()):
@@ -343,20 +501,29 @@ def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
                 key = magnitude(values[chunk * CHUNK + i])
                 mine += 1 if key > least else 1 << 16 if key == least else 0
             _, mine = scan_warp(mine)
-            earlier, _ = scan(mine if lane == 31 else 0, room)      # of the warps before
-            above, same = np.int64(larger[group]) + (earlier & 0xFFFF), np.int64(equals[group]) + (earlier >> 16)
+            earlier, _ = scan(mine if lane == 31 else 0, room)  # of the warps before
+            above, same = (
+                np.int64(larger[group]) + (earlier & 0xFFFF),
+                np.int64(equals[group]) + (earlier >> 16),
+            )
             for first in range(0, many, 32):
                 at_ = chunk * CHUNK + min(first + lane, many - 1)
                 value, inside = values[at_], first + lane < many
                 key = magnitude(value)
-                larger_ones, same_ones = ballot(inside and key > least), ballot(inside and key == least)
+                larger_ones, same_ones = (
+                    ballot(inside and key > least),
+                    ballot(inside and key == least),
+                )
                 ties = same + ones(same_ones & before)
                 if inside and (key > least or (key == least and ties < equal)):
-                    to, i = above + ones(larger_ones & before) + min(ties, equal), np.int64(indices[at_])
+                    to, i = (
+                        above + ones(larger_ones & before) + min(ties, equal),
+                        np.int64(indices[at_]),
+                    )
                     sent[to] = np.uint32(i)
                     if words == 1:
                         halves[to] = np.uint32(bits(value))
-                    else:       # float64 lies behind an odd number of 32-bit words as often as not
+                    else:  # float64 lies behind an odd number of 32-bit words as often as not
                         halves[2 * to] = np.uint32(np.uint64(bits(value)) & np.uint64(0xFFFFFFFF))
                         halves[2 * to + 1] = np.uint32(np.uint64(bits(value)) >> np.uint64(32))
                     if residual:
@@ -379,7 +546,12 @@ def _decoder(wide: str, add: bool) -> Kernel:
 
     @kernel(addresses=3, integers=2)
     def decode(wire: Any, out_: Any, status: Any, n: int, count: int) -> None:
-        out, indices, halves, j = at(out_, 0, real), at(wire, 0, np.uint32), at(wire, 4 * count, np.uint32), block() * THREADS + thread()
+        out, indices, halves, j = (
+            at(out_, 0, real),
+            at(wire, 0, np.uint32),
+            at(wire, 4 * count, np.uint32),
+            block() * THREADS + thread(),
+        )
         if j < count:
             i = np.int64(indices[j])
             if i >= n or (j > 0 and np.int64(indices[j - 1]) >= i):
@@ -407,8 +579,23 @@ class TopK(DeviceCodec):
         """Counters; values and indices of all elements and a list of them, though few are used."""
         return _places(n)[-1]
 
-    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
-               counter: int, factor: float, mu: float, stream: int) -> None:
+    def encode(
+        self,
+        wide: str,
+        g: Any,
+        e: Any,
+        m: Any,
+        wire: Any,
+        written: Any,
+        scratch: Any,
+        state: Any,
+        options: Sequence[int],
+        n: int,
+        counter: int,
+        factor: float,
+        mu: float,
+        stream: int,
+    ) -> None:
         """In one pass over memory."""
         residual, momentum, count = e is not None, m is not None, amount_of(n, [*options])
         expected = SAMPLE * count / n
@@ -417,15 +604,43 @@ class TopK(DeviceCodec):
         values, indices, listed = (scratch + offset for offset in _places(n)[:3])
         chunks = -(-n // CHUNK)
         wide_grid = grid(-(-chunks // WARPS))
-        _sampler(wide, residual, momentum).launch(1 + SETS, stream, g, e, m, scratch, n, 0 if n < 4 * SAMPLE or rank > SAMPLE else rank, factor, mu)
-        _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, factor, mu)
-        _chooser(wide, residual, momentum).launch(1, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
+        _sampler(wide, residual, momentum).launch(
+            1 + SETS,
+            stream,
+            g,
+            e,
+            m,
+            scratch,
+            n,
+            0 if n < 4 * SAMPLE or rank > SAMPLE else rank,
+            factor,
+            mu,
+        )
+        _collector(wide, residual, momentum).launch(
+            wide_grid, stream, g, e, m, scratch, values, indices, n, factor, mu
+        )
+        _chooser(wide, residual, momentum).launch(
+            1, stream, g, e, m, scratch, values, indices, n, count, factor, mu
+        )
         _lister(wide).launch(wide_grid, stream, scratch, values, listed, chunks)
         _selector(wide).launch(1, stream, scratch, values, listed, chunks)
-        _sender(wide, residual, momentum).launch(wide_grid, stream, e, m, wire, scratch, values, indices, n, chunks, count)
+        _sender(wide, residual, momentum).launch(
+            wide_grid, stream, e, m, wire, scratch, values, indices, n, chunks, count
+        )
 
-    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
-               stream: int) -> None:
+    def decode(
+        self,
+        wide: str,
+        wire: Any,
+        size: int,
+        out: Any,
+        scratch: Any,
+        status: Any,
+        options: Sequence[int],
+        n: int,
+        add: bool,
+        stream: int,
+    ) -> None:
         """Sets or adds what was sent."""
         count = amount_of(n, [*options])
         if size != self.size(wide, n, options):
@@ -433,7 +648,9 @@ class TopK(DeviceCodec):
             return
         if not add:
             clearer(wide).launch(grid(-(-n // TILE)), stream, address(out), n)
-        _decoder(wide, add).launch(-(-count // THREADS), stream, address(wire), address(out), address(status), n, count)
+        _decoder(wide, add).launch(
+            -(-count // THREADS), stream, address(wire), address(out), address(status), n, count
+        )
 
 
 register_device(TopK())

@@ -1,6 +1,9 @@
-"""``python -m bpsx.launch.ssh.agent``: the far end of an ssh. Runs one process as its input says, until that ends or the input does.
+"""``python -m bpsx.launch.ssh.agent``: the far end of an ssh.
 
-The input ends with the connection, and so does the process then: nothing outlives a launcher that was killed or a cable that was pulled.
+Runs one process as its input says, until that ends or the input does.
+
+The input ends with the connection, and so does the process then: nothing outlives a launcher that
+was killed or a cable that was pulled.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ class Runner:
     def run(self) -> int:
         """Returns the exit status of the process, 128 + n if signal n ended it."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        with signals(self._on_signal) as wake, tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
+        with (
+            signals(self._on_signal) as wake,
+            tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder,
+        ):
             file = Path(folder, "port") if self._request["find_port"] else None
             try:
                 self._start(file, mask)
@@ -66,8 +72,14 @@ class Runner:
             environment["BPSX_PORT_FILE"] = str(file)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
         try:
-            process = subprocess.Popen(self._request["command"], env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
-                                       cwd=self._request["directory"] or None, preexec_fn=child_setup(mask))
+            process = subprocess.Popen(
+                self._request["command"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=self._request["directory"] or None,
+                preexec_fn=child_setup(mask),
+            )
             self._child = Child("", "", process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -114,7 +126,10 @@ class Runner:
                 self._ending.begin(time.monotonic())
 
     def _pass_on(self, number: int) -> None:
-        """To the process alone: it is a bpsx-run, which passes signals on itself. Twice would abort its command's cleaning up."""
+        """To the process alone: it is a bpsx-run, which passes signals on itself.
+
+        Twice would abort its command's cleaning up.
+        """
         if self._child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.process.pid, number)  # not reaped yet, so it is the one
@@ -141,7 +156,12 @@ def main() -> int:
     say("up")
     directory = request["directory"]
     if directory and not os.path.isdir(directory):
-        print(f"bpsx-run: error: {os.uname().nodename} has no folder {directory}; name one with --directory", file=sys.stderr, flush=True)
+        print(
+            f"bpsx-run: error: {os.uname().nodename} has no folder {directory}; name one with"
+            " --directory",
+            file=sys.stderr,
+            flush=True,
+        )
         say("ended 2 0")
         return 2
     return Runner(request, say).run()

@@ -1,6 +1,7 @@
 """A job on several hosts, over ssh: which hosts, what each of them runs, and with which variables.
 
-ssh is used as the user has set it up: keys, agent, ``~/.ssh/config``, and it checks host keys as it always does. It never asks anything.
+ssh is used as the user has set it up: keys, agent, ``~/.ssh/config``, and it checks host keys as it
+always does. It never asks anything.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ from bpsx.secret import make
 from bpsx.system.address import is_loopback
 from bpsx.system.role_process import MODULES
 
-#: Variables that are handed on: ours, and those that make the same program compute the same elsewhere.
-_HANDED_ON = re.compile(r"(DMLC|BYTEPS|BPSX|PS|NCCL)_|(OMP_NUM_THREADS|KMP_AFFINITY|NVIDIA_VISIBLE_DEVICES|LD_LIBRARY_PATH|PYTHON(PATH|UNBUFFERED))$")
+#: Variables that are handed on: ours, and those that make the same program compute the same
+#: elsewhere.
+_HANDED_ON = re.compile(
+    r"(DMLC|BYTEPS|BPSX|PS|NCCL)_|(OMP_NUM_THREADS|KMP_AFFINITY|NVIDIA_VISIBLE_DEVICES|LD_LIBRARY_PATH|PYTHON(PATH|UNBUFFERED))$"
+)
 #: Of those, what is true of one process or machine only.
-_NOT_HANDED_ON = ("DMLC_ROLE", "DMLC_WORKER_ID", "DMLC_NODE_HOST", "BYTEPS_LOCAL_RANK", "BPSX_PORT_FILE")
+_NOT_HANDED_ON = (
+    "DMLC_ROLE",
+    "DMLC_WORKER_ID",
+    "DMLC_NODE_HOST",
+    "BYTEPS_LOCAL_RANK",
+    "BPSX_PORT_FILE",
+)
 _CONNECT_SECONDS = 10
 _LINE = "host[:port] followed by any of: scheduler, server, server=N, worker, slots=N"
 
@@ -50,11 +60,21 @@ class Hosts:
 
 
 def _host(word: str, line: str) -> Host:
-    match = re.fullmatch(r"((?:[^\s@\[\]:]+@)?)(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s@\[\]:]+))(?::(\d+))?", word)
+    match = re.fullmatch(
+        r"((?:[^\s@\[\]:]+@)?)(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s@\[\]:]+))(?::(\d+))?", word
+    )
     port = int(match[4] or 0) if match else -1
     # A leading "-" would be an option to ssh.
-    if not match or word.startswith("-") or (match[2] or match[3]).startswith("-") or not (match[4] is None or 1 <= port <= 65535):
-        raise ConfigError(f"{line}: {word!r} is no host; allowed is [user@]host[:port], an IPv6 address in brackets")
+    if (
+        not match
+        or word.startswith("-")
+        or (match[2] or match[3]).startswith("-")
+        or not (match[4] is None or 1 <= port <= 65535)
+    ):
+        raise ConfigError(
+            f"{line}: {word!r} is no host; allowed is [user@]host[:port], an IPv6 address in"
+            " brackets"
+        )
     return Host(match[1] + (match[2] or match[3]), port, line)
 
 
@@ -77,8 +97,25 @@ def _number(word: str, line: str) -> int:
 
 
 def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
-    """The hosts in ``files``, pairs of a file and the role of all hosts in it ("" if its lines say). ``scheduler``: a host that is in none."""
-    schedulers = [_host(f"[{scheduler}]" if scheduler.count(":") > 1 and "[" not in scheduler else scheduler, "--scheduler-ip")] if scheduler else []
+    """The hosts in ``files``, pairs of a file and the role of all hosts in it ("" if its lines
+    say).
+
+    ``scheduler``: a host that is in none.
+    """
+    schedulers = (
+        [
+            _host(
+                (
+                    f"[{scheduler}]"
+                    if scheduler.count(":") > 1 and "[" not in scheduler
+                    else scheduler
+                ),
+                "--scheduler-ip",
+            )
+        ]
+        if scheduler
+        else []
+    )
     named: list[Host] = []
     servers: list[Host] = []
     workers: list[Host] = []
@@ -88,7 +125,10 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
             host = _host(first, line)
             roles = [w for w in words if not w.startswith("slots=")]
             if role and roles:
-                raise ConfigError(f"{line}: {roles[0]!r}: every host of this file is a {role}; allowed is host[:port] slots=N")
+                raise ConfigError(
+                    f"{line}: {roles[0]!r}: every host of this file is a {role}; allowed is"
+                    " host[:port] slots=N"
+                )
             for word in [role] if role else roles or ["worker"]:
                 if word == "scheduler":
                     named.append(host)
@@ -102,11 +142,14 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
     if len(named) > 1:
         raise ConfigError(f"{named[1].line}: a second scheduler; the first is in {named[0].line}")
     if len(slots) > 1:
-        raise ConfigError(f"{' and '.join(slots.values())}: different slots ({' and '.join(map(str, slots))}); "
-                          "every worker host has to have as many processes as the others")
+        raise ConfigError(
+            f"{' and '.join(slots.values())}: different slots ({' and '.join(map(str, slots))}); "
+            "every worker host has to have as many processes as the others"
+        )
     if not workers:
         raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; allowed is {_LINE}")
-    servers = servers or workers    # beside each worker: together their links carry as much as with machines of their own
+    # beside each worker: together their links carry as much as with machines of their own
+    servers = servers or workers
     return Hosts((named or schedulers or servers)[0], tuple(servers), tuple(workers), *slots)
 
 
@@ -116,14 +159,20 @@ def assignment(text: str) -> tuple[str, str]:
     if not match:
         raise ValueError(f"{text!r}: allowed is NAME=VALUE or NAME:VALUE")
     if match[1] == "BPSX_SECRET":
-        raise ValueError("BPSX_SECRET on a command line can be read by every user of this machine: export it before bpsx-run, or name a file with "
-                         "BPSX_SECRET_FILE; without either bpsx-run makes a secret")
+        raise ValueError(
+            "BPSX_SECRET on a command line can be read by every user of this machine: export it"
+            " before bpsx-run, or name a file with BPSX_SECRET_FILE; without either bpsx-run makes"
+            " a secret"
+        )
     return match[1], match[2]
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A job over ssh, for :class:`~bpsx.launch.local.Job`. ``address``: of the scheduler for the others, if not the host's name."""
+    """A job over ssh, for :class:`~bpsx.launch.local.Job`.
+
+    ``address``: of the scheduler for the others, if not the host's name.
+    """
 
     hosts: Hosts
     worker_command: tuple[str, ...]
@@ -151,12 +200,16 @@ class Remote:
         """See :class:`~bpsx.launch.roles.Processes`."""
         for role in ("scheduler", "server", "worker"):
             environment = self.environment(role, 0, self.port)
-            verify({**environment, "BYTEPS_LOCAL_SIZE": environment.get("BYTEPS_LOCAL_SIZE") or "1"})
+            verify(
+                {**environment, "BYTEPS_LOCAL_SIZE": environment.get("BYTEPS_LOCAL_SIZE") or "1"}
+            )
         everybody = {self.hosts.scheduler, *self.hosts.servers, *self.hosts.workers}
         if is_loopback(self._address) and not all(is_loopback(_bare(host)) for host in everybody):
             far = next(host for host in everybody if not is_loopback(_bare(host)))
-            raise ConfigError(f"the scheduler's address is {self._address}, which {far.name} ({far.line}) cannot reach; "
-                              "name another with --scheduler-ip")
+            raise ConfigError(
+                f"the scheduler's address is {self._address}, which {far.name} ({far.line}) cannot"
+                " reach; name another with --scheduler-ip"
+            )
 
     @property
     def _address(self) -> str:
@@ -164,11 +217,20 @@ class Remote:
 
     def environment(self, role: str, index: int, port: int) -> dict[str, str]:
         """What the ``index``-th process of ``role`` gets besides what its host has."""
-        kept = {k: v for k, v in child_environment().items() if _HANDED_ON.match(k) and k not in _NOT_HANDED_ON}
+        kept = {
+            k: v
+            for k, v in child_environment().items()
+            if _HANDED_ON.match(k) and k not in _NOT_HANDED_ON
+        }
         changes = {
-            "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": self._address, "DMLC_PS_ROOT_PORT": str(port),
-            "DMLC_NUM_WORKER": str(len(self.hosts.workers)), "DMLC_NUM_SERVER": str(len(self.hosts.servers)),
-            "BYTEPS_FORCE_DISTRIBUTED": "1", "BPSX_ANNOUNCE": "0", **secret_unless_given(self.secret),
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": self._address,
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NUM_WORKER": str(len(self.hosts.workers)),
+            "DMLC_NUM_SERVER": str(len(self.hosts.servers)),
+            "BYTEPS_FORCE_DISTRIBUTED": "1",
+            "BPSX_ANNOUNCE": "0",
+            **secret_unless_given(self.secret),
         }
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)
@@ -180,13 +242,23 @@ class Remote:
         return {**kept, **unbuffered(), **self.given, **changes}
 
     def _store(self) -> dict[str, str]:
-        """Where PyTorch's store is: on the first worker's host, if the others can reach that by its name."""
+        """Where PyTorch's store is: on the first worker's host, if the others can reach that by its
+        name.
+        """
         first = self.hosts.workers[0]
         address = self._address if first == self.hosts.scheduler else _bare(first)
-        reached = not is_loopback(address) or all(is_loopback(_bare(host)) for host in self.hosts.workers)
+        reached = not is_loopback(address) or all(
+            is_loopback(_bare(host)) for host in self.hosts.workers
+        )
         found = store_variables((address, self.store_port) if reached else None)
-        users = {k: v for k, v in child_environment().items() if k in ("MASTER_ADDR", "MASTER_PORT")}
-        return {**users, **found} if "MASTER_ADDR" in found or not own_store(child_environment()) else {}
+        users = {
+            k: v for k, v in child_environment().items() if k in ("MASTER_ADDR", "MASTER_PORT")
+        }
+        return (
+            {**users, **found}
+            if "MASTER_ADDR" in found or not own_store(child_environment())
+            else {}
+        )
 
     def scheduler(self) -> Process:
         """See :class:`~bpsx.launch.roles.Processes`."""
@@ -194,30 +266,73 @@ class Remote:
 
     def others(self, port: int) -> list[Process]:
         """See :class:`~bpsx.launch.roles.Processes`."""
-        return [self._process(f"{role} {i} {host.name}", role, i, host, port)
-                for role, hosts in (("server", self.hosts.servers), ("worker", self.hosts.workers)) for i, host in enumerate(hosts)]
+        return [
+            self._process(f"{role} {i} {host.name}", role, i, host, port)
+            for role, hosts in (("server", self.hosts.servers), ("worker", self.hosts.workers))
+            for i, host in enumerate(hosts)
+        ]
 
     def _process(self, name: str, role: str, index: int, host: Host, port: int) -> Process:
         environment = self.environment(role, index, port)
-        command = [self.python, "-P", "-m", "bpsx.launch", *(() if role in MODULES else ("--grace", str(self.grace), "--", *self.worker_command))]
+        command = [
+            self.python,
+            "-P",
+            "-m",
+            "bpsx.launch",
+            *(() if role in MODULES else ("--grace", str(self.grace), "--", *self.worker_command)),
+        ]
         marker = new_marker()
         # Workers find the interpreter of this environment, as after its activation.
         path = os.path.dirname(self.python) if role == "worker" else ""
-        what = request(marker, command=command, path=path, environment=environment, directory=self.directory if role == "worker" else "",
-                       find_port=role == "scheduler" and not port, kill_after=self.kill_after)
-        return Process(name, role, tuple(self._ssh(host, environment)), child_environment(), request=what, host=host.name, marker=marker)
+        what = request(
+            marker,
+            command=command,
+            path=path,
+            environment=environment,
+            directory=self.directory if role == "worker" else "",
+            find_port=role == "scheduler" and not port,
+            kill_after=self.kill_after,
+        )
+        return Process(
+            name,
+            role,
+            tuple(self._ssh(host, environment)),
+            child_environment(),
+            request=what,
+            host=host.name,
+            marker=marker,
+        )
 
     def _ssh(self, host: Host, environment: Mapping[str, str]) -> list[str]:
         """The ssh command. What it names first counts, so the user's own options win."""
-        words = [*self.command, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "-o", "ServerAliveInterval=5",
-                 "-o", "ServerAliveCountMax=3"]
+        words = [
+            *self.command,
+            "-T",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            f"ConnectTimeout={_CONNECT_SECONDS}",
+            "-o",
+            "ServerAliveInterval=5",
+            "-o",
+            "ServerAliveCountMax=3",
+        ]
         if port := host.port or self.ssh_port:
             words += ["-p", str(port)]
         if self.username and "@" not in host.name:
             words += ["-l", self.username]
         # Needed to find us, before the request is read.
-        path = ["env", f"PYTHONPATH={environment['PYTHONPATH']}"] if environment.get("PYTHONPATH") else []
-        return [*words, "--", host.name, shlex.join([*path, self.python, "-P", "-m", "bpsx.launch.ssh.agent"])]
+        path = (
+            ["env", f"PYTHONPATH={environment['PYTHONPATH']}"]
+            if environment.get("PYTHONPATH")
+            else []
+        )
+        return [
+            *words,
+            "--",
+            host.name,
+            shlex.join([*path, self.python, "-P", "-m", "bpsx.launch.ssh.agent"]),
+        ]
 
 
 def _bare(host: Host) -> str:

@@ -1,7 +1,7 @@
 """Whether a step's gradients are finite: one answer for all workers.
 
-Keras's LossScaleOptimizer looks at gradients before they are reduced, and where one is not finite reduces none. Workers that did so by themselves
-would be a step apart from then on.
+Keras's LossScaleOptimizer looks at gradients before they are reduced, and where one is not finite
+reduces none. Workers that did so by themselves would be a step apart from then on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ AGREES = "_bpsx_agrees"
 @as_it_is
 def _everywhere(strategy: Any, finite: Any) -> tf.Tensor:
     """Whether it holds on all of this worker's devices and on all workers."""
-    own = [tf.cast(tf.logical_not(one), tf.int32) for one in strategy.experimental_local_results(finite)]
-    total, = sums([tf.add_n(own)], [_NAME], average=False)
+    own = [
+        tf.cast(tf.logical_not(one), tf.int32)
+        for one in strategy.experimental_local_results(finite)
+    ]
+    (total,) = sums([tf.add_n(own)], [_NAME], average=False)
     return tf.equal(total, 0)
 
 

@@ -12,16 +12,22 @@ from bpsx.tensorflow.distribute.loss_scale import AGREES, agree_on_finiteness
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
-    """Mirrors variables on this worker's ``devices`` (by default, its GPUs), and keeps all workers' alike: gradients are reduced over devices and
-    then averaged over workers.
+    """Mirrors variables on this worker's ``devices`` (by default, its GPUs), and keeps all workers'
+    alike: gradients are reduced over devices and then averaged over workers.
 
-    Make variables alike first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback. ``num_replicas_in_sync`` counts this worker's
-    devices. ``cross_device_ops``: what reduces, by default a :class:`CrossDeviceOps`; another one reduces in this worker only and is wrapped. Under
-    mixed_float16, a gradient that is not finite on one device of one worker has all workers leave out the step.
+    Make variables alike first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback.
+    ``num_replicas_in_sync`` counts this worker's devices. ``cross_device_ops``: what reduces, by
+    default a :class:`CrossDeviceOps`; another one reduces in this worker only and is wrapped. Under
+    mixed_float16, a gradient that is not finite on one device of one worker has all workers leave
+    out the step.
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
-        ours = cross_device_ops if isinstance(cross_device_ops, CrossDeviceOps) else CrossDeviceOps(cross_device_ops)
+        ours = (
+            cross_device_ops
+            if isinstance(cross_device_ops, CrossDeviceOps)
+            else CrossDeviceOps(cross_device_ops)
+        )
         super().__init__(devices=devices, cross_device_ops=ours)
         setattr(self, AGREES, True)
         agree_on_finiteness()

@@ -49,11 +49,7 @@ from bpsx.tensorflow.horovod.job import (
     remove_process_set,
     size_op,
 )
-from bpsx.tensorflow.horovod.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_object_fn,
-)
+from bpsx.tensorflow.horovod.objects import allgather_object, broadcast_object, broadcast_object_fn
 from bpsx.tensorflow.horovod.reductions import (
     allreduce,
     grouped_allreduce,
@@ -76,25 +72,74 @@ mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = no
 nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = no
 
 __all__ = [
-    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape",
-    "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "PartialDistributedGradientTape",
-    "ProcessSet", "Product", "Sum", "SyncBatchNormalization", "add_process_set", "allgather",
-    "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_",
-    "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables",
-    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
-    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter",
-    "handle_average_backwards_compatibility", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op",
-    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
-    "start_timeline", "stop_timeline",
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name == "elastic":
         refuse_elastic()
-    if name in ("SyncBatchNormalization", "keras"):     # Keras takes seconds to import
+    if name in ("SyncBatchNormalization", "keras"):  # Keras takes seconds to import
         module = _import_module("bpsx.tensorflow.keras.horovod")
         return module if name == "keras" else module.SyncBatchNormalization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,9 +35,9 @@ def _translated(error: Any) -> Exception:
     told = _TOLD.fullmatch(error.message, at.start()) if at else None
     kind = getattr(errors, told[1], None) if told else None
     if told is None or not (isinstance(kind, type) and issubclass(kind, BpsxError)):
-        return error        # type: ignore[no-any-return]
+        return error  # type: ignore[no-any-return]
     made = _class_of_both(kind, type(error))(told[2])
-    made.__dict__.update(error.__dict__)        # TensorFlow's own attributes: message, op and so on
+    made.__dict__.update(error.__dict__)  # TensorFlow's own attributes: message, op and so on
     return made
 
 
@@ -53,4 +53,5 @@ def verb(function: F) -> F:
             return counting(*args, **kwargs)
         except tf.errors.OpError as e:
             raise _translated(e) from None
-    return as_it_is(called)     # type: ignore[return-value]
+
+    return as_it_is(called)  # type: ignore[return-value]

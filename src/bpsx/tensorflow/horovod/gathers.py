@@ -26,20 +26,21 @@ from bpsx.tensorflow.rows import capacities, counts_of, filled, gathered
 
 # ---- allgather
 
+
 def _gathered(tensor: tf.Tensor, wire: str) -> tf.Tensor:
     """The rows of all workers, by rank. The gradient is the own rows of all gradients' average."""
     rank = adapter.session().rank
 
-    @tf.custom_gradient     # type: ignore[untyped-decorator]
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
         counts = counts_of(tf.shape(given, tf.int64)[0], f"{wire}.counts")
-        parts, = gathered([given], [wire], counts)
+        (parts,) = gathered([given], [wire], counts)
 
         def gradient(ours: tf.Tensor) -> tf.Tensor:
             rows = filled(ours, capacities(tf.reduce_sum(counts)[None]))
-            mean, = sums([rows], [f"{wire}.grad"], average=True)
+            (mean,) = sums([rows], [f"{wire}.grad"], average=True)
             begin = tf.reduce_sum(counts[:rank])
-            return mean[begin:begin + counts[rank]]
+            return mean[begin : begin + counts[rank]]
 
         return tf.concat(parts, 0), gradient
 
@@ -52,9 +53,11 @@ def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
     Raises :class:`ConfigError` in asynchronous training, where no sum says how many there are.
     """
     if adapter.session().config.asynchronous:
-        raise ConfigError(f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
-                          "keep, and numbers of rows cannot be told; use broadcast from each "
-                          "worker in turn")
+        raise ConfigError(
+            f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
+            "keep, and numbers of rows cannot be told; use broadcast from each "
+            "worker in turn"
+        )
     dense = checked_tensor(name, tensor, named, rows=True)
     wire = wire_name(name, named, dense, rows=True)
     check_bytes(dense, wire)
@@ -63,7 +66,9 @@ def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
 
 @verb
 def allgather(
-    tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks.
@@ -82,7 +87,9 @@ def allgather(
 
 @verb
 def grouped_allgather(
-    tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, …"""
@@ -94,9 +101,13 @@ def grouped_allgather(
 
 # ---- broadcast
 
+
 @verb
 def broadcast(
-    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Worker ``root_rank``'s ``tensor``, bit for bit; ``tensor`` stays as it is.
@@ -115,7 +126,9 @@ def broadcast(
 
 @verb
 def broadcast_(
-    variables: Iterable[Any], root_rank: int, name: str | None = None,
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Assign to ``variables`` what they are on worker ``root_rank``; returns their new values.
@@ -129,8 +142,9 @@ def broadcast_(
     given: list[Any] = list(variables) if listed else [None]
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
-            raise ConfigError(f"broadcast_: variables: element {i} is no variable; a list of them "
-                              "is needed")
+            raise ConfigError(
+                f"broadcast_: variables: element {i} is no variable; a list of them is needed"
+            )
     values = [checked_tensor("broadcast_", v, name) for v in given]
     wires = [f"broadcast_.{name + '.' if name else ''}{own}" for own in names_of(given)]
     for value, wire in zip(values, wires, strict=True):
@@ -146,6 +160,7 @@ def broadcast_(
 
 # ---- alltoall
 
+
 def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
     """How many rows go to each worker; int64. Raises :class:`ConfigError`.
 
@@ -155,8 +170,10 @@ def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
     if tf.is_tensor(splits):
         static = splits.shape
         if static.rank not in (None, 1) or not splits.dtype.is_integer:
-            raise ConfigError(f"alltoall: splits is a tensor of shape {static} and "
-                              f"{splits.dtype.name}; one dimension of integers is needed")
+            raise ConfigError(
+                f"alltoall: splits is a tensor of shape {static} and "
+                f"{splits.dtype.name}; one dimension of integers is needed"
+            )
         if tf.is_symbolic_tensor(splits):
             return _checked_later(tensor, tf.cast(splits, tf.int64), size)
         known = checked_splits(splits.numpy().tolist(), size, rows, splits)
@@ -172,8 +189,11 @@ def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
 
 
 def _checked_later(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor:
-    fits = (tf.equal(tf.size(splits), size) & tf.reduce_all(splits >= 0)
-            & (tf.reduce_sum(splits) <= tf.shape(tensor, tf.int64)[0]))
+    fits = (
+        tf.equal(tf.size(splits), size)
+        & tf.reduce_all(splits >= 0)
+        & (tf.reduce_sum(splits) <= tf.shape(tensor, tf.int64)[0])
+    )
     text = f"alltoall: {size} splits from 0, of at most as many rows as there are, are needed, not"
     with tf.control_dependencies([tf.debugging.Assert(fits, [text, splits])]):
         return tf.ensure_shape(splits, [size])
@@ -183,12 +203,12 @@ def _exchanged(tensor: tf.Tensor, splits: tf.Tensor, wire: str) -> tuple[tf.Tens
     """All rows travel to all workers, with all splits; each keeps its own."""
     rank = adapter.session().rank
 
-    @tf.custom_gradient     # type: ignore[untyped-decorator]
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
-        told = counts_of(splits, f"{wire}.splits")       # by sender, by receiver
-        parts, = gathered([given[:tf.reduce_sum(splits)]], [wire], tf.reduce_sum(told, 1))
+        told = counts_of(splits, f"{wire}.splits")  # by sender, by receiver
+        (parts,) = gathered([given[: tf.reduce_sum(splits)]], [wire], tf.reduce_sum(told, 1))
         begins, received = tf.cumsum(told, axis=1, exclusive=True)[:, rank], told[:, rank]
-        own = [rows[begins[r]:begins[r] + received[r]] for r, rows in enumerate(parts)]
+        own = [rows[begins[r] : begins[r] + received[r]] for r, rows in enumerate(parts)]
 
         def gradient(ours: tf.Tensor, _: Any) -> tf.Tensor:
             back, _ = _exchanged(ours, received, f"{wire}.grad")
@@ -202,7 +222,10 @@ def _exchanged(tensor: tf.Tensor, splits: tf.Tensor, wire: str) -> tuple[tf.Tens
 
 @verb
 def alltoall(
-    tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
     """What all workers have for this one, in the order of their ranks.

@@ -1,4 +1,6 @@
-"""The job and process sets in Horovod's forms, for TensorFlow; most is :mod:`bpsx.plugin.horovod`'s."""
+"""The job and process sets in Horovod's forms, for TensorFlow; most is
+:mod:`bpsx.plugin.horovod`'s.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return False
 
 
-def init(comm: Sequence[int] | None = None,
-         process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
     """:func:`bpsx.init`. ``comm`` must be None and ``process_sets`` of all workers, or None.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.init`.
@@ -54,9 +57,11 @@ def join() -> tf.Tensor:
     order among the exchanges.
     """
     if not tf.executing_eagerly():
-        raise ConfigError("join: call it in eager code, outside of tf.function and v1 graphs "
-                          "(there, bpsx.join() between two session.run); it has no order among "
-                          "operations")
+        raise ConfigError(
+            "join: call it in eager code, outside of tf.function and v1 graphs "
+            "(there, bpsx.join() between two session.run); it has no order among "
+            "operations"
+        )
     return tf.constant(verbs.join(), tf.int32)
 
 
@@ -73,6 +78,7 @@ def refuse_elastic() -> NoReturn:
 
 # ---- numbers that are known when a graph is executed
 
+
 def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
     """An int32 scalar: ``value()`` now, or whenever the graph is executed, by this process."""
     if tf.executing_eagerly():
@@ -84,8 +90,9 @@ def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
 
 def _check_id(verb: str, process_set_id: Any) -> None:
     if adapter.integer(process_set_id) != 0:
-        raise ConfigError(f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only "
-                          "set")
+        raise ConfigError(
+            f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only set"
+        )
 
 
 @verb

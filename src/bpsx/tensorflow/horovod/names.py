@@ -32,8 +32,9 @@ def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False)
     check_name(name, verb)
     dense = as_tensor(tensor, f"{verb} of {name!r}" if name else verb)
     if rows and dense.shape.rank == 0:
-        raise UnsupportedTensor(f"{verb}: a tensor of at least one dimension is needed, not a "
-                                "scalar")
+        raise UnsupportedTensor(
+            f"{verb}: a tensor of at least one dimension is needed, not a scalar"
+        )
     return dense
 
 
@@ -50,7 +51,7 @@ def with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if not tensor.dtype.is_floating:
         return tensor
 
-    @tf.custom_gradient     # type: ignore[untyped-decorator]
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def same(given: tf.Tensor) -> Any:
         return tf.identity(given), lambda g: g * tf.constant(factor, g.dtype)
 

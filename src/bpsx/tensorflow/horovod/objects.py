@@ -13,8 +13,13 @@ from bpsx.tensorflow.objects import CODEC
 
 
 @counted_together("broadcast_object.")
-def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
-                     process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """What ``obj`` is on worker ``root_rank``, on every worker: there itself, elsewhere a copy.
 
     Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays
@@ -24,24 +29,32 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     has been proven with that. Calls of one name are matched in order. ``session`` is Horovod's and
     ignored: nothing runs in a graph.
 
-    Raises :class:`~bpsx.plugin.objects.ObjectError` on all workers if the root's object cannot travel; on
-    a worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that
-    does not exist; and what ends a job.
+    Raises :class:`~bpsx.plugin.objects.ObjectError` on all workers if the root's object cannot
+    travel; on a worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a
+    root that does not exist; and what ends a job.
     """
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name, CODEC)
 
 
-def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
-                        process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
     """A function of an object that does what :func:`broadcast_object` does."""
     check_process_set(process_set)
     return lambda obj: broadcast_object(obj, root_rank, session, name or "broadcast_object_fn")
 
 
 @counted_together("allgather_object.")
-def allgather_object(obj: Any, session: Any = None, name: str | None = None,
-                     process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
     """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
 
     What can travel, and how, is as with :func:`broadcast_object`; errors are raised on all workers.

@@ -52,8 +52,15 @@ class PartialExchange(Exchange):
     methods: ClassVar[dict[str, Callable[..., Any]]] = {"register_local_var": _register_local_var}
 
     def __init__(
-        self, verb: str, average: bool, compression: type[Compressor], sparse_as_dense: bool,
-        anew: bool = True, factor: float = 1.0, scale_local: Any = True, local: Sequence[Any] = (),
+        self,
+        verb: str,
+        average: bool,
+        compression: type[Compressor],
+        sparse_as_dense: bool,
+        anew: bool = True,
+        factor: float = 1.0,
+        scale_local: Any = True,
+        local: Sequence[Any] = (),
     ) -> None:
         super().__init__(verb, average, compression, None, sparse_as_dense, anew)
         check_flag(scale_local, "scale_local_gradients", verb)
@@ -68,9 +75,11 @@ class PartialExchange(Exchange):
     def __reduce__(self) -> Any:
         """For copies. Raises :class:`ConfigError` if variables are local: identity is lost."""
         if self._local:
-            raise ConfigError(f"{self._verb}: with local variables it can be neither pickled nor "
-                              "deeply copied: make another one of an optimizer, and register its "
-                              "variables")
+            raise ConfigError(
+                f"{self._verb}: with local variables it can be neither pickled nor "
+                "deeply copied: make another one of an optimizer, and register its "
+                "variables"
+            )
         return PartialExchange, self._options
 
     def keep_local(self, variable: Any) -> None:
@@ -89,20 +98,32 @@ class PartialExchange(Exchange):
         super().check_async()
         if self._local or self._factor != 1.0:
             what = "local variables" if self._local else "sums of several passes"
-            raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 weights travel and no "
-                              f"gradients: leave {what} out (average_aggregated_gradients=True)")
+            raise ConfigError(
+                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 weights travel and no "
+                f"gradients: leave {what} out (average_aggregated_gradients=True)"
+            )
 
     def __call__(
-        self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None,
-        momentum: Momentum | None = None, among: Sequence[Any] | None = None,
+        self,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        rate: Any = None,
+        momentum: Momentum | None = None,
+        among: Sequence[Any] | None = None,
         instead: Mapping[int, Any] | None = None,
     ) -> list[Any]:
         """As :meth:`Exchange.__call__`."""
         shared = [i for i, source in enumerate(sources) if not self.is_local(source)]
         given = {place: instead[i] for place, i in enumerate(shared) if instead and i in instead}
         known = among if among is None else [v for v in among if not self.is_local(v)]
-        exchanged = super().__call__([gradients[i] for i in shared], [sources[i] for i in shared],
-                                     rate, momentum, known, given)
+        exchanged = super().__call__(
+            [gradients[i] for i in shared],
+            [sources[i] for i in shared],
+            rate,
+            momentum,
+            known,
+            given,
+        )
         found = dict(zip(shared, exchanged, strict=True))
         scale = 1 / adapter.session().size if self._scale_local else 1.0
         for i, gradient in enumerate(gradients):

@@ -11,7 +11,14 @@ import tensorflow as tf
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter, horovod
 from bpsx.plugin.adapter import check_name
-from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin.horovod import (
+    How,
+    ProcessSet,
+    ReduceOp,
+    check_adds,
+    checked_op,
+    global_process_set,
+)
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import check_process_set
@@ -54,22 +61,26 @@ def _averages_here(tensor: tf.Tensor, how: How) -> bool:
 
 def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:
     """Min, Max or Product, of what all workers have told each other. It has no derivative."""
-    @tf.custom_gradient     # type: ignore[untyped-decorator]
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
         size = adapter.session().size
         told = [copies([given], [f"{wire}.{root}"], root)[0] for root in range(size)]
 
         def refuse(_: Any) -> Any:
-            raise ConfigError(f"{how.verb} with op=hvd.{how.op.name} has no derivative; give "
-                              "tf.stop_gradient(tensor)")
+            raise ConfigError(
+                f"{how.verb} with op=hvd.{how.op.name} has no derivative; give "
+                "tf.stop_gradient(tensor)"
+            )
 
         return functools.reduce(_HERE[how.op], told), refuse
 
     return made(tensor)
 
 
-def _reduced(tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How,
-             compression: type[Compressor]) -> list[tf.Tensor]:
+def _reduced(
+    tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How, compression: type[Compressor]
+) -> list[tf.Tensor]:
     """The reductions of dense tensors, all under way at once."""
     for tensor, wire in zip(tensors, wires, strict=True):
         check_summable(tensor, wire)
@@ -94,12 +105,15 @@ def _reduced(tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How,
     return results
 
 
-def _reduced_slices(slices: tf.IndexedSlices, name: str | None, how: How,
-                    compression: type[Compressor]) -> tf.IndexedSlices:
+def _reduced_slices(
+    slices: tf.IndexedSlices, name: str | None, how: How, compression: type[Compressor]
+) -> tf.IndexedSlices:
     """The rows of all workers. Horovod's gradient of an allgather is the average over workers."""
     if how.here:
-        raise ConfigError(f"{how.verb}: op=hvd.{how.op.name} of tf.IndexedSlices; allowed are "
-                          "hvd.Average and hvd.Sum, or give tf.convert_to_tensor(slices)")
+        raise ConfigError(
+            f"{how.verb}: op=hvd.{how.op.name} of tf.IndexedSlices; allowed are "
+            "hvd.Average and hvd.Sum, or give tf.convert_to_tensor(slices)"
+        )
     check_name(name, how.verb)
     values = tf.convert_to_tensor(slices.values)
     check_summable(values, f"{how.verb} of {name!r}" if name else how.verb)
@@ -110,8 +124,9 @@ def _reduced_slices(slices: tf.IndexedSlices, name: str | None, how: How,
     return tf.IndexedSlices(_scaled(total.values, how.postscale), total.indices, total.dense_shape)
 
 
-def _reduced_any(tensors: Sequence[Any], names: Sequence[str | None], how: How,
-                 compression: type[Compressor]) -> list[Any]:
+def _reduced_any(
+    tensors: Sequence[Any], names: Sequence[str | None], how: How, compression: type[Compressor]
+) -> list[Any]:
     """The reductions of dense tensors and of IndexedSlices."""
     check_compression(compression, how.verb)
     found: list[Any] = [None] * len(tensors)
@@ -128,10 +143,17 @@ def _reduced_any(tensors: Sequence[Any], names: Sequence[str | None], how: How,
 
 @verb
 def allreduce(
-    tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, name: str | None = None,
-    process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
 ) -> Any:
     """The reduction of all workers' ``tensor``, of its shape and dtype: by default the average.
 
@@ -150,10 +172,16 @@ def allreduce(
 
 @verb
 def grouped_allreduce(
-    tensors: Sequence[Any], average: bool | None = None, device_dense: str = "",
-    device_sparse: str = "", compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
     """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, …
@@ -165,6 +193,7 @@ def grouped_allreduce(
 
 
 # ---- reducescatter
+
 
 def _own_rows(whole: tf.Tensor) -> tf.Tensor:
     """This worker's rows: as many for each, and one more for the first ones if they do not divide.
@@ -185,8 +214,9 @@ def _first_row(count: Any, rank: int, size: int) -> Any:
     return count // size * rank + extra
 
 
-def _scattered(tensors: Sequence[Any], names: Sequence[str | None], how: How,
-               compression: type[Compressor]) -> list[tf.Tensor]:
+def _scattered(
+    tensors: Sequence[Any], names: Sequence[str | None], how: How, compression: type[Compressor]
+) -> list[tf.Tensor]:
     check_adds(how.verb, how.op)
     check_compression(compression, how.verb)
     dense = [checked_tensor(how.verb, t, n, rows=True) for t, n in zip(tensors, names, strict=True)]
@@ -196,10 +226,15 @@ def _scattered(tensors: Sequence[Any], names: Sequence[str | None], how: How,
 
 @verb
 def reducescatter(
-    tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
-    op: ReduceOp = ReduceOp.Average, name: str | None = None,
-    process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> tf.Tensor:
     """This worker's rows of the sum or average of all workers' ``tensor``.
 
@@ -213,9 +248,12 @@ def reducescatter(
 
 @verb
 def grouped_reducescatter(
-    tensors: Sequence[Any], device_dense: str = "",
-    compression: type[Compressor] = Compression.none, op: ReduceOp = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
     """:func:`reducescatter` of each of ``tensors``, all under way at once."""

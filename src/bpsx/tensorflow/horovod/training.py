@@ -9,7 +9,13 @@ import tensorflow as tf
 
 from bpsx.errors import ConfigError
 from bpsx.plugin.adapter import checked_passes
-from bpsx.plugin.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
+from bpsx.plugin.horovod import (
+    ProcessSet,
+    ReduceOp,
+    check_groups,
+    checked_training_op,
+    global_process_set,
+)
 from bpsx.tensorflow import tape as tapes
 from bpsx.tensorflow import v1, variables
 from bpsx.tensorflow.compression import Compression, Compressor
@@ -21,24 +27,43 @@ _Groups: TypeAlias = int | Sequence[Sequence[Any]] | None
 
 
 @verb
-def broadcast_variables(variables_: Iterable[Any], root_rank: int,
-                        process_set: ProcessSet = global_process_set, inplace: bool = False) -> Any:
+def broadcast_variables(
+    variables_: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
     """As :func:`bpsx.tensorflow.broadcast_variables`. ``inplace`` is Horovod's and ignored."""
     check_process_set(process_set)
     return variables.broadcast_variables(variables_, root_rank)
 
 
 def made_exchange(
-    name: str, compression: type[Compressor], sparse_as_dense: bool, op: Any, predivide: Any,
-    num_groups: Any, groups: Any, process_set: Any, scale_local_gradients: Any, anew: bool = True,
+    name: str,
+    compression: type[Compressor],
+    sparse_as_dense: bool,
+    op: Any,
+    predivide: Any,
+    num_groups: Any,
+    groups: Any,
+    process_set: Any,
+    scale_local_gradients: Any,
+    anew: bool = True,
     factor: float = 1.0,
 ) -> PartialExchange:
     """The exchange that Horovod's arguments ask for. Raises :class:`ConfigError`."""
     check_process_set(process_set)
     kind = checked_training_op(name, op, predivide)
     check_groups(name, num_groups, groups, lambda v: hasattr(v, "assign"), "variable")
-    return PartialExchange(name, kind is ReduceOp.Average, compression, sparse_as_dense, anew,
-                           factor, scale_local_gradients)
+    return PartialExchange(
+        name,
+        kind is ReduceOp.Average,
+        compression,
+        sparse_as_dense,
+        anew,
+        factor,
+        scale_local_gradients,
+    )
 
 
 class _Tape(tapes.Distributed):
@@ -48,7 +73,10 @@ class _Tape(tapes.Distributed):
 
     @verb
     def gradient(  # type: ignore[override]
-        self, target: Any, sources: Any, output_gradients: Any = None,
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
@@ -56,6 +84,7 @@ class _Tape(tapes.Distributed):
 
         ``use_generic_names``: sources are known by their place instead of their name.
         """
+
         def known(flat: list[Any]) -> list[Any]:
             return [Unnamed(s) for s in flat] if use_generic_names else flat
 
@@ -66,7 +95,10 @@ class _Tape(tapes.Distributed):
         self._exchange.keep_local(source)
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None,
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """(source, gradient) pairs: of sources that are local, and of all others."""
@@ -77,10 +109,16 @@ class _Tape(tapes.Distributed):
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
-    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-    op: ReduceOp = ReduceOp.Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
-    groups: _Groups = None, process_set: ProcessSet = global_process_set,
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
     """:func:`bpsx.tensorflow.DistributedGradientTape`, with Horovod's arguments and methods.
@@ -91,17 +129,33 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     rounded), ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency).
     ``device_dense`` and ``device_sparse`` are ignored. Raises :class:`ConfigError`.
     """
-    exchange = made_exchange("DistributedGradientTape", compression, sparse_as_dense, op,
-                             gradient_predivide_factor, num_groups, groups, process_set,
-                             scale_local_gradients, anew=False)
+    exchange = made_exchange(
+        "DistributedGradientTape",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+        anew=False,
+    )
     return tapes.distributed(gradtape, exchange, _Tape)
 
 
 def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
-    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-    op: ReduceOp = ReduceOp.Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
-    groups: _Groups = None, process_set: ProcessSet = global_process_set, local_layers: Any = None,
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """:func:`DistributedGradientTape` for which all weights of ``local_layers`` are local sources.
@@ -109,8 +163,18 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     ``local_layers``: a layer of Keras, or a list of them.
     """
     tape = DistributedGradientTape(
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
     for weight in weights_of("PartialDistributedGradientTape", local_layers):
         tape.register_local_source(weight)
     return tape
@@ -127,18 +191,28 @@ def weights_of(name: str, layers: Any) -> list[Any]:
     listed = [] if layers is None else [layers] if single else layers
     ordered = isinstance(listed, Iterable) and not isinstance(listed, (str, bytes))
     if not ordered or not all(isinstance(layer, keras.layers.Layer) for layer in listed):
-        raise ConfigError(f"{name}: local_layers={layers!r}: a layer of Keras 3 is needed, or a "
-                          "list of layers")
+        raise ConfigError(
+            f"{name}: local_layers={layers!r}: a layer of Keras 3 is needed, or a list of layers"
+        )
     return [weight for layer in listed for weight in layer.trainable_weights]
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
-    device_sparse: str = "", compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False, backward_passes_per_step: int = 1,
-    op: ReduceOp = ReduceOp.Average, gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False, num_groups: int = 0, groups: _Groups = None,
-    process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """:func:`bpsx.tensorflow.DistributedOptimizer`, with Horovod's arguments.
 
@@ -154,13 +228,35 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         from bpsx.tensorflow.keras import horovod as of_keras  # Keras takes seconds to import
 
         return of_keras.DistributedOptimizer(
-            optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
-            gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
-            num_groups, groups, process_set, scale_local_gradients)
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            num_groups,
+            groups,
+            process_set,
+            scale_local_gradients,
+        )
     passes = checked_passes(backward_passes_per_step, verb_)
     factor = 1 / passes if average_aggregated_gradients else 1.0
-    exchange = made_exchange(verb_, compression, sparse_as_dense, op, gradient_predivide_factor,
-                             num_groups, groups, process_set, scale_local_gradients, factor=factor)
+    exchange = made_exchange(
+        verb_,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+        factor=factor,
+    )
     made = v1.distributed(optimizer, name, use_locking, exchange, passes)
     made.register_local_var = exchange.keep_local
     return made

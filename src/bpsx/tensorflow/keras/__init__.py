@@ -1,4 +1,6 @@
-"""bpsx for Keras 3 on TensorFlow: ``import bpsx.tensorflow.keras as bps``, or ``import bpsx.keras as bps``."""
+"""bpsx for Keras 3 on TensorFlow: ``import bpsx.tensorflow.keras as bps``, or ``import bpsx.keras
+as bps``.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,25 @@ from bpsx.tensorflow.keras.saving import load_model
 from bpsx.tensorflow.keras.verbs import broadcast, push_pull
 
 __all__ = [
-    "Average", "Compression", "DistributedOptimizer", "Sum", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks",
-    "get_pushpull_speed", "init", "join", "load_model", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size", "suspend",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Sum",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "callbacks",
+    "get_pushpull_speed",
+    "init",
+    "join",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
 ]

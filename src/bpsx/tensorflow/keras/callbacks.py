@@ -19,10 +19,12 @@ from bpsx.tensorflow.variables import broadcast_variables
 
 @public_methods
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the first training begins; but for the states of
-    random generators: workers shall not all drop the same units.
+    """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the
+    first training begins; but for the states of random generators: workers shall not all drop the
+    same units.
 
-    A model that is built by its first batch gets them after that. ``device`` is BytePS's and ignored. Raises :class:`~bpsx.errors.ConfigError`.
+    A model that is built by its first batch gets them after that. ``device`` is BytePS's and
+    ignored. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -34,11 +36,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def keep(self, variable: Any) -> None:
         """Leave ``variable`` as it is on each worker."""
-        known = getattr(variable, "_value", variable)       # TensorFlow's in one of Keras's
+        known = getattr(variable, "_value", variable)  # TensorFlow's in one of Keras's
         self._kept[id(known)] = known
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Do it, if the model is there. Keras makes the optimizer's variables in the first step; but what they begin with may be loaded."""
+        """Do it, if the model is there.
+
+        Keras makes the optimizer's variables in the first step; but what they begin with may be
+        loaded.
+        """
         checked_root(self.root_rank, "BroadcastGlobalVariablesCallback", adapter.session().size)
         if self.model.built:
             if self.model.optimizer is not None and not self.model.optimizer.built:
@@ -53,31 +59,47 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if not self.broadcast_done:
             optimizer = self.model.optimizer
             found = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-            wanted = [v for v in found if not v.path.endswith("seed_generator_state")
-                      and id(getattr(v, "_value", v)) not in self._kept]
+            wanted = [
+                v
+                for v in found
+                if not v.path.endswith("seed_generator_state")
+                and id(getattr(v, "_value", v)) not in self._kept
+            ]
             broadcast_variables(wanted, self.root_rank)
             self.broadcast_done = True
 
 
 @public_methods
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages metrics over all workers at the end of each epoch, in ``logs``: put it before callbacks that use them (early stopping, learning rates,
-    logging). All workers must have the same metrics, and wait for each other here, in asynchronous training as well. ``device`` is BytePS's and
-    ignored."""
+    """Averages metrics over all workers at the end of each epoch, in ``logs``: put it before
+    callbacks that use them (early stopping, learning rates, logging).
+
+    All workers must have the same metrics, and wait for each other here, in asynchronous training
+    as well. ``device`` is BytePS's and ignored.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace numbers in ``logs``."""
-        names = sorted(name for name, value in (logs or {}).items() if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0)
+        names = sorted(
+            name
+            for name, value in (logs or {}).items()
+            if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
+        )
         if logs is None or not names:
             return
         own = tf.constant([float(logs[name]) for name in names], tf.float64)
         what = f"MetricAverage of {', '.join(names)}"
         session = adapter.session()
-        if session.config.asynchronous:         # where sums never start anew
-            means = tf.add_n([broadcast(own, root, name=f"{what}.{root}") for root in range(session.size)]) / session.size
+        if session.config.asynchronous:  # where sums never start anew
+            means = (
+                tf.add_n(
+                    [broadcast(own, root, name=f"{what}.{root}") for root in range(session.size)]
+                )
+                / session.size
+            )
         else:
             means = push_pull(own, name=what)
         logs.update(zip(names, means.numpy().tolist(), strict=True))
@@ -91,48 +113,79 @@ def check_number(verb: str, argument: str, value: Any, least: float, allowed: st
 
 @public_methods
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` on, before ``end_epoch``.
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` on, before
+    ``end_epoch``.
 
-    ``multiplier``: a number, or a function of the epoch, which is a whole number with ``staircase`` and has a fraction otherwise, so that the rate
-    changes with every batch. ``initial_lr``: by default the optimizer's when training begins. ``steps_per_epoch``: by default what ``fit`` knows.
-    ``momentum_correction``: when the rate changes, the optimizer's momenta change in proportion, as they hold gradients times the earlier rate
-    (Goyal et al. 2017, section 2.1). The rate is added to ``logs`` as ``lr``.
+    ``multiplier``: a number, or a function of the epoch, which is a whole number with ``staircase``
+    and has a fraction otherwise, so that the rate changes with every batch. ``initial_lr``: by
+    default the optimizer's when training begins. ``steps_per_epoch``: by default what ``fit``
+    knows. ``momentum_correction``: when the rate changes, the optimizer's momenta change in
+    proportion, as they hold gradients times the earlier rate (Goyal et al. 2017, section 2.1). The
+    rate is added to ``logs`` as ``lr``.
 
-    Raises :class:`~bpsx.errors.ConfigError` for an optimizer whose learning rate is a schedule of its own.
+    Raises :class:`~bpsx.errors.ConfigError` for an optimizer whose learning rate is a schedule of
+    its own.
     """
 
     def __init__(
-        self, multiplier: float | Callable[[float], float], start_epoch: int = 0, end_epoch: int | None = None, staircase: bool = True,
-        momentum_correction: bool = True, steps_per_epoch: int | None = None, initial_lr: float | None = None,
+        self,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        initial_lr: float | None = None,
     ) -> None:
         super().__init__()
-        self.start_epoch, self.end_epoch, self.momentum_correction = start_epoch, end_epoch, momentum_correction
+        self.start_epoch, self.end_epoch, self.momentum_correction = (
+            start_epoch,
+            end_epoch,
+            momentum_correction,
+        )
         self.staircase = staircase or not callable(multiplier)
         self.initial_lr, self.steps_per_epoch, self.current_epoch = initial_lr, steps_per_epoch, 0
-        self.multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.multiplier: Callable[[float], float] = (
+            multiplier if callable(multiplier) else lambda epoch: multiplier
+        )
         what = type(self).__name__
         if not callable(multiplier):
-            check_number(what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch")
+            check_number(
+                what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch"
+            )
         if initial_lr is not None:
             check_number(what, "initial_lr", initial_lr, 0, "numbers from 0, and None")
         if steps_per_epoch is not None:
             check_number(what, "steps_per_epoch", steps_per_epoch, 1, "numbers from 1, and None")
         if end_epoch is not None:
-            check_number(what, "end_epoch", end_epoch, start_epoch, f"numbers from start_epoch={start_epoch}, and None")
+            check_number(
+                what,
+                "end_epoch",
+                end_epoch,
+                start_epoch,
+                f"numbers from start_epoch={start_epoch}, and None",
+            )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find what has been left out."""
         what = type(self).__name__
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule) or not hasattr(optimizer._learning_rate, "assign"):
-            raise ConfigError(f"{what}: the optimizer's learning rate is a {type(optimizer._learning_rate).__name__}, which cannot be set: give it a "
-                              "number")
+        if isinstance(
+            optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+        ) or not hasattr(optimizer._learning_rate, "assign"):
+            raise ConfigError(
+                f"{what}: the optimizer's learning rate is a"
+                f" {type(optimizer._learning_rate).__name__}, which cannot be set: give it a number"
+            )
         if self.initial_lr is None:
             self.initial_lr = self._rate()
         if self.steps_per_epoch is None:
             self.steps_per_epoch = self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
-            raise ConfigError(f"{what}: steps_per_epoch is needed: fit() does not know how many batches an epoch has")
+            raise ConfigError(
+                f"{what}: steps_per_epoch is needed: fit() does not know how many batches an"
+                " epoch has"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note it."""
@@ -140,7 +193,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate."""
-        if self.current_epoch < self.start_epoch or self.end_epoch is not None and self.current_epoch >= self.end_epoch:
+        if (
+            self.current_epoch < self.start_epoch
+            or self.end_epoch is not None
+            and self.current_epoch >= self.end_epoch
+        ):
             return
         if self.staircase and batch == 0:
             self._set(self.current_epoch)
@@ -165,35 +222,58 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.model.optimizer.learning_rate = now
         if self.momentum_correction and before:
             optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-            for momentum in getattr(optimizer, "momentums", []) if isinstance(optimizer, keras.optimizers.SGD) else []:
+            for momentum in (
+                getattr(optimizer, "momentums", [])
+                if isinstance(optimizer, keras.optimizers.SGD)
+                else []
+            ):
                 momentum.assign(momentum * (now / before))
 
 
 @public_methods
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate with every batch, over ``warmup_epochs``, from ``initial_lr / size()`` to ``initial_lr``, which is the rate of one
-    worker times ``size()`` (Goyal et al. 2017, section 2.2). ``verbose``: say so when that is done. The rest as in
-    :class:`LearningRateScheduleCallback`."""
+    """Raises the learning rate with every batch, over ``warmup_epochs``, from ``initial_lr /
+    size()`` to ``initial_lr``, which is the rate of one worker times ``size()`` (Goyal et al.
+
+    2017, section 2.2). ``verbose``: say so when that is done. The rest as in
+    :class:`LearningRateScheduleCallback`.
+    """
 
     def __init__(
-        self, warmup_epochs: float = 5, momentum_correction: bool = True, steps_per_epoch: int | None = None, verbose: int = 0,
+        self,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
         initial_lr: float | None = None,
     ) -> None:
         check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
 
         def multiplier(epoch: float) -> float:
             size = adapter.session().size
-            done = epoch + 1.0 / float(self.steps_per_epoch or 1)       # at an epoch's end the rate is what that epoch's end asks for
+            # at an epoch's end the rate is what that epoch's end asks for
+            done = epoch + 1.0 / float(self.steps_per_epoch or 1)
             return 1.0 / size * (min(done / warmup_epochs, 1.0) * (size - 1) + 1)
 
-        super().__init__(multiplier, start_epoch=0, end_epoch=int(-(-warmup_epochs // 1)), staircase=False, momentum_correction=momentum_correction,
-                         steps_per_epoch=steps_per_epoch, initial_lr=initial_lr)
+        super().__init__(
+            multiplier,
+            start_epoch=0,
+            end_epoch=int(-(-warmup_epochs // 1)),
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+            initial_lr=initial_lr,
+        )
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the rate; at the end of the last of them it is ``initial_lr``, however many batches there have been."""
+        """Tell the rate; at the end of the last of them it is ``initial_lr``, however many batches
+        there have been.
+        """
         if self.end_epoch is not None and epoch == self.end_epoch - 1:
             self._set_rate(float(self.initial_lr or 0.0))
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
+            )

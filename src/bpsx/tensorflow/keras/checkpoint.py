@@ -10,13 +10,19 @@ import numpy as np
 from bpsx.tensorflow.checkpoint import Archived
 from bpsx.tensorflow.exchange import Exchange
 
-#: What Keras looks for when it walks through the attributes of what it saves. It has no public name; without it nothing is saved there.
-_Saveable: Any = next((cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object)
+#: What Keras looks for when it walks through the attributes of what it saves. It has no public
+#: name; without it nothing is saved there.
+_Saveable: Any = next(
+    (cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
+)
 _KEY = "state"
 
 
 class Kept(Archived, _Saveable):  # type: ignore[misc]
-    """Of one exchange. A file without it, as of a run without compression, makes everything begin anew."""
+    """Of one exchange.
+
+    A file without it, as of a run without compression, makes everything begin anew.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -29,7 +35,7 @@ class Kept(Archived, _Saveable):  # type: ignore[misc]
         self._exchange.load(saved)
 
     def _obj_type(self) -> str:
-        return "Optimizer"      # whose attributes Keras does not look into
+        return "Optimizer"  # whose attributes Keras does not look into
 
     def save_own_variables(self, store: Any) -> None:
         """Keras's way to :meth:`serialize`."""

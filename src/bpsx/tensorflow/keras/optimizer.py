@@ -33,21 +33,30 @@ LossScale = keras.optimizers.LossScaleOptimizer
 
 
 class _Distributed:
-    """What is put before the class of the user's optimizer. Keras calls :meth:`apply` from all ways in."""
+    """What is put before the class of the user's optimizer.
+
+    Keras calls :meth:`apply` from all ways in.
+    """
 
     _bpsx_exchange: Exchange
     _bpsx_weights: Weights
     _bpsx_momentum: Momentum
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """One that is made by the class of another, as Keras does from its configuration, exchanges as that does."""
+        """One that is made by the class of another, as Keras does from its configuration, exchanges
+        as that does.
+        """
         super().__init__(*args, **kwargs)
         _equip(self, type(self)._bpsx_exchange.alike(), Weights())
 
     def __reduce__(self) -> Any:
         """Copies, deep or pickled, are distributed, too."""
         plain: Any = object.__new__(type(self).__mro__[2])
-        object.__setattr__(plain, "__dict__", {key: value for key, value in self.__dict__.items() if not key.startswith("_bpsx_")})
+        object.__setattr__(
+            plain,
+            "__dict__",
+            {key: value for key, value in self.__dict__.items() if not key.startswith("_bpsx_")},
+        )
         return distributed, (plain, self._bpsx_exchange.alike())
 
     @as_it_is
@@ -61,33 +70,50 @@ class _Distributed:
             if not this.built:
                 with keras.name_scope(this.name):
                     this.build(trainable_variables)
-        variables = this._trainable_variables if trainable_variables is None else trainable_variables
+        variables = (
+            this._trainable_variables if trainable_variables is None else trainable_variables
+        )
         if len(gradients) != len(variables):
-            raise ConfigError(f"{_VERB}: apply: {len(gradients)} gradients for {len(variables)} variables; one for each is needed, or None")
+            raise ConfigError(
+                f"{_VERB}: apply: {len(gradients)} gradients for {len(variables)} variables; one"
+                " for each is needed, or None"
+            )
         if self.__dict__.get(_WITHIN):
             return base.apply(gradients, trainable_variables)
         if adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
-            return self._bpsx_weights.step(lambda: base.apply(gradients, trainable_variables), variables)
+            return self._bpsx_weights.step(
+                lambda: base.apply(gradients, trainable_variables), variables
+            )
         found = self._exchanged(gradients, variables)
         with self._bpsx_momentum.off(), _within(this):
             return base.apply(found, trainable_variables)
 
     def _exchanged(self, gradients: list[Any], variables: Any) -> list[Any]:
-        """The gradients to apply. Where the optimizer adds up those of several steps, workers exchange those sums in the last of them: it gets their
-        average, finds nothing added up, and divides."""
+        """The gradients to apply.
+
+        Where the optimizer adds up those of several steps, workers exchange those sums in the last
+        of them: it gets their average, finds nothing added up, and divides.
+        """
         this: Any = self
         known = this._trainable_variables
         steps = None if isinstance(this, LossScale) else this.gradient_accumulation_steps
         if not steps:
-            return self._bpsx_exchange(gradients, variables, this.learning_rate, self._bpsx_momentum, known)
+            return self._bpsx_exchange(
+                gradients, variables, this.learning_rate, self._bpsx_momentum, known
+            )
         own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         kept = [this._accumulated_gradients[this._get_variable_index(v)] for v in variables]
 
         def last() -> list[Any]:
-            sums = [None if g is None else g + tf.convert_to_tensor(k) for g, k in zip(own, kept, strict=True)]
+            sums = [
+                None if g is None else g + tf.convert_to_tensor(k)
+                for g, k in zip(own, kept, strict=True)
+            ]
             instead = {i: tf.convert_to_tensor(kept[i]) for i, g in enumerate(own) if g is None}
-            found = self._bpsx_exchange(sums, variables, this.learning_rate, self._bpsx_momentum, known, instead)
+            found = self._bpsx_exchange(
+                sums, variables, this.learning_rate, self._bpsx_momentum, known, instead
+            )
             for k, g in zip(kept, found, strict=True):
                 if g is not None:
                     k.assign(tf.zeros_like(k))
@@ -98,18 +124,27 @@ class _Distributed:
 
     @property
     def loss_scale_factor(self) -> Any:
-        """As Keras has it. Its LossScaleOptimizer, which ``compile`` puts around an optimizer under mixed_float16, sets this when it is made: so here
-        we hear of that. It applies nothing where a gradient is not finite, and with that a worker's exchange would be left out. So it exchanges
-        instead of this one, which does so only where it is called by itself: what it looks at are everybody's sums."""
-        frame: Any = sys._getframe(1)       # Keras's own ways to set an attribute, which begin by looking at it; then who sets it
+        """As Keras has it.
+
+        Its LossScaleOptimizer, which ``compile`` puts around an optimizer under mixed_float16, sets
+        this when it is made: so here we hear of that. It applies nothing where a gradient is not
+        finite, and with that a worker's exchange would be left out. So it exchanges instead of this
+        one, which does so only where it is called by itself: what it looks at are everybody's sums.
+        """
+        # Keras's own ways to set an attribute, which begin by looking at it; then who sets it
+        frame: Any = sys._getframe(1)
         while frame is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
         outer = None if frame is None else frame.f_locals.get("self")
-        if isinstance(outer, LossScale) and not is_distributed(outer) and getattr(outer, "inner_optimizer", None) is self:
+        if (
+            isinstance(outer, LossScale)
+            and not is_distributed(outer)
+            and getattr(outer, "inner_optimizer", None) is self
+        ):
             adopt(outer, self._bpsx_exchange, self._bpsx_weights)
         try:
             return self.__dict__["loss_scale_factor"]
-        except KeyError:        # is being made
+        except KeyError:  # is being made
             raise AttributeError("loss_scale_factor") from None
 
     @loss_scale_factor.setter
@@ -124,7 +159,8 @@ def _within(optimizer: Any) -> Iterator[None]:
     if inner is None:
         yield
         return
-    inner.__dict__[_WITHIN] = inner.__dict__.get(_WITHIN, 0) + 1        # several threads may be here, one for each replica
+    # several threads may be here, one for each replica
+    inner.__dict__[_WITHIN] = inner.__dict__.get(_WITHIN, 0) + 1
     try:
         yield
     finally:
@@ -132,45 +168,67 @@ def _within(optimizer: Any) -> Iterator[None]:
 
 
 def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
-    """Make ``optimizer`` itself a distributed one. Saved models name its class, which is loaded without bpsx as well: so it is called the same."""
+    """Make ``optimizer`` itself a distributed one.
+
+    Saved models name its class, which is loaded without bpsx as well: so it is called the same.
+    """
     _equip(optimizer, exchange, weights)
     cls = type(optimizer)
-    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange,
-                                                    **exchange.methods})
+    ours = type(
+        cls.__name__,
+        (_Distributed, cls),
+        {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "_bpsx_exchange": exchange,
+            **exchange.methods,
+        },
+    )
     registered = keras.saving.get_registered_name(cls)
     names = keras.saving.get_registered_name.__globals__.get("GLOBAL_CUSTOM_NAMES")
     if registered != cls.__name__ and names is not None:
-        names[ours] = registered        # what register_keras_serializable keeps: files name it by that
-    object.__setattr__(optimizer, "__class__", ours)       # Keras follows what is set in its own way
+        # what register_keras_serializable keeps: files name it by that
+        names[ours] = registered
+    # Keras follows what is set in its own way
+    object.__setattr__(optimizer, "__class__", ours)
     return optimizer
 
 
 def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
     """Give it what :class:`_Distributed` needs."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD), "SGD")
-    optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum)
+    momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(
+        inner, "momentum", isinstance(inner, keras.optimizers.SGD), "SGD"
+    )
+    optimizer.__dict__.update(
+        _bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum
+    )
     if exchange.compresses:
         kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
-        optimizer.__dict__["_bpsx_kept"] = kept         # Keras finds it there, and saves it
-        optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)      # so does tf.train.Checkpoint
+        optimizer.__dict__["_bpsx_kept"] = kept  # Keras finds it there, and saves it
+        # so does tf.train.Checkpoint
+        optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)
 
 
 def _decide_auto() -> None:
-    """With ``jit_compile="auto"`` Keras has XLA compile steps where there is a GPU, where XLA cannot exchange gradients: for a distributed
-    optimizer, "auto" means no."""
+    """With ``jit_compile="auto"`` Keras has XLA compile steps where there is a GPU, where XLA
+    cannot exchange gradients: for a distributed optimizer, "auto" means no.
+    """
     for cls in keras.Model.__mro__:
         decide = cls.__dict__.get("_resolve_auto_jit_compile")
         if decide is not None:
             break
     else:
-        return          # a Keras that decides otherwise
+        return  # a Keras that decides otherwise
 
     @functools.wraps(decide)
     def decides(model: Any) -> bool:
         if not is_distributed(getattr(model, "optimizer", None)):
             return bool(decide(model))
-        log.info("jit_compile='auto': off, since the step exchanges gradients, which XLA can compile for the host only")
+        log.info(
+            "jit_compile='auto': off, since the step exchanges gradients, which XLA can compile for"
+            " the host only"
+        )
         return False
 
     cls._resolve_auto_jit_compile = decides
@@ -190,24 +248,42 @@ def distributed(optimizer: Any, exchange: Exchange) -> Any:
 
 @public
 def DistributedOptimizer(
-    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False, op: Any = None, backward_passes_per_step: int = 1, compression_params: Params = None,
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = None,
+    backward_passes_per_step: int = 1,
+    compression_params: Params = None,
 ) -> Any:
-    """A Keras optimizer that applies the averages (``op=Sum``: sums) of all workers' gradients, and otherwise is ``optimizer``.
+    """A Keras optimizer that applies the averages (``op=Sum``: sums) of all workers' gradients, and
+    otherwise is ``optimizer``.
 
-    ``optimizer``: any of Keras 3; both share all state. A :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so that an overflow on
-    one worker is one on all, also where ``compile`` puts it around what this returns. ``backward_passes_per_step``: Keras's
-    ``gradient_accumulation_steps``, which it sets: the mean of so many steps' gradients is applied in the last of them, and only that one exchanges.
-    ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one
-    for all or by variables' paths; its momentum takes the place of SGD's, and what it keeps is saved with the optimizer's variables. ``name``,
+    ``optimizer``: any of Keras 3; both share all state. A
+    :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so that an overflow on one
+    worker is one on all, also where ``compile`` puts it around what this returns.
+    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets: the mean
+    of so many steps' gradients is applied in the last of them, and only that one exchanges.
+    ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as
+    for :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' paths; its momentum
+    takes the place of SGD's, and what it keeps is saved with the optimizer's variables. ``name``,
     ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
-    Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with several workers. In asynchronous training
-    the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
+    Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with
+    several workers. In asynchronous training the weights' changes travel, see ``docs/async.md``.
+    Raises :class:`~bpsx.errors.ConfigError`.
     """
     check_optimizer(optimizer)
-    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense,
-                        has_momentum=has_momentum(getattr(optimizer, "inner_optimizer", optimizer)))
+    exchange = Exchange(
+        _VERB,
+        averages(op, None, _VERB),
+        compression,
+        compression_params,
+        sparse_as_dense,
+        has_momentum=has_momentum(getattr(optimizer, "inner_optimizer", optimizer)),
+    )
     set_passes(optimizer, backward_passes_per_step)
     return distributed(optimizer, exchange)
 
@@ -215,10 +291,14 @@ def DistributedOptimizer(
 def check_optimizer(optimizer: Any) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless it can be made a distributed one."""
     if keras.backend.backend() != "tensorflow":
-        raise ConfigError(f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has to be TensorFlow: set "
-                          "KERAS_BACKEND=tensorflow")
+        raise ConfigError(
+            f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has"
+            " to be TensorFlow: set KERAS_BACKEND=tensorflow"
+        )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigError(f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}")
+        raise ConfigError(
+            f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}"
+        )
     if is_distributed(optimizer):
         raise ConfigError(f"{_VERB}: this {type(optimizer).__name__} is distributed already")
 
@@ -230,9 +310,11 @@ def set_passes(optimizer: Any, passes: Any) -> None:
         return
     inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
     if inner.built or inner.gradient_accumulation_steps not in (None, passes):
-        raise ConfigError(f"{_VERB}: backward_passes_per_step={passes} sets gradient_accumulation_steps, which is "
-                          f"{inner.gradient_accumulation_steps} in an optimizer that has{'' if inner.built else ' not'} been built: give one of "
-                          "them, before it is built")
+        raise ConfigError(
+            f"{_VERB}: backward_passes_per_step={passes} sets gradient_accumulation_steps, which is"
+            f" {inner.gradient_accumulation_steps} in an optimizer that"
+            f" has{'' if inner.built else ' not'} been built: give one of them, before it is built"
+        )
     inner.gradient_accumulation_steps = passes
 
 

@@ -16,26 +16,41 @@ from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
 
 @public
 def load_model(
-    filepath: Any, custom_optimizers: Iterable[type] | None = None, custom_objects: dict[str, Any] | None = None,
-    compression: type[Compressor] = Compression.none, compression_params: Params = None,
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    compression_params: Params = None,
 ) -> Any:
-    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is distributed. Files that end in ``.keras`` hold also
-    what ``compression_params`` keep of gradients.
+    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is
+    distributed.
 
-    ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other things, by name. Raises what Keras raises,
-    and :class:`~bpsx.errors.ConfigError`.
+    Files that end in ``.keras`` hold also what ``compression_params`` keep of gradients.
+
+    ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other
+    things, by name. Raises what Keras raises, and :class:`~bpsx.errors.ConfigError`.
     """
+
     def distribute(optimizer: Any) -> Any:
-        return DistributedOptimizer(optimizer, compression=compression, compression_params=compression_params)
+        return DistributedOptimizer(
+            optimizer, compression=compression, compression_params=compression_params
+        )
 
     model = loaded(filepath, custom_optimizers, custom_objects, distribute)
-    if getattr(model, "optimizer", None) is not None and compression_params and str(filepath).endswith(".keras"):
-        model.load_weights(filepath)        # again: there is somebody now who reads what compression has kept
+    if (
+        getattr(model, "optimizer", None) is not None
+        and compression_params
+        and str(filepath).endswith(".keras")
+    ):
+        # again: there is somebody now who reads what compression has kept
+        model.load_weights(filepath)
     return model
 
 
 def loaded(
-    filepath: Any, custom_optimizers: Iterable[type] | None, custom_objects: dict[str, Any] | None,
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None,
+    custom_objects: dict[str, Any] | None,
     distribute: Callable[[Any], Any],
 ) -> Any:
     """A saved model, whose optimizer is what ``distribute`` makes of it.
@@ -43,9 +58,16 @@ def loaded(
     Raises what Keras raises, and :class:`~bpsx.errors.ConfigError` for other classes than those of
     optimizers.
     """
-    wrong = [cls for cls in custom_optimizers or () if not (isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer))]
+    wrong = [
+        cls
+        for cls in custom_optimizers or ()
+        if not (isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer))
+    ]
     if wrong:
-        raise ConfigError(f"load_model: custom_optimizers has {wrong[0]!r}; classes of optimizers of Keras 3 are needed")
+        raise ConfigError(
+            f"load_model: custom_optimizers has {wrong[0]!r}; classes of optimizers of Keras 3 are"
+            " needed"
+        )
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:

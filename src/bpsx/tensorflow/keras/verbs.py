@@ -12,14 +12,20 @@ from bpsx.tensorflow import ops
 
 @public
 def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
-    """The average (or sum) over all workers of ``value``, a tensor or what becomes one, as an array; in a function a tensor. As
-    :func:`bpsx.tensorflow.push_pull`."""
+    """The average (or sum) over all workers of ``value``, a tensor or what becomes one, as an
+    array; in a function a tensor.
+
+    As :func:`bpsx.tensorflow.push_pull`.
+    """
     return _evaluated(ops.push_pull(value, name=name, average=average))
 
 
 @public
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Worker ``root_rank``'s ``value`` as an array; in a function a tensor. As :func:`bpsx.tensorflow.broadcast`."""
+    """Worker ``root_rank``'s ``value`` as an array; in a function a tensor.
+
+    As :func:`bpsx.tensorflow.broadcast`.
+    """
     return _evaluated(ops.broadcast(value, root_rank, name=name))
 
 

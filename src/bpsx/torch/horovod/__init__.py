@@ -1,8 +1,10 @@
-"""Horovod's names for PyTorch: ``import bpsx.torch.horovod as hvd`` in the place of ``import horovod.torch as hvd``.
+"""Horovod's names for PyTorch: ``import bpsx.torch.horovod as hvd`` in the place of ``import
+horovod.torch as hvd``.
 
-All of ``horovod.torch`` 0.28 with its arguments, order and defaults, on what :mod:`bpsx.torch` has. What summation servers cannot do (Adasum,
-process sets of some of the workers, elastic) is refused by a :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI,
-gloo, NCCL and the like are answered with False: none of them is in use. docs/migrating.md has all names.
+All of ``horovod.torch`` 0.28 with its arguments, order and defaults, on what :mod:`bpsx.torch` has.
+What summation servers cannot do (Adasum, process sets of some of the workers, elastic) is refused
+by a :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI, gloo,
+NCCL and the like are answered with False: none of them is in use. docs/migrating.md has all names.
 
 Thread-safety is that of :mod:`bpsx.torch`.
 """
@@ -39,7 +41,14 @@ from bpsx.torch.horovod.gathers import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from bpsx.torch.horovod.job import add_process_set, barrier, init, join, refuse_elastic, remove_process_set
+from bpsx.torch.horovod.job import (
+    add_process_set,
+    barrier,
+    init,
+    join,
+    refuse_elastic,
+    remove_process_set,
+)
 from bpsx.torch.horovod.pending import poll, synchronize
 from bpsx.torch.horovod.reductions import (
     allreduce,
@@ -52,7 +61,12 @@ from bpsx.torch.horovod.reductions import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from bpsx.torch.horovod.scattering import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
+from bpsx.torch.horovod.scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from bpsx.torch.horovod.training import (
     DistributedOptimizer,
     allgather_object,
@@ -68,15 +82,73 @@ mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = no
 nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = no
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum", "SyncBatchNorm",
-    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
-    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
-    "stop_timeline", "synchronize",
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]
 
 

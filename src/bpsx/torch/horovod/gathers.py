@@ -21,6 +21,7 @@ from bpsx.torch.ops import check_replaceable, push_pull
 
 # ---- allgather
 
+
 def _begin_allgather(tensor: torch.Tensor, name: str | None) -> Pending:
     rows = RowGathering([tensor], wire_name("allgather", name, tensor, rows=True))
     return Pending([rows], lambda results: torch.cat(results[0][0]))
@@ -32,11 +33,15 @@ def _allgather(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 
 @eager
 @counted("allgather", "allgather.{}", several=True)
-def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """The rows of all workers' ``tensor``, in the order of their ranks, as :func:`bpsx.torch.all_gather`.
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The rows of all workers' ``tensor``, in the order of their ranks, as
+    :func:`bpsx.torch.all_gather`.
 
-    Differentiable; the gradient is Horovod's: the own rows of the average of all workers' gradients, where bpsx.torch has the sum. Raises
-    :class:`ConfigError`, and as :func:`bpsx.torch.all_gather`.
+    Differentiable; the gradient is Horovod's: the own rows of the average of all workers'
+    gradients, where bpsx.torch has the sum. Raises :class:`ConfigError`, and as
+    :func:`bpsx.torch.all_gather`.
     """
     check_process_set(process_set)
     return _allgather(tensor, name)
@@ -44,10 +49,13 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 
 @eager
 @counted("allgather", "allgather.{}", several=True)
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending:
     """Begin :func:`allgather`, without autograd. ``tensor`` must not change until the end.
 
-    The workers tell each other how many rows they have; the rows follow at the next :func:`poll` or :func:`synchronize` after that.
+    The workers tell each other how many rows they have; the rows follow at the next :func:`poll` or
+    :func:`synchronize` after that.
     """
     check_process_set(process_set)
     return _begin_allgather(tensor, name)
@@ -56,9 +64,13 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 @eager
 @counted("allgather", "allgather.{}", several=True)
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set,
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are under way at once, unless autograd follows one."""
+    """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are
+    under way at once, unless autograd follows one.
+    """
     check_process_set(process_set)
     named = list(zip(tensors, group_names("allgather", name, tensors)))
     if needs_gradient(tensors):
@@ -68,15 +80,24 @@ def grouped_allgather(
 
 @eager
 @counted("allgather", "allgather.{}", several=True)
-def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
     """Begin :func:`grouped_allgather`, without autograd."""
     check_process_set(process_set)
-    return Pending([_begin_allgather(t, n) for t, n in zip(tensors, group_names("allgather", name, tensors))])
+    return Pending(
+        [_begin_allgather(t, n) for t, n in zip(tensors, group_names("allgather", name, tensors))]
+    )
 
 
 # ---- broadcast
 
-def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet) -> Pending:
+
+def _begin_broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet
+) -> Pending:
     check_process_set(process_set)
     wire = wire_name("broadcast", name, tensor)
     root = checked_root(root_rank, "broadcast", adapter.session().size)
@@ -90,9 +111,14 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     """See :func:`broadcast`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
         """The root's."""
-        ctx.is_root, ctx.name = adapter.session().rank == root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
+        ctx.is_root, ctx.name = (
+            adapter.session().rank == root_rank,
+            f"{wire_name('broadcast', name, tensor)}.grad",
+        )
         result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, False, process_set).wait()
         return result
 
@@ -105,11 +131,19 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
 @eager
 @counted("broadcast", "broadcast.{}")
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is. Shape and dtype, any one, must agree.
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is.
 
-    Differentiable; the gradient is Horovod's: on the root the average of all workers' gradients, elsewhere zero. Raises :class:`ConfigError`, also
-    for a root that does not exist, and as :func:`bpsx.torch.synchronize`.
+    Shape and dtype, any one, must agree.
+
+    Differentiable; the gradient is Horovod's: on the root the average of all workers' gradients,
+    elsewhere zero. Raises :class:`ConfigError`, also for a root that does not exist, and as
+    :func:`bpsx.torch.synchronize`.
     """
     result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return result
@@ -117,7 +151,12 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 
 @eager
 @counted("broadcast", "broadcast.{}")
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """As :func:`broadcast`, in the place of ``tensor``, which it returns; without autograd."""
     result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
     return result
@@ -125,15 +164,27 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, pr
 
 @eager
 @counted("broadcast", "broadcast.{}")
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
     """Begin :func:`broadcast`, without autograd."""
     return _begin_broadcast(tensor, root_rank, name, False, process_set)
 
 
 @eager
 @counted("broadcast", "broadcast.{}")
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
-    """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has returned."""
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has
+    returned.
+    """
     return _begin_broadcast(tensor, root_rank, name, True, process_set)
 
 
@@ -145,21 +196,35 @@ _Splits: TypeAlias = torch.Tensor | Sequence[int] | None
 def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
     """How many rows go to each worker. Raises :class:`ConfigError`."""
     if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
-        raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
-                          f"{splits.dtype}; one dimension of integers is needed")
+        raise ConfigError(
+            f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
+            f"{splits.dtype}; one dimension of integers is needed"
+        )
     given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     return checked_splits(given, adapter.session().size, len(tensor), splits)
 
 
-def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:
-    """All rows travel to all workers, with all splits; each keeps its own. ``tensor`` has as many rows as ``splits`` say."""
+def _begin_alltoall(
+    tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str
+) -> Pending:
+    """All rows travel to all workers, with all splits; each keeps its own.
+
+    ``tensor`` has as many rows as ``splits`` say.
+    """
     ours = adapter.session()
     mine = torch.tensor(splits, dtype=torch.int64, device="cpu")
-    told = all_gather_async([torch.empty_like(mine) for _ in range(ours.size)], mine, f"{wire}.splits")
+    told = all_gather_async(
+        [torch.empty_like(mine) for _ in range(ours.size)], mine, f"{wire}.splits"
+    )
 
     def finish(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [rows.split(each.tolist())[ours.rank] for each, rows in zip(results[0], results[1][0], strict=True)]
-        return torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=dtype, device="cpu")
+        parts = [
+            rows.split(each.tolist())[ours.rank]
+            for each, rows in zip(results[0], results[1][0], strict=True)
+        ]
+        return torch.cat(parts), torch.tensor(
+            [len(part) for part in parts], dtype=dtype, device="cpu"
+        )
 
     return Pending([told, RowGathering([tensor], wire)], finish)
 
@@ -168,7 +233,9 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     """See :func:`alltoall`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What all others have for this worker, and how much of it is whose."""
         output, received = _begin_alltoall(tensor, splits, dtype, wire).wait()
         ctx.received, ctx.dtype, ctx.wire = received.tolist(), dtype, wire
@@ -176,28 +243,46 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
         return output, received
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor, _: object
+    ) -> tuple[torch.Tensor, None, None, None]:
         """Back to where the rows came from."""
-        return _AllToAll.apply(gradient, ctx.received, ctx.dtype, f"{ctx.wire}.grad")[0], None, None, None
+        return (
+            _AllToAll.apply(gradient, ctx.received, ctx.dtype, f"{ctx.wire}.grad")[0],
+            None,
+            None,
+            None,
+        )
 
 
-def _prepared(tensor: torch.Tensor, splits: _Splits, name: str | None, process_set: ProcessSet) -> tuple[torch.Tensor, list[int], torch.dtype, str]:
+def _prepared(
+    tensor: torch.Tensor, splits: _Splits, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, list[int], torch.dtype, str]:
     check_process_set(process_set)
     wire = wire_name("alltoall", name, tensor, rows=True)
     numbers = _checked_splits(tensor, splits)
-    return tensor[:sum(numbers)], numbers, splits.dtype if isinstance(splits, torch.Tensor) else torch.int32, wire
+    return (
+        tensor[: sum(numbers)],
+        numbers,
+        splits.dtype if isinstance(splits, torch.Tensor) else torch.int32,
+        wire,
+    )
 
 
 @eager
 @counted("alltoall", "alltoall.{}", several=True)
 def alltoall(
-    tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    splits: _Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What all workers have for this one, in the order of their ranks: with ``splits``, which say how many rows of ``tensor`` go to each worker, also
-    how many have come from each (int32, or the dtype of ``splits``); without it the rows are divided evenly.
+    """What all workers have for this one, in the order of their ranks: with ``splits``, which say
+    how many rows of ``tensor`` go to each worker, also how many have come from each (int32, or the
+    dtype of ``splits``); without it the rows are divided evenly.
 
-    Differentiable: gradients go back to where the rows came from. All rows travel to all workers. Raises :class:`ConfigError`, and as
-    :func:`allgather`.
+    Differentiable: gradients go back to where the rows came from. All rows travel to all workers.
+    Raises :class:`ConfigError`, and as :func:`allgather`.
     """
     output, received = _AllToAll.apply(*_prepared(tensor, splits, name, process_set))
     return output if splits is None else (output, received)
@@ -206,8 +291,14 @@ def alltoall(
 @eager
 @counted("alltoall", "alltoall.{}", several=True)
 def alltoall_async(
-    tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    splits: _Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begin :func:`alltoall`, without autograd; the result is always (output, received splits). As with :func:`allgather_async`, the rows follow the
-    numbers at a :func:`poll` or :func:`synchronize`."""
+    """Begin :func:`alltoall`, without autograd; the result is always (output, received splits).
+
+    As with :func:`allgather_async`, the rows follow the numbers at a :func:`poll` or
+    :func:`synchronize`.
+    """
     return _begin_alltoall(*_prepared(tensor, splits, name, process_set))

@@ -1,4 +1,6 @@
-"""The job and process sets in Horovod's forms, for PyTorch; most of it is :mod:`bpsx.plugin.horovod`'s."""
+"""The job and process sets in Horovod's forms, for PyTorch; most of it is
+:mod:`bpsx.plugin.horovod`'s.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from bpsx.plugin import horovod
 from bpsx.plugin.horovod import ProcessSet, global_process_set
 from bpsx.system.tracebacks import public
 
-_GROUP = "for some of them use torch.distributed.new_group(ranks, backend=\"gloo\")"
+_GROUP = 'for some of them use torch.distributed.new_group(ranks, backend="gloo")'
 
 
 def check_process_set(process_set: Any) -> None:
@@ -36,8 +38,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 @public
-def init(comm: Sequence[int] | None = None,
-         process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
     """:func:`bpsx.torch.init`. ``comm`` must be None and ``process_sets`` of all workers, or None.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.torch.init`.

@@ -25,7 +25,11 @@ class Part(Protocol):
 
 
 class Pending:
-    """What the ``_async`` verbs return: parts under way, and what makes the result of theirs, done once by whoever waits first. Thread-safe."""
+    """What the ``_async`` verbs return: parts under way, and what makes the result of theirs, done
+    once by whoever waits first.
+
+    Thread-safe.
+    """
 
     def __init__(self, parts: Sequence[Part], finish: Callable[[list[Any]], Any] = tuple) -> None:
         self._parts, self._finish = parts, finish
@@ -35,7 +39,8 @@ class Pending:
 
     def done(self) -> bool:
         """Whether all parts have ended, well or not. Does not block."""
-        ended = [part.done() for part in self._parts]   # of each, since asking a gather of rows lets it go on
+        # of each, since asking a gather of rows lets it go on
+        ended = [part.done() for part in self._parts]
         return all(ended)
 
     def wait(self) -> Any:
@@ -53,25 +58,36 @@ class Pending:
 
 @eager
 def poll(handle: Pending) -> bool:
-    """Whether what ``handle`` stands for has ended, so that :func:`synchronize` does not block. Does not block itself."""
+    """Whether what ``handle`` stands for has ended, so that :func:`synchronize` does not block.
+
+    Does not block itself.
+    """
     return _checked(handle, "poll").done()
 
 
 @eager
 def synchronize(handle: Pending) -> Any:
-    """Wait, and return the result: a tensor; a tuple of tensors, of a grouped operation; (output, received splits), of an alltoall. May be called
-    again. Raises as :func:`bpsx.torch.synchronize`."""
+    """Wait, and return the result: a tensor; a tuple of tensors, of a grouped operation; (output,
+    received splits), of an alltoall.
+
+    May be called again. Raises as :func:`bpsx.torch.synchronize`.
+    """
     return _checked(handle, "synchronize").wait()
 
 
 def _checked(handle: Any, verb: str) -> Pending:
     if not isinstance(handle, Pending):
-        raise ConfigError(f"{verb}: a handle is needed, as the _async verbs return it, not {type(handle).__name__}")
+        raise ConfigError(
+            f"{verb}: a handle is needed, as the _async verbs return it, not"
+            f" {type(handle).__name__}"
+        )
     return handle
 
 
 def wire_name(verb: str, name: str | None, tensor: torch.Tensor, rows: bool = False) -> str:
-    """What an operation is called on the wire: verbs do not share names. ``rows``: the first dimension may differ between workers.
+    """What an operation is called on the wire: verbs do not share names.
+
+    ``rows``: the first dimension may differ between workers.
 
     Raises :class:`ConfigError` for a name that is no string, :class:`UnsupportedTensor`.
     """

@@ -11,14 +11,29 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter, horovod
 from bpsx.plugin.adapter import check_name
-from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin.horovod import (
+    How,
+    ProcessSet,
+    ReduceOp,
+    check_adds,
+    checked_op,
+    global_process_set,
+)
 from bpsx.session.refusals import counted
 from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, push_pull, submit, summable, unnamed
+from bpsx.torch.ops import (
+    UnsupportedTensor,
+    check_replaceable,
+    mark_written,
+    push_pull,
+    submit,
+    summable,
+    unnamed,
+)
 from bpsx.torch.sparse import SparseSum, check_sparse
 
 #: Those that no server does: every worker gathers, and computes in the order of ranks.
@@ -32,19 +47,30 @@ def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, process_set: 
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod does."""
+    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod
+    does.
+    """
     if factor == 1.0:
         return tensor
-    return tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
+    return (
+        tensor * factor
+        if tensor.is_floating_point()
+        else (tensor.double() * factor).to(tensor.dtype)
+    )
 
 
 def _averages_here(tensor: torch.Tensor, how: How) -> bool:
-    """Whether the average is to be made of the sum here: of integers Horovod's is rounded towards zero, the servers' down."""
+    """Whether the average is to be made of the sum here: of integers Horovod's is rounded towards
+    zero, the servers' down.
+    """
     return how.op is ReduceOp.Average and not tensor.is_floating_point()
 
 
 def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> Pending:
-    """Begin to reduce ``tensor`` into ``output``, which may be the same one, and is the result. Without autograd."""
+    """Begin to reduce ``tensor`` into ``output``, which may be the same one, and is the result.
+
+    Without autograd.
+    """
     source = tensor if how.prescale == 1.0 else _scaled(tensor.detach(), how.prescale)
     size = adapter.session().size
 
@@ -60,14 +86,21 @@ def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> P
 
     if how.op in _HERE:
         summable(source, how.verb)
-        places = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for _ in range(size)]
+        places = [
+            torch.empty(source.shape, dtype=source.dtype, device=source.device) for _ in range(size)
+        ]
         return Pending([all_gather_async(places, source.detach(), wire)], finish)
     average = how.op is ReduceOp.Average and not _averages_here(source, how)
     return Pending([submit(source, output, wire, average=average)], finish)
 
 
 def begin_new(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
-    return _begin(tensor, torch.empty_like(tensor, requires_grad=False), wire_name(how.verb, name, tensor), how)
+    return _begin(
+        tensor,
+        torch.empty_like(tensor, requires_grad=False),
+        wire_name(how.verb, name, tensor),
+        how,
+    )
 
 
 def begin_inplace(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
@@ -82,7 +115,9 @@ class _WithoutDerivative(torch.autograd.Function):  # type: ignore[misc]
     """A result that depends on ``tensor`` in a way that has no derivative here."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, result: Callable[[], torch.Tensor], what: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, result: Callable[[], torch.Tensor], what: str
+    ) -> torch.Tensor:
         """What ``result`` returns."""
         ctx.what = what
         return result()
@@ -93,7 +128,9 @@ class _WithoutDerivative(torch.autograd.Function):  # type: ignore[misc]
         raise ConfigError(f"{ctx.what} has no derivative; give tensor.detach()")
 
 
-def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[Compressor]) -> torch.Tensor:
+def reduced(
+    tensor: torch.Tensor, name: str | None, how: How, compression: type[Compressor]
+) -> torch.Tensor:
     """The reduction as a new tensor, differentiable where it is a sum or an average."""
     check_compression(compression, how.verb)
     wire = wire_name(how.verb, name, tensor)
@@ -101,15 +138,25 @@ def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[
         small, ctx = compression.compress(tensor.detach())
         pending = _begin(small, torch.empty_like(small), wire, how)
         result: torch.Tensor = _WithoutDerivative.apply(
-            tensor, lambda: compression.decompress(pending.wait(), ctx), f"{how.verb} with op=hvd.{how.op.name}")
+            tensor,
+            lambda: compression.decompress(pending.wait(), ctx),
+            f"{how.verb} with op=hvd.{how.op.name}",
+        )
         return result
-    total = push_pull(_scaled(tensor, how.prescale), how.op is ReduceOp.Average and tensor.is_floating_point(), wire, compression=compression)
+    total = push_pull(
+        _scaled(tensor, how.prescale),
+        how.op is ReduceOp.Average and tensor.is_floating_point(),
+        wire,
+        compression=compression,
+    )
     if _averages_here(tensor, how):
         total = torch.div(total, adapter.session().size, rounding_mode="trunc")
     return _scaled(total, how.postscale)
 
 
-def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, compression: type[Compressor]) -> list[torch.Tensor]:
+def reduced_group(
+    tensors: Sequence[torch.Tensor], name: str | None, how: How, compression: type[Compressor]
+) -> list[torch.Tensor]:
     """All of them, at once unless autograd follows one."""
     check_compression(compression, how.verb)
     named = list(zip(tensors, group_names(how.verb, name, tensors)))
@@ -125,29 +172,54 @@ def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, c
 @eager
 @counted("allreduce", "allreduce.{}")
 def allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The reduction of all workers' ``tensor``, as a new tensor of its shape and dtype: by default the average.
+    """The reduction of all workers' ``tensor``, as a new tensor of its shape and dtype: by default
+    the average.
 
-    ``tensor`` and names as in :func:`bpsx.torch.push_pull_async`. ``op``: Average, Sum, Min, Max or Product; ``average`` is its deprecated form. Of
-    integers the average is cut off towards zero. The factors are multiplied before and after. Differentiable for Average and Sum, like
+    ``tensor`` and names as in :func:`bpsx.torch.push_pull_async`. ``op``: Average, Sum, Min, Max or
+    Product; ``average`` is its deprecated form. Of integers the average is cut off towards zero.
+    The factors are multiplied before and after. Differentiable for Average and Sum, like
     :func:`bpsx.torch.push_pull`. Min, Max and Product gather all tensors on every worker.
 
     Raises :class:`ConfigError` for other arguments, and as :func:`bpsx.torch.push_pull`.
     """
-    how = how_to("allreduce", checked_op("allreduce", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("allreduce", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return reduced(tensor, name, how, compression)
 
 
 @eager
 @counted("allreduce", "allreduce.{}")
 def allreduce_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As :func:`allreduce`, in the place of ``tensor``, which it returns; without autograd."""
-    how = how_to("allreduce", checked_op("allreduce_", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("allreduce_", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     result: torch.Tensor = begin_inplace(tensor, name, how).wait()
     return result
 
@@ -155,90 +227,175 @@ def allreduce_(
 @eager
 @counted("allreduce", "allreduce.{}")
 def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`allreduce`, without autograd. ``tensor`` must not change until the end."""
-    how = how_to("allreduce", checked_op("allreduce_async", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("allreduce_async", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return begin_new(tensor, name, how)
 
 
 @eager
 @counted("allreduce", "allreduce.{}")
 def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`allreduce_`. The values are complete once :func:`synchronize` has returned."""
-    how = how_to("allreduce", checked_op("allreduce_async_", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("allreduce_async_", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return begin_inplace(tensor, name, how)
 
 
 @eager
 @counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce(
-    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are under way at once, unless autograd follows one."""
-    how = how_to("allreduce", checked_op("grouped_allreduce", op, average), prescale_factor, postscale_factor, process_set)
+    """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are
+    under way at once, unless autograd follows one.
+    """
+    how = how_to(
+        "allreduce",
+        checked_op("grouped_allreduce", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return reduced_group(tensors, name, how, compression)
 
 
 @eager
 @counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """:func:`allreduce_` of each of ``tensors``, all under way at once."""
-    how = how_to("allreduce", checked_op("grouped_allreduce_", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("grouped_allreduce_", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return list(_group(begin_inplace, tensors, name, how).wait())
 
 
 @eager
 @counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`grouped_allreduce`, without autograd."""
-    how = how_to("allreduce", checked_op("grouped_allreduce_async", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("grouped_allreduce_async", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return _group(begin_new, tensors, name, how)
 
 
 @eager
 @counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`grouped_allreduce_`."""
-    how = how_to("allreduce", checked_op("grouped_allreduce_async_", op, average), prescale_factor, postscale_factor, process_set)
+    how = how_to(
+        "allreduce",
+        checked_op("grouped_allreduce_async_", op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
     return _group(begin_inplace, tensors, name, how)
 
 
 def _group(
-    begin: Callable[[torch.Tensor, str | None, How], Pending], tensors: Sequence[torch.Tensor], name: str | None, how: How,
+    begin: Callable[[torch.Tensor, str | None, How], Pending],
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    how: How,
 ) -> Pending:
-    return Pending([begin(t, n, how) for t, n in zip(tensors, group_names(how.verb, name, tensors))])
+    return Pending(
+        [begin(t, n, how) for t, n in zip(tensors, group_names(how.verb, name, tensors))]
+    )
 
 
 @eager
 @counted("sparse_allreduce_async", "sparse_allreduce_async.{}", several=True)
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor,
+    name: str | None,
+    op: ReduceOp | None,
+    process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begin to add up or average ``tensor``, a ``torch.sparse_coo`` one. The result, coalesced, comes of calling what is returned, or of
-    :func:`synchronize`. What travels is values and indices, of which each worker may have another number. Without autograd.
+    """Begin to add up or average ``tensor``, a ``torch.sparse_coo`` one.
 
-    Raises :class:`ConfigError`, :class:`~bpsx.torch.UnsupportedTensor`; the end, also :class:`~bpsx.errors.MismatchError`.
+    The result, coalesced, comes of calling what is returned, or of :func:`synchronize`. What
+    travels is values and indices, of which each worker may have another number. Without autograd.
+
+    Raises :class:`ConfigError`, :class:`~bpsx.torch.UnsupportedTensor`; the end, also
+    :class:`~bpsx.errors.MismatchError`.
     """
     verb = "sparse_allreduce_async"
     how = how_to(verb, check_adds(verb, checked_op(verb, op)), 1.0, 1.0, process_set)
     check_name(name, verb)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise UnsupportedTensor(f"{verb}: a torch.sparse_coo tensor is needed; for a dense one there is allreduce_async")
+        raise UnsupportedTensor(
+            f"{verb}: a torch.sparse_coo tensor is needed; for a dense one there is allreduce_async"
+        )
     check_sparse(tensor, verb)
     wire = f"{verb}.{name}" if name else unnamed(verb, tensor)
-    return Pending([SparseSum(tensor, how.op is ReduceOp.Average, wire, Compression.none)], lambda results: results[0])
+    return Pending(
+        [SparseSum(tensor, how.op is ReduceOp.Average, wire, Compression.none)],
+        lambda results: results[0],
+    )

@@ -1,4 +1,6 @@
-"""reducescatter in Horovod's forms: a reduction of everything, of which each worker keeps its own rows."""
+"""reducescatter in Horovod's forms: a reduction of everything, of which each worker keeps its own
+rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any
 import torch
 
 from bpsx.plugin import adapter
-from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin.horovod import (
+    How,
+    ProcessSet,
+    ReduceOp,
+    check_adds,
+    checked_op,
+    global_process_set,
+)
 from bpsx.session.refusals import counted
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.dynamo import eager
@@ -38,12 +47,15 @@ class _Rows(torch.autograd.Function):  # type: ignore[misc]
 def _own(whole: torch.Tensor) -> torch.Tensor:
     """This worker's rows: as many for each, and one more for the first ones if they do not divide.
 
-    The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a reducescatter is size() times that.
+    The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a
+    reducescatter is size() times that.
     """
     ours = adapter.session()
     rows, more = divmod(len(whole), ours.size)
     begin = ours.rank * rows + min(ours.rank, more)
-    result: torch.Tensor = _Rows.apply(whole, slice(begin, begin + rows + (ours.rank < more)), ours.size)
+    result: torch.Tensor = _Rows.apply(
+        whole, slice(begin, begin + rows + (ours.rank < more)), ours.size
+    )
     return result
 
 
@@ -52,20 +64,26 @@ def _how(op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSe
 
 
 def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
-    wire_name(_VERB, name, tensor, rows=True)       # refuses a tensor without rows
+    wire_name(_VERB, name, tensor, rows=True)  # refuses a tensor without rows
     return Pending([begin_new(tensor, name, how)], lambda results: _own(results[0]))
 
 
 @eager
 @counted("reducescatter", "reducescatter.{}")
 def reducescatter(
-    tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: ReduceOp = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This worker's rows of the sum or average of all workers' ``tensor``: of n rows each has n // size(), and the first n % size() one more.
+    """This worker's rows of the sum or average of all workers' ``tensor``: of n rows each has n //
+    size(), and the first n % size() one more.
 
-    Differentiable; the gradient is Horovod's: size() times that of all workers' losses together. All rows travel to all workers. Otherwise as
-    :func:`allreduce`; ``op`` is Average or Sum.
+    Differentiable; the gradient is Horovod's: size() times that of all workers' losses together.
+    All rows travel to all workers. Otherwise as :func:`allreduce`; ``op`` is Average or Sum.
     """
     how = _how(op, prescale_factor, postscale_factor, process_set)
     wire_name(_VERB, name, tensor, rows=True)
@@ -75,8 +93,12 @@ def reducescatter(
 @eager
 @counted("reducescatter", "reducescatter.{}")
 def reducescatter_async(
-    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Pending:
     """Begin :func:`reducescatter`, without autograd. ``tensor`` must not change until the end."""
     return _begin(tensor, name, _how(op, prescale_factor, postscale_factor, process_set))
@@ -85,10 +107,18 @@ def reducescatter_async(
 @eager
 @counted("reducescatter", "reducescatter.{}", several=True)
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None = None, compression: type[Compressor] = Compression.none,
-    op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """:func:`reducescatter` of each of ``tensors``. All are under way at once, unless autograd follows one."""
+    """:func:`reducescatter` of each of ``tensors``.
+
+    All are under way at once, unless autograd follows one.
+    """
     how = _how(op, prescale_factor, postscale_factor, process_set)
     for tensor, each in zip(tensors, group_names(_VERB, name, tensors)):
         wire_name(_VERB, each, tensor, rows=True)
@@ -98,8 +128,12 @@ def grouped_reducescatter(
 @eager
 @counted("reducescatter", "reducescatter.{}", several=True)
 def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Pending:
     """Begin :func:`grouped_reducescatter`, without autograd."""
     how = _how(op, prescale_factor, postscale_factor, process_set)

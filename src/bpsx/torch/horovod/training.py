@@ -7,7 +7,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bpsx.plugin.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
+from bpsx.plugin.horovod import (
+    ProcessSet,
+    ReduceOp,
+    check_groups,
+    checked_training_op,
+    global_process_set,
+)
 from bpsx.system.tracebacks import public
 from bpsx.torch import broadcast, objects
 from bpsx.torch.compression import Compression, Compressor
@@ -19,27 +25,43 @@ _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
 
 @public
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """As :func:`bpsx.torch.broadcast_parameters`, for tensors without names, too: ``model.parameters()``, which are then known by their place."""
+    """As :func:`bpsx.torch.broadcast_parameters`, for tensors without names, too:
+    ``model.parameters()``, which are then known by their place.
+    """
     if isinstance(params, Iterable) and not isinstance(params, (Mapping, str, bytes, torch.Tensor)):
-        params = [(f"noname.{i}", p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(params)]
+        params = [
+            (f"noname.{i}", p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(params)
+        ]
     broadcast.broadcast_parameters(params, root_rank)
 
 
 @public
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
-    """As :func:`bpsx.torch.broadcast_optimizer_state`. ``model`` is Horovod's and ignored: state that is not there yet need not be made first."""
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: object = None
+) -> None:
+    """As :func:`bpsx.torch.broadcast_optimizer_state`.
+
+    ``model`` is Horovod's and ignored: state that is not there yet need not be made first.
+    """
     broadcast.broadcast_optimizer_state(optimizer, root_rank)
 
 
 @public
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """As :func:`bpsx.torch.broadcast_object`."""
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name)
 
 
 @public
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """As :func:`bpsx.torch.all_gather_object`."""
     check_process_set(process_set)
     return objects.all_gather_object(obj, name)
@@ -47,22 +69,37 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 @public
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: ReduceOp = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: _Groups = None, sparse_as_dense: bool = False,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
-    """:func:`bpsx.torch.DistributedOptimizer`, with ``op=Sum`` also for gradients that are added up instead of averaged.
+    """:func:`bpsx.torch.DistributedOptimizer`, with ``op=Sum`` also for gradients that are added up
+    instead of averaged.
 
-    Accepted, and of no influence: ``gradient_predivide_factor`` (half types are added in float32 and divided before they are rounded),
-    ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency). With ``sparse_as_dense`` gradients
-    stay dense, but for SparseAdam, which takes sparse ones only.
+    Accepted, and of no influence: ``gradient_predivide_factor`` (half types are added in float32
+    and divided before they are rounded), ``num_groups`` and ``groups`` (tensors are cut into
+    partitions and sent by urgency). With ``sparse_as_dense`` gradients stay dense, but for
+    SparseAdam, which takes sparse ones only.
 
-    Raises :class:`ConfigError` for another ``op``, factors and groups that are none, Sum with a factor or in asynchronous training, and as
-    :func:`bpsx.torch.DistributedOptimizer`.
+    Raises :class:`ConfigError` for another ``op``, factors and groups that are none, Sum with a
+    factor or in asynchronous training, and as :func:`bpsx.torch.DistributedOptimizer`.
     """
     verb = "DistributedOptimizer"
     check_process_set(process_set)
     kind = checked_training_op(verb, op, gradient_predivide_factor)
     check_groups(verb, num_groups, groups, lambda p: isinstance(p, torch.Tensor))
-    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense, average=kind is ReduceOp.Average)
+    return distribute(
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        sparse_as_dense,
+        average=kind is ReduceOp.Average,
+    )

@@ -23,67 +23,121 @@ from bpsx.torch.parallel.averaging import Averaging
 #: BytePS's names, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
 
-__all__ = ["Compression", "DistributedDataParallel", "byteps_push_pull", "declare", "local_rank", "local_size", "poll", "rank", "size",
-           "synchronize"]
+__all__ = [
+    "Compression",
+    "DistributedDataParallel",
+    "byteps_push_pull",
+    "declare",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "size",
+    "synchronize",
+]
 
-_numbers = itertools.count()    # of the modules made in this process: all workers make them in the same order
-# PyTorch's options that say how, not what: there are no flat buckets here, and unused parameters need no search.
-_CHANGE_NOTHING = {"bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph",
-                   "skip_all_reduce_unused_params"}
-_REFUSED = {"output_device", "process_group", "device_mesh", "mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
+# of the modules made in this process: all workers make them in the same order
+_numbers = itertools.count()
+# PyTorch's options that say how, not what: there are no flat buckets here, and unused parameters
+# need no search.
+_CHANGE_NOTHING = {
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+}
+_REFUSED = {
+    "output_device",
+    "process_group",
+    "device_mesh",
+    "mixed_precision",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+}
 _ALIGNED = 16
 
 
 class DistributedDataParallel(nn.Module):  # type: ignore[misc]
-    """``module``, with gradients that ``backward()`` leaves averaged over all workers. Use it as you would ``module``, with any optimizer.
+    """``module``, with gradients that ``backward()`` leaves averaged over all workers.
 
-    Call it after ``init()``, and make such modules in the same order on all workers. Construction gives all workers worker 0's parameters
-    and buffers. As backward finishes a gradient, it is pushed; ``backward()`` returns when all averages are in ``grad``, bit for bit the same
-    on all workers. Parameters registered first are the most urgent. Gradients that are already in ``grad`` are added to, as always: those of
-    passes inside :meth:`no_sync`, which are this worker's own, are averaged together with the pass that follows.
+    Use it as you would ``module``, with any optimizer.
 
-    **Parameters without a gradient.** Every exchange moves every parameter that requires a gradient, so workers may use different parts of
-    the module. One that some workers have used gets the average with the others' ``grad`` as it stands (None counts as zeros); of one that
-    nobody has used ``grad`` stays as it is, None included. That is what one process with the joined batch would have. A worker whose
-    loss does not depend on the module's outputs at all calls :meth:`synchronize` instead of ``backward()``. Freezing and unfreezing must
-    happen on all workers alike, before a forward pass.
+    Call it after ``init()``, and make such modules in the same order on all workers. Construction
+    gives all workers worker 0's parameters and buffers. As backward finishes a gradient, it is
+    pushed; ``backward()`` returns when all averages are in ``grad``, bit for bit the same on all
+    workers. Parameters registered first are the most urgent. Gradients that are already in ``grad``
+    are added to, as always: those of passes inside :meth:`no_sync`, which are this worker's own,
+    are averaged together with the pass that follows.
 
-    ``broadcast_buffers``: before each forward pass in training mode with gradients enabled and outside :meth:`no_sync`, buffers become worker
-    0's. ``compression``: one of :class:`Compression`, for the wire only. ``device_ids``: None, or a list of the module's GPU. Of the options of
-    ``torch.nn.parallel.DistributedDataParallel``, ``init_sync=False`` leaves out the broadcast at construction, ``dim`` must be 0, and
-    ``find_unused_parameters``, ``gradient_as_bucket_view``, ``static_graph``, ``bucket_cap_mb``, ``check_reduction`` and
+    **Parameters without a gradient.** Every exchange moves every parameter that requires a
+    gradient, so workers may use different parts of the module. One that some workers have used gets
+    the average with the others' ``grad`` as it stands (None counts as zeros); of one that nobody
+    has used ``grad`` stays as it is, None included. That is what one process with the joined batch
+    would have. A worker whose loss does not depend on the module's outputs at all calls
+    :meth:`synchronize` instead of ``backward()``. Freezing and unfreezing must happen on all
+    workers alike, before a forward pass.
+
+    ``broadcast_buffers``: before each forward pass in training mode with gradients enabled and
+    outside :meth:`no_sync`, buffers become worker 0's. ``compression``: one of
+    :class:`Compression`, for the wire only. ``device_ids``: None, or a list of the module's GPU. Of
+    the options of ``torch.nn.parallel.DistributedDataParallel``, ``init_sync=False`` leaves out the
+    broadcast at construction, ``dim`` must be 0, and ``find_unused_parameters``,
+    ``gradient_as_bucket_view``, ``static_graph``, ``bucket_cap_mb``, ``check_reduction`` and
     ``skip_all_reduce_unused_params`` are accepted and change nothing; others are refused.
 
-    ``state_dict()`` has the inner module's keys behind ``module.``; the inner module is ``module``. It may be compiled. ``deepcopy`` and pickling are
-    refused: take the inner module. With reentrant checkpointing (``use_reentrant=True``) gradients of checkpointed parts leave at the end of
-    the pass. Sparse gradients are made dense. With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
+    ``state_dict()`` has the inner module's keys behind ``module.``; the inner module is ``module``.
+    It may be compiled. ``deepcopy`` and pickling are refused: take the inner module. With reentrant
+    checkpointing (``use_reentrant=True``) gradients of checkpointed parts leave at the end of the
+    pass. Sparse gradients are made dense. With a single worker (unless
+    ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
-    Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) for options that cannot be honoured, a module without parameters that require
-    a gradient, and asynchronous training; :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for
-    parameters that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises whatever made a push fail, as
-    :func:`bpsx.torch.synchronize` does; ``forward()`` likewise for buffers. After a
-    ``backward()`` that was left by another exception while gradients were under way, the next ``forward()`` or ``backward()`` raises
-    :class:`~bpsx.torch.GradientOrderError`. Not thread-safe.
+    Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) for options that cannot be
+    honoured, a module without parameters that require a gradient, and asynchronous training;
+    :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters
+    that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises whatever
+    made a push fail, as :func:`bpsx.torch.synchronize` does; ``forward()`` likewise for buffers.
+    After a ``backward()`` that was left by another exception while gradients were under way, the
+    next ``forward()`` or ``backward()`` raises :class:`~bpsx.torch.GradientOrderError`. Not
+    thread-safe.
     """
 
-    def __init__(self, module: nn.Module, device_ids: Any = None, broadcast_buffers: bool = True,
-                 compression: type[Compressor] = Compression.none, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        broadcast_buffers: bool = True,
+        compression: type[Compressor] = Compression.none,
+        **options: Any,
+    ) -> None:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed")
+            raise ConfigError(
+                f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module"
+                " is needed"
+            )
         check_compression(compression, "DistributedDataParallel")
         adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
         init_sync = _checked(module, device_ids, options)
         session = adapter.session()
         if session.config.asynchronous:
-            raise ConfigError("DistributedDataParallel: BYTEPS_ENABLE_ASYNC=1 moves weights instead of gradients: use DistributedOptimizer")
+            raise ConfigError(
+                "DistributedDataParallel: BYTEPS_ENABLE_ASYNC=1 moves weights instead of gradients:"
+                " use DistributedOptimizer"
+            )
         named = list(module.named_parameters())
         if not any(p.requires_grad for _, p in named):
-            raise ConfigError("DistributedDataParallel: no parameter of the module requires a gradient: it needs no averaging")
+            raise ConfigError(
+                "DistributedDataParallel: no parameter of the module requires a gradient: it needs"
+                " no averaging"
+            )
         super().__init__()
         self.module = module
         self.broadcast_buffers = bool(broadcast_buffers)
         name = f"DDP.{next(_numbers)}"
-        self._averaging = Averaging([(f"{name}.{n}", p) for n, p in named], compression, name, session.config.distributed)
+        self._averaging = Averaging(
+            [(f"{name}.{n}", p) for n, p in named], compression, name, session.config.distributed
+        )
         self._buffers_of_0 = _Buffers(f"Buffers.{name}")
         if init_sync:
             broadcast_parameters([*named, *module.named_buffers()], 0, prefix=f"Parameter.{name}.")
@@ -106,8 +160,12 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, ``backward()`` only adds to this worker's own gradients, and ``forward()`` leaves buffers alone. All is exchanged by the first
-        ``backward()`` outside. All workers have to make as many passes outside, not inside."""
+        """Inside, ``backward()`` only adds to this worker's own gradients, and ``forward()`` leaves
+        buffers alone.
+
+        All is exchanged by the first ``backward()`` outside. All workers have to make as many
+        passes outside, not inside.
+        """
         before, self._averaging.syncing = self._averaging.syncing, False
         try:
             yield
@@ -115,8 +173,11 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
             self._averaging.syncing = before
 
     def synchronize(self) -> None:
-        """Take part in an exchange without ``backward()``: for a worker whose loss did not depend on this module, or whose backward pass has
-        failed. Each worker must come to the same number of exchanges. Does nothing if no forward pass has been made since the last one.
+        """Take part in an exchange without ``backward()``: for a worker whose loss did not depend
+        on this module, or whose backward pass has failed.
+
+        Each worker must come to the same number of exchanges. Does nothing if no forward pass has
+        been made since the last one.
 
         Raises what made a push fail.
         """
@@ -124,25 +185,41 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
             self._averaging.complete()
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refused with :class:`ConfigError`: there are no buckets here that a hook could be given."""
-        raise ConfigError("DistributedDataParallel.register_comm_hook: this module exchanges gradients one by one, without buckets; "
-                          "give compression=bpsx.torch.Compression.fp16 here, or use torch.nn.parallel.DistributedDataParallel, which "
-                          "takes hooks, on the backend \"bpsx\"")
+        """Refused with :class:`ConfigError`: there are no buckets here that a hook could be
+        given.
+        """
+        raise ConfigError(
+            "DistributedDataParallel.register_comm_hook: this module exchanges gradients one by"
+            " one, without buckets; give compression=bpsx.torch.Compression.fp16 here, or use"
+            ' torch.nn.parallel.DistributedDataParallel, which takes hooks, on the backend "bpsx"'
+        )
 
     def __getstate__(self) -> Any:
-        raise ConfigError("DistributedDataParallel: it cannot be copied or pickled, as its gradients are exchanged under one name; take its "
-                          ".module, or its state_dict()")
+        raise ConfigError(
+            "DistributedDataParallel: it cannot be copied or pickled, as its gradients are"
+            " exchanged under one name; take its .module, or its state_dict()"
+        )
 
 
 def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
-    """``init_sync`` of PyTorch's options. Raises :class:`ConfigError` and, for what nobody knows, :class:`TypeError`."""
+    """``init_sync`` of PyTorch's options.
+
+    Raises :class:`ConfigError` and, for what nobody knows, :class:`TypeError`.
+    """
     devices = {p.device for p in module.parameters()} if isinstance(module, nn.Module) else set()
-    if device_ids and [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in device_ids] != list(devices):
-        raise ConfigError(f"DistributedDataParallel: device_ids={device_ids!r}: the module is on {', '.join(map(str, devices)) or 'no device'}; "
-                          "allowed are None and the one GPU that it is on")
+    if device_ids and [
+        torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in device_ids
+    ] != list(devices):
+        raise ConfigError(
+            f"DistributedDataParallel: device_ids={device_ids!r}: the module is on"
+            f" {', '.join(map(str, devices)) or 'no device'}; allowed are None and the one GPU that"
+            " it is on"
+        )
     for option, value in options.items():
         if option in _REFUSED and value is not None:
-            raise ConfigError(f"DistributedDataParallel: {option} is not supported; allowed is None")
+            raise ConfigError(
+                f"DistributedDataParallel: {option} is not supported; allowed is None"
+            )
         if option == "dim" and value != 0:
             raise ConfigError(f"DistributedDataParallel: dim={value!r}; allowed is 0")
         if option not in _REFUSED | _CHANGE_NOTHING | {"dim", "init_sync"}:
@@ -175,7 +252,10 @@ class _Buffers:
         self._parts: list[torch.Tensor] = []
 
     def spread(self, module: nn.Module) -> None:
-        """Make the buffers worker 0's. Those that are already are not written to, so that autograd may keep them."""
+        """Make the buffers worker 0's.
+
+        Those that are already are not written to, so that autograd may keep them.
+        """
         buffers = list(_buffers_of(module))
         if not buffers:
             return
@@ -188,7 +268,8 @@ class _Buffers:
         if session.rank != 0:
             with torch.no_grad():
                 for (buffer, statistic), part in zip(buffers, self._parts, strict=True):
-                    if statistic:   # backward does not look at it: as when batch normalisation itself updates it
+                    # backward does not look at it: as when batch normalisation itself updates it
+                    if statistic:
                         buffer.data.copy_(part)
                     elif not torch.equal(buffer, part.to(buffer.device)):
                         buffer.detach().copy_(part)
@@ -204,12 +285,17 @@ class _Buffers:
             places.append((end, nbytes))
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         self._flat = torch.zeros(end, dtype=torch.uint8, device=buffers[0].device)
-        self._parts = [self._flat[at:at + n].view(b.dtype).reshape(b.shape) for b, (at, n) in zip(buffers, places, strict=True)]
+        self._parts = [
+            self._flat[at : at + n].view(b.dtype).reshape(b.shape)
+            for b, (at, n) in zip(buffers, places, strict=True)
+        ]
         self._key = key
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Each buffer once, and whether it is one of a batch normalisation's running statistics in training."""
+    """Each buffer once, and whether it is one of a batch normalisation's running statistics in
+    training.
+    """
     seen: set[int] = set()
     for part in module.modules():
         for buffer in part.buffers(recurse=False):

@@ -1,8 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The smallest complete transport: endpoints in one process hand each other messages through a queue and a condition variable.
+"""The smallest complete transport: endpoints in one process hand each other messages through a
+queue and a condition variable.
 
-Copy it to begin a new transport. Tests use it to script the other side: :meth:`LoopbackEndpoint.inject` and
-:meth:`LoopbackEndpoint.sent` stand in for a peer, :attr:`LoopbackEndpoint.hold_done` keeps memory "on the wire" until
+Copy it to begin a new transport. Tests use it to script the other side:
+:meth:`LoopbackEndpoint.inject` and :meth:`LoopbackEndpoint.sent` stand in for a peer,
+:attr:`LoopbackEndpoint.hold_done` keeps memory "on the wire" until
 :meth:`LoopbackEndpoint.complete`.
 """
 from cpython.pycapsule cimport PyCapsule_New
@@ -11,7 +13,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from bpsx.system.sync cimport Monitor, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait, wait_until
+from bpsx.system.sync cimport (
+    Monitor, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait, wait_until,
+)
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx.errors import TransportError
@@ -44,7 +48,9 @@ cdef struct State:
     uint32_t names[MAX_PEERS]   # as whom we appear there
 
 
-cdef Node *node_new(uint32_t peer, void *head, size_t head_size, void *body, size_t body_size) noexcept nogil:
+cdef Node *node_new(
+    uint32_t peer, void *head, size_t head_size, void *body, size_t body_size
+) noexcept nogil:
     cdef Node *node = <Node *>malloc(sizeof(Node) + head_size + body_size)
     if node == NULL:
         return NULL
@@ -101,7 +107,8 @@ cdef int loopback_send(
     cdef Node *node = NULL
     if to != NULL:
         node = node_new(s.names[peer], head, head_size, body, body_size)
-    # The message is a copy. Callbacks first: who sees it arrive may rely on them having run, or being held.
+    # The message is a copy. Callbacks first: who sees it arrive may rely on them having run, or
+    # being held.
     finish(s, head_done, head, head_hint)
     finish(s, body_done, body, body_hint)
     if node == NULL:
@@ -156,7 +163,10 @@ cdef void loopback_wake(void *self) noexcept nogil:
 
 
 cdef class LoopbackEndpoint:
-    """One end; :meth:`connect` joins it to another. All ends must be closed before any is dropped."""
+    """One end; :meth:`connect` joins it to another.
+
+    All ends must be closed before any is dropped.
+    """
     cdef State *state
     cdef Endpoint table
     cdef dict others
@@ -183,7 +193,9 @@ cdef class LoopbackEndpoint:
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def connect(self, int peer, LoopbackEndpoint other not None, int as_peer) -> None:
-        """Reach ``other`` as peer ``peer``; messages arrive there as coming from its peer ``as_peer``."""
+        """Reach ``other`` as peer ``peer``; messages arrive there as coming from its peer
+        ``as_peer``.
+        """
         if not 0 <= peer < MAX_PEERS:
             raise TransportError(f"peer {peer}: a loopback endpoint has peers 0 to {MAX_PEERS - 1}")
         self.state.names[peer] = as_peer
@@ -196,14 +208,18 @@ cdef class LoopbackEndpoint:
 
     def inject(self, uint32_t peer, bytes head not None, bytes body=None) -> None:
         """Let a message arrive here, as if ``peer`` had sent it."""
-        cdef Node *node = node_new(peer, <char *>head, len(head), <char *>body if body is not None else NULL,
-                                   len(body) if body is not None else 0)
+        cdef Node *node = node_new(
+            peer, <char *>head, len(head), <char *>body if body is not None else NULL,
+            len(body) if body is not None else 0
+        )
         if node == NULL:
             raise MemoryError("no memory for a message")
         deliver(self.state, node)
 
     def sent(self, timeout: float = 0) -> tuple | None:
-        """The next message that has arrived here, as (peer, head, body); None when there is none within ``timeout`` seconds."""
+        """The next message that has arrived here, as (peer, head, body); None when there is none
+        within ``timeout`` seconds.
+        """
         cdef Message m
         cdef int timeout_ms = <int>(timeout * 1000)
         if timeout_ms:

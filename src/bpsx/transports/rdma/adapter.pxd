@@ -1,7 +1,9 @@
 # An RDMA adapter that is open, see adapter.pyx.
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
-from bpsx.transports.rdma.verbs cimport ibv_comp_channel, ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp
+from bpsx.transports.rdma.verbs cimport (
+    ibv_comp_channel, ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp,
+)
 
 
 cdef class Memory:

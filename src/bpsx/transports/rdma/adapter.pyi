@@ -1,4 +1,7 @@
-"""RDMA adapters; see ``adapter.pyx``. What they do is for other extension modules: ``endpoint.pyx``."""
+"""RDMA adapters; see ``adapter.pyx``.
+
+What they do is for other extension modules: ``endpoint.pyx``.
+"""
 
 import struct
 
@@ -17,7 +20,10 @@ class Pair:
     def describe(self) -> bytes:
         """What the other end has to know."""
     def meet(self, other: bytes) -> None:
-        """Be connected to the pair that said so of itself. Raises :class:`~bpsx.errors.TransportError`."""
+        """Be connected to the pair that said so of itself.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
 
 class Adapter:
     """One port of an adapter, open."""

@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""An RDMA adapter (host channel adapter): what is set up once, by libibverbs. What a connection does then without the GIL is in ``endpoint.pyx``.
+"""An RDMA adapter (host channel adapter): what is set up once, by libibverbs.
+
+What a connection does then without the GIL is in ``endpoint.pyx``.
 
 pyverbs would do for this if it told where its queue pairs lie; it does not (docs/decisions/0027).
 """
@@ -15,9 +17,11 @@ from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_
 from posix.unistd cimport getpid
 
 from bpsx.transports.rdma.verbs cimport (
-    connect_pair, ibv_alloc_pd, ibv_close_device, ibv_create_comp_channel, ibv_create_cq, ibv_dealloc_pd, ibv_dereg_mr, ibv_destroy_comp_channel,
-    ibv_destroy_cq, ibv_destroy_qp, ibv_device, ibv_fork_init, ibv_free_device_list, ibv_get_device_list, ibv_get_device_name, ibv_open_device, ibv_port_attr,
-    never_blocks, new_qp, number_of, query_port, register_to_be_written, register_to_send,
+    connect_pair, ibv_alloc_pd, ibv_close_device, ibv_create_comp_channel, ibv_create_cq,
+    ibv_dealloc_pd, ibv_dereg_mr, ibv_destroy_comp_channel, ibv_destroy_cq, ibv_destroy_qp,
+    ibv_device, ibv_fork_init, ibv_free_device_list, ibv_get_device_list, ibv_get_device_name,
+    ibv_open_device, ibv_port_attr, never_blocks, new_qp, number_of, query_port,
+    register_to_be_written, register_to_send,
 )
 
 from bpsx.errors import TransportError
@@ -30,15 +34,26 @@ cdef extern from "<sys/mman.h>" nogil:
 
 # Number of the pair, its first packet's number, the GID, the local identifier, the port's MTU.
 PAIR = struct.Struct("<II16sHB")
-_STEPS = ("", "INIT", "RTR (is the other machine on the same network, and the GID that of a network interface on it?)", "RTS")
+_STEPS = (
+    "", "INIT",
+    "RTR (is the other machine on the same network, and the GID that of a network interface on "
+    "it?)", "RTS"
+)
 cdef enum:
     MOST_INLINE = 256
 
 
 def _copies_when_forking() -> bool:
-    """Whether the kernel gives children copies of registered pages, and not the parent: Linux 5.12 and later (ibv_fork_init(3))."""
+    """Whether the kernel gives children copies of registered pages, and not the parent: Linux
+    5.12 and later (ibv_fork_init(3)).
+    """
     release = os.uname().release.split(".")
-    return len(release) > 1 and release[0].isdigit() and release[1].isdigit() and (int(release[0]), int(release[1])) >= (5, 12)
+    return (
+        len(release) > 1
+        and release[0].isdigit()
+        and release[1].isdigit()
+        and (int(release[0]), int(release[1])) >= (5, 12)
+    )
 
 
 def _why(int code):
@@ -71,7 +86,10 @@ cdef class Pair:
         return PAIR.pack(number_of(self.qp), self.psn, a.gid, a.lid, a.mtu)
 
     def meet(self, other: bytes) -> None:
-        """Be connected to the pair that said so of itself. Raises :class:`~bpsx.errors.TransportError`."""
+        """Be connected to the pair that said so of itself.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
         cdef Adapter a = self.adapter
         cdef uint32_t number, psn
         cdef int rc, least, where = 0
@@ -82,9 +100,15 @@ cdef class Pair:
             raise TransportError(f"the other end's MTU is number {mtu}; there are 1 to 5")
         to, least = lid, min(a.mtu, mtu)
         with nogil:
-            rc = connect_pair(self.qp, a.port, a.gid_index, there, to, a.ethernet, number, psn, self.psn, least, &where)
+            rc = connect_pair(
+                self.qp, a.port, a.gid_index, there, to, a.ethernet, number, psn, self.psn, least,
+                &where
+            )
         if rc:
-            raise TransportError(f"{a.name}: no connection to {ipaddress.IPv6Address(gid)}: {_why(rc)} on the way to {_STEPS[where]}")
+            raise TransportError(
+                f"{a.name}: no connection to {ipaddress.IPv6Address(gid)}: {_why(rc)} on the way "
+                f"to {_STEPS[where]}"
+            )
 
     cdef close(self):
         if self.qp != NULL and self.pid == getpid():
@@ -106,13 +130,16 @@ cdef class Adapter:
         self.pid = getpid()
         self.name, self.port, self.gid_index, self.ethernet = name, port, gid_index, ethernet
         self.gid = ipaddress.IPv6Address(gid).packed
-        # Old kernels: what is registered shall stay ours when the script forks. Fails where it is too late.
+        # Old kernels: what is registered shall stay ours when the script forks. Fails where it is
+        # too late.
         self.forks = ibv_fork_init() == 0 or _copies_when_forking()
         self._open()
         code = query_port(self.context, port, &attributes)
         if code:
             raise TransportError(f"{name}: port {port} does not say what it is: {_why(code)}")
-        self.mtu, self.lid, self.most_bytes = attributes.active_mtu, attributes.lid, attributes.max_msg_sz
+        self.mtu, self.lid, self.most_bytes = (
+            attributes.active_mtu, attributes.lid, attributes.max_msg_sz
+        )
         self.pd = ibv_alloc_pd(self.context)
         code = errno
         if self.pd == NULL:
@@ -136,11 +163,16 @@ cdef class Adapter:
         code = errno
         ibv_free_device_list(devices)
         if self.name not in found:
-            raise TransportError(f"libibverbs does not know the adapter {self.name} (it knows: {', '.join(found) or 'none'}): its provider is missing; "
-                                 "install ibverbs-providers (Debian, Ubuntu) or rdma-core")
+            raise TransportError(
+                f"libibverbs does not know the adapter {self.name} (it knows: "
+                f"{', '.join(found) or 'none'}): its provider is missing; install "
+                f"ibverbs-providers (Debian, Ubuntu) or rdma-core"
+            )
         if self.context == NULL:
-            raise TransportError(f"{self.name} cannot be opened: {_why(code)}; may this user read and write /dev/infiniband/uverbs*? In a container those "
-                                 "devices have to be passed in")
+            raise TransportError(
+                f"{self.name} cannot be opened: {_why(code)}; may this user read and write "
+                f"/dev/infiniband/uverbs*? In a container those devices have to be passed in"
+            )
 
     cdef Memory new_memory(self, uint64_t n, bint to_be_written):
         """``n`` bytes, to be written to by the other end, or only to be sent from."""
@@ -153,11 +185,18 @@ cdef class Adapter:
         madvise(at, n, MADV_DONTDUMP)
         madvise(at, n, MADV_DONTFORK)
         with nogil:
-            made.mr = register_to_be_written(self.pd, at, n) if to_be_written else register_to_send(self.pd, at, n)
+            made.mr = (
+                register_to_be_written(self.pd, at, n)
+                if to_be_written
+                else register_to_send(self.pd, at, n)
+            )
             code = errno
         if made.mr == NULL:
             made.close()
-            raise TransportError(f"{self.name}: {n >> 10} KiB of memory cannot be registered: {explain_refusal(code)}")
+            raise TransportError(
+                f"{self.name}: {n >> 10} KiB of memory cannot be registered: "
+                f"{explain_refusal(code)}"
+            )
         return made
 
     cdef Pair new_pair(self, uint32_t sends, uint32_t receives):
@@ -166,8 +205,10 @@ cdef class Adapter:
         made.cq = ibv_create_cq(self.context, sends + receives, NULL, self.channel, 0)
         code = errno
         if made.cq == NULL:
-            raise TransportError(f"{self.name}: no completion queue of {sends + receives}: {_why(code)}; are BYTEPS_RDMA_RX_DEPTH and "
-                                 "BYTEPS_RDMA_START_DEPTH more than it can do?")
+            raise TransportError(
+                f"{self.name}: no completion queue of {sends + receives}: {_why(code)}; are "
+                f"BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH more than it can do?"
+            )
         # What can travel in a request differs; one that is too much is refused.
         made.qp = new_qp(self.pd, made.cq, sends, receives, MOST_INLINE, &made.most_inline)
         if made.qp == NULL:
@@ -175,8 +216,11 @@ cdef class Adapter:
         if made.qp == NULL:
             code = errno
             made.close()
-            raise TransportError(f"{self.name}: no queue pair of {sends} sends and {receives} receives: {_why(code)}; are BYTEPS_RDMA_RX_DEPTH and "
-                                 "BYTEPS_RDMA_START_DEPTH more than it can do?")
+            raise TransportError(
+                f"{self.name}: no queue pair of {sends} sends and {receives} receives: "
+                f"{_why(code)}; are BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH more than it "
+                f"can do?"
+            )
         return made
 
     cdef close(self):
@@ -200,6 +244,12 @@ def explain_refusal(code: int) -> str:
 def _limit():
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return "This process may lock as much as it likes (ulimit -l is unlimited), so the adapter or the machine has no more: lower BPSX_RDMA_INBOX_MB"
-    return (f"This process may lock {soft >> 10} KiB in all (ulimit -l): raise that limit (in Docker --ulimit memlock=-1, with systemd LimitMEMLOCK=infinity), or lower "
-            "BPSX_RDMA_INBOX_MB, BYTEPS_PARTITION_BYTES (an inbox holds 8) or BYTEPS_RDMA_RX_DEPTH")
+        return (
+            "This process may lock as much as it likes (ulimit -l is unlimited), so the adapter "
+            "or the machine has no more: lower BPSX_RDMA_INBOX_MB"
+        )
+    return (
+        f"This process may lock {soft >> 10} KiB in all (ulimit -l): raise that limit (in Docker "
+        f"--ulimit memlock=-1, with systemd LimitMEMLOCK=infinity), or lower BPSX_RDMA_INBOX_MB, "
+        f"BYTEPS_PARTITION_BYTES (an inbox holds 8) or BYTEPS_RDMA_RX_DEPTH"
+    )

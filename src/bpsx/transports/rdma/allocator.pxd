@@ -1,4 +1,5 @@
-# Memory in pages of 4 KiB, given out from its beginning: what was given back is used again first, while caches have it, and neighbours are one again.
+# Memory in pages of 4 KiB, given out from its beginning: what was given back is used again first,
+# while caches have it, and neighbours are one again.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memchr, memset

@@ -1,9 +1,11 @@
 # A connection over RDMA, and what an endpoint has of them. See endpoint.pyx.
 #
-# Each end has registered memory, the *inbox*, that the other one writes into and gives out in units: whoever writes knows alone what is free there. A
-# message says which token it is; whoever has read it returns the token, and its units are free again. Each message also takes one of the receive
-# requests that the other has posted, its *credits*: what is returned, and how many requests were posted anew, travels in front of the next message,
-# or in one of its own where there is none for long.
+# Each end has registered memory, the *inbox*, that the other one writes into and gives out in
+# units: whoever writes knows alone what is free there. A message says which token it is; whoever
+# has read it returns the token, and its units are free again. Each message also takes one of the
+# receive requests that the other has posted, its *credits*: what is returned, and how many requests
+# were posted anew, travels in front of the next message, or in one of its own where there is none
+# for long.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
@@ -19,26 +21,31 @@ cdef extern from "<sys/socket.h>" nogil:
     int shutdown(int fd, int how)
 
 cdef enum:
-    SMALL = 256                 # bytes of a receive request's own memory: what is no larger is sent, not written
+    # bytes of a receive request's own memory: what is no larger is sent, not written
+    SMALL = 256
     TOKENS = 1024
     RETURNED = 12               # tokens that one message can return
-    RESERVED = 2                # credits and sends that are kept for returning: so both ends cannot wait for each other's
+    # credits and sends that are kept for returning: so both ends cannot wait for each other's
+    RESERVED = 2
     POLLED = 16
     MOST_HEAD = 1 << 20
     HEAD_ROOM = 64              # a multiple of this: where a body begins behind prefix and head
-    # A request's number: of one that writes, its token; of a receive request EXPECTED and which; of one that sends, FROM_UNIT and the outbox's unit, or
-    # NO_TOKEN.
+    # A request's number: of one that writes, its token; of a receive request EXPECTED and which; of
+    # one that sends, FROM_UNIT and the outbox's unit, or NO_TOKEN.
     EXPECTED = 1 << 24
     FROM_UNIT = 1 << 25
     NO_TOKEN = 1 << 26
 
 cdef enum Kind:
     WHOLE = 1                   # prefix, head at 64, body behind it at a multiple of 64
-    PIECE = 2                   # prefix, and `length` bytes of head and body together, from `begin` on
+    # prefix, and `length` bytes of head and body together, from `begin` on
+    PIECE = 2
     RETURNS = 3                 # a prefix only
-    LANDED = 4                  # prefix and head; the body is where its reader wanted it, at `begin`
+    # prefix and head; the body is where its reader wanted it, at `begin`
+    LANDED = 4
 
-# What goes before each message: 64 bytes. Of a whole one `begin`, `length` and `rkey` are where its answer's body shall lie.
+# What goes before each message: 64 bytes. Of a whole one `begin`, `length` and `rkey` are where its
+# answer's body shall lie.
 cdef struct Prefix:
     uint64_t body_size
     uint64_t begin
@@ -48,7 +55,8 @@ cdef struct Prefix:
     uint32_t credits            # receive requests posted since the last message
     uint8_t kind
     uint8_t has_body
-    uint8_t tight               # much of the inbox is in use: the reader shall not keep the message there
+    # much of the inbox is in use: the reader shall not keep the message there
+    uint8_t tight
     uint8_t n_returned
     uint16_t returned[RETURNED]
     uint32_t rkey
@@ -227,7 +235,8 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     c.dead = True
     reset(c.qp)
     if c.fd >= 0:
-        shutdown(c.fd, SHUT_RDWR)       # the other end may have nothing to send by which it would see
+        # the other end may have nothing to send by which it would see
+        shutdown(c.fd, SHUT_RDWR)
     for token in range(TOKENS):
         if c.sent[token].used and not c.sent[token].written:
             complete(c, token)

@@ -1,11 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""RDMA: reliable connections of an InfiniBand or RoCE adapter, driven by whoever drives the endpoint.
+"""RDMA: reliable connections of an InfiniBand or RoCE adapter, driven by whoever drives the
+endpoint.
 
-A message is one RDMA WRITE with immediate into memory that the other end has registered, and is read where it lies: header and body arrive behind each
-other, and the immediate says where. Few bytes are sent in the request itself. How room is given out and comes back: ``connection.pxd``.
+A message is one RDMA WRITE with immediate into memory that the other end has registered, and is
+read where it lies: header and body arrive behind each other, and the immediate says where. Few
+bytes are sent in the request itself. How room is given out and comes back: ``connection.pxd``.
 
-Connections begin over TCP, with the greeting that ``listener.py`` checks, then both ends say where their queue pair and their inbox are. That connection
-stays: when the other process dies, it says so.
+Connections begin over TCP, with the greeting that ``listener.py`` checks, then both ends say where
+their queue pair and their inbox are. That connection stays: when the other process dies, it says
+so.
 """
 import logging
 import struct
@@ -26,7 +29,9 @@ from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take
 from bpsx.transports.sockets.endpoint cimport GatedEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
 from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring, take_losses
-from bpsx.transports.rdma.connection cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
+from bpsx.transports.rdma.connection cimport (
+    SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up,
+)
 from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.rdma.allocator cimport units_free, units_init
 from bpsx.transports.rdma.verbs cimport ibv_wc_status_str
@@ -42,11 +47,13 @@ log = logging.getLogger("bpsx.connections")
 # Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
 _OFFER = struct.Struct("<8sQQII")
 _MAGIC = b"bpsxrdm1"
-# How long a lane may be busy with other workers before it answers; how long what has been posted may take to arrive when an endpoint is closed.
+# How long a lane may be busy with other workers before it answers; how long what has been posted
+# may take to arrive when an endpoint is closed.
 _ANSWER_SECONDS, _LAST_SECONDS = 60.0, 0.1
 
 cdef enum:
-    LOOK_EVERY = 256            # calls of recv, while there is always more: a connection may be gone
+    # calls of recv, while there is always more: a connection may be gone
+    LOOK_EVERY = 256
     OUTBOX = 32 << 20
     LEAST_INBOX = 1 << 20
     MOST_INBOX_MIB = 1 << 16
@@ -80,8 +87,14 @@ cdef int rdma_send(
     cdef int rc = -1
     take_new(s)
     c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
-    o.next, o.head, o.head_size, o.head_done, o.head_hint = NULL, <char *>head, head_size, head_done, head_hint
-    o.body, o.body_size, o.body_done, o.body_hint, o.sent = <char *>body, body_size if body != NULL else 0, body_done, body_hint, 0
+    o.next, o.head, o.head_size, o.head_done, o.head_hint = (
+        NULL, <char *>head, head_size, head_done, head_hint
+    )
+    o.body, o.body_size, o.body_done, o.body_hint, o.sent = (
+        <char *>body, body_size
+        if body != NULL
+        else 0, body_done, body_hint, 0
+    )
     take_landing(s, &o.landing, landing)
     if c != NULL and not c.dead:
         rc = post_message(s, c, &o) if c.first == NULL else 0
@@ -178,7 +191,9 @@ cdef class _Link:
     cdef Connection *c
 
     cdef close(self):
-        """The adapter uses it no more. The connection's books stay: messages may be released later."""
+        """The adapter uses it no more. The connection's books stay: messages may be released
+        later.
+        """
         if self.pair is not None:
             self.pair.close()
         if self.inbox is not None:
@@ -201,10 +216,13 @@ cdef class _Link:
 cdef class RdmaEndpoint(GatedEndpoint):
     """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
 
-    ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``: bytes that the other end can have written and that have
-    not been read; ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`. Raises :class:`~bpsx.errors.TransportError` where there is no adapter.
+    ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``:
+    bytes that the other end can have written and that have not been read; ``device``,
+    ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`. Raises
+    :class:`~bpsx.errors.TransportError` where there is no adapter.
 
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
+    drives it has stopped.
     """
     cdef State state
     cdef long pid
@@ -216,12 +234,20 @@ cdef class RdmaEndpoint(GatedEndpoint):
     cdef Memory outbox
     cdef list links
 
-    def __cinit__(self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1,
-                  uint32_t depth=512, uint32_t sends=128, uint64_t inbox=64 << 20, str device="", object gid_index=None):
+    def __cinit__(
+        self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
+        bint encrypt=False, int64_t most_bytes=-1, uint32_t depth=512, uint32_t sends=128,
+        uint64_t inbox=64 << 20, str device="", object gid_index=None
+    ):
         self.pid, self.secret, self.links = getpid(), secret, []
-        self.interval, self.timeout, self.device, self.gid_index = heartbeat_interval, heartbeat_timeout, device, gid_index
+        self.interval, self.timeout, self.device, self.gid_index = (
+            heartbeat_interval, heartbeat_timeout, device, gid_index
+        )
         self.depth, self.sends, self.inbox = depth, sends, max(inbox, <uint64_t>LEAST_INBOX)
-        self._set_up(&self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed, &self.state.monitor, encrypt)
+        self._set_up(
+            &self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed,
+            &self.state.monitor, encrypt
+        )
         gids.ports()            # so that it is said at once when there is none
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
         self.table.self = &self.state
@@ -242,7 +268,10 @@ cdef class RdmaEndpoint(GatedEndpoint):
         if opened.forks:
             self.state.memory.pd = opened.pd
         else:
-            log.info("%s: old kernel, and fork() was not prepared for in time: what stays where it is will be copied all the same", port.name)
+            log.info(
+                "%s: old kernel, and fork() was not prepared for in time: what stays where it is "
+                "will be copied all the same", port.name
+            )
         self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
         if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
             raise MemoryError("no memory for the books of the outbox")
@@ -251,7 +280,9 @@ cdef class RdmaEndpoint(GatedEndpoint):
         self.adapter = opened
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
+        chooses; returns and stores ``host:port``.
+        """
         self._use_adapter(host)
         return GatedEndpoint.bind(self, host, ports)
 
@@ -270,7 +301,8 @@ cdef class RdmaEndpoint(GatedEndpoint):
             if made is not None:
                 made.close()
             raise
-        except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+        # it has been there: whoever watches knows who it was, and that it is gone
+        except OSError as e:
             log.warning("cannot connect to %s: %s", address, e)
             if made is not None:
                 made.close()
@@ -308,31 +340,47 @@ cdef class RdmaEndpoint(GatedEndpoint):
         c.lent = <uint8_t *>calloc(self.state.here.n, 1)
         if c.lent == NULL:
             raise MemoryError("no memory for a connection")
-        c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = &self.state, peer, -1, link.pair.qp, link.pair.cq, True
+        c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = (
+            &self.state, peer, -1, link.pair.qp, link.pair.cq, True
+        )
         c.inbox, c.inbox_bytes, c.small = link.inbox.at, self.inbox, link.inbox.at + self.inbox
-        c.small_lkey, c.depth, c.send_room, c.most_inline = link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
+        c.small_lkey, c.depth, c.send_room, c.most_inline = (
+            link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
+        )
         c.n_unused = TOKENS
         for i in range(TOKENS):
             c.unused[i] = <int>i
         return link
 
     cdef bytes _offer(self, _Link link):
-        return _OFFER.pack(_MAGIC, <uint64_t>link.inbox.at, self.inbox, link.inbox.mr.rkey, self.depth) + link.pair.describe()
+        return _OFFER.pack(
+            _MAGIC, <uint64_t>link.inbox.at, self.inbox, link.inbox.mr.rkey, self.depth
+        ) + link.pair.describe()
 
     cdef _accept(self, _Link link, bytes said):
         cdef Connection *c = link.c
         cdef uint64_t nbytes
         cdef uint32_t i
         magic, c.remote, nbytes, c.rkey, c.remote_depth = _OFFER.unpack_from(said)
-        if magic != _MAGIC or not LEAST_INBOX <= nbytes or nbytes >> 20 > MOST_INBOX_MIB or not 16 <= c.remote_depth <= 1 << 20:
-            raise TransportError("the other end speaks another version of this, or another protocol")
+        if (
+            magic != _MAGIC
+            or not LEAST_INBOX <= nbytes
+            or nbytes >> 20 > MOST_INBOX_MIB
+            or not 16 <= c.remote_depth <= 1 << 20
+        ):
+            raise TransportError(
+                "the other end speaks another version of this, or another protocol"
+            )
         if not units_init(&c.there, nbytes):
             raise MemoryError("no memory for the books of an inbox")
         c.credits = c.remote_depth
         link.pair.meet(said[_OFFER.size:])
         for i in range(self.depth):
             if not expect_one(c, i):
-                raise TransportError(f"{self.adapter.name}: receive request {i} of {self.depth} is refused: lower BYTEPS_RDMA_RX_DEPTH")
+                raise TransportError(
+                    f"{self.adapter.name}: receive request {i} of {self.depth} is refused: lower "
+                    f"BYTEPS_RDMA_RX_DEPTH"
+                )
 
     cdef _use(self, _Link link, object made):
         """From now on. Any thread."""
@@ -354,21 +402,32 @@ cdef class RdmaEndpoint(GatedEndpoint):
             c = self.state.all
             while c != NULL:
                 if <long>c.peer == peer and c.why:
-                    log.warning("the RDMA connection with peer %d broke: %s", peer, ibv_wc_status_str(c.why).decode())
+                    log.warning(
+                        "the RDMA connection with peer %d broke: %s", peer,
+                        ibv_wc_status_str(c.why).decode()
+                    )
                 c = c.next
         if self.state.memory.why:
-            log.warning("%s: %d KiB of memory that stays cannot be registered, so what lies there is copied: %s", self.adapter.name,
-                        self.state.memory.refused >> 10, explain_refusal(self.state.memory.why))
+            log.warning(
+                "%s: %d KiB of memory that stays cannot be registered, so what lies there is "
+                "copied: %s", self.adapter.name, self.state.memory.refused >> 10,
+                explain_refusal(self.state.memory.why)
+            )
             self.state.memory.why = 0
         return found
 
     @property
     def copied(self) -> int:
-        """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
+        """Bytes of messages' bodies that this end has copied, into registered memory or out of
+        it; those of less than 256 bytes do not count.
+        """
         return self.state.copied
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent. What has been posted is given a moment to arrive."""
+        """Drop what is unsent, run every outstanding done callback, free everything.
+
+        Idempotent. What has been posted is given a moment to arrive.
+        """
         cdef _Link link
         if self.closed:
             return
@@ -400,7 +459,12 @@ cdef class RdmaEndpoint(GatedEndpoint):
     cdef bint _all_arrived(self):
         cdef _Link link
         for link in self.links:
-            if not link.c.dead and not link.c.ends and link.c.first == NULL and link.c.send_room < self.sends:
+            if (
+                not link.c.dead
+                and not link.c.ends
+                and link.c.first == NULL
+                and link.c.send_room < self.sends
+            ):
                 return False
         return True
 

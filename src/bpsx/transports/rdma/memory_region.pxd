@@ -1,4 +1,5 @@
-# Which memory the adapter can reach: what it writes to of ours, and what others have lent the endpoint, each registered once. The driver's alone.
+# Which memory the adapter can reach: what it writes to of ours, and what others have lent the
+# endpoint, each registered once. The driver's alone.
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
@@ -17,7 +18,8 @@ cdef struct Registered:         # sorted; none overlaps another
     uint32_t n
     uint32_t room
     ibv_pd *pd                  # NULL: no adapter is open
-    uint64_t refused            # bytes that could not be registered: from then on what is lent is copied,
+    # bytes that could not be registered: from then on what is lent is copied,
+    uint64_t refused
     int why                     # ... and the errno, until somebody has read it
 
 
@@ -41,8 +43,13 @@ cdef inline Range *find_range(const Registered *r, uint64_t at, uint64_t n) noex
     return &r.all[i]
 
 
-cdef inline bint add_range(Registered *r, uint64_t begin, uint64_t n, uint32_t lkey, ibv_mr *lent) noexcept nogil:
-    """False: there is no memory for it, or a part of it is there already. What lies there is copied, then."""
+cdef inline bint add_range(
+    Registered *r, uint64_t begin, uint64_t n, uint32_t lkey, ibv_mr *lent
+) noexcept nogil:
+    """False: there is no memory for it, or a part of it is there already.
+
+    What lies there is copied, then.
+    """
     cdef uint32_t at = first_behind(r, begin), wanted = max(16u, 2 * r.room)
     cdef Range *grown
     if at < r.n and r.all[at].begin < begin + n:
@@ -74,7 +81,10 @@ cdef inline bint register_lent(Registered *r, char *at, uint64_t n) noexcept nog
 
 
 cdef inline void forget_registered(Registered *r, bint ours) noexcept nogil:
-    """Once no queue pair is left. ``ours``: else the process is a forked child, and has nothing of the adapter."""
+    """Once no queue pair is left.
+
+    ``ours``: else the process is a forked child, and has nothing of the adapter.
+    """
     cdef uint32_t i
     for i in range(r.n if ours else 0):
         if r.all[i].lent != NULL:

@@ -1,14 +1,19 @@
-# What whoever drives an endpoint over RDMA does besides sending: look at what the kernel has to tell, at what has come, and at what waits for room.
+# What whoever drives an endpoint over RDMA does besides sending: look at what the kernel has to
+# tell, at what has come, and at what waits for room.
 from libc.stdint cimport uint64_t
 
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Message
 from bpsx.transports.rdma.receive cimport next_message, take_waiting
-from bpsx.transports.tcp.connection cimport EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait
+from bpsx.transports.tcp.connection cimport (
+    EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait,
+)
 from bpsx.transports.sockets.peers cimport read, room_for_peer
 from bpsx.transports.rdma.connection cimport POLLED, Connection, State, let_go, lose
 from bpsx.transports.rdma.memory_region cimport add_range
-from bpsx.transports.rdma.verbs cimport ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq
+from bpsx.transports.rdma.verbs cimport (
+    ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq,
+)
 from bpsx.transports.rdma.send cimport can_give_news, flush, give_news, has_news
 
 
@@ -26,7 +31,11 @@ cdef inline void take_new(State *s) noexcept nogil:
         following = c.next
         c.next, s.all = s.all, c
         add_range(&s.memory, <uint64_t>c.inbox, c.inbox_bytes, c.small_lkey, NULL)
-        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
+        if (
+            room_for_peer(&s.peers, c.peer)
+            and s.peers.at[c.peer] == NULL
+            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
+        ):
             s.peers.at[c.peer] = c
         else:
             let_go(c)
@@ -34,7 +43,9 @@ cdef inline void take_new(State *s) noexcept nogil:
 
 
 cdef inline void look(State *s, int timeout_ms) noexcept nogil:
-    """At what the kernel has to tell: somebody wakes us, there are completions, the other end of a connection is gone."""
+    """At what the kernel has to tell: somebody wakes us, there are completions, the other end of
+    a connection is gone.
+    """
     cdef epoll_event events[EVENTS]
     cdef uint64_t drained = 0
     cdef ibv_cq *cq = NULL
@@ -62,9 +73,14 @@ cdef inline void look(State *s, int timeout_ms) noexcept nogil:
 
 
 cdef inline int from_one(State *s, Connection *c, Message *m) noexcept nogil:
-    """1: *m is a message of its; 0: there is none, and what waited for room has been posted where there is some."""
+    """1: *m is a message of its; 0: there is none, and what waited for room has been posted
+    where there is some.
+    """
     cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
-    if not c.dead and (got < 0 or flush(s, c) < 0 or (has_news(c, False) and give_news(s, c, False) < 0)):
+    if (
+        not c.dead
+        and (got < 0 or flush(s, c) < 0 or (has_news(c, False) and give_news(s, c, False) < 0))
+    ):
         lose(s, c)              # a message that has come is there as long as the endpoint is
     return max(got, 0)
 
@@ -73,18 +89,26 @@ cdef inline bint is_busy(State *s, Connection *c) noexcept nogil:
     """Whether there is something to do; if not, completions raise an event from now on."""
     if c.dead:
         return c.first_waiting != NULL
-    if c.at_found < c.n_found or c.first_waiting != NULL or (atomic_load(&c.n_returned) and can_give_news(c)):
+    if (
+        c.at_found < c.n_found
+        or c.first_waiting != NULL
+        or (atomic_load(&c.n_returned) and can_give_news(c))
+    ):
         return True
     if not c.armed:
         c.armed = ibv_req_notify_cq(c.cq, 0) == 0
-        c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)      # those that came before the request raise none
+        # those that came before the request raise none
+        c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)
         c.n_found = max(c.n_found, 0)       # what has failed will fail again
         return c.n_found > 0
     return False
 
 
 cdef inline bint see_to(State *s, Connection *c) noexcept nogil:
-    """Post what there is room for, return what is to be returned. True: the connection has been lost, and others may have its room."""
+    """Post what there is room for, return what is to be returned.
+
+    True: the connection has been lost, and others may have its room.
+    """
     if c.dead or (flush(s, c) >= 0 and give_news(s, c, True) >= 0):
         return False
     lose(s, c)

@@ -1,4 +1,5 @@
-# What a connection over RDMA is told: completions, one after the other. A whole message is read where it lies.
+# What a connection over RDMA is told: completions, one after the other. A whole message is read
+# where it lies.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -7,12 +8,15 @@ from bpsx.system.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.sockets.peers cimport aligned
 from bpsx.transports.rdma.connection cimport (
-    EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
-    before_body, complete, return_token, take_back, take_unit_back,
+    EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS,
+    SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting, before_body, complete, return_token,
+    take_back, take_unit_back,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range
 from bpsx.transports.rdma.allocator cimport UNIT
-from bpsx.transports.rdma.verbs cimport IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate
+from bpsx.transports.rdma.verbs cimport (
+    IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate,
+)
 
 
 cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
@@ -33,27 +37,60 @@ cdef inline bint is_lent(State *s, uint64_t at, uint64_t n) noexcept nogil:
 
 cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
     """``room``: bytes behind the prefix in which the message must lie."""
-    if p.head_size > MOST_HEAD or p.has_body > 1 or p.body_size > s.most_bytes or p.body_size >> 30 > MOST_BODY_GIB:
+    if (
+        p.head_size > MOST_HEAD
+        or p.has_body > 1
+        or p.body_size > s.most_bytes
+        or p.body_size >> 30 > MOST_BODY_GIB
+    ):
         return False
-    if (p.body_size and not p.has_body) or p.n_returned > RETURNED or p.credits > c.remote_depth - c.credits:
+    if (
+        (p.body_size and not p.has_body)
+        or p.n_returned > RETURNED
+        or p.credits > c.remote_depth - c.credits
+    ):
         return False
     if p.kind == RETURNS:
         return True
     if p.kind == LANDED:    # in what has been lent
-        return p.token == NO_TOKEN and p.has_body and p.head_size <= room and is_lent(s, p.begin, p.body_size)
+        return (
+            p.token == NO_TOKEN
+            and p.has_body
+            and p.head_size <= room
+            and is_lent(s, p.begin, p.body_size)
+        )
     if p.kind == WHOLE:     # a small one has its body right behind its head
-        return (p.head_size + p.body_size if p.token == NO_TOKEN else before_body(p.head_size) - sizeof(Prefix) + p.body_size) <= room
-    return p.kind == PIECE and p.token < TOKENS and p.length <= room and p.begin + p.length <= p.head_size + p.body_size and p.length > 0
+        return (
+            p.head_size + p.body_size if p.token == NO_TOKEN
+            else before_body(p.head_size) - sizeof(Prefix) + p.body_size
+        ) <= room
+    return (
+        p.kind == PIECE
+        and p.token < TOKENS
+        and p.length <= room
+        and p.begin + p.length <= p.head_size + p.body_size
+        and p.length > 0
+    )
 
 
-cdef inline void fill(Connection *c, Message *m, Prefix *p, char *head, char *body, char *block) noexcept nogil:
-    m.peer, m.head, m.head_size, m.has_body, m.body_size = c.peer, head, p.head_size, p.has_body, p.body_size
+cdef inline void fill(
+    Connection *c, Message *m, Prefix *p, char *head, char *body, char *block
+) noexcept nogil:
+    m.peer, m.head, m.head_size, m.has_body, m.body_size = (
+        c.peer, head, p.head_size, p.has_body, p.body_size
+    )
     m.body = body if p.has_body else NULL
     m.opaque[0], m.opaque[1], m.opaque[2] = p.token, <uint64_t>block, <uint64_t>c
-    m.landing.at, m.landing.room, m.landing.key, m.landing.remote = p.begin if p.kind == WHOLE else 0, p.length, p.rkey, True
+    m.landing.at, m.landing.room, m.landing.key, m.landing.remote = (
+        p.begin
+        if p.kind == WHOLE
+        else 0, p.length, p.rkey, True
+    )
 
 
-cdef inline int take_copy(Connection *c, Message *m, Prefix *p, char *head, char *body) noexcept nogil:
+cdef inline int take_copy(
+    Connection *c, Message *m, Prefix *p, char *head, char *body
+) noexcept nogil:
     """Into memory of its own."""
     cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
     cdef char *block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
@@ -83,12 +120,19 @@ cdef inline int take_piece(Connection *c, Message *m, Prefix *p, char *at) noexc
     if p.begin == 0 and c.block == NULL:
         c.block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
         c.prefix, c.filled = p[0], 0
-    if c.block == NULL or p.begin != c.filled or p.head_size != c.prefix.head_size or p.body_size != c.prefix.body_size:
+    if (
+        c.block == NULL
+        or p.begin != c.filled
+        or p.head_size != c.prefix.head_size
+        or p.body_size != c.prefix.body_size
+    ):
         return -1
     of_head = min(<uint64_t>p.length, p.head_size - p.begin) if p.begin < p.head_size else 0
     memcpy(c.block + p.begin, at, of_head)
     if p.length > of_head:
-        memcpy(c.block + begin + (p.begin + of_head - p.head_size), at + of_head, p.length - of_head)
+        memcpy(
+            c.block + begin + (p.begin + of_head - p.head_size), at + of_head, p.length - of_head
+        )
     c.filled += p.length
     c.state.copied += p.length
     return_token(c, p.token, p.length)
@@ -114,17 +158,23 @@ cdef inline int take_written(Connection *c, Message *m, Prefix *p, char *at) noe
 
 
 cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) noexcept nogil:
-    """1: *m is a message; 0: it was none; -1: the connection is broken, or what came makes no sense."""
+    """1: *m is a message; 0: it was none; -1: the connection is broken, or what came makes no
+    sense.
+    """
     cdef Prefix p           # a copy: what was written can be written again while we look
     cdef uint32_t which = <uint32_t>(wc.wr_id & (EXPECTED - 1)), i
     cdef bint written = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM
-    cdef uint64_t offset = <uint64_t>immediate(wc) * UNIT if written else 0, room = c.inbox_bytes if written else wc.byte_len
+    cdef uint64_t offset = <uint64_t>immediate(wc) * UNIT if written else 0
+    cdef uint64_t room = c.inbox_bytes if written else wc.byte_len
     cdef char *at = c.inbox + offset if written else c.small + which * SMALL
     cdef int rc = -1
     if room >= sizeof(Prefix) and offset <= room - sizeof(Prefix):
         memcpy(&p, at, sizeof(Prefix))
         at += sizeof(Prefix)
-        if makes_sense(s, c, &p, room - offset - sizeof(Prefix)) and (p.token == NO_TOKEN) != written:
+        if (
+            makes_sense(s, c, &p, room - offset - sizeof(Prefix))
+            and (p.token == NO_TOKEN) != written
+        ):
             c.credits += p.credits
             c.consumed += 1
             rc = 0
@@ -172,7 +222,10 @@ cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil
 
 
 cdef inline int take_all(State *s, Connection *c) noexcept nogil:
-    """See to what has come, while nobody asks for messages: they wait. What is returned with them, and behind them, has to be known. As above."""
+    """See to what has come, while nobody asks for messages: they wait.
+
+    What is returned with them, and behind them, has to be known. As above.
+    """
     cdef Waiting *w
     cdef int got
     while True:

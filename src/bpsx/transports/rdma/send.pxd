@@ -1,9 +1,12 @@
-# What a connection over RDMA says: posted where there is room, kept by reference where there is none.
+# What a connection over RDMA says: posted where there is room, kept by reference where there is
+# none.
 #
-# A message needs a credit, room in the send queue, a token, units of the other's inbox and, for what does not lie in registered memory, of our outbox.
-# All of that comes back by itself but tokens and inboxes' units, which the other may hold for long: the first push of a round is where the sum is made.
-# So once half of either is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
-# message goes in several, which are never held.
+# A message needs a credit, room in the send queue, a token, units of the other's inbox and, for
+# what does not lie in registered memory, of our outbox. All of that comes back by itself but tokens
+# and inboxes' units, which the other may hold for long: the first push of a round is where the sum
+# is made. So once half of either is in use the other is asked to copy what it keeps. Then no more
+# than half is ever held, and where the rest has no room in one piece, the message goes in several,
+# which are never held.
 #
 # The body of an answer goes where the reader has asked for it, if he has, and takes no room of his.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -12,8 +15,8 @@ from libc.string cimport memcpy, memset
 
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.rdma.connection cimport (
-    FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Outgoing, Prefix, Sent, State,
-    before_body, tell_done,
+    FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE,
+    Connection, Outgoing, Prefix, Sent, State, before_body, tell_done,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range
 from bpsx.transports.rdma.allocator cimport UNIT, give_units, longest_run, take_units, units_for
@@ -42,9 +45,14 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
     unlock(&c.monitor)
 
 
-cdef inline char *place_for(State *s, Connection *c, uint32_t n, char *own, uint64_t *number) noexcept nogil:
-    """Where to put what is sent: ``own``, and it travels in the request, where the card takes so much; else in the outbox. NULL: there is no room.
-    *number: the request's."""
+cdef inline char *place_for(
+    State *s, Connection *c, uint32_t n, char *own, uint64_t *number
+) noexcept nogil:
+    """Where to put what is sent: ``own``, and it travels in the request, where the card takes so
+    much; else in the outbox.
+
+    NULL: there is no room. *number: the request's.
+    """
     cdef int64_t here
     number[0] = NO_TOKEN
     if n <= c.most_inline:
@@ -58,7 +66,9 @@ cdef inline char *place_for(State *s, Connection *c, uint32_t n, char *own, uint
     return s.outbox + here * UNIT
 
 
-cdef inline int send_out(State *s, Connection *c, char *said, uint32_t n, uint64_t number) noexcept nogil:
+cdef inline int send_out(
+    State *s, Connection *c, char *said, uint32_t n, uint64_t number
+) noexcept nogil:
     """1, or -1: the connection is broken."""
     cdef ibv_sge piece
     piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
@@ -86,7 +96,9 @@ cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
     return 1
 
 
-cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token) noexcept nogil:
+cdef inline Sent *take_room(
+    State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token
+) noexcept nogil:
     """A token with so many units at both ends; NULL: there is no room."""
     cdef int64_t there, here
     cdef Sent *sent
@@ -103,13 +115,22 @@ cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t 
     token[0] = c.unused[c.n_unused]
     sent = &c.sent[token[0]]
     memset(sent, 0, sizeof(Sent))
-    sent.used, sent.there, sent.n_there, sent.here, sent.n_here = True, <uint32_t>there, n_there, <uint32_t>here, n_here
+    sent.used, sent.there, sent.n_there, sent.here, sent.n_here = (
+        True, <uint32_t>there, n_there, <uint32_t>here, n_here
+    )
     return sent
 
 
-cdef inline int write_out(Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n, Outgoing *what) noexcept nogil:
-    """``what``: whom to tell when the card is done with it, or NULL. 1, or -1: the connection is broken, and nobody has been told."""
-    if post(c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there) != 0:
+cdef inline int write_out(
+    Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n, Outgoing *what
+) noexcept nogil:
+    """``what``: whom to tell when the card is done with it, or NULL.
+
+    1, or -1: the connection is broken, and nobody has been told.
+    """
+    if post(
+        c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there
+    ) != 0:
         return -1
     if what != NULL:
         sent.what = what[0]
@@ -119,11 +140,17 @@ cdef inline int write_out(Connection *c, Sent *sent, uint32_t token, ibv_sge *pi
 
 
 cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
-    """`lies`: the registered memory that the body lies in, or NULL. 1: posted; 0: there is no room; -1: the connection is broken."""
+    """`lies`: the registered memory that the body lies in, or NULL.
+
+    1: posted; 0: there is no room; -1: the connection is broken.
+    """
     cdef uint64_t begin = before_body(o.head_size)
     cdef ibv_sge pieces[2]
     cdef uint32_t token = 0
-    cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if lies != NULL else o.body_size)), &token)
+    cdef Sent *sent = take_room(
+        s, c, units_for(begin + o.body_size),
+        units_for(begin + (0 if lies != NULL else o.body_size)), &token
+    )
     cdef char *here
     cdef Prefix *p
     if sent == NULL:
@@ -133,9 +160,13 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *li
     put_prefix(c, p, o, WHOLE)
     p.token, p.tight = token, c.there.used > c.there.n // 2 or c.n_unused < TOKENS // 2
     memcpy(here + sizeof(Prefix), o.head, o.head_size)
-    pieces[0].addr, pieces[0].length, pieces[0].lkey = <uint64_t>here, <uint32_t>begin, s.outbox_lkey
+    pieces[0].addr, pieces[0].length, pieces[0].lkey = (
+        <uint64_t>here, <uint32_t>begin, s.outbox_lkey
+    )
     if lies != NULL:
-        pieces[1].addr, pieces[1].length, pieces[1].lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
+        pieces[1].addr, pieces[1].length, pieces[1].lkey = (
+            <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
+        )
     elif o.body_size:
         memcpy(here + begin, o.body, o.body_size)
         s.copied += o.body_size
@@ -144,9 +175,17 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *li
 
 
 cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
-    """Whether the body can be written where its reader wants it. Its head goes behind it, and needs no room in the inbox."""
-    return o.landing.remote and o.landing.at and 0 < o.body_size <= min(o.landing.room, s.most_written) and sizeof(Prefix) + o.head_size <= SMALL \
+    """Whether the body can be written where its reader wants it.
+
+    Its head goes behind it, and needs no room in the inbox.
+    """
+    return (
+        o.landing.remote
+        and o.landing.at
+        and 0 < o.body_size <= min(o.landing.room, s.most_written)
+        and sizeof(Prefix) + o.head_size <= SMALL
         and here <= s.here.n // 4
+    )
 
 
 cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
@@ -165,13 +204,22 @@ cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *l
     put_prefix(c, p, o, LANDED)
     p.token, p.begin = NO_TOKEN, o.landing.at
     memcpy(p + 1, o.head, o.head_size)
-    head.addr, head.length, head.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + o.head_size), s.outbox_lkey
-    body.addr, body.length, body.lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey if lies != NULL else s.outbox_lkey
+    head.addr, head.length, head.lkey = <uint64_t>p, <uint32_t>(
+        sizeof(Prefix) + o.head_size
+    ), s.outbox_lkey
+    body.addr, body.length, body.lkey = (
+        <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
+        if lies != NULL
+        else s.outbox_lkey
+    )
     if lies == NULL:
         body.addr = <uint64_t>p + UNIT
         memcpy(<char *>body.addr, o.body, o.body_size)
         s.copied += o.body_size
-    if post_both(c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.most_inline else 0, o.landing.at, o.landing.key) != 0:
+    if post_both(
+        c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.most_inline else 0,
+        o.landing.at, o.landing.key
+    ) != 0:
         return -1
     sent.what = o[0]
     c.credits -= 1
@@ -189,7 +237,10 @@ cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
 
 cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     """The same of as much as there is room for, at most an eighth of what there could be."""
-    cdef uint32_t most = min(min(longest_run(&c.there), longest_run(&s.here)), min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT)))
+    cdef uint32_t most = min(
+        min(longest_run(&c.there), longest_run(&s.here)),
+        min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT))
+    )
     cdef uint64_t left = o.head_size + o.body_size - o.sent
     cdef uint32_t token = 0
     cdef Sent *sent
@@ -198,7 +249,9 @@ cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     if most == 0:
         return 0
     left = min(left, <uint64_t>most * UNIT - sizeof(Prefix))
-    sent = take_room(s, c, units_for(sizeof(Prefix) + left), units_for(sizeof(Prefix) + left), &token)
+    sent = take_room(
+        s, c, units_for(sizeof(Prefix) + left), units_for(sizeof(Prefix) + left), &token
+    )
     if sent == NULL:
         return 0
     p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
@@ -207,7 +260,9 @@ cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     copy_piece(<char *>(p + 1), o, left)
     s.copied += left
     o.sent += left
-    piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + left), s.outbox_lkey
+    piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(
+        sizeof(Prefix) + left
+    ), s.outbox_lkey
     if o.sent == o.head_size + o.body_size:
         return write_out(c, sent, token, &piece, 1, o)      # the pieces before are written before
     return -1 if write_out(c, sent, token, &piece, 1, NULL) < 0 else 2
@@ -218,7 +273,9 @@ cdef inline bint has_room(Connection *c) noexcept nogil:
 
 
 cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
-    """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the connection is broken."""
+    """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the
+    connection is broken.
+    """
     cdef int rc = 0
     cdef uint32_t wanted, here
     cdef const Range *lies
@@ -233,7 +290,10 @@ cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogi
             here = units_for(before_body(o.head_size))
         if can_land(s, o, here):
             return post_landed(s, c, o, lies)
-        if wanted <= min(c.there.n // 4, <uint32_t>(s.most_written // UNIT)) and here <= s.here.n // 4:
+        if (
+            wanted <= min(c.there.n // 4, <uint32_t>(s.most_written // UNIT))
+            and here <= s.here.n // 4
+        ):
             rc = post_whole(s, c, o, lies)
             # What is not held comes back, and then there may be room.
             if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
@@ -247,7 +307,9 @@ cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogi
 
 cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
     """For later. A head that stays the caller's is copied."""
-    cdef Outgoing *kept = <Outgoing *>malloc(sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0))
+    cdef Outgoing *kept = <Outgoing *>malloc(
+        sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0)
+    )
     if kept == NULL:
         return NULL
     kept[0] = o[0]
@@ -273,16 +335,24 @@ cdef inline int flush(State *s, Connection *c) noexcept nogil:
 
 cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
     cdef int64_t n = atomic_load(&c.n_returned)
-    return c.consumed >= c.depth // 4 or n >= RETURNED or (n and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+    return (
+        c.consumed >= c.depth // 4
+        or n >= RETURNED
+        or (n and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+    )
 
 
 cdef inline bint can_give_news(Connection *c) noexcept nogil:
-    """The last credit is for what grants others: else both ends could have none, and nothing that either could say."""
+    """The last credit is for what grants others: else both ends could have none, and nothing
+    that either could say.
+    """
     return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
 
 
 cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
-    """Return what is many, or, with ``all_of_it``, whatever there is; and say how many requests were posted. -1: the connection is broken."""
+    """Return what is many, or, with ``all_of_it``, whatever there is; and say how many requests
+    were posted. -1: the connection is broken.
+    """
     cdef Prefix own
     cdef uint64_t number = 0
     cdef char *said

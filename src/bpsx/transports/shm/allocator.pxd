@@ -1,5 +1,6 @@
-# Blocks of a region of shared memory, given out by the one process that writes there: what was given back last is given out first, while caches have
-# it. The books are in that process's own memory, so whoever is killed leaves nothing locked or half written in the others' way.
+# Blocks of a region of shared memory, given out by the one process that writes there: what was
+# given back last is given out first, while caches have it. The books are in that process's own
+# memory, so whoever is killed leaves nothing locked or half written in the others' way.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
@@ -52,7 +53,8 @@ cdef inline Block *take_block(Arena *a, uint64_t n) noexcept nogil:
     cdef uint64_t size = 0
     cdef int wanted = class_of(n, &size), i
     cdef Block *b = NULL
-    for i in range(wanted, CLASSES if size > a.room - a.top else wanted + 1):       # a larger one only where there is no other
+    # a larger one only where there is no other
+    for i in range(wanted, CLASSES if size > a.room - a.top else wanted + 1):
         if a.unused[i] != NULL:
             b, a.unused[i] = a.unused[i], a.unused[i].next
             a.used += b.size

@@ -1,11 +1,14 @@
-# A worker and a lane of one machine, as one of them sees the other: what lies in the memory that they share, and what each keeps for itself.
+# A worker and a lane of one machine, as one of them sees the other: what lies in the memory that
+# they share, and what each keeps for itself.
 #
-# A lane's workers all map one segment. In it each has a slot: a ring of entries each way, and a region each way out of which whoever writes takes
-# blocks for what he says. An entry says where a message lies. A body that lies in the segment already, as a sum does that was made in what a worker
-# has pushed, is not copied for the answers: all its readers are told where it is. Whoever has read a message returns its token; then the block, or
-# what was lent, is its owner's again.
+# A lane's workers all map one segment. In it each has a slot: a ring of entries each way, and a
+# region each way out of which whoever writes takes blocks for what he says. An entry says where a
+# message lies. A body that lies in the segment already, as a sum does that was made in what a
+# worker has pushed, is not copied for the answers: all its readers are told where it is. Whoever
+# has read a message returns its token; then the block, or what was lent, is its owner's again.
 #
-# Nothing is locked across processes. Each word has one writer, but `starving`, which either side sets for the other to clear.
+# Nothing is locked across processes. Each word has one writer, but `starving`, which either side
+# sets for the other to clear.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -31,7 +34,8 @@ cdef struct Entry:
 cdef struct Way:
     # Its writer's:
     int64_t posted              # entries
-    int64_t tight               # much of the region is given out: the reader shall not keep messages where they lie
+    # much of the region is given out: the reader shall not keep messages where they lie
+    int64_t tight
     int64_t closed              # nothing comes any more
     int64_t starving            # set: wake me when you have taken an entry
     int64_t apart[4]
@@ -63,7 +67,8 @@ cdef struct Link:
     uint32_t peer
     bint dead
     int64_t gone                # its process is; by any thread
-    Monitor monitor             # guards `returned`, and that the segment is mapped: messages are released on any thread
+    # guards `returned`, and that the segment is mapped: messages are released on any thread
+    Monitor monitor
     bint mapped
     int wake_fd                 # ends the other's sleep
     char *base                  # the segment
@@ -103,7 +108,9 @@ cdef inline void wake_up(Link *l) noexcept nogil:
     write(l.wake_fd, &one, sizeof(one))
 
 
-cdef inline void set_up(Link *l, char *base, uint64_t n_bytes, uint32_t slot, bint is_lane) noexcept nogil:
+cdef inline void set_up(
+    Link *l, char *base, uint64_t n_bytes, uint32_t slot, bint is_lane
+) noexcept nogil:
     """It has slot number ``slot`` of the segment that is mapped at ``base``."""
     cdef Slot *at = <Slot *>(base + slot * slot_bytes())
     cdef uint64_t head = (sizeof(Slot) + PAGE - 1) // PAGE * PAGE
@@ -155,10 +162,14 @@ cdef inline bint is_shared(Link *l, void *body) noexcept nogil:
 
 
 cdef inline bint put(
-    State *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint, void *body, size_t body_size, done_fn body_done, void *body_hint,
+    State *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint, void *body,
+    size_t body_size, done_fn body_done, void *body_hint
 ) noexcept nogil:
-    """False: there is no room, or it is too large, and nothing has been done. A worker gets back what it has handed over when the lane has taken the
-    message, so that what waits, waits in its own order; a lane at once, or, of what was lent, when it has been returned."""
+    """False: there is no room, or it is too large, and nothing has been done.
+
+    A worker gets back what it has handed over when the lane has taken the message, so that what
+    waits, waits in its own order; a lane at once, or, of what was lent, when it has been returned.
+    """
     cdef uint64_t head_room = (head_size + 63) & ~<uint64_t>63
     cdef bint lent = s.is_lane and body != NULL and body_size and is_shared(l, body)
     cdef uint64_t n = head_room + (0 if lent or body == NULL else body_size)
@@ -208,7 +219,10 @@ cdef inline void take_back(Link *l, uint32_t token) noexcept nogil:
 
 
 cdef inline void drop_link(Link *l) noexcept nogil:
-    """The other has left or died, or we end: nothing that was sent will be read. Nothing in the segment is touched, which forked children do not have."""
+    """The other has left or died, or we end: nothing that was sent will be read.
+
+    Nothing in the segment is touched, which forked children do not have.
+    """
     cdef uint32_t i
     if l.dead:
         return
@@ -236,15 +250,24 @@ cdef inline void notice(State *s, Link *l) noexcept nogil:
             take_back(l, token)
         else:
             atomic_add(&s.malformed, 1)
-    if atomic_load(&l.gone) or (atomic_load(&l.back.closed) and l.taken == atomic_load(&l.back.posted)):
+    if (
+        atomic_load(&l.gone)
+        or (atomic_load(&l.back.closed) and l.taken == atomic_load(&l.back.posted))
+    ):
         drop_link(l)
 
 
 # ---- what we are told
 
 cdef inline bint makes_sense(State *s, Link *l, Entry *e) noexcept nogil:
-    return e.head_size <= MOST_HEAD and e.head <= l.n_bytes - e.head_size and e.has_body <= 1 and e.body_size <= s.most_bytes and (
-        e.body_size <= l.n_bytes and e.body <= l.n_bytes - e.body_size) and (e.has_body or not e.body_size)
+    return (
+        e.head_size <= MOST_HEAD
+        and e.head <= l.n_bytes - e.head_size
+        and e.has_body <= 1
+        and e.body_size <= s.most_bytes
+        and (e.body_size <= l.n_bytes and e.body <= l.n_bytes - e.body_size)
+        and (e.has_body or not e.body_size)
+    )
 
 
 cdef inline void return_token(Link *l, uint32_t token) noexcept nogil:

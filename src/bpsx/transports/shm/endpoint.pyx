@@ -1,10 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Shared memory between a worker and the lanes of its own machine, beside a transport for all others.
+"""Shared memory between a worker and the lanes of its own machine, beside a transport for all
+others.
 
-What is pushed is copied once, into memory that the lane has mapped, too. The lane sums there, and its answer is a few words that say where the
-sum lies; the worker copies it out. Nobody but the two processes takes part: no system call is made unless the other one sleeps, and then one,
-which ends the sleep that the inner transport's endpoint is in. What lies in the segment is described in ``connection.pxd``; ``handshake.py``
-makes two processes find each other.
+What is pushed is copied once, into memory that the lane has mapped, too. The lane sums there, and
+its answer is a few words that say where the sum lies; the worker copies it out. Nobody but the two
+processes takes part: no system call is made unless the other one sleeps, and then one, which ends
+the sleep that the inner transport's endpoint is in. What lies in the segment is described in
+``connection.pxd``; ``handshake.py`` makes two processes find each other.
 """
 import fcntl
 import logging
@@ -22,7 +24,8 @@ from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, 
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport forget_peers, free_aligned
 from bpsx.transports.shm.connection cimport (
-    Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new, wake_up,
+    Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new,
+    wake_up,
 )
 
 from bpsx.transports.shm import handshake
@@ -37,7 +40,8 @@ cdef extern from "<sys/mman.h>" nogil:
 log = logging.getLogger("bpsx.connections")
 
 cdef enum:
-    LOOK_EVERY = 16             # messages, while neighbours always have more: others may have something
+    # messages, while neighbours always have more: others may have something
+    LOOK_EVERY = 16
 
 
 cdef int shared_send(
@@ -50,9 +54,16 @@ cdef int shared_send(
     l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
     if l != NULL and not l.dead:
         notice(s, l)
-    if l != NULL and not l.dead and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint):
+    if (
+        l != NULL
+        and not l.dead
+        and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint)
+    ):
         return 0
-    return s.inner.send(s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint, landing)
+    return s.inner.send(
+        s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done,
+        body_hint, landing
+    )
 
 
 cdef int shared_receive(void *self, Message *m) noexcept nogil:
@@ -91,8 +102,15 @@ cdef void shared_release(void *self, Message *m) noexcept nogil:
 cdef bint has_news(State *s) noexcept nogil:
     cdef Link *l = s.all
     while l != NULL:
-        if not l.dead and (l.taken != atomic_load(&l.back.posted) or l.reclaimed != atomic_load(&l.out.returned) or (
-                l.noticed != atomic_load(&l.out.taken)) or atomic_load(&l.gone) or atomic_load(&l.back.closed)):
+        if (
+            not l.dead
+            and (
+                l.taken != atomic_load(&l.back.posted)
+                or l.reclaimed != atomic_load(&l.out.returned)
+                or (l.noticed != atomic_load(&l.out.taken)) or atomic_load(&l.gone)
+                or atomic_load(&l.back.closed)
+            )
+        ):
             return True
         l = l.next
     return False
@@ -140,9 +158,12 @@ cdef void free_link(Link *l) noexcept:
 
 
 cdef class SharedEndpoint:
-    """An endpoint of another transport, and shared memory for who is on the same machine. See :mod:`bpsx.transports.base` for the contract.
+    """An endpoint of another transport, and shared memory for who is on the same machine.
 
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
+    See :mod:`bpsx.transports.base` for the contract.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
+    drives it has stopped.
     """
     cdef State state
     cdef Endpoint table
@@ -164,13 +185,17 @@ cdef class SharedEndpoint:
         self.state.inner = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
         self.table.self = &self.state
-        self.table.send, self.table.recv, self.table.release = shared_send, shared_receive, shared_release
+        self.table.send, self.table.recv, self.table.release = (
+            shared_send, shared_receive, shared_release
+        )
         self.table.wait, self.table.wake = shared_wait, shared_wake
         if self.state.inner.lend != NULL:
             self.table.lend = shared_lend
 
     def bind(self, host: str, ports=()) -> str:
-        """As the inner transport's; workers of this machine also find the lane by the address that it returns."""
+        """As the inner transport's; workers of this machine also find the lane by the address
+        that it returns.
+        """
         self.state.is_lane = True
         address = self.inner.bind(host, ports)
         self.gate = handshake.listen(address, self.secret, self._meet)
@@ -178,7 +203,9 @@ cdef class SharedEndpoint:
         return address
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
+        """The job's number, and the rank under which lanes shall know this endpoint; before
+        :meth:`connect` and the first message.
+        """
         self.job, self.rank = job, rank
         self.inner.join(job, rank)
         self._open()
@@ -188,10 +215,14 @@ cdef class SharedEndpoint:
             self.gate.open(self.job, self.inner.address)
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer`` from now on: through memory if it is on this machine."""
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on: through memory if
+        it is on this machine.
+        """
         cdef Link *l = NULL
         self.inner.connect(peer, address)
-        with handshake.visit(address, self.secret, self.job, self.rank, self.inner.wake_descriptor) as visit:
+        with handshake.visit(
+            address, self.secret, self.job, self.rank, self.inner.wake_descriptor
+        ) as visit:
             if visit is None:
                 return
             try:
@@ -199,7 +230,10 @@ cdef class SharedEndpoint:
                 l = self._new_link(peer, <char *><uint64_t>at, n_bytes, visit.slot, visit.bell)
                 visit.accept()
             except OSError as e:
-                log.warning("no shared memory with the server at %s, so messages go through the network: %s", address, e)
+                log.warning(
+                    "no shared memory with the server at %s, so messages go through the network: "
+                    "%s", address, e
+                )
                 free_link(l)
                 return
         self._use(l)
@@ -212,11 +246,15 @@ cdef class SharedEndpoint:
                 if self.next_slot >= self.n_slots:
                     raise OSError(f"all {self.n_slots} slots are taken")
                 self._make_segment()
-                l = self._new_link(rank, self.segment, self.n_slots * slot_bytes(), self.next_slot, guest.bell)
+                l = self._new_link(
+                    rank, self.segment, self.n_slots * slot_bytes(), self.next_slot, guest.bell
+                )
                 if not guest.takes(self.descriptor, self.next_slot, self.inner.wake_descriptor):
                     raise OSError("it does not take it")
         except OSError as e:
-            log.warning("no shared memory with worker %d, so messages go through the network: %s", rank, e)
+            log.warning(
+                "no shared memory with worker %d, so messages go through the network: %s", rank, e
+            )
             free_link(l)
             return
         self.next_slot += 1
@@ -229,7 +267,9 @@ cdef class SharedEndpoint:
         try:
             os.ftruncate(made, self.n_slots * slot_bytes())
             # Nobody can pull the memory away from under the others.
-            fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
             at, _ = self._map(made)
         except OSError:
             os.close(made)
@@ -243,12 +283,17 @@ cdef class SharedEndpoint:
             raise OSError(f"a segment of {n_bytes} bytes is of another version")
         at = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0)
         if at == MAP_FAILED:
-            raise OSError(f"cannot map {n_bytes} bytes of shared memory: is the limit of address space (ulimit -v) too low?")
+            raise OSError(
+                f"cannot map {n_bytes} bytes of shared memory: is the limit of address space "
+                f"(ulimit -v) too low?"
+            )
         madvise(at, n_bytes, MADV_DONTDUMP)
         madvise(at, n_bytes, MADV_DONTFORK)
         return <uint64_t>at, n_bytes
 
-    cdef Link *_new_link(self, uint32_t peer, char *at, uint64_t n_bytes, uint32_t slot, int bell) except NULL:
+    cdef Link *_new_link(
+        self, uint32_t peer, char *at, uint64_t n_bytes, uint32_t slot, int bell
+    ) except NULL:
         cdef Link *l
         if (slot + 1) * slot_bytes() > n_bytes:
             raise OSError(f"slot {slot} of a segment of {n_bytes} bytes")
@@ -318,7 +363,9 @@ cdef class SharedEndpoint:
         return self.inner.malformed + atomic_load(&self.state.malformed)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
+        object.
+        """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:

@@ -1,8 +1,12 @@
-"""How a worker and the lanes of its own machine find each other, to share memory: at a Unix socket in the abstract namespace, which has no file that
-could be left behind and reaches as far as the network namespace does. It is named after the lane's address.
+"""How a worker and the lanes of its own machine find each other, to share memory: at a Unix socket
+in the abstract namespace, which has no file that could be left behind and reaches as far as the
+network namespace does.
 
-The worker greets as it does over the network (``listener.py``) and hands over the descriptor that ends its sleep; the lane answers with the segment,
-the worker's slot in it and its own descriptor; the worker says whether it could map the segment. Both ends must be of one user.
+It is named after the lane's address.
+
+The worker greets as it does over the network (``listener.py``) and hands over the descriptor that
+ends its sleep; the lane answers with the segment, the worker's slot in it and its own descriptor;
+the worker says whether it could map the segment. Both ends must be of one user.
 """
 
 from __future__ import annotations
@@ -33,14 +37,22 @@ def _is_ours(link: socket.socket) -> bool:
     return uid in (os.getuid(), 0)
 
 
-def listen(address: str, key: bytes, take: Callable[[socket.socket, int], None]) -> gate.Gate | None:
-    """A gate for the workers that are on this machine; None where there can be none: they come through the network then."""
+def listen(
+    address: str, key: bytes, take: Callable[[socket.socket, int], None]
+) -> gate.Gate | None:
+    """A gate for the workers that are on this machine; None where there can be none: they come
+    through the network then.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_name(address))
         listener.listen(gate.BACKLOG)
     except OSError as e:
-        log.warning("no shared memory for workers of this machine, since there is no socket at which they could find this server: %s", e)
+        log.warning(
+            "no shared memory for workers of this machine, since there is no socket at which they"
+            " could find this server: %s",
+            e,
+        )
         listener.close()
         return None
     return gate.Gate(listener, key, take)
@@ -93,19 +105,28 @@ class Visit:
 
 @contextlib.contextmanager
 def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[Visit | None]:
-    """A worker's part; None: the lane at ``address`` is on another machine, or offers no memory. ``wake``: what ends this process's sleep."""
+    """A worker's part; None: the lane at ``address`` is on another machine, or offers no memory.
+
+    ``wake``: what ends this process's sleep.
+    """
     found: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        # Before anything else: anybody may have bound this name, accept nobody, and so have a blocking connect wait for ever.
+        # Before anything else: anybody may have bound this name, accept nobody, and so have a
+        # blocking connect wait for ever.
         link.settimeout(gate.PATIENCE)
         try:
             link.connect(_name(address))
-        except ConnectionRefusedError:      # no such socket on this machine
+        except ConnectionRefusedError:  # no such socket on this machine
             yield None
             return
         except OSError as e:
-            log.warning("the socket at which the server at %s would offer its memory accepts nobody, so messages go through the network; another "
-                        "user may hold its name (ss -xlp | grep bpsx-lane): %s", address, e)
+            log.warning(
+                "the socket at which the server at %s would offer its memory accepts nobody, so"
+                " messages go through the network; another user may hold its name (ss -xlp | grep"
+                " bpsx-lane): %s",
+                address,
+                e,
+            )
             yield None
             return
         try:
@@ -115,11 +136,18 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
             socket.send_fds(link, [_YES], [wake])
             said, found, _, _ = socket.recv_fds(link, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
         except OSError as e:
-            log.warning("the server at %s is on this machine and does not offer its memory, so messages go through the network: %s", address, e)
+            log.warning(
+                "the server at %s is on this machine and does not offer its memory, so messages go"
+                " through the network: %s",
+                address,
+                e,
+            )
             yield None
             return
         try:
-            magic, slot = _OFFER.unpack(said) if len(said) == _OFFER.size and len(found) == 2 else (b"", 0)
+            magic, slot = (
+                _OFFER.unpack(said) if len(said) == _OFFER.size and len(found) == 2 else (b"", 0)
+            )
             yield Visit(link, found[0], found[1], slot) if magic == _MAGIC else None
         finally:
             _close(found)

@@ -18,4 +18,7 @@ cdef class GatedEndpoint:
     cdef int rank
     cdef bint joined, closed
     cdef readonly str address
-    cdef _set_up(self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor, bint encrypt)
+    cdef _set_up(
+        self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor,
+        bint encrypt
+    )

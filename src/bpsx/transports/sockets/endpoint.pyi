@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 class GatedEndpoint:
-    """An endpoint but for its connections. The contract is :class:`bpsx.transports.base.Endpoint`'s."""
+    """An endpoint but for its connections.
+
+    The contract is :class:`bpsx.transports.base.Endpoint`'s.
+    """
 
     @property
     def address(self) -> str:
@@ -19,11 +22,16 @@ class GatedEndpoint:
     def malformed(self) -> int:
         """Messages that made no sense; their connections were closed."""
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """Listen on ``host`` at a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
+        """Listen on ``host`` at a port that the system chooses.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
     def join(self, job: int, rank: int) -> None:
         """The job's number, and the rank under which lanes shall know this endpoint."""
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+        """Start to watch the connections; returns a descriptor that becomes readable when
+        :meth:`lost` has news.
+        """
     def lost(self) -> list[int]:
         """Peers whose connection has broken since the last call."""
     def abi(self) -> Any:

@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""What the endpoints of our own transports have in common: workers come through the gate of ``listener.py``, one epoll and one wake-up descriptor end
-sleeps, and connections that broke are told of by number.
+"""What the endpoints of our own transports have in common: workers come through the gate of
+``listener.py``, one epoll and one wake-up descriptor end sleeps, and connections that broke are
+told of by number.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t
@@ -8,7 +9,10 @@ from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.sync cimport Monitor, atomic_load, monitor_init
-from bpsx.transports.tcp.connection cimport EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set, eventfd
+from bpsx.transports.tcp.connection cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set,
+    eventfd,
+)
 from bpsx.transports.sockets.peers cimport Losses, take_losses, write
 
 from bpsx.config import NO_ENCRYPTION
@@ -18,10 +22,19 @@ from bpsx.system.address import join_host_port
 
 
 cdef class GatedEndpoint:
-    """An endpoint but for its connections. Subclasses have ``connect``, ``close`` and ``_take``, to which the gate hands a socket and whose it is."""
+    """An endpoint but for its connections.
 
-    cdef _set_up(self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor, bint encrypt):
-        self.epoll, self.wake_fd, self.losses, self.nonsense, self.address, self.rank = epoll, wake_fd, losses, nonsense, "", -1
+    Subclasses have ``connect``, ``close`` and ``_take``, to which the gate hands a socket and whose
+    it is.
+    """
+
+    cdef _set_up(
+        self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor,
+        bint encrypt
+    ):
+        self.epoll, self.wake_fd, self.losses, self.nonsense, self.address, self.rank = (
+            epoll, wake_fd, losses, nonsense, "", -1
+        )
         epoll[0] = wake_fd[0] = losses.fd = -1
         if encrypt:
             raise TransportError(NO_ENCRYPTION)
@@ -30,11 +43,16 @@ cdef class GatedEndpoint:
         epoll[0] = epoll_create1(EPOLL_CLOEXEC)
         wake_fd[0] = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         losses.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if min(epoll[0], wake_fd[0], losses.fd) < 0 or epoll_set(epoll[0], EPOLL_CTL_ADD, wake_fd[0], EPOLLIN, NULL) != 0:
+        if (
+            min(epoll[0], wake_fd[0], losses.fd) < 0
+            or epoll_set(epoll[0], EPOLL_CTL_ADD, wake_fd[0], EPOLLIN, NULL) != 0
+        ):
             raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
+        chooses; returns and stores ``host:port``.
+        """
         listener = gate.listen(host, ports)
         self.gate = gate.Gate(listener, self.secret, self._take)
         self.address = join_host_port(host, listener.getsockname()[1])
@@ -42,8 +60,11 @@ cdef class GatedEndpoint:
         return self.address
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
-        workers in from now on."""
+        """The job's number, and the rank under which lanes shall know this endpoint; before
+        :meth:`connect` and the first message.
+
+        A lane lets workers in from now on.
+        """
         self.job, self.rank, self.joined = job, rank, True
         self._open()
 
@@ -75,7 +96,9 @@ cdef class GatedEndpoint:
         return atomic_load(self.nonsense)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
+        object.
+        """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:

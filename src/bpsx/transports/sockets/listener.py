@@ -1,5 +1,7 @@
-"""Who may connect to a lane over plain sockets, and to its memory: a greeting that only who knows the job secret can compute, checked before the
-data plane sees the connection. What ``auth.py`` is for ZeroMQ.
+"""Who may connect to a lane over plain sockets, and to its memory: a greeting that only who knows
+the job secret can compute, checked before the data plane sees the connection.
+
+What ``auth.py`` is for ZeroMQ.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from bpsx.transports.zeromq.auth import HANDSHAKE_MS, Refusals
 #: Magic and version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp2"
-#: What a lane says first: bytes that it never says again, so that a greeting that somebody has overheard is of no use on another connection.
+#: What a lane says first: bytes that it never says again, so that a greeting that somebody has
+#: overheard is of no use on another connection.
 _NONCE_BYTES = 32
 BACKLOG = 4096
-#: Connections that may be about to greet; of more the oldest are closed. A process has several gates, and needs descriptors for other things.
+#: Connections that may be about to greet; of more the oldest are closed. A process has several
+#: gates, and needs descriptors for other things.
 _MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
 #: Of these one address has this part at most.
 _ADDRESS_SHARE = 4
@@ -36,7 +40,8 @@ _ADDRESS_SHARE = 4
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
 PATIENCE = HANDSHAKE_MS / 1000
-#: Seconds that a lane may take to say its nonce: it may be a busy process that has not accepted yet.
+#: Seconds that a lane may take to say its nonce: it may be a busy process that has not accepted
+#: yet.
 _NONCE_PATIENCE = 30.0
 
 
@@ -55,7 +60,9 @@ def unreachable(address: str, why: str) -> Unreachable:
 
 
 def require_presence(address: str, error: OSError) -> None:
-    """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died: then the scheduler says so, which knows best."""
+    """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died:
+    then the scheduler says so, which knows best.
+    """
     if isinstance(error, TimeoutError):
         raise unreachable(address, "no answer; a firewall?") from error
     if not isinstance(error, ConnectionError):
@@ -63,12 +70,21 @@ def require_presence(address: str, error: OSError) -> None:
 
 
 def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes:
-    return secret.derive(key, "data connection: worker's answer", job, address, rank, nonce).hex().encode()
+    return (
+        secret.derive(key, "data connection: worker's answer", job, address, rank, nonce)
+        .hex()
+        .encode()
+    )
 
 
-def greet(made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b"") -> None:
-    """Worker ``rank``'s part on a new connection to the lane at ``address``: hear the nonce, and send the greeting and ``more`` behind it. Raises
-    OSError."""
+def greet(
+    made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b""
+) -> None:
+    """Worker ``rank``'s part on a new connection to the lane at ``address``: hear the nonce, and
+    send the greeting and ``more`` behind it.
+
+    Raises OSError.
+    """
     nonce = b""
     while len(nonce) < _NONCE_BYTES:
         said = made.recv(_NONCE_BYTES - len(nonce))
@@ -79,7 +95,10 @@ def greet(made: socket.socket, key: bytes, job: int, address: str, rank: int, mo
 
 
 def prepare(made: socket.socket, interval: float, timeout: float) -> None:
-    """A connected socket, for the data plane. Silence of ``timeout`` seconds breaks it; ``interval``: how often it is probed, 0: never."""
+    """A connected socket, for the data plane.
+
+    Silence of ``timeout`` seconds breaks it; ``interval``: how often it is probed, 0: never.
+    """
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if interval > 0:
@@ -87,21 +106,40 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(timeout / probe)), _MOST_PROBES))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
+        made.setsockopt(
+            socket.IPPROTO_TCP,
+            socket.TCP_KEEPCNT,
+            min(max(1, round(timeout / probe)), _MOST_PROBES),
+        )
+        made.setsockopt(
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            min(max(1, round(timeout * 1000)), 2**31 - 1),
+        )
 
 
-def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None,
-         more: bytes = b"") -> socket.socket:
-    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's nonce and sent the greeting, and ``more`` behind it.
+def dial(
+    address: str,
+    key: bytes,
+    job: int,
+    rank: int,
+    before: Callable[[socket.socket, str], None] | None = None,
+    more: bytes = b"",
+) -> socket.socket:
+    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's
+    nonce and sent the greeting, and ``more`` behind it.
+
     ``before``: what to do to the socket, given the lane's numeric address, before it is connected.
 
-    Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
+    Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be
+    reached now.
     """
     host, _, port = address.rpartition(":")
     try:
         numeric = resolve(host, int(port))
-        made = socket.socket(socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM)
+        made = socket.socket(
+            socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM
+        )
     except OSError as e:
         raise TransportError(f"cannot connect to {address}: {e}") from e
     try:
@@ -119,21 +157,34 @@ def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket
 
 
 def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
-    """At the first free one of ``ports``, else at one that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
+    """At the first free one of ``ports``, else at one that the system chooses.
+
+    Raises :class:`~bpsx.errors.TransportError`.
+    """
     bare = host.strip("[]")
     family = socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET
     try:
-        return bind_one(ports, lambda port: socket.create_server((bare, port), family=family, backlog=BACKLOG))
+        return bind_one(
+            ports, lambda port: socket.create_server((bare, port), family=family, backlog=BACKLOG)
+        )
     except TransportError:
         raise
     except OSError as e:
-        raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+        raise TransportError(
+            f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST"
+        ) from e
 
 
 def most_waiting() -> int:
-    """How many connections may be about to greet at one gate, given how many descriptors this process may have."""
+    """How many connections may be about to greet at one gate, given how many descriptors this
+    process may have.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_WAITING if limit == resource.RLIM_INFINITY else max(_LEAST_WAITING, min(_MOST_WAITING, limit // _SHARE))
+    return (
+        _MOST_WAITING
+        if limit == resource.RLIM_INFINITY
+        else max(_LEAST_WAITING, min(_MOST_WAITING, limit // _SHARE))
+    )
 
 
 class _Newcomer:
@@ -145,25 +196,34 @@ class _Newcomer:
 
 
 class Gate:
-    """Listens for one lane. ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
+    """Listens for one lane.
 
-    A greeting answers the nonce of its connection, so who has overheard it can do nothing with it; and each rank comes in once.
+    ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
+
+    A greeting answers the nonce of its connection, so who has overheard it can do nothing with it;
+    and each rank comes in once.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, take: Callable[[socket.socket, int], None]
+    ) -> None:
         self._key, self._take, self._listener = key, take, listener
         self._listener.setblocking(False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._refusals = Refusals()
-        self._inside: set[int] = set()          # ranks
-        self._waiting: dict[int, _Newcomer] = {}        # by descriptor, the oldest first
-        self._by_address: dict[str, dict[int, None]] = {}       # their descriptors, the oldest first
+        self._inside: set[int] = set()  # ranks
+        self._waiting: dict[int, _Newcomer] = {}  # by descriptor, the oldest first
+        # their descriptors, the oldest first
+        self._by_address: dict[str, dict[int, None]] = {}
         self._most = most_waiting()
 
     def open(self, job: int, address: str) -> None:
-        """Begin to let workers in, on a thread of its own. It sleeps except when somebody connects."""
+        """Begin to let workers in, on a thread of its own.
+
+        It sleeps except when somebody connects.
+        """
         self._job, self._address = job, address
         self._thread = threading.Thread(target=self._run, name="bpsx-gate", daemon=True)
         self._thread.start()
@@ -174,7 +234,9 @@ class Gate:
             self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._stopping:
                 first = next(iter(self._waiting.values()), None)
-                for key, _ in self._selector.select(None if first is None else max(0.0, first.until - time.monotonic())):
+                for key, _ in self._selector.select(
+                    None if first is None else max(0.0, first.until - time.monotonic())
+                ):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fd in self._waiting:
@@ -186,7 +248,8 @@ class Gate:
     def _accept(self) -> None:
         try:
             made, peer = self._listener.accept()
-        except OSError:         # it is gone again; or there are no descriptors left, and the next try comes soon enough
+        # it is gone again; or there are no descriptors left, and the next try comes soon enough
+        except OSError:
             time.sleep(0.01)
             return
         made.setblocking(False)
@@ -200,19 +263,24 @@ class Gate:
         self._by_address.setdefault(newcomer.who, {})[made.fileno()] = None
         self._selector.register(made, selectors.EVENT_READ)
         try:
-            made.send(newcomer.nonce)       # an empty buffer takes it
+            made.send(newcomer.nonce)  # an empty buffer takes it
         except OSError:
             self._refuse(newcomer)
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
-            said = newcomer.made.recv(_GREETING.size - len(newcomer.said))     # what follows is for the data plane
+            # what follows is for the data plane
+            said = newcomer.made.recv(_GREETING.size - len(newcomer.said))
         except BlockingIOError:
             return
         except OSError:
             said = b""
         newcomer.said += said
-        if said and len(newcomer.said) < _GREETING.size and _MAGIC.startswith(newcomer.said[:len(_MAGIC)]):
+        if (
+            said
+            and len(newcomer.said) < _GREETING.size
+            and _MAGIC.startswith(newcomer.said[: len(_MAGIC)])
+        ):
             return
         rank = self._rank_of(newcomer.said, newcomer.nonce)
         if rank < 0:
@@ -228,7 +296,11 @@ class Gate:
             return -1
         magic, rank, shown = _GREETING.unpack(said)
         new = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside
-        return int(rank) if new and secret.same(shown, _token(self._key, self._job, self._address, rank, nonce)) else -1
+        return (
+            int(rank)
+            if new and secret.same(shown, _token(self._key, self._job, self._address, rank, nonce))
+            else -1
+        )
 
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.made)
@@ -261,4 +333,6 @@ class Gate:
                 newcomer.made.close()
         self._listener.close()
         os.close(self._wake)
-        del self._take          # which holds the endpoint that holds us: descriptors would stay until the next collection of garbage
+        # which holds the endpoint that holds us: descriptors would stay until the next collection
+        # of garbage
+        del self._take

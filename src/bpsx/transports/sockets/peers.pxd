@@ -1,4 +1,5 @@
-# What every transport of our own has: its peers by number, which of them have been lost, and memory for what those send.
+# What every transport of our own has: its peers by number, which of them have been lost, and memory
+# for what those send.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -14,7 +15,8 @@ cdef extern from *:
     #include <stdint.h>
     #include <stdlib.h>
     static inline void *bpsx_aligned(size_t size) {
-        /* Not posix_memalign: it asks for more than it returns, so the place of a freed block never holds an equal one. */
+        /* Not posix_memalign: it asks for more than it returns,
+           so the place of a freed block never holds an equal one. */
         char *got = size < PTRDIFF_MAX - 64 ? malloc(size + 64) : NULL, *at;
         if (got == NULL)
             return NULL;

@@ -1,4 +1,5 @@
-# A connection of the transport over plain sockets, and an endpoint's lists of them. See endpoint.pyx.
+# A connection of the transport over plain sockets, and an endpoint's lists of them. See
+# endpoint.pyx.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
@@ -50,9 +51,11 @@ cdef extern from *:
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
 cdef enum:
-    BUFFER = 64 << 10           # what is read beyond the body that is awaited; small messages come many at a time
+    # what is read beyond the body that is awaited; small messages come many at a time
+    BUFFER = 64 << 10
     EVENTS = 64
-    LOOK_EVERY = 16             # messages, while there are always more: others may have something, or have room
+    # messages, while there are always more: others may have something, or have room
+    LOOK_EVERY = 16
     GATHERED = 8                # messages that are written at once, of those that wait
     MOST_HEAD = 1 << 20
 
@@ -84,7 +87,8 @@ cdef struct Connection:
     bint wants_out              # epoll tells when it can be written to
     Outgoing *first
     Outgoing *last
-    char *block                 # the message that is being read: head, then body at a multiple of 64
+    # the message that is being read: head, then body at a multiple of 64
+    char *block
     Prefix prefix
     size_t filled               # bytes of head and body together
     size_t begin                # what is in `buffer` and not used
@@ -144,7 +148,11 @@ cdef inline void take_new(State *s) noexcept nogil:
     while c != NULL:
         following = c.next
         c.next, s.all = s.all, c
-        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
+        if (
+            room_for_peer(&s.peers, c.peer)
+            and s.peers.at[c.peer] == NULL
+            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
+        ):
             s.peers.at[c.peer] = c
         else:
             c.dead = True

@@ -1,12 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""TCP through plain sockets: one epoll per endpoint, and no thread of its own for what is sent and received.
+"""TCP through plain sockets: one epoll per endpoint, and no thread of its own for what is sent and
+received.
 
-Whoever drives the endpoint (the core's driver, a lane's thread) reads and writes the sockets itself, so a message passes from the caller's memory
-to the kernel and from the kernel into memory that the receiver keeps, without another thread on the way. What the kernel does not take at once
-is kept, by reference, and written when there is room.
+Whoever drives the endpoint (the core's driver, a lane's thread) reads and writes the sockets
+itself, so a message passes from the caller's memory to the kernel and from the kernel into memory
+that the receiver keeps, without another thread on the way. What the kernel does not take at once is
+kept, by reference, and written when there is room.
 
-A connection begins with a greeting that ``listener.py`` checks. A message is 16 bytes (the head's size, whether there is a body, the body's size), head
-and body.
+A connection begins with a greeting that ``listener.py`` checks. A message is 16 bytes (the head's
+size, whether there is a body, the body's size), head and body.
 """
 import logging
 import socket as sockets
@@ -18,12 +20,15 @@ from libc.stdlib cimport calloc, free
 from bpsx.system.sync cimport atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.tcp.connection cimport (
-    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_event, epoll_wait, iovec, let_go, lose, make_ready, next_ready, take_new,
+    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_event, epoll_wait,
+    iovec, let_go, lose, make_ready, next_ready, take_new,
 )
 from bpsx.transports.sockets.endpoint cimport GatedEndpoint
 from bpsx.transports.tcp.receive cimport next_message
 from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, read, write
-from bpsx.transports.tcp.send cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
+from bpsx.transports.tcp.send cimport (
+    flush, keep, put_rest, send_pieces, size_of, tell_when_writable,
+)
 
 from bpsx.errors import TransportError
 from bpsx.transports.sockets import listener
@@ -44,9 +49,17 @@ cdef int tcp_send(
     cdef Outgoing *o = NULL
     take_new(s)
     c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
-    prefix.head_size, prefix.has_body, prefix.body_size = <uint32_t>head_size, body != NULL, body_size if body != NULL else 0
+    prefix.head_size, prefix.has_body, prefix.body_size = (
+        <uint32_t>head_size, body != NULL, body_size
+        if body != NULL
+        else 0
+    )
     if c != NULL and not c.dead:
-        sent = 0 if c.first != NULL else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
+        sent = (
+            0
+            if c.first != NULL
+            else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
+        )
     if sent >= 0 and <size_t>sent < size_of(&prefix):
         o = keep(&prefix, head, head_done, head_hint, body, body_done, body_hint, sent)
         if o != NULL:
@@ -133,15 +146,23 @@ cdef void tcp_wake(void *self) noexcept nogil:
 cdef class TcpEndpoint(GatedEndpoint):
     """Connections over plain sockets. See :mod:`bpsx.transports.base` for the contract.
 
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped. ``io_threads`` is ZeroMQ's.
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
+    drives it has stopped. ``io_threads`` is ZeroMQ's.
     """
     cdef State state
     cdef object send_buffer
 
-    def __cinit__(self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False,
-                  int64_t most_bytes=-1, int io_threads=0):
-        self.secret, self.send_buffer, self.interval, self.timeout = secret, send_buffer, heartbeat_interval, heartbeat_timeout
-        self._set_up(&self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed, &self.state.monitor, encrypt)
+    def __cinit__(
+        self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout,
+        bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1, int io_threads=0
+    ):
+        self.secret, self.send_buffer, self.interval, self.timeout = (
+            secret, send_buffer, heartbeat_interval, heartbeat_timeout
+        )
+        self._set_up(
+            &self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed,
+            &self.state.monitor, encrypt
+        )
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = tcp_send, tcp_receive, tcp_release
@@ -153,7 +174,8 @@ cdef class TcpEndpoint(GatedEndpoint):
             made = listener.dial(address, self.secret, self.job, self.rank, self._size_buffers)
         except TransportError:
             raise
-        except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+        # it has been there: whoever watches knows who it was, and that it is gone
+        except OSError as e:
             listener.require_presence(address, e)
             log.warning("cannot connect to %s: %s", address, e)
             add_loss(&self.state.losses, peer)

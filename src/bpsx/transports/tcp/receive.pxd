@@ -1,4 +1,5 @@
-# What a connection over plain sockets reads: messages in memory of their own, bodies straight into it.
+# What a connection over plain sockets reads: messages in memory of their own, bodies straight into
+# it.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
@@ -6,7 +7,9 @@ from libc.string cimport memcpy, memmove, memset
 
 from bpsx.system.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
-from bpsx.transports.tcp.connection cimport BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, iovec, msghdr, recvmsg
+from bpsx.transports.tcp.connection cimport (
+    BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, iovec, msghdr, recvmsg,
+)
 from bpsx.transports.sockets.peers cimport aligned
 
 
@@ -41,8 +44,12 @@ cdef inline ssize_t receive_pieces(Connection *c, iovec *pieces, int n) noexcept
 cdef inline int begin_message(State *s, Connection *c) noexcept nogil:
     """Its prefix is in the buffer. -1: it makes no sense."""
     memcpy(&c.prefix, c.buffer + c.begin, sizeof(Prefix))
-    if c.prefix.head_size > MOST_HEAD or c.prefix.has_body > 1 or c.prefix.body_size > s.most_bytes or (
-            c.prefix.body_size and not c.prefix.has_body):
+    if (
+        c.prefix.head_size > MOST_HEAD
+        or c.prefix.has_body > 1
+        or c.prefix.body_size > s.most_bytes
+        or (c.prefix.body_size and not c.prefix.has_body)
+    ):
         atomic_add(&s.malformed, 1)
         return -1
     c.block = <char *>aligned(max(<size_t>64, body_at(&c.prefix) + c.prefix.body_size))
@@ -69,18 +76,26 @@ cdef inline void take_buffered(Connection *c) noexcept nogil:
 
 
 cdef inline int read_more(Connection *c) noexcept nogil:
-    """The rest of the message straight to where it belongs, and what comes behind it into the buffer. 0: nothing has come; -1: broken."""
+    """The rest of the message straight to where it belongs, and what comes behind it into the
+    buffer.
+
+    0: nothing has come; -1: broken.
+    """
     cdef iovec pieces[3]
     cdef int n = 0
     cdef size_t rest = 0
     cdef ssize_t got
     if c.block != NULL:
         if c.filled < c.prefix.head_size:
-            pieces[n].iov_base, pieces[n].iov_len = c.block + c.filled, c.prefix.head_size - c.filled
+            pieces[n].iov_base, pieces[n].iov_len = (
+                c.block + c.filled, c.prefix.head_size - c.filled
+            )
             n += 1
         rest = c.prefix.head_size + c.prefix.body_size - c.filled
         if c.prefix.body_size:
-            pieces[n].iov_base = c.block + body_at(&c.prefix) + (c.filled - c.prefix.head_size if c.filled > c.prefix.head_size else 0)
+            pieces[n].iov_base = c.block + body_at(&c.prefix) + (
+                c.filled - c.prefix.head_size if c.filled > c.prefix.head_size else 0
+            )
             pieces[n].iov_len = rest - (pieces[0].iov_len if n else 0)
             n += 1
     if c.begin == c.end:

@@ -1,4 +1,5 @@
-# What a connection over plain sockets writes: at once what the kernel takes, later what it does not.
+# What a connection over plain sockets writes: at once what the kernel takes, later what it does
+# not.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
 from libc.stdlib cimport malloc
@@ -6,8 +7,8 @@ from libc.string cimport memcpy, memset
 
 from bpsx.transports.abi cimport done_fn
 from bpsx.transports.tcp.connection cimport (
-    EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing, Prefix, State, end_outgoing,
-    epoll_set, iovec, msghdr, sendmsg,
+    EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing,
+    Prefix, State, end_outgoing, epoll_set, iovec, msghdr, sendmsg,
 )
 
 
@@ -15,8 +16,13 @@ cdef inline size_t size_of(Prefix *p) noexcept nogil:
     return sizeof(Prefix) + p.head_size + p.body_size
 
 
-cdef inline int put_rest(iovec *to, Prefix *prefix, char *head, char *body, size_t sent) noexcept nogil:
-    """What is left of a message after ``sent`` bytes. Returns how many pieces that is, at most 3."""
+cdef inline int put_rest(
+    iovec *to, Prefix *prefix, char *head, char *body, size_t sent
+) noexcept nogil:
+    """What is left of a message after ``sent`` bytes.
+
+    Returns how many pieces that is, at most 3.
+    """
     cdef char *starts[3]
     cdef size_t sizes[3]
     cdef int i, n = 0
@@ -87,10 +93,14 @@ cdef inline int flush(State *s, Connection *c) noexcept nogil:
     return 0
 
 
-cdef inline Outgoing *keep(Prefix *prefix, void *head, done_fn head_done, void *head_hint, void *body, done_fn body_done, void *body_hint,
-                    size_t sent) noexcept nogil:
+cdef inline Outgoing *keep(
+    Prefix *prefix, void *head, done_fn head_done, void *head_hint, void *body, done_fn body_done,
+    void *body_hint, size_t sent
+) noexcept nogil:
     """A message for later. A head that stays the caller's is copied."""
-    cdef Outgoing *o = <Outgoing *>malloc(sizeof(Outgoing) + (prefix.head_size if head_done == NULL else 0))
+    cdef Outgoing *o = <Outgoing *>malloc(
+        sizeof(Outgoing) + (prefix.head_size if head_done == NULL else 0)
+    )
     if o == NULL:
         return NULL
     o.next, o.prefix, o.sent = NULL, prefix[0], sent

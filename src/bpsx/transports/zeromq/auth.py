@@ -1,7 +1,9 @@
-"""Who may connect to a lane: ZeroMQ's question about every new connection (ZAP), answered before its first message.
+"""Who may connect to a lane: ZeroMQ's question about every new connection (ZAP), answered before
+its first message.
 
-A worker shows a token that only who knows the job secret can compute, for this job, this lane and this rank alone. A connection without it is
-closed in its handshake, so a stranger cannot make a lane read, keep or even count anything.
+A worker shows a token that only who knows the job secret can compute, for this job, this lane and
+this rank alone. A connection without it is closed in its handshake, so a stranger cannot make a
+lane read, keep or even count anything.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from bpsx import secret
 
 log = logging.getLogger("bpsx.server")
 ENDPOINT = "inproc://zeromq.zap.01"
-#: A connection that has not shown its token after this long is closed. A worker may be here before we know the job's number.
+#: A connection that has not shown its token after this long is closed. A worker may be here before
+#: we know the job's number.
 HANDSHAKE_MS = 10_000
 EVERY_SECONDS = 10.0
-_FRAMES = 6             # version, request, domain, address, routing id, mechanism; then what the mechanism shows
+# version, request, domain, address, routing id, mechanism; then what the mechanism shows
+_FRAMES = 6
 
 
 def token(key: bytes, job: int, address: str, rank: int) -> bytes:
@@ -43,16 +47,22 @@ class Refusals:
         if now >= self._next:
             more = self.count - self._told - 1
             self._next, self._told = now + EVERY_SECONDS, self.count
-            log.warning("refused a connection from %s: it does not know the job secret, or comes twice%s", who,
-                        f"; {more} more since the last such line" if more else "")
+            log.warning(
+                "refused a connection from %s: it does not know the job secret, or comes twice%s",
+                who,
+                f"; {more} more since the last such line" if more else "",
+            )
 
 
 class Door:
-    """Answers for the sockets of one ZeroMQ context. Made before they listen; :meth:`open` once the job's number is known.
+    """Answers for the sockets of one ZeroMQ context.
 
-    Data connections are made once and never again, so a token is good for one connection: of whoever shows it first. Only
-    encryption keeps one who reads the network from being that.
-    With CURVE (``encrypt``) whoever could begin a handshake knows the lane's public key, which nobody tells: that is proof enough.
+    Made before they listen; :meth:`open` once the job's number is known.
+
+    Data connections are made once and never again, so a token is good for one connection: of
+    whoever shows it first. Only encryption keeps one who reads the network from being that. With
+    CURVE (``encrypt``) whoever could begin a handshake knows the lane's public key, which nobody
+    tells: that is proof enough.
     """
 
     def __init__(self, context: zmq.Context[Any], key: bytes) -> None:
@@ -63,7 +73,7 @@ class Door:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._inside: set[int] = set()          # ranks
+        self._inside: set[int] = set()  # ranks
         self._refusals = Refusals()
 
     def open(self, job: int, address: str) -> None:
@@ -84,8 +94,19 @@ class Door:
     def _answer(self, frames: list[bytes]) -> None:
         good = len(frames) >= _FRAMES and self._knows(frames[5], frames[_FRAMES:])
         if not good:
-            self._refusals.add(frames[3].decode("utf-8", "replace") if len(frames) > 3 else "an unknown address")
-        self._socket.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", b"200" if good else b"400", b"", b"", b""])
+            self._refusals.add(
+                frames[3].decode("utf-8", "replace") if len(frames) > 3 else "an unknown address"
+            )
+        self._socket.send_multipart(
+            [
+                b"1.0",
+                frames[1] if len(frames) > 1 else b"",
+                b"200" if good else b"400",
+                b"",
+                b"",
+                b"",
+            ]
+        )
 
     def _knows(self, mechanism: bytes, shown: list[bytes]) -> bool:
         if mechanism == b"CURVE":
@@ -93,7 +114,9 @@ class Door:
         if mechanism != b"PLAIN" or len(shown) != 2 or not shown[0].isdigit() or len(shown[0]) > 10:
             return False
         rank = int(shown[0])
-        if rank in self._inside or not secret.same(shown[1], token(self._key, self._job, self._address, rank)):
+        if rank in self._inside or not secret.same(
+            shown[1], token(self._key, self._job, self._address, rank)
+        ):
             return False
         self._inside.add(rank)
         return True

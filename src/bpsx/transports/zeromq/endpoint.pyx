@@ -1,12 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""TCP through ZeroMQ: one ROUTER socket per endpoint, driven by function pointer and without the GIL.
+"""TCP through ZeroMQ: one ROUTER socket per endpoint, driven by function pointer and without the
+GIL.
 
-pyzmq makes and configures the socket and closes it; in between the data path calls the very libzmq that pyzmq loaded, so no system
-ZeroMQ is needed. Sends hand libzmq the caller's memory (``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
+pyzmq makes and configures the socket and closes it; in between the data path calls the very libzmq
+that pyzmq loaded, so no system ZeroMQ is needed. Sends hand libzmq the caller's memory
+(``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
 
-Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a lane binds, and each
-routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's index of a lane) and the 64-bit job id. A connection shows a
-token before its first message (``auth.py``), or, encrypted, can only begin with keys that come from the job secret.
+Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a
+lane binds, and each routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's
+index of a lane) and the 64-bit job id. A connection shows a token before its first message
+(``auth.py``), or, encrypted, can only begin with keys that come from the job secret.
 """
 import ctypes
 
@@ -86,13 +89,18 @@ cdef LibZmq lib
 
 def _load() -> None:
     """Resolve libzmq's functions in the library that pyzmq itself uses."""
-    # dlsym on the handle of pyzmq's extension also searches what it links to, be that a bundled or a system library.
+    # dlsym on the handle of pyzmq's extension also searches what it links to, be that a bundled or
+    # a system library.
     library = ctypes.CDLL(_zmq_module.__file__)
     def address(name: str) -> int:
         return ctypes.cast(getattr(library, "zmq_" + name), ctypes.c_void_p).value
     lib.msg_init = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_init")
-    lib.msg_init_size = <int (*)(zmq_msg_t *, size_t) noexcept nogil><uintptr_t>address("msg_init_size")
-    lib.msg_init_data = <int (*)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil><uintptr_t>address("msg_init_data")
+    lib.msg_init_size = <int (*)(zmq_msg_t *, size_t) noexcept nogil><uintptr_t>address(
+        "msg_init_size"
+    )
+    lib.msg_init_data = <int (*)(
+        zmq_msg_t *, void *, size_t, done_fn, void *
+    ) noexcept nogil><uintptr_t>address("msg_init_data")
     lib.msg_send = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_send")
     lib.msg_recv = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_recv")
     lib.msg_close = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_close")
@@ -111,7 +119,8 @@ cdef struct State:
     int wake_fd
     uint64_t job
     int64_t malformed
-    int64_t *descriptors        # of workers, by rank, +1, as seen with the first message; only a lane has them
+    # of workers, by rank, +1, as seen with the first message; only a lane has them
+    int64_t *descriptors
     uint32_t n_descriptors
 
 
@@ -123,10 +132,17 @@ cdef inline void put_id(State *s, char *out, uint32_t index) noexcept nogil:
 
 cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
     cdef char *text = <char *>lib.msg_data(m)
-    return lib.msg_size(m) == ID_BYTES and text[0] == ID_TAG and memcmp(text + 5, &s.job, 8) == 0 and lib.msg_more(m)
+    return (
+        lib.msg_size(m) == ID_BYTES
+        and text[0] == ID_TAG
+        and memcmp(text + 5, &s.job, 8) == 0
+        and lib.msg_more(m)
+    )
 
 
-cdef int send_frame(State *s, void *data, size_t size, done_fn done, void *hint, int flags) noexcept nogil:
+cdef int send_frame(
+    State *s, void *data, size_t size, done_fn done, void *hint, int flags
+) noexcept nogil:
     """One frame; with a done callback it is not copied, and the callback runs whatever happens."""
     cdef zmq_msg_t m
     if done != NULL:
@@ -153,7 +169,8 @@ cdef int zmq_send(
     cdef char routing_id[ID_BYTES]
     cdef int more = ZMQ_SNDMORE if body != NULL else 0
     put_id(s, routing_id, peer)
-    # ROUTER refuses an unknown peer at the first frame; after that the frames of a message go through or are dropped whole.
+    # ROUTER refuses an unknown peer at the first frame; after that the frames of a message go
+    # through or are dropped whole.
     if send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0:
         if head_done != NULL:
             head_done(head, head_hint)
@@ -203,7 +220,8 @@ cdef int zmq_receive(void *self, Message *m) noexcept nogil:
         if receive_frame(s, head) != 0:
             return 0
         m.has_body = False
-        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:     # written once: connections are not made again
+        # written once: connections are not made again
+        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:
             atomic_store(&s.descriptors[m.peer], lib.msg_get(head, ZMQ_SRCFD) + 1)
         if lib.msg_more(head):
             if receive_frame(s, body) != 0:
@@ -267,8 +285,10 @@ cdef class ZeroMQEndpoint:
     cdef dict peers
     cdef bint closed
 
-    def __cinit__(self, *, int io_threads, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
-                  bint encrypt=False, int64_t most_bytes=-1):
+    def __cinit__(
+        self, *, int io_threads, object send_buffer, double heartbeat_interval,
+        double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1
+    ):
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
@@ -280,19 +300,22 @@ cdef class ZeroMQEndpoint:
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
         self.socket = socket
-        # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its high-water mark.
+        # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its
+        # high-water mark.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A reconnect would lose what was in flight without a word; a broken connection is an error instead, see `lost`. Not -1, which
-        # says the same: libzmq 4.3.5 then tears the pipe down between two frames of a message and aborts the process.
+        # A reconnect would lose what was in flight without a word; a broken connection is an error
+        # instead, see `lost`. Not -1, which says the same: libzmq 4.3.5 then tears the pipe down
+        # between two frames of a message and aborts the process.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
         if heartbeat_interval > 0:
             socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
-            # Heartbeats queue behind data that the kernel cannot deliver, so what stays unacknowledged ends the connection, too.
+            # Heartbeats queue behind data that the kernel cannot deliver, so what stays
+            # unacknowledged ends the connection, too.
             socket.setsockopt(zmq.TCP_MAXRT, max(1, int(heartbeat_timeout * 1000)))
         self.state.socket = <void *><uintptr_t>socket.underlying
         self.table.self = &self.state
@@ -303,14 +326,18 @@ cdef class ZeroMQEndpoint:
         self.table.wake = zmq_wake
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
+        chooses; returns and stores ``host:port``.
+        """
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         self._size_buffers(host)
         self._guard()
         try:
             bind_one(ports, lambda port: self.socket.bind(tcp_url(host, port or "*")))
         except zmq.ZMQError as e:
-            raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+            raise TransportError(
+                f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST"
+            ) from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
         self.address = join_host_port(host, int(port))
         self.state.descriptors = <int64_t *>calloc(MOST_WORKERS, sizeof(int64_t))
@@ -325,7 +352,9 @@ cdef class ZeroMQEndpoint:
         self.socket.setsockopt(zmq.SNDBUF, send_buffer(host, self.send_buffer) or -1)
 
     def _guard(self):
-        """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
+        """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes
+        the options as they are then.
+        """
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, auth.HANDSHAKE_MS)
         self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, b"bpsx")
@@ -342,19 +371,28 @@ cdef class ZeroMQEndpoint:
             self.door.open(self.state.job, self.address)
 
     def _show(self, str address):
-        """Prove to the lane at ``address`` that we know the secret; before its connection is made."""
+        """Prove to the lane at ``address`` that we know the secret; before its connection is
+        made.
+        """
         if not self.encrypt:
             self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
-            self.socket.setsockopt(zmq.PLAIN_PASSWORD, auth.token(self.secret, self.state.job, address, self.rank))
+            self.socket.setsockopt(
+                zmq.PLAIN_PASSWORD, auth.token(self.secret, self.state.job, address, self.rank)
+            )
             return
         public, own = zmq.curve_keypair()
-        self.socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(secrets.curve_key(self.secret, KEY_PURPOSE)))
+        self.socket.setsockopt(
+            zmq.CURVE_SERVERKEY, zmq.curve_public(secrets.curve_key(self.secret, KEY_PURPOSE))
+        )
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, own)
 
     def join(self, uint64_t job, int rank) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
-        workers in from now on."""
+        """The job's number, and the rank under which lanes shall know this endpoint; before
+        :meth:`connect` and the first message.
+
+        A lane lets workers in from now on.
+        """
         cdef char routing_id[ID_BYTES]
         self.state.job = job
         self.rank = rank
@@ -370,7 +408,8 @@ cdef class ZeroMQEndpoint:
         put_id(&self.state, routing_id, peer)
         self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
         try:
-            # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
+            # Numeric: libzmq reports a broken connection under the name it was given or the address
+            # it resolved, now this, now that.
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
             self._size_buffers(numeric)
@@ -381,22 +420,34 @@ cdef class ZeroMQEndpoint:
         self.peers[join_host_port(numeric, int(port))] = peer
 
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+        """Start to watch the connections; returns a descriptor that becomes readable when
+        :meth:`lost` has news.
+        """
         # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
-        self.monitor_socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}")
+        self.monitor_socket = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}"
+        )
         return self.monitor_socket.getsockopt(zmq.FD)
 
     def lost(self) -> list:
-        """Peers whose connection has broken since the last call, -1 for one that we cannot name; on :meth:`watch`'s thread."""
+        """Peers whose connection has broken since the last call, -1 for one that we cannot name;
+        on :meth:`watch`'s thread.
+        """
         found = []
         while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self.monitor_socket.recv_multipart(zmq.DONTWAIT))
-            found.append(self._worker_at(event["value"]) if self.address else
-                         self.peers.get(event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1))
+            found.append(
+                self._worker_at(event["value"]) if self.address
+                else self.peers.get(
+                    event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1
+                )
+            )
         return found
 
     def _worker_at(self, int64_t descriptor):
-        """The rank of the worker that spoke to this lane on ``descriptor``, which is closed; -1: nobody who has."""
+        """The rank of the worker that spoke to this lane on ``descriptor``, which is closed; -1:
+        nobody who has.
+        """
         cdef uint32_t rank
         for rank in range(self.state.n_descriptors):
             if atomic_load(&self.state.descriptors[rank]) == descriptor + 1:
@@ -420,7 +471,9 @@ cdef class ZeroMQEndpoint:
         return atomic_load(&self.state.malformed)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
+        object.
+        """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:
@@ -440,8 +493,9 @@ cdef class ZeroMQEndpoint:
         self.context.term()
 
     def __dealloc__(self):
-        # The descriptor goes last: a done callback that runs while the context ends may still wake us. Not with os.close: when the interpreter
-        # ends, this module's names may have gone before us.
+        # The descriptor goes last: a done callback that runs while the context ends may still wake
+        # us. Not with os.close: when the interpreter ends, this module's names may have gone before
+        # us.
         if self.state.wake_fd >= 0:
             close_descriptor(self.state.wake_fd)
         free(self.state.descriptors)

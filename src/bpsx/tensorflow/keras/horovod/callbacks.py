@@ -14,8 +14,11 @@ from bpsx.tensorflow.keras import callbacks as ours
 from bpsx.tensorflow.keras.callbacks import MetricAverageCallback
 
 __all__ = [
-    "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "MetricAverageCallback",
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
 ]
 
 
@@ -32,8 +35,10 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
     def register_local_var(self, var: Any) -> None:
         """Do not broadcast ``var``. Raises :class:`~bpsx.errors.ConfigError` for no variable."""
         if not hasattr(var, "assign"):
-            raise ConfigError(f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is no "
-                              "variable; a list of variables is needed")
+            raise ConfigError(
+                f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is no "
+                "variable; a list of variables is needed"
+            )
         self.keep(var)
 
 
@@ -44,29 +49,50 @@ class LearningRateScheduleCallback(ours.LearningRateScheduleCallback):
     """
 
     def __init__(
-        self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
-        end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = True,
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
         _check_initial(type(self).__name__, initial_lr)
         decay = multiplier
         if not callable(decay):
-            ours.check_number(type(self).__name__, "multiplier", decay, 0,
-                              "numbers from 0, and functions of the epoch")
+            ours.check_number(
+                type(self).__name__,
+                "multiplier",
+                decay,
+                0,
+                "numbers from 0, and functions of the epoch",
+            )
 
             def multiplier(epoch: float) -> float:
                 return float(decay ** (epoch - start_epoch))
 
-        super().__init__(multiplier, start_epoch, end_epoch, staircase, momentum_correction,
-                         steps_per_epoch, initial_lr)
+        super().__init__(
+            multiplier,
+            start_epoch,
+            end_epoch,
+            staircase,
+            momentum_correction,
+            steps_per_epoch,
+            initial_lr,
+        )
 
 
 class LearningRateWarmupCallback(ours.LearningRateWarmupCallback):
     """As bpsx's, but that ``initial_lr`` is needed, and ``verbose`` is for worker 0."""
 
     def __init__(
-        self, initial_lr: float, warmup_epochs: float = 5, momentum_correction: bool = True,
-        steps_per_epoch: int | None = None, verbose: int = 0,
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
     ) -> None:
         _check_initial(type(self).__name__, initial_lr)
         super().__init__(warmup_epochs, momentum_correction, steps_per_epoch, verbose, initial_lr)
@@ -87,21 +113,33 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     """Keras's ``ModelCheckpoint`` of the best model, whose ``filepath`` is set before training."""
 
     def __init__(
-        self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False,
-        mode: str = "auto", save_freq: Any = "epoch",
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
     ) -> None:
         # Keras wants a path with the right ending; there is none yet.
-        super().__init__("none.weights.h5" if save_weights_only else "none.keras", monitor, verbose,
-                         save_best_only=True, save_weights_only=save_weights_only, mode=mode,
-                         save_freq=save_freq)
+        super().__init__(
+            "none.weights.h5" if save_weights_only else "none.keras",
+            monitor,
+            verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
         self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` if there is no ``filepath``."""
         if self.filepath is None:
-            raise ConfigError("BestModelCheckpoint: where is the model to be saved? Set its "
-                              "filepath, or take keras.callbacks.ModelCheckpoint(path, "
-                              "save_best_only=True)")
+            raise ConfigError(
+                "BestModelCheckpoint: where is the model to be saved? Set its "
+                "filepath, or take keras.callbacks.ModelCheckpoint(path, "
+                "save_best_only=True)"
+            )
         super().on_train_begin(logs)
 
 

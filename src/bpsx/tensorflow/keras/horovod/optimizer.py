@@ -17,11 +17,19 @@ _Groups: TypeAlias = int | Sequence[Sequence[Any]] | None
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.Average,
-    backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-    num_groups: int = 0, groups: _Groups = None, process_set: ProcessSet = global_process_set,
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
     """:func:`bpsx.tensorflow.keras.DistributedOptimizer`, with Horovod's arguments.
@@ -41,17 +49,33 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     # Keras divides by the number of passes.
     factor = 1.0 if average_aggregated_gradients else float(passes)
     exchange = made_exchange(
-        verb, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
-        process_set, scale_local_gradients, factor=factor)
+        verb,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+        factor=factor,
+    )
     set_passes(optimizer, passes)
     return distributed(optimizer, exchange)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
-    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.Average, groups: _Groups = None,
-    process_set: ProcessSet = global_process_set, local_layers: Any = None,
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.Average,
+    groups: _Groups = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """:func:`DistributedOptimizer` for which all weights of ``local_layers`` are local.
@@ -60,17 +84,28 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     """
     local = weights_of("PartialDistributedOptimizer", local_layers)
     made = DistributedOptimizer(
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
-        gradient_predivide_factor, op, groups=groups, process_set=process_set,
-        scale_local_gradients=scale_local_gradients)
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
     for variable in local:
         made.register_local_var(variable)
     return made
 
 
 def load_model(
-    filepath: Any, custom_optimizers: Iterable[type] | None = None,
-    custom_objects: dict[str, Any] | None = None, compression: type[Compressor] = Compression.none,
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
     """:func:`bpsx.tensorflow.keras.load_model`: a saved model, whose optimizer is distributed.
@@ -78,8 +113,14 @@ def load_model(
     Raises :class:`~bpsx.errors.ConfigError` for ``legacy_opts``: Keras 3 has no such optimizers.
     """
     if legacy_opts:
-        raise ConfigError(f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy "
-                          "optimizers; leave it out, and save the model anew with one of "
-                          "keras.optimizers")
-    return saving.loaded(filepath, custom_optimizers, custom_objects,
-                         lambda optimizer: DistributedOptimizer(optimizer, compression=compression))
+        raise ConfigError(
+            f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy "
+            "optimizers; leave it out, and save the model anew with one of "
+            "keras.optimizers"
+        )
+    return saving.loaded(
+        filepath,
+        custom_optimizers,
+        custom_objects,
+        lambda optimizer: DistributedOptimizer(optimizer, compression=compression),
+    )

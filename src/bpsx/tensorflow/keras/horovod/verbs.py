@@ -12,14 +12,25 @@ from bpsx.tensorflow.compression import Compression, Compressor
 
 
 def allreduce(
-    value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, op: ReduceOp | None = None,
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
     """The reduction of all workers' ``value``, a tensor or what becomes one: the average, if not
     told otherwise."""
-    return hvd.allreduce(value, average, compression=compression, op=op, name=name,
-                         prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+    return hvd.allreduce(
+        value,
+        average,
+        compression=compression,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
 
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
@@ -33,7 +44,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
 
 
 def reducescatter(
-    value: Any, name: str | None = None, op: ReduceOp = ReduceOp.Average,
+    value: Any, name: str | None = None, op: ReduceOp = ReduceOp.Average
 ) -> tf.Tensor:
     """This worker's rows of the sum or average of all workers' ``value``."""
     return hvd.reducescatter(value, op=op, name=name)

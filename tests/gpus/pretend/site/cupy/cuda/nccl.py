@@ -1,4 +1,6 @@
-"""cupy.cuda.nccl: importing it loads the pretend NCCL into the process, and has bpsx use that one."""
+"""cupy.cuda.nccl: importing it loads the pretend NCCL into the process, and has bpsx use that
+one.
+"""
 
 import ctypes
 import os
@@ -9,7 +11,9 @@ _path = os.environ["PRETEND_NCCL"]
 # By its path: the name alone stands for the first libnccl.so.2 that the process has loaded.
 _library = ctypes.CDLL(_path, ctypes.RTLD_GLOBAL)
 if not hasattr(_library, "pretend_groups"):
-    raise RuntimeError(f"{_path} is not the pretend NCCL: a real one has no place beside the pretend driver")
+    raise RuntimeError(
+        f"{_path} is not the pretend NCCL: a real one has no place beside the pretend driver"
+    )
 _cuda.NCCL = _path
 
 
