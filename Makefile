@@ -56,7 +56,7 @@ bench: ready
 	$(BIN)/python -m bench $(NAME)
 
 docs: build
-	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/options.md
+	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/reference/options.md
 
 lint: ready
 	$(BIN)/ruff check .

@@ -3,11 +3,11 @@
 A network is trained with each compressor on slow links, and without.
 
 2 workers and 1 server, each in a network namespace of its own whose link sends at most what is
-said. On the two slow links with the options that docs/tuning.md has for such, which are the best
-for float32, too; on the fast one without. The network of examples/pytorch/digits.py, wider: 9.9 MB
-of gradients a step. All ways begin with the same weights, see the same pictures in the same order
-with the same learning rate, which falls from epoch to epoch, and take turns, an epoch each. With
-the same options the bits do not depend on the link, which is checked.
+said. On the two slow links with the options that docs/tune/tuning.md has for such, which are the
+best for float32, too; on the fast one without. The network of examples/pytorch/digits.py, wider:
+9.9 MB of gradients a step. All ways begin with the same weights, see the same pictures in the same
+order with the same learning rate, which falls from epoch to epoch, and take turns, an epoch each.
+With the same options the bits do not depend on the link, which is checked.
 
 **step-<link>-<way>**: milliseconds of a step of the slower worker, median. **wire-<way>**: what a
 worker sends and receives in a step, all headers included. **accuracy-<way>**: of the test pictures

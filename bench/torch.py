@@ -9,7 +9,7 @@ are CrossBarrier and ``bpsx.torch.parallel``, for information. ``alone-<model>``
 two processes side by side that exchange nothing: nobody can be faster.
 
 **overlap**: of the time in which at least one gradient is under way, the share in which this
-worker's ``backward()`` runs. *Under way*, from the timeline (docs/tracing.md): the union of the
+worker's ``backward()`` runs. *Under way*, from the timeline (docs/run/tracing.md): the union of the
 ``total`` rows of all gradients, from the hook's push to the result in place. *Runs*: from the call
 of ``backward()`` to its return, on the same clock. The workers' mean. 1 would mean that ``step()``
 never waits; what is made last, the first layer's gradient, cannot be hidden.
@@ -17,7 +17,8 @@ never waits; what is made last, the first layer's gradient, cannot be hidden.
 **crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every
 process in a network namespace of its own whose link sends at most 1 Gbit/s, for a model whose first
 layers are the largest, with AdamW; as many servers as workers. Both with the options that
-docs/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for information.
+docs/tune/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for
+information.
 
 **small**: processor time that the exchange of 2,000 tensors of 4 elements adds to a step, per
 tensor and worker, all threads of the worker and its share of the server included; beside it the

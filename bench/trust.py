@@ -1,5 +1,5 @@
 """``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and
-to stop. docs/trust.md tells how.
+to stop. docs/run/trust.md tells how.
 """
 
 from __future__ import annotations

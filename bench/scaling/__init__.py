@@ -19,8 +19,8 @@ from bench.report import BenchError, Case
 MACHINES = 4
 _BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
-#: As docs/tuning.md has it for links as slow as these: the last partition's sum has to come back
-#: when all has been pushed.
+#: As docs/tune/tuning.md has it for links as slow as these: the last partition's sum has to come
+#: back when all has been pushed.
 _OPTIONS = {
     "BYTEPS_ENABLE_MIXED_MODE": "1",
     "BYTEPS_PARTITION_BYTES": "131072",

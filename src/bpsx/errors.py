@@ -269,7 +269,8 @@ def explain(
     if kind is PeerLeftError:
         return (
             f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never"
-            " be complete (whose batches run out earlier calls join(): docs/uneven-and-elastic.md)"
+            " be complete (whose batches run out earlier calls join():"
+            " docs/train/uneven-and-elastic.md)"
         )
     if kind is JoinedError and not broadcast:
         return (

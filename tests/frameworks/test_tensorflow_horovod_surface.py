@@ -26,7 +26,7 @@ if WORKER:
     from bpsx import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "migrating.md"
 
 
 def words(text: str) -> list[str]:

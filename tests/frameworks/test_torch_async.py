@@ -161,7 +161,7 @@ def job_options() -> Any:
 
 
 def job_uneven() -> Any:
-    """The pattern of docs/uneven-and-elastic.md: worker r has 4 + 3 r batches in each epoch."""
+    """The pattern of docs/train/uneven-and-elastic.md: worker r has 4 + 3 r batches an epoch."""
     model = network(seed=1 + bps.rank())
     optimizer: Any = bps.DistributedOptimizer(
         MAKERS["adam"](model.parameters()), model.named_parameters()

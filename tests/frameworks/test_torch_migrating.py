@@ -1,4 +1,4 @@
-"""Scripts for BytePS, Horovod and DDP, and what they become: docs/migrating.md shows the
+"""Scripts for BytePS, Horovod and DDP, and what they become: docs/start/migrating.md shows the
 difference, and they train.
 
 ``PYTHONPATH=tests python tests/frameworks/test_torch_migrating.py`` writes the differences into the
@@ -27,7 +27,7 @@ import bpsx.torch.parallel
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPTS = Path(__file__).parent / "migrating"
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "migrating.md"
 #: What the page has to show: <!-- BEFORE AFTER -->, and the difference behind it.
 SHOWN = re.compile(r"<!-- (\S+) (\S+) -->\n(?:\n```diff\n.*?```\n)?", re.S)
 #: What can be imported from byteps.torch.

@@ -129,7 +129,9 @@ def test_stage_and_status_codes_agree():
 
 
 def test_the_options_page_is_generated():
-    assert (ROOT / "docs" / "options.md").read_text() == reference(), "run `make docs`"
+    assert (ROOT / "docs" / "reference" / "options.md").read_text() == reference(), (
+        "run `make docs`"
+    )
 
 
 def required(name: str) -> set[str]:

@@ -66,7 +66,7 @@ def test_names_follow_the_conventions():
 
 
 def test_the_page_explains_every_metric():
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "run" / "metrics.md").read_text()
     assert set(re.findall(r"`(bpsx_[a-z_]+)`", page)) == {m.name for m in METRICS}
 
 

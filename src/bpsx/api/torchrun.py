@@ -101,7 +101,7 @@ OpenStore = Callable[[Place, float], Store]
 
 
 def init(open_store: OpenStore, told: Place | None = None) -> None:
-    """:func:`bpsx.init`, also under torchrun and its kin; see docs/pytorch.md.
+    """:func:`bpsx.init`, also under torchrun and its kin; see docs/train/pytorch.md.
 
     Does nothing if that was done already.
 

@@ -366,10 +366,10 @@ def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
 
     Calling it again changes nothing but compression.
 
-    ``compression``: how its sums travel, as in :doc:`docs/compression.md`; from the next push_pull
-    on, on all workers. An empty mapping ends it. Raises :class:`~bpsx.errors.ConfigError` (a
-    :class:`ValueError`) for what is no name: it has 1 to 4096 bytes of UTF-8; and for compression
-    that makes no sense, naming key, value and what is allowed.
+    ``compression``: how its sums travel, as in :doc:`docs/train/compression.md`; from the next
+    push_pull on, on all workers. An empty mapping ends it. Raises :class:`~bpsx.errors.ConfigError`
+    (a :class:`ValueError`) for what is no name: it has 1 to 4096 bytes of UTF-8; and for
+    compression that makes no sense, naming key, value and what is allowed.
     """
     ours = session()
     return ours.declare(
@@ -591,7 +591,7 @@ def trace_start() -> None:
 @public
 def trace_stop() -> str | None:
     """End what :func:`trace_start` began and return the path of the file, in ``BYTEPS_TRACE_DIR``;
-    see docs/tracing.md.
+    see docs/run/tracing.md.
 
     None if nothing was being recorded or the file could not be written, which the log says.
     Thread-safe.

@@ -125,7 +125,7 @@ class GpuKernels:
             "%r is on the GPU and is compressed on the CPU, as will be all tensors that follow:"
             " kernels for GPUs cannot be built: %s: %s. Training goes on, with copies to the host."
             " Kernels for GPUs need the package numba-cuda: pip install 'bpsx[cuda]' (which"
-            " versions work together: docs/versions.md)",
+            " versions work together: docs/start/versions.md)",
             name,
             type(cause).__name__,
             said[:600],

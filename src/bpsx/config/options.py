@@ -193,7 +193,7 @@ OPTIONS: tuple[Option, ...] = (
         False,
         FLAG,
         "Asynchronous training: servers hold values and add what is pushed, no worker waits for"
-        " another. The same on all workers and servers. See docs/async.md.",
+        " another. The same on all workers and servers. See docs/train/async.md.",
         JOB,
     ),
     Option(
@@ -222,7 +222,7 @@ OPTIONS: tuple[Option, ...] = (
         "0",
         " | ".join(TRANSPORT_NAMES),
         "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP"
-        " through plain sockets, 1, ibverbs and rdma are RDMA. See docs/rdma.md.",
+        " through plain sockets, 1, ibverbs and rdma are RDMA. See docs/run/rdma.md.",
         JOB,
     ),
     Option(
@@ -746,7 +746,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "text of 16 to 4096 bytes",
         "The job secret, the same for all processes of a job: who does not know it is kept out"
-        " (docs/security.md). Wins over BPSX_SECRET_FILE.",
+        " (docs/run/security.md). Wins over BPSX_SECRET_FILE.",
         _TRUST,
     ),
     Option(

@@ -1,4 +1,4 @@
-"""The page ``docs/options.md``, generated from the table of options."""
+"""The page ``docs/reference/options.md``, generated from the table of options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
 
 
 def reference() -> str:
-    """The page ``docs/options.md``."""
+    """The page ``docs/reference/options.md``."""
     lines = [
         "# Options",
         "",
@@ -27,7 +27,7 @@ def reference() -> str:
             lines += [
                 (
                     "They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set"
-                    " ([pytorch.md](pytorch.md))."
+                    " ([pytorch.md](../train/pytorch.md))."
                 ),
                 "",
             ]
@@ -48,7 +48,7 @@ def reference() -> str:
         "",
         (
             "Rank and size where torchrun's are not set"
-            " ([launching.md](launching.md#under-another-launcher))."
+            " ([launching.md](../run/launching.md#under-another-launcher))."
         ),
         "",
         "| launcher | rank | size | local rank | local size |",

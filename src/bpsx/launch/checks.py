@@ -288,7 +288,7 @@ def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
     for lane, why in silent.items():
         report.problems.append(
             f"this machine cannot reach {names[lane]} ({why}): open the ports of servers in the"
-            " firewall (docs/ports.md; BPSX_PORTS chooses them)"
+            " firewall (docs/run/ports.md; BPSX_PORTS chooses them)"
         )
 
 

@@ -39,7 +39,7 @@ job of one machine needs neither servers nor a scheduler of yours, unless
 BYTEPS_FORCE_DISTRIBUTED=1.
 
 Workers also get PyTorch's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT (docs/pytorch.md).
+MASTER_PORT (docs/train/pytorch.md).
 
 bpsx-run top shows a running job, bpsx-run trace records a timeline of it, bpsx-run doctor looks
 at this machine; a COMMAND of such a name goes after --.
@@ -81,7 +81,7 @@ told to stop by signal n, if not all heeded it; 2 for a wrong option or variable
 the command cannot be run; 255 if ssh cannot reach a host.
 doctor: 0 all well, 1 not.
 
-All variables: docs/options.md; more on this page: docs/launching.md."""
+All variables: docs/reference/options.md; more on this page: docs/run/launching.md."""
 
 
 class _Version(argparse.Action):

@@ -192,7 +192,7 @@ def _trace_parser() -> argparse.ArgumentParser:
         description="Record a timeline of a running job, or join the timelines of one.",
         epilog=(
             "Each process writes into its own BYTEPS_TRACE_DIR, on its own machine; see"
-            " docs/tracing.md."
+            " docs/run/tracing.md."
         ),
     )
     what = parser.add_mutually_exclusive_group(required=True)

@@ -134,7 +134,7 @@ class Devices:
             raise ConfigError(
                 f"{name!r}: averages of integers on GPUs of one machine need a kernel, which cannot"
                 f" be built: {type(e).__name__}: {e}. Install numba-cuda (pip install 'bpsx[cuda]';"
-                " versions that work together: docs/versions.md), or push floats"
+                " versions that work together: docs/start/versions.md), or push floats"
             ) from e
         with on.gpu:
             on.gpu.take_divider(dtype, kernel, THREADS)

@@ -278,8 +278,8 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
 
     ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …; texts
-    are as good as numbers), or ours, as in :doc:`docs/compression.md`. The same on all workers.
-    Raises :class:`~bpsx.errors.ConfigError`.
+    are as good as numbers), or ours, as in :doc:`docs/train/compression.md`. The same on all
+    workers. Raises :class:`~bpsx.errors.ConfigError`.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")

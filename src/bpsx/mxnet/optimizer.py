@@ -32,7 +32,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     as the Module gives them; each is exchanged when it is updated, the first layers' with the
     highest priority. Weights have to begin alike: see :func:`broadcast_parameters`; the first step
     compares a sample of them (``BPSX_CHECK_WEIGHTS``). In asynchronous training the weights'
-    changes travel, see ``docs/async.md``.
+    changes travel, see ``docs/train/async.md``.
 
     With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
     """

@@ -54,8 +54,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     ``step(..., ignore_stale_grad=True)`` updates what has a new gradient on any worker. What
     compression keeps is part of ``save_states()``, of which each worker needs a file of its own. In
-    asynchronous training the weights' changes travel, see ``docs/async.md``. Sparse Parameters and
-    gradients are refused. Raises :class:`~bpsx.errors.ConfigError`,
+    asynchronous training the weights' changes travel, see ``docs/train/async.md``. Sparse
+    Parameters and gradients are refused. Raises :class:`~bpsx.errors.ConfigError`,
     :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`; and what goes
     wrong later is a :class:`mxnet.MXNetError` where weights, or what is computed from them, are
     waited for. Not thread-safe.

@@ -9,7 +9,7 @@ from enum import Enum, IntEnum
 
 
 class Stage(IntEnum):
-    """Stages by upstream's names (its docs/timeline.md).
+    """Stages by upstream's names (its docs/run/tracing.md).
 
     The codes are those of ``core/stage.pxd``; a test compares them.
     """

@@ -225,7 +225,7 @@ def refuse_elastic(suspending: str) -> NoReturn:
         "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
         "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
         f"a checkpoint; for a planned change of size there are {suspending}.suspend() and "
-        'resume(). See the table "From Horovod" in docs/migrating.md'
+        'resume(). See the table "From Horovod" in docs/start/migrating.md'
     )
 
 

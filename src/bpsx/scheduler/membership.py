@@ -502,7 +502,7 @@ class Membership:
             f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all"
             " workers use the same names and shapes, in code that all of them reach, equally"
             " often? (For batches that run out earlier on some there is join():"
-            " docs/uneven-and-elastic.md.)"
+            " docs/train/uneven-and-elastic.md.)"
         )
         # Workers that are not at the same point of their scripts would go on one behind the other;
         # and servers of an asynchronous job keep values by key, which would be lost.

@@ -1,8 +1,8 @@
 """A job's metrics in Prometheus' text format 0.0.4, and the port on which the scheduler serves
 them.
 
-:func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text. docs/metrics.md
-explains each metric.
+:func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text.
+docs/run/metrics.md explains each metric.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class CompressionState(Archived):
 
     Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1.
     Each worker has to save and load a state of its own, see "Checkpoints" in
-    ``docs/compression.md``; on worker 0 it has what the servers keep. What belongs to a variable is
-    known by its place among ``variables``. Not to be saved or loaded while gradients are under way.
-    Thread-safe.
+    ``docs/train/compression.md``; on worker 0 it has what the servers keep. What belongs to a
+    variable is known by its place among ``variables``. Not to be saved or loaded while gradients
+    are under way. Thread-safe.
     """
 
     def __init__(self, variables: Iterable[Any]) -> None:

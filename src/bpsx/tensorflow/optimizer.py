@@ -37,7 +37,7 @@ def DistributedOptimizer(
     ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
     variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
-    In asynchronous training the weights' changes travel, see ``docs/async.md``. Raises
+    In asynchronous training the weights' changes travel, see ``docs/train/async.md``. Raises
     :class:`~bpsx.errors.ConfigError`.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):

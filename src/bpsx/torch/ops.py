@@ -322,7 +322,7 @@ def push_pull_async(
     :func:`synchronize` returns that.
 
     In asynchronous training: add it to the servers' value of ``name``, and get that (see
-    ``docs/async.md``).
+    ``docs/train/async.md``).
 
     ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides,
     also empty or 0-dimensional. Elements travel in logical order, so workers may lay it out

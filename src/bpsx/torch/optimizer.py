@@ -53,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     optimizers that live at once need different names; one for the same parameters under the same
     names takes the place of the earlier one, which can step no more. ``compression``: one of
     :class:`Compression`, for the wire only. ``compression_params``: how servers and workers
-    compress gradients: a mapping as in ``docs/compression.md``, for example ``{"compressor":
+    compress gradients: a mapping as in ``docs/train/compression.md``, for example ``{"compressor":
     "onebit", "ef": "vanilla"}``, for all parameters, the same on all workers; not together with
     ``compression``. ``backward_passes_per_step``: gradients of so many backward passes are added up
     locally before they are pushed; the result is averaged over workers, not over passes (divide the
@@ -83,7 +83,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     :class:`~bpsx.errors.JoinedError`.
 
     **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and
-    exchanges weights; see ``docs/async.md``. ``synchronize()`` does nothing there, and
+    exchanges weights; see ``docs/train/async.md``. ``synchronize()`` does nothing there, and
     ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
 
     Copies, deep or pickled, are plain optimizers of the class that this one had before: names and

@@ -4,7 +4,7 @@ It takes the place of ``import horovod.tensorflow as hvd``: ``horovod.tensorflow
 arguments, order and defaults, on what :mod:`bpsx.tensorflow` has. What summation servers cannot do
 (Adasum, process sets of some of the workers, elastic) is refused by a
 :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI, gloo, NCCL
-and the like are answered with False: none of them is in use. docs/migrating.md has all names.
+and the like are answered with False: none of them is in use. docs/start/migrating.md has all names.
 
 Thread-safety is that of :mod:`bpsx.tensorflow`.
 """

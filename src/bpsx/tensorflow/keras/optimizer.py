@@ -272,8 +272,8 @@ def DistributedOptimizer(
     ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
     Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with
-    several workers. In asynchronous training the weights' changes travel, see ``docs/async.md``.
-    Raises :class:`~bpsx.errors.ConfigError`.
+    several workers. In asynchronous training the weights' changes travel, see
+    ``docs/train/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
     """
     check_optimizer(optimizer)
     exchange = Exchange(

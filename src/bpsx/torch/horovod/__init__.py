@@ -4,7 +4,8 @@ horovod.torch as hvd``.
 All of ``horovod.torch`` 0.28 with its arguments, order and defaults, on what :mod:`bpsx.torch` has.
 What summation servers cannot do (Adasum, process sets of some of the workers, elastic) is refused
 by a :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI, gloo,
-NCCL and the like are answered with False: none of them is in use. docs/migrating.md has all names.
+NCCL and the like are answered with False: none of them is in use. docs/start/migrating.md has all
+names.
 
 Thread-safety is that of :mod:`bpsx.torch`.
 """
