@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from enum import IntEnum
 
 #: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at
 #: 10.0.0.3:5000", "the scheduler at …".
@@ -181,27 +182,52 @@ class DeviceError(BpsxError, RuntimeError):
     """A GPU or NCCL failed. Says which call, and what the library says."""
 
 
-#: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is
-#: known.
+class Status(IntEnum):
+    """How an operation failed: the negative codes of ``core/status.pxd``, which travel."""
+
+    #: A worker, a server or the scheduler is gone.
+    PEER_LOST = -1
+    #: The workers disagree about shape, dtype, operation or divisor.
+    MISMATCH = -2
+    #: A worker left the job in good order while others still need it.
+    LEFT = -3
+    #: Every worker waits for something that another worker has not pushed.
+    STALL = -4
+    #: The peer refused a message as malformed.
+    PROTOCOL = -5
+    #: This process shut bpsx down with the operation under way.
+    SHUTDOWN = -6
+    MEMORY = -7
+    #: The root of a broadcast has called join() and so pushes nothing.
+    JOINED = -9
+    #: The code that sums this element type could not be compiled or loaded.
+    KERNELS = -10
+    #: A worker's compressed bytes do not decode.
+    CODEC = -11
+    #: The server does not know how this tensor is compressed.
+    COMPRESSOR = -12
+    #: A GPU or NCCL failed.
+    DEVICE = -13
+
+
+#: The exception for each status, and its text if no more is known.
 STATUS: dict[int, tuple[type[BpsxError], str]] = {
-    -1: (PeerLostError, "a peer was lost"),
-    -2: (MismatchError, "the workers disagree about this tensor"),
-    -3: (PeerLeftError, "a worker has left the job"),
-    -4: (StallError, "all workers wait for each other"),
-    -5: (ProtocolError, "the server refused the message as malformed"),
-    -6: (ShutdownError, "bpsx was shut down while this was under way"),
-    -7: (OutOfMemoryError, "the core could not allocate memory"),
-    -9: (JoinedError, "a worker that is needed has called join()"),
-    -10: (
+    Status.PEER_LOST: (PeerLostError, "a peer was lost"),
+    Status.MISMATCH: (MismatchError, "the workers disagree about this tensor"),
+    Status.LEFT: (PeerLeftError, "a worker has left the job"),
+    Status.STALL: (StallError, "all workers wait for each other"),
+    Status.PROTOCOL: (ProtocolError, "the server refused the message as malformed"),
+    Status.SHUTDOWN: (ShutdownError, "bpsx was shut down while this was under way"),
+    Status.MEMORY: (OutOfMemoryError, "the core could not allocate memory"),
+    Status.JOINED: (JoinedError, "a worker that is needed has called join()"),
+    Status.KERNELS: (
         KernelError,
-        (
-            "the code that sums this element type could not be loaded; the log of this machine's"
-            " largest local rank says why"
-        ),
+        "the code that sums this element type could not be loaded; the log of this machine's"
+        " largest local rank says why",
     ),
-    -11: (ProtocolError, "what was compressed does not decode"),
-    -12: (ConfigError, "a server does not know how this tensor is compressed"),
-    -13: (DeviceError, "the GPU failed"),
+    Status.CODEC: (ProtocolError, "what was compressed does not decode"),
+    Status.COMPRESSOR: (ConfigError, "a server does not know how this tensor is compressed"),
+    Status.DEVICE: (DeviceError, "the GPU failed"),
 }
 
 
@@ -258,7 +284,7 @@ def explain(
             f" same round, this worker for {here}; all must call the same one: a broadcast from the"
             " same root, or push_pull with the same op and learning rate"
         )
-    if status == -11:
+    if status == Status.CODEC:
         return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
     if kind is ConfigError:
         return (

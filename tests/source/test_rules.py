@@ -113,7 +113,7 @@ def test_header_is_what_the_tests_speak():
 
 
 def test_stage_and_status_codes_agree():
-    from bpsx.errors import STATUS
+    from bpsx.errors import STATUS, Status
     from bpsx.planning.placement import PARTS_PER_TENSOR
     from bpsx.planning.stages import Stage
 
@@ -125,7 +125,8 @@ def test_stage_and_status_codes_agree():
     machine = (SOURCE / "core" / "local" / "group.pxd").read_text()
     assert 1 << int(re.search(r"PART_BITS = (\d+)", machine)[1]) == PARTS_PER_TENSOR
     status = (SOURCE / "core" / "status.pxd").read_text()
-    assert {int(v) for v in re.findall(r"= (-\d+)", status)} == set(STATUS)
+    codes = {n: int(v) for n, v in re.findall(r"^ {4}E_(\w+) = (-\d+)", status, re.M)}
+    assert codes == {s.name: s.value for s in Status} and set(codes.values()) == set(STATUS)
 
 
 def test_the_options_page_is_generated():

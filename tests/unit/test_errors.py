@@ -112,7 +112,7 @@ def test_a_report_has_the_line_that_says_what_happened(error, short):
 
 
 def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():
-    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, Exception)]
     assert all(issubclass(k, errors.BpsxError) for k in kinds) and all(k.__doc__ for k in kinds)
     assert issubclass(errors.PeerLeftError, errors.PeerLostError) and issubclass(
         errors.PeerLostError, ConnectionError

@@ -15,6 +15,7 @@ from typing import Any
 
 from bpsx.config import MOST_WORKERS
 from bpsx.config.fingerprint import wrong_options
+from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
 from bpsx.scheduler.compatibility import disagreement
@@ -508,12 +509,14 @@ class Membership:
         # and servers of an asynchronous job keep values by key, which would be lost.
         apart = self._stalls.out_of_step()
         if apart or self.asynchronous:
-            return self._fail(f"the job has to end{': ' if apart else ''}{apart}: {text}", -4)
+            return self._fail(
+                f"the job has to end{': ' if apart else ''}{apart}: {text}", Status.STALL
+            )
         self.epoch += 1
         self.registry.clear()
         self._stalls.clear()
         # Who has joined, too: it would push an old declaration again some day.
-        reset = {"type": "RESET", "epoch": self.epoch, "status": -4, "text": text}
+        reset = {"type": "RESET", "epoch": self.epoch, "status": Status.STALL, "text": text}
         return self._tell_error([w.ident for _, w in sorted(self._roster.live.items())], reset)
 
     def _awaited(self, keys: Sequence[tuple[str, int]]) -> str:
@@ -614,7 +617,7 @@ class Membership:
         text += "; the others go on without it, since the job is asynchronous"
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
-    def _fail(self, text: str, status: int = -1) -> list[Output]:
+    def _fail(self, text: str, status: int = Status.PEER_LOST) -> list[Output]:
         """The job is over: tell everybody who is left.
 
         ``status``: what their push_pulls end with.

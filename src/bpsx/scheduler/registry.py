@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
+from bpsx.errors import Status
 from bpsx.planning.placement import PARTS_PER_TENSOR, Place, Placement
 
 
@@ -25,7 +26,7 @@ class Declared:
     ranks: dict[int, None]  # the workers that have declared it, the first one first
     places: list[Place] = field(default_factory=list)
     failure: str = ""
-    status: int = 0  # of the failure; a code of core/status.pxd
+    status: int = 0  # a Status of the failure; 0: none
 
     def describe(self) -> str:
         """Shape, dtype and compression, for people."""
@@ -74,7 +75,7 @@ class Registry:
                         f"tensor {name!r} of {nbytes} bytes has too many partitions: raise"
                         " BYTEPS_PARTITION_BYTES"
                     ),
-                    -2,
+                    Status.MISMATCH,
                 )
             else:
                 wanted.places = self._placement.place(self._placed, nbytes, bool(codec))
@@ -94,7 +95,7 @@ class Registry:
                 f" {rank} has {wanted.describe()}; all workers must give the same shape and dtype,"
                 " compressed alike, under one name"
             )
-            known.status = -2
+            known.status = Status.MISMATCH
             told += [r for r in known.ranks if r != rank]
         known.ranks.setdefault(rank)
         self._note(rank, name, generation, known)

@@ -20,6 +20,7 @@ from bpsx.compression.manager import Compressing
 from bpsx.compression.spec import Compression, parse
 from bpsx.core._handle import Handle
 from bpsx.core._tensor import Declared
+from bpsx.errors import Status
 from bpsx.scheduler.client import Link
 from bpsx.scheduler.messages import MOST_ITEMS
 from bpsx.session.join import Joining
@@ -296,7 +297,7 @@ class Declarations:
             self._core.end(
                 handle,
                 *(
-                    (-6, "bpsx was shut down")
+                    (Status.SHUTDOWN, "bpsx was shut down")
                     if self._closed
                     else (self._core.status, self._core.failed)
                 ),
@@ -318,7 +319,7 @@ class Declarations:
         # script knew.
         if lost is not None and (lost.uses > 1 or name in self._core.asking.unheard):
             self._doubt(
-                -2,
+                Status.MISMATCH,
                 f"it has begun more than one push_pull of {name!r}, about which the workers"
                 " disagree",
             )

@@ -16,6 +16,7 @@ from bpsx.compression.spec import Compression
 from bpsx.config import Config
 from bpsx.core._handle import Handle, Item
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
+from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
 from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import whole_pages
@@ -256,7 +257,7 @@ class Session(Declarations):
         elif kind == "WARN":
             log.warning("%s", message["text"])
         elif kind == "LOST":
-            self._peer_lost(message["text"], message.get("status", -1))
+            self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
         elif kind == "ADOPT":
             self._adopt(message)
         elif self._near.hear(message):
@@ -271,7 +272,7 @@ class Session(Declarations):
         if self._link is not None:
             self._link.send("HEARD")
 
-    def _peer_lost(self, text: str, status: int = -1) -> None:
+    def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
         """The job is over: everything under way and everything to come fails."""
         if self._leaving or self._failure:
             return
@@ -291,8 +292,8 @@ class Session(Declarations):
         """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here
         and, when we leave, elsewhere.
         """
-        self._core.fail(-13, text)
-        self._end_pending(-13, text)
+        self._core.fail(Status.DEVICE, text)
+        self._end_pending(Status.DEVICE, text)
 
     def _look_for_broken(self) -> None:
         for lane in self._endpoint.lost():
@@ -685,7 +686,7 @@ class Session(Declarations):
             self._take_leave(failure, self.config.shutdown_timeout - waited)
         finally:
             self.reporter.close()
-            self._end_pending(-6, "bpsx was shut down while this was under way")
+            self._end_pending(Status.SHUTDOWN, "bpsx was shut down while this was under way")
             self._core.close()
             if self._link is not None:
                 self._link.stop()
