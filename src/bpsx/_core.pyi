@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from bpsx.core._handle import Handle, Item
+from bpsx.core._handle import Handle, Item, Request
 from bpsx.core._tensor import Declared, Tensor
 from bpsx.core.waiters import Asking
 from bpsx.local._cuda import Gpu, Moment
@@ -95,46 +95,12 @@ class Core:
         """
     def start(self) -> None:
         """Start the background thread."""
-    def submit(
-        self,
-        tensor: Tensor,
-        input: _Memory | None,
-        output: _Memory,
-        *,
-        divisor: int = 1,
-        broadcast: bool = False,
-        asynchronous: bool = False,
-        priority: int = 0,
-        will_wait: bool = False,
-        rate: float = 0.0,
-        owner: object = None,
-        result: object = None,
-        on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
-    ) -> Handle:
-        """Push ``input`` (None: nothing) and pull into ``output``.
+    def submit(self, tensor: Tensor, request: Request) -> Handle:
+        """Begin a push_pull of a placed tensor."""
+    def prepare(self, request: Request, nbytes: int) -> Handle:
+        """The handle of a push_pull whose tensor may not be placed yet.
 
-        ``divisor`` is the root's rank for a broadcast.
-        """
-    def prepare(
-        self,
-        name: str,
-        nbytes: int,
-        input: _Memory | None,
-        output: _Memory,
-        *,
-        divisor: int = 1,
-        broadcast: bool = False,
-        asynchronous: bool = False,
-        priority: int = 0,
-        rate: float = 0.0,
-        keeps: bool = False,
-        owner: object = None,
-        result: object = None,
-        on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
-    ) -> Handle:
-        """A handle for a tensor without a place; then :meth:`release` or :meth:`end`.
-
-        Raises :class:`ValueError` for a wrong size.
+        :meth:`release` begins it, :meth:`end` ends it.
         """
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""

@@ -8,7 +8,6 @@ import contextlib
 import threading
 
 cimport cython
-from cpython.buffer cimport PyBUF_CONTIG, PyBUF_CONTIG_RO, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
@@ -38,7 +37,7 @@ from bpsx.system.sync cimport (
     wait_until,
 )
 from bpsx.core.trace.recorder cimport Watch
-from bpsx.core._handle cimport Handle, Item, new_handle
+from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
 
@@ -189,63 +188,27 @@ cdef class Core:
         with nogil:
             background(&self.c)
 
-    def submit(
-        self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False,
-        bint asynchronous=False, int priority=0, bint will_wait=False, double rate=0, owner=None,
-        result=None, on=None
-    ) -> Handle:
-        """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes)
-        kept alive by ``owner``.
-
-        ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for
-        a broadcast. ``asynchronous``: add to the servers' value and get that, or, for a broadcast,
-        set it. ``rate``: the learning rate, for compression.
-        """
-        handle = self.prepare(
-            tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-            asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result,
-            on=on
-        )
-        self.release(handle, tensor, will_wait)
+    def submit(self, Tensor tensor not None, Request request not None) -> Handle:
+        """Begin a push_pull of a placed tensor."""
+        handle = self.prepare(request, tensor.nbytes)
+        self.release(handle, tensor, request.will_wait)
         return handle
 
-    def prepare(
-        self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False,
-        bint asynchronous=False, int priority=0, double rate=0, bint keeps=False, owner=None,
-        result=None, on=None
-    ) -> Handle:
-        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off,
-        :meth:`end` ends it.
+    def prepare(self, Request request not None, uint64_t nbytes) -> Handle:
+        """The handle of a push_pull whose tensor may not be placed yet.
 
-        ``keeps``: ask for, or with ``input`` set, what servers keep of it, compressed as it is.
-        ``on``: see :class:`bpsx.local.devices.OnGpu`.
+        :meth:`release` begins it, :meth:`end` ends it.
         """
-        cdef Handle handle = new_handle(self, &self.c, name, divisor, priority, owner, result)
+        cdef Handle handle = new_handle(
+            self, &self.c, request.name, request.divisor, request.priority, request.owner,
+            request.result
+        )
         self.reap()
-        handle.task.broadcast, handle.task.asynchronous = broadcast, asynchronous
-        handle.task.rate, handle.task.keeps = rate, keeps
-        if type(output) is tuple:
-            handle.task.output = <char *><uintptr_t>output[0]
-        else:
-            PyObject_GetBuffer(output, &handle.view_out, PyBUF_CONTIG)
-            handle.has_out = True
-            handle.task.output = <char *>handle.view_out.buf
-            if <uint64_t>handle.view_out.len != nbytes:
-                raise ValueError(
-                    f"{name!r}: output has {handle.view_out.len} bytes, {nbytes} expected"
-                )
-        if type(input) is tuple:
-            handle.task.input = <char *><uintptr_t>input[0]
-        elif input is not None:
-            PyObject_GetBuffer(input, &handle.view_in, PyBUF_CONTIG_RO)
-            handle.has_in = True
-            handle.task.input = <char *>handle.view_in.buf
-            if <uint64_t>handle.view_in.len != nbytes:
-                raise ValueError(
-                    f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected"
-                )
-        if on is not None:
-            self._put_handle_on(handle, on)
+        handle.task.broadcast, handle.task.asynchronous = request.broadcast, request.asynchronous
+        handle.task.rate, handle.task.keeps = request.rate, request.keeps
+        handle.take_memory(request, nbytes)
+        if request.on is not None:
+            self._put_handle_on(handle, request.on)
         return handle
 
     cdef _put_handle_on(self, Handle handle, on):

@@ -9,12 +9,18 @@ import numpy as np
 
 import core.wire as w
 from bpsx._core import Core
+from bpsx.core._handle import Handle, Request
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 BIG = 40_000  # bytes: more than travels inline
 LONG = 300_000  # ... from which is learnt how fast a link is
+
+
+def push_pull(core: Core, tensor: Tensor, source: Any, target: Any, **more: Any) -> Handle:
+    """Begin a push_pull of ``tensor`` from ``source`` into ``target``; ``more``: see Request."""
+    return core.submit(tensor, Request(tensor.name, source, target, **more))
 
 
 class Rig:

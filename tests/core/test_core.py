@@ -14,14 +14,14 @@ import pytest
 
 import core.wire as w
 from bpsx import errors
-from core.cores import BIG, Rig, array  # noqa: F401  (Rig is what the fixture makes)
+from core.cores import BIG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
 
 
 def test_first_push_registers_and_carries_everything(rig):
     r = rig()
     t = r.tensor("weight", 16)
     a, out = array(16, 2.0), array(16, 0.0)
-    handle = r.core.submit(t, a, out, divisor=2, priority=-3)
+    handle = push_pull(r.core, t, a, out, divisor=2, priority=-3)
     register, push = r.take()
     assert (register.kind, register.body, register.cookie, register.key) == (
         w.REGISTER,
@@ -46,7 +46,7 @@ def test_second_round_registers_no_more_and_counts_on(rig):
     r = rig()
     t = r.tensor("x", 16)
     for i in range(3):
-        handle = r.core.submit(t, array(16), array(16))
+        handle = push_pull(r.core, t, array(16), array(16))
         (push,) = r.pushes(1)
         assert push.round == i
         r.answer(push, bytes(16))
@@ -56,7 +56,7 @@ def test_second_round_registers_no_more_and_counts_on(rig):
 def test_large_partition_travels_as_second_frame_uncopied(rig):
     r = rig()
     a = array(BIG, 3.0)
-    handle = r.core.submit(r.tensor("big", BIG), a, a)
+    handle = push_pull(r.core, r.tensor("big", BIG), a, a)
     _, frame, second = r.lanes[0].sent(20)
     assert second == a.tobytes() and len(frame) < 256
     push = w.unpack(frame, second)[-1]
@@ -73,7 +73,7 @@ def test_partitions_come_home_in_any_order_to_their_place(rig):
     r = rig()
     t = r.tensor("cut", 4096, 4096, 100)
     out = array(8292, 0.0)
-    handle = r.core.submit(t, array(8292), out)
+    handle = push_pull(r.core, t, array(8292), out)
     pushes = r.pushes(3)
     for value, push in reversed(list(enumerate(pushes))):
         assert not handle.done()
@@ -85,7 +85,7 @@ def test_partitions_come_home_in_any_order_to_their_place(rig):
 def test_small_partitions_share_a_message(rig):
     r = rig(start=False)
     tensors = [r.tensor(f"t{i}", 16) for i in range(50)]
-    handles = [r.core.submit(t, array(16), array(16)) for t in tensors]
+    handles = [push_pull(r.core, t, array(16), array(16)) for t in tensors]
     r.core.start()
     pushes = [p for p in r.take() if p.kind == w.PUSH]
     assert len(pushes) == 50
@@ -99,7 +99,7 @@ def test_same_tensor_twice_runs_one_round_after_the_other(rig):
     r = rig()
     t = r.tensor("again", 16)
     out1, out2 = array(16, 0.0), array(16, 0.0)
-    h1, h2 = r.core.submit(t, array(16, 1.0), out1), r.core.submit(t, array(16, 2.0), out2)
+    h1, h2 = push_pull(r.core, t, array(16, 1.0), out1), push_pull(r.core, t, array(16, 2.0), out2)
     (p1,) = r.pushes(1)
     assert r.lanes[0].sent(0.05) is None
     r.answer(p1, array(16, 10.0).tobytes())
@@ -126,7 +126,7 @@ def test_same_tensor_twice_runs_one_round_after_the_other(rig):
 def test_an_answer_that_fits_nothing_is_dropped_and_counted(rig, changes):
     r = rig()
     out = array(16, 0.0)
-    handle = r.core.submit(r.tensor("x", 16), array(16), out)
+    handle = push_pull(r.core, r.tensor("x", 16), array(16), out)
     (push,) = r.pushes(1)
     r.answer(push, array(16, 66.0).tobytes(), **changes)
     r.answer(push, array(16, 4.0).tobytes())
@@ -137,7 +137,7 @@ def test_an_answer_that_fits_nothing_is_dropped_and_counted(rig, changes):
 @pytest.mark.parametrize("garbage", [b"", b"x", b"\0" * 64, b"\xff" * 64, b"\xff" * 1000])
 def test_garbage_is_dropped(rig, garbage):
     r = rig()
-    handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
+    handle = push_pull(r.core, r.tensor("x", 16), array(16), array(16))
     (push,) = r.pushes(1)
     r.endpoint.inject(0, garbage)
     r.endpoint.inject(0, w.pack(w.Record(w.ANSWER, w.INLINE, length=1 << 60))[:64])
@@ -149,7 +149,7 @@ def test_garbage_is_dropped(rig, garbage):
 def test_an_answer_from_the_wrong_lane_is_dropped(rig):
     r = rig(lanes=2)
     out = array(16, 0.0)
-    handle = r.core.submit(r.tensor("x", 16, lane=0), array(16), out)
+    handle = push_pull(r.core, r.tensor("x", 16, lane=0), array(16), out)
     (push,) = r.pushes(1)
     r.answer(push, array(16, 66.0).tobytes(), lane=1)
     r.answer(push, array(16, 4.0).tobytes())
@@ -160,14 +160,14 @@ def test_an_answer_from_the_wrong_lane_is_dropped(rig):
 def test_an_error_ends_the_handle_with_its_exception_and_the_next_round_works(rig):
     r = rig()
     t = r.tensor("x", 16)
-    handle = r.core.submit(t, array(16), array(16))
+    handle = push_pull(r.core, t, array(16), array(16))
     (push,) = r.pushes(1)
     r.endpoint.inject(
         0, w.pack(w.Record(w.ERROR, w.INLINE, 3, 7, push.key, 4, 0, 9, 0, 2, 0, push.cookie))
     )
     with pytest.raises(errors.MismatchError, match="'x': workers 4 and 9"):
         handle.wait(20)
-    handle = r.core.submit(t, array(16), array(16))
+    handle = push_pull(r.core, t, array(16), array(16))
     (push,) = r.pushes(1)
     assert push.round == 1
     r.answer(push, bytes(16))
@@ -177,12 +177,12 @@ def test_an_error_ends_the_handle_with_its_exception_and_the_next_round_works(ri
 def test_failing_the_core_ends_everything_present_and_future(rig):
     r = rig()
     t = r.tensor("x", 16)
-    under_way = [r.core.submit(t, array(16), array(16)) for _ in range(3)]
+    under_way = [push_pull(r.core, t, array(16), array(16)) for _ in range(3)]
     r.core.fail(-1, "server 0 (somewhere, pid 1) is gone")
     for handle in [
         *under_way,
-        r.core.submit(t, array(16), array(16)),
-        r.core.submit(r.tensor("y", 8), array(8), array(8)),
+        push_pull(r.core, t, array(16), array(16)),
+        push_pull(r.core, r.tensor("y", 8), array(8), array(8)),
     ]:
         with pytest.raises(errors.PeerLostError, match="server 0"):
             handle.wait(20)
@@ -193,15 +193,15 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
     r = rig()
     bad, good = r.tensor("bad", 16), r.tensor("good", 16)
     h_bad, h_good = (
-        r.core.submit(bad, array(16), array(16)),
-        r.core.submit(good, array(16), array(16)),
+        push_pull(r.core, bad, array(16), array(16)),
+        push_pull(r.core, good, array(16), array(16)),
     )
     pushes = {p.key: p for p in r.pushes(2)}
     r.core.fail_tensor(bad, -2, "worker 0 has this, worker 1 has that")
     with pytest.raises(errors.MismatchError, match="worker 1 has that"):
         h_bad.wait(20)
     with pytest.raises(errors.MismatchError):
-        r.core.submit(bad, array(16), array(16)).wait(20)
+        push_pull(r.core, bad, array(16), array(16)).wait(20)
     for p in pushes.values():
         r.answer(p, bytes(16))  # too late for one of them, and harmless
     h_good.wait(20)
@@ -209,7 +209,7 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
 
 def test_close_ends_what_is_under_way(rig):
     r = rig()
-    handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
+    handle = push_pull(r.core, r.tensor("x", 16), array(16), array(16))
     r.core.close()
     with pytest.raises(errors.ShutdownError):
         handle.wait(20)
@@ -219,7 +219,7 @@ def test_a_submission_after_close_ends_at_once(rig):
     r = rig()
     t = r.tensor("x", 16)
     r.core.close()
-    handle = r.core.submit(t, array(16), array(16))
+    handle = push_pull(r.core, t, array(16), array(16))
     assert handle.done() and r.core.outstanding == 0
     with pytest.raises(errors.ShutdownError):
         handle.wait(20)
@@ -227,7 +227,7 @@ def test_a_submission_after_close_ends_at_once(rig):
 
 def test_wait_times_out_and_can_be_repeated(rig):
     r = rig()
-    handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
+    handle = push_pull(r.core, r.tensor("x", 16), array(16), array(16))
     with pytest.raises(TimeoutError):
         handle.wait(0.05)
     (push,) = r.pushes(1)
@@ -238,7 +238,7 @@ def test_wait_times_out_and_can_be_repeated(rig):
 def test_nobody_waits_and_it_still_comes_home(rig):
     r = rig()
     out = array(16, 0.0)
-    handle = r.core.submit(r.tensor("x", 16), array(16), out)
+    handle = push_pull(r.core, r.tensor("x", 16), array(16), out)
     (push,) = r.pushes(1)
     r.answer(push, array(16, 4.0).tobytes())
     done = threading.Event()
@@ -267,7 +267,7 @@ def test_many_threads_submit_and_wait(rig):
             for k in range(100):
                 a = np.full(64, i * 1000 + k, np.float32)
                 out = np.zeros_like(a)
-                r.core.submit(t, a, out, will_wait=k % 2 == 0).wait(20)
+                push_pull(r.core, t, a, out, will_wait=k % 2 == 0).wait(20)
                 assert (out == a).all()
         except BaseException as e:
             failures.append(e)
@@ -293,7 +293,7 @@ def test_memory_is_held_until_home_and_written_out_and_not_longer(rig):
 
     a = array(BIG).view(Tracked)
     gone = weakref.ref(a)
-    handle = r.core.submit(t, a, array(BIG))
+    handle = push_pull(r.core, t, a, array(BIG))
     (push,) = r.pushes(1)
     r.answer(push, bytes(BIG))
     handle.wait(20)
@@ -311,12 +311,12 @@ def test_memory_is_held_until_home_and_written_out_and_not_longer(rig):
 def test_wrong_sizes_are_refused(rig, source, target):
     r = rig()
     with pytest.raises(ValueError, match="16 expected"):
-        r.core.submit(r.tensor("x", 16), array(source), array(target))
+        push_pull(r.core, r.tensor("x", 16), array(source), array(target))
 
 
 def test_waiting_names_what_is_old(rig):
     r = rig()
-    handle = r.core.submit(r.tensor("slow", 16), array(16), array(16))
+    handle = push_pull(r.core, r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
     ((name, generation, round_, age, waited),) = r.core.waiting(0.0)
     # under way, and nobody waits for it
@@ -336,15 +336,15 @@ def test_who_cannot_be_reached_makes_all_wait_for_the_word_of_who_is_gone(rig, s
     with a lesser error.
     """
     r = rig()
-    handles = [r.core.submit(r.tensor("before", 16), array(16), array(16))]
+    handles = [push_pull(r.core, r.tensor("before", 16), array(16), array(16))]
     lost = r.tensor("lost", size)
     r.take()
     r.endpoint.disconnect(0)
-    handles.append(r.core.submit(lost, array(size), array(size)))
+    handles.append(push_pull(r.core, lost, array(size), array(size)))
     while r.core.mute < 0:
         with contextlib.suppress(TimeoutError):
             handles[0].wait(0.01)
-    handles.append(r.core.submit(r.tensor("late", 16), array(16), array(16)))
+    handles.append(push_pull(r.core, r.tensor("late", 16), array(16), array(16)))
     assert r.core.mute == 0 and not any(h.done() for h in handles)
     r.core.fail(-1, "server 0 is gone")
     for handle in handles:

@@ -16,6 +16,7 @@ from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.secret import lane_proof
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from core.cores import push_pull
 
 ROUNDS, EACH = 40, 250
 
@@ -90,7 +91,7 @@ def test_mutated_answers():
     tensor = Tensor("x", 3, [(5, 0, 1, 0, 64)], stages_for("cpu"))
     for i in range(ROUNDS):
         out = np.zeros(16, np.float32)
-        handle = core.submit(tensor, np.ones(16, np.float32), out)
+        handle = push_pull(core, tensor, np.ones(16, np.float32), out)
         _, frame, second = lane.sent(20)
         (push,) = [r for r in w.unpack(frame, second) if r.kind == w.PUSH]
         for _ in range(EACH):

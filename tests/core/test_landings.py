@@ -163,7 +163,7 @@ def test_a_users_tensor_is_not_lent(worker) -> None:
     r, heard = worker
     x = cores.array(cores.BIG)
     for given, taken in ((x, x.copy()), (x, x)):
-        handle = r.core.submit(r.tensor(f"t{taken is x}", cores.BIG), given, taken)
+        handle = cores.push_pull(r.core, r.tensor(f"t{taken is x}", cores.BIG), given, taken)
         (push,) = r.pushes(1)
         r.answer(push, bytes(cores.BIG))
         handle.wait()
@@ -184,7 +184,7 @@ def test_what_compression_makes_is_lent_and_answers_are_wanted_there(worker) -> 
     )
     for round_ in range(2):
         x = np.full(n, 1 + round_, np.float32)
-        handle = r.core.submit(tensor, x, x)
+        handle = cores.push_pull(r.core, tensor, x, x)
         (push,) = r.pushes(1)
         ((at, room),) = set(heard.lent)
         assert heard.sent == [(0, w.PUSH, at, room)] * (1 + round_) and room >= push.length == 2 * n

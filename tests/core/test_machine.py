@@ -19,6 +19,7 @@ from bpsx.core._tensor import Tensor
 from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
 from bpsx.planning.stages import Place, stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from core.cores import push_pull
 
 # Written from core/local/ring.pxd, independently of the code under test.
 _POST = struct.Struct("<QQIIIIiIIIQQQIIIi")
@@ -150,7 +151,7 @@ def make():
 
 def submit(ours: Ours, who: int, tensor: Tensor, values: np.ndarray, **more):
     out = np.empty_like(values)
-    return ours.cores[who].submit(tensor, values, out, result=out, **more)
+    return push_pull(ours.cores[who], tensor, values, out, result=out, **more)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -262,7 +263,8 @@ def test_broadcasts_from_everybody(make):
     for root in (0, 1, 2, 0, 0, 2, 1):
         outs = [np.full(1049, 10 * root + i, np.float32) for i in range(3)]
         handles = [
-            ours.cores[i].submit(
+            push_pull(
+                ours.cores[i],
                 tensors[i],
                 outs[i] if i == root else None,
                 outs[i],
@@ -433,7 +435,8 @@ def test_an_empty_tensor_without_an_address_is_broadcast(make, root):
     """Frameworks give an empty tensor no memory; that is no worker that has joined."""
     ours = make()
     handles = [
-        ours.cores[i].submit(
+        push_pull(
+            ours.cores[i],
             ours.tensor(i, 0),
             (0, 0) if i == root else None,
             (0, 0),

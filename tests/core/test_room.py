@@ -4,7 +4,7 @@ time.
 
 from __future__ import annotations
 
-from core.cores import BIG, LONG, Rig, array  # noqa: F401  (Rig is what the fixture makes)
+from core.cores import BIG, LONG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
 
 
 def test_most_urgent_first_then_oldest(rig):
@@ -12,7 +12,9 @@ def test_most_urgent_first_then_oldest(rig):
     order = [5, -1, 7, 5, 0]
     pushes = []
     tensors = [r.tensor(f"p{i}", BIG) for i in range(len(order))]
-    handles = [r.core.submit(t, array(BIG), array(BIG), priority=p) for t, p in zip(tensors, order)]
+    handles = [
+        push_pull(r.core, t, array(BIG), array(BIG), priority=p) for t, p in zip(tensors, order)
+    ]
     r.core.start()
     seen = []
     for _ in order:
@@ -30,7 +32,7 @@ def test_most_urgent_first_then_oldest(rig):
 def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
     r = rig(credit=2 * BIG, hold_done=True)
     tensors = [r.tensor(f"c{i}", BIG) for i in range(5)]
-    handles = [r.core.submit(t, array(BIG), array(BIG)) for t in tensors]
+    handles = [push_pull(r.core, t, array(BIG), array(BIG)) for t in tensors]
     pushes = r.pushes(2)
     assert r.lanes[0].sent(0.05) is None
     assert r.endpoint.complete() == 2
@@ -51,8 +53,8 @@ def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
 
     def submit(name: str, lane: int, priority: int = 0) -> None:
         handles.append(
-            r.core.submit(
-                r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
+            push_pull(
+                r.core, r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
             )
         )
 
@@ -82,7 +84,7 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
     handles, pushes = [], []
 
     def submit(name: str, lane: int) -> None:
-        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG)))
+        handles.append(push_pull(r.core, r.tensor(name, LONG, lane=lane), array(LONG), array(LONG)))
 
     def pushed(lane: int, n: int = 1) -> None:
         pushes.extend((lane, push) for push in r.pushes(n, lane))
@@ -112,7 +114,8 @@ def test_what_stays_in_the_machine_goes_in_its_turn(rig):
     order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]  # lane and priority
     sizes = [LONG, BIG]
     handles = [
-        r.core.submit(
+        push_pull(
+            r.core,
             r.tensor(f"t{i}", sizes[lane], lane=lane),
             array(sizes[lane]),
             array(sizes[lane]),
@@ -140,8 +143,8 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True)
 
     def submit(name: str, lane: int, priority: int = 0) -> object:
-        return r.core.submit(
-            r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
+        return push_pull(
+            r.core, r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
         )
 
     handles = [submit("holds the room", 0)]
@@ -163,16 +166,17 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
 
 def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
     r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
-    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    handles = [push_pull(r.core, r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = [(0, r.pushes(1)[0])]
     r.endpoint.complete()
-    handles.append(r.core.submit(r.tensor("plug", LONG), array(LONG), array(LONG)))
+    handles.append(push_pull(r.core, r.tensor("plug", LONG), array(LONG), array(LONG)))
     pushes.append((0, r.pushes(1)[0]))
     handles.append(
-        r.core.submit(r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1)
+        push_pull(r.core, r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1)
     )
     handles += [
-        r.core.submit(r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG)) for i in range(3)
+        push_pull(r.core, r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG))
+        for i in range(3)
     ]
     assert r.lanes[1].sent(0.05) is None  # there would be room
     r.endpoint.complete()
@@ -188,11 +192,11 @@ def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of
 
 def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(rig):
     r = rig(credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
-    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    handles = [push_pull(r.core, r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = r.pushes(1)
     r.endpoint.complete()
     handles += [
-        r.core.submit(r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2))
+        push_pull(r.core, r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2))
         for i in range(4)
     ]
     # of less than tells anything each; together more
@@ -208,7 +212,7 @@ def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(r
 
 def test_a_partition_larger_than_the_credit_goes_alone(rig):
     r = rig(credit=10)
-    handle = r.core.submit(r.tensor("huge", BIG), array(BIG), array(BIG))
+    handle = push_pull(r.core, r.tensor("huge", BIG), array(BIG), array(BIG))
     (push,) = r.pushes(1)
     r.answer(push, bytes(BIG))
     handle.wait(20)

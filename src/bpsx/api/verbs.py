@@ -26,7 +26,7 @@ from bpsx.api.staged import StagedHandle
 from bpsx.compression.manager import Remembered
 from bpsx.compression.spec import compression as check_compression
 from bpsx.config import ALONE, Config, Place, launched, place_fields
-from bpsx.core._handle import Handle, own_pid
+from bpsx.core._handle import Handle, Request, own_pid
 from bpsx.dtypes import BY_NAME
 from bpsx.scheduler import failing
 from bpsx.session import refusals
@@ -476,21 +476,17 @@ def broadcast(
     memory = host_arrays.copied(given, output, what)
     raw = host_arrays.as_bytes(memory.target)
     shape, code = host_arrays.declared_as(memory.target)
-    handle = ours._submit(
+    request = Request(
         name or f"broadcast.noname.{memory.target.dtype}.{given.shape}",
-        shape,
-        code,
-        raw.nbytes,
         raw if root == ours.rank else None,
         raw,
         divisor=root,
         broadcast=True,
-        asynchronous=False,
-        priority=0,
         will_wait=True,
         owner=memory.output,
         result=memory.output,
     )
+    handle = ours.submit(request, shape, code, raw.nbytes)
     result: np.ndarray = memory.handle(handle).wait()
     return result
 
@@ -520,20 +516,18 @@ def seed(
     given, dtype = host_arrays.summand(array, name)
     memory = host_arrays.copied(given, output, name)
     raw = host_arrays.as_bytes(memory.target)
-    handle = ours._submit(
+    request = Request(
         name,
-        given.shape,
-        dtype.code,
-        given.nbytes,
         raw if root == ours.rank else None,
         raw,
         divisor=root,
         broadcast=True,
-        priority=0,
+        asynchronous=True,
         will_wait=True,
         owner=memory.output,
         result=memory.output,
     )
+    handle = ours.submit(request, given.shape, dtype.code, given.nbytes)
     result: np.ndarray = memory.handle(handle).wait()
     return result
 
@@ -618,22 +612,18 @@ def _push_pull(
         return _push_pull_on_gpu(array, name, average, priority, output, rate, will_wait)
     given, dtype = host_arrays.summand(array, name or "array")
     memory = host_arrays.operands(given, output, name or "array")
-    return memory.handle(
-        ours._submit(
-            name or f"push_pull.noname.{dtype.name}.{given.shape}",
-            given.shape,
-            dtype.code,
-            given.nbytes,
-            host_arrays.as_words(memory.source),
-            host_arrays.as_words(memory.target),
-            divisor=ours.size if average else 1,
-            priority=priority,
-            will_wait=will_wait,
-            rate=-1.0 if rate is None else float(rate),
-            owner=None,
-            result=memory.output,
-        )
+    request = Request(
+        name or f"push_pull.noname.{dtype.name}.{given.shape}",
+        host_arrays.as_words(memory.source),
+        host_arrays.as_words(memory.target),
+        divisor=ours.size if average else 1,
+        asynchronous=ours.config.asynchronous,
+        priority=priority,
+        will_wait=will_wait,
+        rate=-1.0 if rate is None else float(rate),
+        result=memory.output,
     )
+    return memory.handle(ours.submit(request, given.shape, dtype.code, given.nbytes))
 
 
 def _push_pull_on_gpu(

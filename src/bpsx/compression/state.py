@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bpsx._core import Core
-from bpsx.core._handle import Handle
+from bpsx.core._handle import Handle, Request
 from bpsx.core._tensor import Tensor
 from bpsx.errors import BpsxError, ConfigError
 
@@ -98,15 +98,15 @@ def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
     """
     answer = np.empty(tensor.server_bytes, np.uint8)
     source = None if saved is None else (saved.ctypes.data, saved.nbytes)
-    handle = core.prepare(
+    request = Request(
         tensor.name,
-        answer.nbytes,
         source,
         (answer.ctypes.data, answer.nbytes),
         keeps=True,
         owner=(saved, answer),
         result=answer,
     )
+    handle = core.prepare(request, answer.nbytes)
     core.release(handle, tensor)
     return handle
 

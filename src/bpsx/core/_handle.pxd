@@ -9,6 +9,16 @@ from bpsx.core.state cimport Core as CCore
 cdef class Handle
 
 
+cdef class Request:             # see _handle.pyx
+    cdef readonly str name
+    cdef public object source, target, owner, on
+    cdef readonly object result
+    cdef readonly uint32_t divisor
+    cdef readonly int priority
+    cdef readonly double rate
+    cdef readonly bint broadcast, asynchronous, will_wait, keeps
+
+
 cdef class Item:                # see _handle.pyx
     cdef readonly str name, dtype
     cdef readonly object shape, owner
@@ -43,6 +53,8 @@ cdef class Handle:
     cdef public object result
 
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
+    cdef take_memory(self, Request request, uint64_t nbytes)
+    cdef _check_size(self, str what, uint64_t found, uint64_t wanted)
     cdef void _release_buffers(self)
     cdef _end(self, timeout)
     cdef _output(self)

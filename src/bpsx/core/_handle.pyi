@@ -7,6 +7,49 @@ from bpsx.local._cuda import Gpu
 def own_pid() -> int:
     """As os.getpid(), without a system call."""
 
+class Request:
+    """A push_pull as its caller wants it; see ``_handle.pyx``."""
+
+    source: Any
+    target: Any
+    owner: Any
+    on: Any
+    def __init__(
+        self,
+        name: str,
+        source: Any,
+        target: Any,
+        *,
+        divisor: int = 1,
+        broadcast: bool = False,
+        asynchronous: bool = False,
+        priority: int = 0,
+        will_wait: bool = False,
+        rate: float = -1.0,
+        keeps: bool = False,
+        owner: object = None,
+        result: object = None,
+        on: object = None,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def result(self) -> Any: ...
+    @property
+    def divisor(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def broadcast(self) -> bool: ...
+    @property
+    def asynchronous(self) -> bool: ...
+    @property
+    def will_wait(self) -> bool: ...
+    @property
+    def keeps(self) -> bool: ...
+
 class Item:
     """A tensor of several that are summed in place, all on one GPU and made by one stream.
 

@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """One push_pull, as who asks for it among others and who waits for it sees it."""
-from cpython.buffer cimport PyBuffer_Release
+from cpython.buffer cimport (
+    PyBUF_CONTIG, PyBUF_CONTIG_RO, PyBuffer_Release, PyObject_GetBuffer,
+)
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
@@ -23,6 +25,28 @@ cdef int64_t SLICE_NS = 200_000_000
 def own_pid() -> int:
     """As os.getpid(), without a system call."""
     return c_own_pid()
+
+
+cdef class Request:
+    """A push_pull as its caller wants it. One thread fills it in; the core copies what it needs.
+
+    ``source``, ``target``: C-contiguous buffers, or pairs (address, bytes) that ``owner`` keeps
+    alive. ``source`` None pushes nothing: a broadcast's receivers. ``divisor`` divides the sum; of
+    a broadcast it is the root's rank. ``asynchronous``: add to the servers' value and get that, or,
+    in a broadcast, set it. ``rate``: the learning rate, for compression. ``keeps``: get, or with a
+    ``source`` set, the servers' part of the tensor's compression state. ``on``: see
+    :class:`bpsx.local.devices.OnGpu`. ``result``: what waiting for the handle returns.
+    """
+
+    def __init__(
+        self, str name, source, target, *, uint32_t divisor=1, bint broadcast=False,
+        bint asynchronous=False, int priority=0, bint will_wait=False, double rate=-1.0,
+        bint keeps=False, owner=None, result=None, on=None
+    ) -> None:
+        self.name, self.source, self.target, self.divisor = name, source, target, divisor
+        self.broadcast, self.asynchronous, self.priority = broadcast, asynchronous, priority
+        self.will_wait, self.rate, self.keeps = will_wait, rate, keeps
+        self.owner, self.result, self.on = owner, result, on
 
 
 cdef class Item:
@@ -85,6 +109,30 @@ cdef class Handle:
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
         self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
         self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
+
+    cdef take_memory(self, Request request, uint64_t nbytes):
+        """Point the task at the request's memory.
+
+        Raises :class:`ValueError` for a buffer of another size than ``nbytes``.
+        """
+        if type(request.target) is tuple:
+            self.task.output = <char *><uintptr_t>request.target[0]
+        else:
+            PyObject_GetBuffer(request.target, &self.view_out, PyBUF_CONTIG)
+            self.has_out = True
+            self.task.output = <char *>self.view_out.buf
+            self._check_size("output", self.view_out.len, nbytes)
+        if type(request.source) is tuple:
+            self.task.input = <char *><uintptr_t>request.source[0]
+        elif request.source is not None:
+            PyObject_GetBuffer(request.source, &self.view_in, PyBUF_CONTIG_RO)
+            self.has_in = True
+            self.task.input = <char *>self.view_in.buf
+            self._check_size("input", self.view_in.len, nbytes)
+
+    cdef _check_size(self, str what, uint64_t found, uint64_t wanted):
+        if found != wanted:
+            raise ValueError(f"{self.name!r}: {what} has {found} bytes, {wanted} expected")
 
     cdef void _release_buffers(self):
         if self.has_in:

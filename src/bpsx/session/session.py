@@ -14,7 +14,7 @@ from bpsx._core import Core
 from bpsx.compression.manager import Compressing, Remembered
 from bpsx.compression.spec import Compression
 from bpsx.config import Config
-from bpsx.core._handle import Handle, Item
+from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
@@ -389,24 +389,23 @@ class Session(Declarations):
                 if source.gpu < 0 and target.gpu < 0
                 else self.devices.place(name, source, target)
             )
+            request = Request(
+                name,
+                (source.address, source.nbytes),
+                (target.address, target.nbytes),
+                divisor=self.size if average else 1,
+                asynchronous=self._async,
+                priority=priority,
+                will_wait=will_wait,
+                rate=rate,
+                owner=(source.owner, target.owner),
+                result=result,
+                on=place,
+            )
         except BaseException:
             self._refuse(name)
             raise
-        return self._submit(
-            name,
-            source.shape,
-            dtype.code,
-            source.nbytes,
-            (source.address, source.nbytes),
-            (target.address, target.nbytes),
-            divisor=self.size if average else 1,
-            priority=priority,
-            will_wait=will_wait,
-            rate=rate,
-            owner=(source.owner, target.owner),
-            result=result,
-            on=place,
-        )
+        return self.submit(request, source.shape, dtype.code, source.nbytes)
 
     def push_pull_all(
         self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool
@@ -457,20 +456,17 @@ class Session(Declarations):
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
         where = (item.address, item.nbytes)
         try:
-            handle = self._submit(
+            request = Request(
                 item.name,
-                item.shape,
-                BY_NAME[item.dtype].code,
-                item.nbytes,
                 where,
                 where,
                 divisor=divisor,
+                asynchronous=self._async,
                 priority=item.priority,
-                will_wait=False,
                 owner=item.owner,
-                result=None,
                 on=on,
             )
+            handle = self.submit(request, item.shape, BY_NAME[item.dtype].code, item.nbytes)
         except Exception as e:
             return e.with_traceback(None)
         handle.by_stream = True
@@ -499,39 +495,23 @@ class Session(Declarations):
             self._refuse(name)
             raise
         place = (view.address, view.nbytes)
-        return self._submit(
+        request = Request(
             name,
-            view.shape,
-            dtype.code,
-            view.nbytes,
             place if root == self.rank else None,
             place,
             divisor=root,
             broadcast=True,
-            priority=0,
-            will_wait=False,
+            asynchronous=self._async if asynchronous is None else asynchronous,
             owner=view.owner,
             result=result,
             on=on,
-            asynchronous=asynchronous,
         )
+        return self.submit(request, view.shape, dtype.code, view.nbytes)
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""
-        self._submit(
-            BARRIER,
-            (),
-            5,
-            0,
-            (0, 0),
-            (0, 0),
-            divisor=1,
-            priority=2**30,
-            will_wait=True,
-            owner=None,
-            result=None,
-            asynchronous=False,
-        ).wait()
+        request = Request(BARRIER, (0, 0), (0, 0), priority=2**30, will_wait=True)
+        self.submit(request, (), BY_NAME["uint8"].code, 0).wait()
 
     def join(self) -> int:
         """See :func:`bpsx.join`."""
@@ -547,83 +527,27 @@ class Session(Declarations):
             self.barrier()  # raises what has ended the job
         return last
 
-    def _submit(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: int,
-        nbytes: int,
-        source: Any,
-        target: Any,
-        *,
-        divisor: int,
-        priority: int,
-        will_wait: bool,
-        owner: object,
-        result: object,
-        broadcast: bool = False,
-        asynchronous: bool | None = None,
-        rate: float = -1.0,
-        on: OnGpu | None = None,
-    ) -> Handle:
-        """The one way in.
+    def submit(self, request: Request, shape: tuple[int, ...], dtype: int, nbytes: int) -> Handle:
+        """Begin a push_pull or a broadcast: all but those of many known tensors come through here.
 
-        ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default
-        if the job is.
+        ``dtype``: its code; ``nbytes``: of the tensor.
         """
+        name = request.name
         self._joining.check(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
         mine.asked += 1
         try:
-            asynchronous = self._async if asynchronous is None else asynchronous
-            codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
-            if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
-                raise errors.ConfigError(
-                    f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number"
-                    f" from 0, not {rate!r}"
-                )
-            if not broadcast and self.compressing.any:
-                source, owner, on = self.compressing.with_momentum(
-                    name, dtype, nbytes, codec, source, owner, on
-                )
-            if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
-                self.devices.check_average(name, dtype, divisor, on)
+            codec = self._codec_of(request, dtype, nbytes)
             declared = self._tensors.get(name)
             tensor = None if declared is None else declared.now(shape, dtype, codec)
             if declared is not None and tensor is not None:
                 declared.uses += 1
-                return self._core.submit(
-                    tensor,
-                    source,
-                    target,
-                    divisor=divisor,
-                    broadcast=broadcast,
-                    asynchronous=asynchronous,
-                    priority=priority,
-                    will_wait=will_wait,
-                    rate=rate,
-                    owner=owner,
-                    result=result,
-                    on=on,
-                )
+                return self._core.submit(tensor, request)
             check_new(name, nbytes, self.config.partition_bytes)
             if codec is not None:
                 self.compressing.check(name, dtype, nbytes, codec)
-            handle = self._core.prepare(
-                name,
-                nbytes,
-                source,
-                target,
-                divisor=divisor,
-                broadcast=broadcast,
-                asynchronous=asynchronous,
-                priority=priority,
-                rate=rate,
-                owner=owner,
-                result=result,
-                on=on,
-            )
+            handle = self._core.prepare(request, nbytes)
             if self._link is None:
                 begin = monotonic_ns()
                 # a single worker: the sum is what it pushed
@@ -637,8 +561,31 @@ class Session(Declarations):
             self._renew(name)
             raise
 
+    def _codec_of(self, request: Request, dtype: int, nbytes: int) -> Compression | None:
+        """How the request's tensor is compressed; None: not.
+
+        Checks what depends on it and adds the momentum that compression keeps. Raises
+        :class:`~bpsx.errors.ConfigError`.
+        """
+        if request.broadcast:
+            return None
+        name = request.name
+        codec = self.compressing.of(name, dtype, nbytes)
+        if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
+            raise errors.ConfigError(
+                f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number"
+                f" from 0, not {request.rate!r}"
+            )
+        if self.compressing.any:
+            request.source, request.owner, request.on = self.compressing.with_momentum(
+                name, dtype, nbytes, codec, request.source, request.owner, request.on
+            )
+        if request.divisor > 1 and BY_CODE[dtype].integer:
+            self.devices.check_average(name, dtype, request.divisor, request.on)
+        return codec
+
     def _refuse(self, name: str) -> None:
-        """A push_pull of ``name`` has been refused before :meth:`_submit`."""
+        """A push_pull of ``name`` has been refused before :meth:`submit`."""
         if not self._joining.active:
             self._calls += 1
             mine.asked += 1
