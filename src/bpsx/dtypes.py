@@ -1,4 +1,4 @@
-"""The element types that bpsx can sum, and their codes on the wire."""
+"""Element types that bpsx can sum, and their codes on the wire."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from bpsx.errors import ConfigError
 
 
 class DType(NamedTuple):
-    """One element type: ``code`` on the wire, ``name``, bytes of an element, and bytes of the
-    accumulator's.
+    """One element type.
+
+    ``code``: its number on the wire. ``itemsize``: bytes of an element. ``wide_itemsize``: bytes of
+    an element of its accumulator.
     """
 
     code: int
@@ -19,7 +21,7 @@ class DType(NamedTuple):
 
     @property
     def integer(self) -> bool:
-        """Whether its elements are integers."""
+        """Whether the elements are integers."""
         return "int" in self.name
 
 
@@ -40,7 +42,11 @@ FLOAT_CODES: dict[str, int] = {d.name: d.code for d in DTYPES if not d.integer}
 
 
 def dtype_named(name: str, what: str) -> DType:
-    """The type called ``name``; ``what`` says whose it is, for the error."""
+    """Return the type called ``name``.
+
+    ``what`` names the tensor or option in the error. Raises :class:`UnsupportedDType` for any other
+    name.
+    """
     try:
         return BY_NAME[name]
     except KeyError:
@@ -50,4 +56,4 @@ def dtype_named(name: str, what: str) -> DType:
 
 
 class UnsupportedDType(ConfigError, TypeError):
-    """A tensor has an element type that bpsx does not sum."""
+    """A tensor's element type is one that bpsx cannot sum."""

@@ -1,9 +1,8 @@
-"""The job secret: what all processes of a job know and nobody else, and the keys that are derived
-from it.
+"""The job secret, shared by all processes of a job, and the keys derived from it.
 
-Pure, except for :func:`make` and :func:`read`. Nothing here puts the secret into a text, and nobody
-else may: not into errors, logs or commands. Without a secret the keys are derived from the empty
-one. Anybody can do that, so they protect from mistakes only, never from people.
+Pure, except for :func:`make` and :func:`read`. No code may put the secret into an error, a log or a
+command line. A job without a secret derives its keys from the empty secret. Anyone can derive those
+keys too, so they protect against mistakes only, not against attackers.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import struct
 
 from bpsx.errors import ConfigError
 
-#: A listener may try secrets offline against what he has recorded, so a word that people remember
-#: is not enough.
+#: Least bytes of a secret. An eavesdropper can test guesses offline against recorded traffic, so a
+#: memorable word is not enough.
 LEAST_BYTES = 16
 MOST_BYTES = 4096
 HOW_TO = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 
 
 def make() -> str:
-    """A new secret with 256 random bits, as text that fits an environment variable."""
+    """Return a new secret with 256 random bits, as text that fits an environment variable."""
     return secrets.token_urlsafe(32)
 
 
 def derive(secret: bytes, purpose: str, *parts: bytes | str | int) -> bytes:
-    """A key or proof of 32 bytes (HMAC-SHA256) that only who knows ``secret`` can compute.
+    """Return a key or proof of 32 bytes (HMAC-SHA256) that requires ``secret`` to compute.
 
-    Every part is framed by its kind and length, so that no two lists of parts give the same input.
-    Integers are unsigned, up to 64 bits.
+    Each part is framed by its kind and length, so different lists of parts never give the same
+    input. Integers are unsigned, up to 64 bits.
     """
     code = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (purpose, *parts):
@@ -50,9 +49,10 @@ def derive(secret: bytes, purpose: str, *parts: bytes | str | int) -> bytes:
 
 
 def lane_proof(secret: bytes, job: int, address: str, nonce: bytes) -> bytes:
-    """What a lane answers to a worker's random ``nonce``: 32 bytes.
+    """Return the lane's proof for a worker's random ``nonce``: 32 bytes.
 
-    ``address`` is its own, so nobody can have another lane answer for it.
+    The proof covers the lane's own ``address``, so a lane cannot pass off another lane's proof as
+    its own.
     """
     return derive(secret, "data connection: lane's proof", job, address, nonce)
 
@@ -63,18 +63,18 @@ def same(one: bytes, other: bytes) -> bool:
 
 
 def curve_key(secret: bytes, purpose: str) -> bytes:
-    """A secret key for CURVE, as ZeroMQ spells keys (Z85, 40 characters)."""
-    # Python's base85 has another alphabet than Z85, in the same order.
+    """Return a secret key for CURVE in ZeroMQ's notation (Z85, 40 characters)."""
+    # Python's base85 and Z85 differ in their alphabets only, not in the order of digits.
     there = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
     here = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
     return base64.b85encode(derive(secret, purpose)).translate(bytes.maketrans(there, here))
 
 
 def accept(text: str, where: str) -> bytes:
-    """``text`` as a secret.
+    """Return ``text`` as a secret, without surrounding whitespace.
 
-    Raises :class:`~bpsx.errors.ConfigError`, naming ``where`` it came from, if it is too short or
-    too long.
+    Raises :class:`~bpsx.errors.ConfigError`, which names the source ``where``, if it is too short,
+    too long or not UTF-8.
     """
     try:
         value = text.strip().encode()
@@ -89,10 +89,10 @@ def accept(text: str, where: str) -> bytes:
 
 
 def read(path: str) -> bytes:
-    """The secret in a file.
+    """Return the secret in the file at ``path``.
 
-    Raises :class:`~bpsx.errors.ConfigError` if it cannot be read or if others than its owner may
-    read or change it.
+    Raises :class:`~bpsx.errors.ConfigError` if the file cannot be read, is not a regular file, does
+    not belong to this user or root, or may be accessed by any other user.
     """
     try:
         with open(path, "rb") as file:

@@ -1,1 +1,1 @@
-"""Pure decisions: partitions, places, order of stages."""
+"""Pure decisions: cutting tensors into partitions, placing them on servers, order of stages."""

@@ -1,11 +1,13 @@
-"""How much each server should sum, so that all machines' network cards carry the same. Pure.
+"""Each server's share of the bytes, chosen so that all machines' network cards carry the same.
+Pure.
 
-The model is that of BytePS' paper (OSDI'20, section 3.2): every worker sends its M bytes to the
-servers and gets M back, what stays within a machine costs its card nothing, and a round takes as
-long as the most loaded card. With n machines that have a worker and a server each, and k <= n with
-a server only, the optimum is the paper's: 2(n-1)/(n^2+kn-2k) of the bytes at each of the k,
-(n-k)/(n^2+kn-2k) at each of the n. Here machines may have any number of either, k may exceed n, and
-cards may differ in speed.
+The model is that of BytePS' paper (OSDI'20, section 3.2). Every worker sends its M bytes to the
+servers and receives M. Traffic within a machine costs its card nothing. A round takes as long as
+the most loaded card.
+
+With n machines that have a worker and a server each, and k <= n with a server only, the optimum is
+the paper's: 2(n-1)/(n^2+kn-2k) of the bytes at each of the k, (n-k)/(n^2+kn-2k) at each of the n.
+Here machines may also have any number of either, k may exceed n, and cards may differ in speed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """``workers``: how many of them speak to servers; ``servers``: the weight of each of its
+    """One machine's part in the job.
+
+    ``workers``: number of its workers that speak to servers. ``servers``: weight of each of its
     servers.
     """
 
@@ -24,29 +28,31 @@ class Machine(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Of its card, where another one's is 1: its servers' mean weight."""
+        """Speed of its network card, relative to a weight of 1: its servers' mean weight."""
         return sum(self.servers) / len(self.servers) if self.servers else 1.0
 
 
 def load(machine: Machine, workers: int, share: float) -> float:
-    """What the card carries each way, as a part of M, if the machine's servers sum ``share`` of the
-    bytes, for ``workers`` in the whole job: what its workers send elsewhere, and what its servers
-    answer elsewhere; or the same in the other direction.
+    """Return the load of a machine's card in each direction, as a multiple of M.
+
+    ``workers``: number of workers in the job. ``share``: part of the bytes that the machine's
+    servers sum. Outbound, its workers send to other machines' servers and its servers send to other
+    machines' workers; inbound is the same.
     """
     return machine.workers * (1 - share) + share * (workers - machine.workers)
 
 
 def level(machines: Sequence[Machine]) -> list[float]:
-    """The parts of the bytes that the machines' servers should sum.
+    """Return each machine's share of the bytes; its servers sum that part.
 
-    At least one machine has a server.
+    At least one machine must have a server.
     """
     workers = sum(m.workers for m in machines)
     at_home = [float(bool(m.servers) and 2 * m.workers > workers) for m in machines]
-    if any(at_home):  # what the machine of most workers sums stays there for most
+    if any(at_home):  # most traffic of a machine with most workers stays within it
         return at_home
-    # With half of the workers a card carries the same whatever its servers sum, which is then what
-    # the others cannot carry beside that.
+    # The card of a machine with half of the workers carries the same load whatever its servers sum.
+    # So its servers take the bytes that other machines cannot take within that load.
     half = [bool(m.servers) and 2 * m.workers == workers for m in machines]
     others = [m for m, h in zip(machines, half, strict=True) if m.servers and not h]
     limit = max(
@@ -63,9 +69,9 @@ def level(machines: Sequence[Machine]) -> list[float]:
 
 
 def shares_by_host(workers: Sequence[str], servers: Sequence[tuple[str, float]]) -> list[float]:
-    """Of each server, given its host and weight.
+    """Return each server's share of the bytes, given its host and weight.
 
-    ``workers``: the hosts of those who speak to servers.
+    ``workers``: host of each worker that speaks to servers.
     """
     hosts = list(dict.fromkeys([*workers, *(host for host, _ in servers)]))
     weights = {host: [weight for h, weight in servers if h == host] for host in hosts}
@@ -75,13 +81,15 @@ def shares_by_host(workers: Sequence[str], servers: Sequence[tuple[str, float]])
 
 
 def _share(machine: Machine, workers: int, limit: float) -> float:
-    """So much that the card's load, by its speed, is ``limit``."""
+    """Return the share that gives the machine's card a load of ``limit`` relative to its speed."""
     return max(0.0, (limit * machine.speed - machine.workers) / (workers - 2 * machine.workers))
 
 
 def _limit(machines: Sequence[Machine], workers: int) -> float:
-    """The load, by speed, at which the machines take all bytes: what they take grows with it, in
-    straight lines between the loads at which each begins to.
+    """Return the load, relative to speed, at which the machines take all bytes together.
+
+    Their total share grows with the load. It is piecewise linear: its slope changes where a machine
+    starts to take a share.
     """
     begins = sorted(m.workers / m.speed for m in machines)
     low = max(b for b in begins if sum(_share(m, workers, b) for m in machines) <= 1)

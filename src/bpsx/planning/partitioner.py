@@ -1,4 +1,4 @@
-"""Bytes to partitions. Pure: no I/O, no state."""
+"""Cutting tensors into partitions. Pure: no I/O, no state."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ PAGE_BYTES = 4096
 
 
 class Span(NamedTuple):
-    """A partition's place in its tensor, in bytes."""
+    """A partition's range in its tensor, in bytes."""
 
     offset: int
     length: int
 
 
 def whole_pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
+    """Round ``nbytes`` up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def most_bytes(partition_bytes: int, compressed: bool) -> int:
-    """What a partition may have, by the value of BYTEPS_PARTITION_BYTES: that, or twice that if it
-    is compressed; in whole pages.
+    """Return the most bytes of a partition, a multiple of the page size.
 
-    Each partition that is compressed costs kernels of its own and is small on the wire;
-    docs/decisions/0016.
+    ``partition_bytes``: value of BYTEPS_PARTITION_BYTES. A compressed partition may have twice as
+    much: each one costs kernels of its own and is small on the wire (docs/decisions/0016).
     """
     return whole_pages(partition_bytes) * (2 if compressed else 1)
 
@@ -32,8 +31,8 @@ def most_bytes(partition_bytes: int, compressed: bool) -> int:
 def partition(nbytes: int, partition_bytes: int, compressed: bool = False) -> list[Span]:
     """Cut ``nbytes`` into spans of at most :func:`most_bytes`.
 
-    A tensor of no bytes has one span of length 0, so that it too is a round that all workers take
-    part in. Spans begin at page multiples, which is a multiple of every element size.
+    An empty tensor has one span of length 0, so that it too has a round in which all workers take
+    part. Spans begin at multiples of the page size, which are multiples of every element size.
     """
     step = most_bytes(partition_bytes, compressed)
     if nbytes == 0:

@@ -1,11 +1,11 @@
-"""Partitions to servers and lanes.
+"""Placement of partitions on servers and lanes.
 
-Pure: no I/O; the scheduler is the only one who asks, so all workers agree.
+Pure: no I/O. Only the scheduler uses it, so all workers agree.
 
-BytePS' hashes are kept by name (``BYTEPS_KEY_HASH_FN``, see its ``global.cc``): they look at the
-key only. The default looks at the bytes placed so far, takes the server that lacks most of its
-share, and cuts a tensor finer where a whole partition would give a server too much: on 32 servers a
-ResNet-50 has no more than 3 MB each. docs/decisions/0025.
+BytePS' hashes are available by name (``BYTEPS_KEY_HASH_FN``, see its ``global.cc``); they depend on
+the key only. The default, ``balanced``, depends on the bytes placed so far: it takes the server
+furthest below its share. It cuts a tensor finer where a whole partition would give a server too
+much: on 32 servers a ResNet-50 has no more than 3 MB each. docs/decisions/0025.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
 
 #: Most partitions of a tensor: 4 GiB at the smallest partition size, 4 TiB at the default.
 PARTS_PER_TENSOR = 1 << 20
-#: Least bytes of a partition that is cut finer, and of what is left of it: a smaller one costs as
-#: much as this.
+#: Least bytes of a partition that is cut finer, and of the rest of its tensor: a smaller partition
+#: costs as much as one of this size.
 _LEAST = 32 << 10
-#: By which part a server may have more than its share of all bytes so far, before a tensor is cut
-#: finer for it.
+#: Fraction of all bytes so far by which a server may exceed its share before a tensor is cut finer.
 _SLACK = 0.015
 
 
 class Place(NamedTuple):
-    """Where a partition is summed: ``key`` in the job, ``lane`` among all lanes of all servers,
-    ``slot`` on that lane.
+    """Where a partition is summed.
 
-    It has ``length`` bytes, and begins where the one before it ends.
+    ``key``: unique in the job. ``lane``: number among all lanes of all servers. ``slot``: index on
+    that lane. ``length``: bytes; the partition begins where the previous one ends.
     """
 
     key: int
@@ -40,7 +39,7 @@ class Place(NamedTuple):
 
 
 def key_of(tensor: int, part: int) -> int:
-    """The key of a tensor's partition, unique in the job."""
+    """Return the key of a tensor's partition, unique in the job."""
     return tensor * PARTS_PER_TENSOR + part
 
 
@@ -49,8 +48,9 @@ def _naive(key: int, coefficient: int) -> int:
 
 
 def _built_in(key: int, coefficient: int) -> int:
-    """A multiplicative hash of the key's decimal digits stands in for the C++ library's std::hash,
-    which no document fixes.
+    """Hash the key's decimal digits, multiplicatively.
+
+    It stands in for the C++ library's std::hash, which no document specifies.
     """
     value = 14695981039346656037
     for byte in str(key).encode():
@@ -81,11 +81,11 @@ _HASHES: dict[str, Callable[[int, int], int]] = {
 
 
 class Placement:
-    """Hands out places. Not thread-safe: the scheduler's one thread owns it.
+    """Assigns places. Not thread-safe: the scheduler's one thread owns it.
 
-    ``lanes``: how many lanes each server has; lanes are numbered through, server by server.
-    ``function``: ``balanced`` or a hash's name. ``shares``: what part of the bytes each server
-    should sum, by default the same; for ``balanced`` only. ``partition_bytes``: most bytes of a
+    ``lanes``: number of lanes of each server; lanes are numbered consecutively, server by server.
+    ``function``: ``balanced`` or a hash's name. ``shares``: part of the bytes that each server
+    should sum, equal by default; for ``balanced`` only. ``partition_bytes``: most bytes of a
     partition, by :func:`bpsx.planning.partitioner.most_bytes`.
     """
 
@@ -103,7 +103,7 @@ class Placement:
         firsts = [sum(lanes[:s]) for s in range(len(lanes))]
         self._lanes = [list(range(first, first + n)) for first, n in zip(firsts, lanes)]
         self._shares = [1 / len(lanes)] * len(lanes) if shares is None else list(shares)
-        #: (bytes so far by share, server), of those that get any; the first lacks most.
+        #: Heap of (bytes so far / share, server), for servers with a share; the first lacks most.
         self._least = [(0.0, s) for s, share in enumerate(self._shares) if share > 0]
         self._bytes = 0
         self.lane_bytes = [0] * sum(lanes)
@@ -111,12 +111,15 @@ class Placement:
         self._slots = [0] * sum(lanes)
 
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Place]:
-        """Places for tensor number ``tensor`` of so many bytes, in the order of its partitions,
-        which begin at whole pages.
+        """Return the places of tensor number ``tensor`` of ``nbytes`` bytes, in the order of its
+        partitions.
+
+        Partitions begin at multiples of the page size.
         """
         self._bytes += max(nbytes, PAGE_BYTES)
-        # What compression keeps of a partition is to be found again by a job with other servers;
-        # and cut finer, a tensor of 32 GiB could have more partitions than there are keys.
+        # A job with other servers must find the state that compression keeps of each partition, so
+        # compressed tensors are not cut finer. Neither are tensors from 32 GiB on: they could have
+        # more partitions than there are keys.
         finer = (
             self._hash is None
             and not compressed
@@ -137,8 +140,9 @@ class Placement:
         return places
 
     def _next_length(self, left: int) -> int:
-        """Of the next partition of a tensor with so many bytes left, which goes to the server that
-        lacks most.
+        """Return the bytes of a tensor's next partition, which goes to the server that lacks most.
+
+        ``left``: bytes of the tensor that have no place yet.
         """
         most = most_bytes(self._partition_bytes, False)
         has, server = self._least[0]
@@ -149,8 +153,8 @@ class Placement:
     def _place_one(self, key: int, size: int) -> Place:
         if not self.server_bytes:
             return Place(key, 0, 0, size)  # a single machine: its root has the sum
-        # Tensors of no bytes cost a message all the same: count a little, or all of them would land
-        # on one server.
+        # An empty tensor still costs a message. Count a few bytes for it, or all of them would go
+        # to one server.
         counted = max(size, 64)
         if self._hash is None:
             has, server = self._least[0]

@@ -1,6 +1,6 @@
-"""Which stages a partition goes through. Pure; one table.
+"""Stages that a partition goes through, in one table. Pure.
 
-What a stage does is the one switch in ``core/stage.pxd``.
+The switch in ``core/stage.pxd`` implements the stages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum, IntEnum
 
 
 class Stage(IntEnum):
-    """Stages by upstream's names (its docs/run/tracing.md).
+    """Stages, named as in BytePS (its docs/timeline.md).
 
     The codes are those of ``core/stage.pxd``; a test compares them.
     """
@@ -30,7 +30,7 @@ class Stage(IntEnum):
 
 
 class Place(Enum):
-    """What a process is to its machine."""
+    """Role of a process in its machine."""
 
     DIRECT = "speaks to the servers for itself"
     MEMBER = "gives its share to the machine's root"
@@ -39,11 +39,11 @@ class Place(Enum):
     ONLY_MEMBER = "gives its share to the machine's root, and there are no servers"
 
 
-#: What GPUs of a machine do before one of them speaks to the servers, and afterwards.
+#: Work of a machine's GPUs before one of them speaks to the servers, and afterwards.
 _ADD = (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COPYD2H, Stage.COORDINATE_PUSH)
 _SPREAD = (Stage.COPYH2D, Stage.COORDINATE_BROADCAST, Stage.BROADCAST)
-#: (device, compressed, place) -> stages. A CPU tensor is pushed from where it lies and pulled to
-#: where it shall be.
+#: (device, compressed, place) -> stages. A CPU tensor is pushed from its own memory and pulled into
+#: its output, without copies.
 _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ("cpu", False, Place.DIRECT): (Stage.PUSH, Stage.PULL),
     ("cpu", False, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
@@ -56,7 +56,7 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ),
     ("cpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
     ("cpu", True, Place.DIRECT): (Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS),
-    # Only what crosses the network is compressed: the machine's sum.
+    # Only the machine's sum is compressed: nothing else crosses the network.
     ("cpu", True, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
     ("cpu", True, Place.ROOT): (
         Stage.COORDINATE_REDUCE,
@@ -72,13 +72,13 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ("cpu", True, Place.ONLY_MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
     ("gpu", False, Place.DIRECT): (Stage.COPYD2H, Stage.PUSH, Stage.PULL, Stage.COPYH2D),
     ("gpu", False, Place.MEMBER): (*_ADD, *_SPREAD),
-    # The core leaves PCIE_REDUCE out where all GPUs reduce together.
+    # The core skips PCIE_REDUCE where all GPUs reduce together.
     ("gpu", False, Place.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.PUSH, Stage.PULL, *_SPREAD),
-    # Without servers NCCL's all-reduce does it all.
+    # Without servers, NCCL's all-reduce does all the work.
     ("gpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
     ("gpu", False, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
-    # Compressed on the GPU, or, if that cannot be, on the host: the core leaves out one of each
-    # two.
+    # Compressed on the GPU or, if that is impossible, on the host: of each pair of COMPRESS or
+    # DECOMPRESS stages the core skips one.
     ("gpu", True, Place.DIRECT): (
         Stage.COMPRESS,
         Stage.COPYD2H,
@@ -112,8 +112,8 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
 
 
 def stages_for(device: str = "cpu", compressed: bool = False, place: Place = Place.DIRECT) -> bytes:
-    """The stage codes of a tensor's partitions, in order.
+    """Return the codes of the stages of a tensor's partitions, in order.
 
-    Raises :class:`KeyError` for what this version cannot move.
+    Raises :class:`KeyError` for an unsupported combination.
     """
     return bytes(_TABLE[device, compressed, place])
