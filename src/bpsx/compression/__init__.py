@@ -1,1 +1,1 @@
-"""Compression of tensors: what users ask for, and what a job keeps of it."""
+"""Compression of tensors: users' settings, and the state that a job keeps."""

@@ -1,6 +1,6 @@
-"""Compression of tensors on a GPU: what a partition needs there, and its kernels queued.
+"""Compression of tensors on a GPU: a partition's memory there, and its kernels' launches.
 
-See kernels/codecs.py for what they do.
+kernels/codecs.py describes the kernels.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from bpsx.local._cuda import Gpu
 from bpsx.local.devices import OnGpu
 
 _ALIGNED = 256
-#: What is encoded may be no more than a norm of zero (float64), which a kernel of its own decodes.
+#: Bytes of the shortest encoding: a norm of zero (float64) alone, which a separate kernel decodes.
 _SHORTEST = 8
 _STATE_BYTES = 8 * N_STATE
-#: Bytes written (int64), status (int32): core/gpu/copies.pxd has the same.
+#: Bytes written (int64) and status (int32); core/gpu/copies.pxd has the same.
 _WORDS_BYTES = 16
 
 
 class Coder:
-    """Encodes and decodes one partition.
+    """Encoder and decoder of one partition.
 
-    The kernels of all partitions of a direction go to one stream, and so share what they work in.
+    All partitions' kernels of a direction run on one stream and so share scratch memory.
 
-    ``wire`` and ``words`` are addresses on the GPU; ``size`` is what is encoded, in bytes, if that
-    is always the same, else None. Not thread-safe: one thread encodes and decodes.
+    ``wire`` and ``words`` are addresses on the GPU. ``size`` is the encoded size in bytes, or None
+    if it varies. Not thread-safe: one thread encodes and decodes.
     """
 
     def __init__(
         self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]
     ) -> None:
-        """``rooms``: addresses of memory on the GPU, of :func:`room` bytes, to encode and to decode
-        in.
+        """``rooms``: GPU addresses of scratch memory, :func:`room` bytes each, for encoding and for
+        decoding.
         """
         self._gpu, self._codec, self._made, self._rooms = (
             gpu,
@@ -71,9 +71,10 @@ class Coder:
         self.size = self._codec.size(self._wide, n, made.options)
 
     def build(self, stream: int) -> None:
-        """Compile and load all kernels that :meth:`encode` and :meth:`decode` need; queue none.
+        """Compile and load all kernels that :meth:`encode` and :meth:`decode` need, without
+        queueing any.
 
-        Raises whatever keeps a kernel from being compiled or loaded.
+        Raises any error of compiling or loading a kernel.
         """
         made = self._made
         with only_building():
@@ -86,7 +87,7 @@ class Coder:
                 self.decode(self.wire, size, stream)
 
     def encode(self, data: int, counter: int, factor: float, stream: int) -> None:
-        """Encode the elements at an address into :attr:`wire`."""
+        """Queue kernels that encode the elements at address ``data`` into :attr:`wire`."""
         made, room = self._made, self._rooms[0]
         with self._gpu:
             if self._conversion is not None:
@@ -110,7 +111,7 @@ class Coder:
             )
 
     def decode(self, out: int, size: int, stream: int) -> None:
-        """Decode ``size`` bytes at :attr:`wire` to an address."""
+        """Queue kernels that decode ``size`` bytes at :attr:`wire` to address ``out``."""
         made, room = self._made, self._rooms[1]
         with self._gpu:
             to = out
@@ -132,9 +133,9 @@ class Coder:
                 self._conversion.narrow.launch(grid(-(-made.n // TILE)), stream, to, out, made.n)
 
     def fetch(self, residual: int, momentum: int, state: int) -> None:
-        """Copy what is kept from round to round to addresses on the host.
+        """Copy the state kept between rounds to addresses on the host.
 
-        Nothing may be under way.
+        No kernel of the partition may be under way.
         """
         for host, here, length in zip(
             (residual, momentum, state),
@@ -144,7 +145,10 @@ class Coder:
             self._gpu.move(host, here, length)
 
     def store(self, residual: int, momentum: int, state: int) -> None:
-        """The other way round."""
+        """Copy the state kept between rounds from addresses on the host.
+
+        No kernel of the partition may be under way.
+        """
         for host, here, length in zip(
             (residual, momentum, state),
             (self._residual, self._momentum, self._state),
@@ -156,8 +160,8 @@ class Coder:
 class MomentumOnGpu:
     """:class:`bpsx.compression.spec.Momentum` of a tensor on a GPU.
 
-    Raises whatever keeps its kernel from being compiled or loaded. The kernel goes to a stream of
-    its own, between the user's and the copies.
+    Its kernel runs on a separate stream, between the user's stream and the copies. The constructor
+    raises any error of compiling or loading the kernel.
     """
 
     def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
@@ -173,20 +177,22 @@ class MomentumOnGpu:
         )
 
     def taken(self) -> np.ndarray:
-        """A copy of what is kept. Nothing may be under way."""
+        """Return a copy of the momentum. No kernel may be under way."""
         found = np.empty(self._n, self._dtype)
         self._gpu.move(found.ctypes.data, self._kept, self._nbytes)
         return found
 
     def put(self, kept: np.ndarray | float) -> None:
-        """Keep this from now on."""
+        """Set the momentum."""
         given = np.empty(self._n, self._dtype)
         given[:] = kept
         self._gpu.move(self._kept, given.ctypes.data, self._nbytes)
 
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
-        """Where what is to be sent for the gradient at ``address`` will be, and with which
-        stream.
+        """Queue the kernel that adds momentum to the gradient at ``address``.
+
+        Returns the address of the elements to send, and their location with the event that
+        completes them.
         """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
@@ -206,9 +212,9 @@ class MomentumOnGpu:
 
 
 def check_launch(gpu: Gpu) -> None:
-    """Launch a kernel and see what it has written.
+    """Launch a kernel and check its output.
 
-    Raises whatever keeps the GPU from running kernels.
+    Raises any error that keeps the GPU from running kernels.
     """
     place, answer = gpu.memory(4), np.zeros(1, np.int32)
     with gpu:
@@ -225,6 +231,6 @@ def _aside(made: Made) -> int:
 
 
 def room(given: Compression, made: Sequence[Made]) -> int:
-    """Bytes to work in for the largest of these partitions."""
+    """Return the bytes of scratch memory that the largest of these partitions needs."""
     codec = device_codec(given.compressor)
     return max(_aside(one) + codec.scratch(one.n, one.options) for one in made)

@@ -1,7 +1,7 @@
-"""Kernels for compression on a GPU, or the host's in their place where they cannot be built.
+"""GPU kernels for compression, with the host's kernels as a fallback where they cannot be built.
 
-Kernels on GPUs and on the host make the same bytes, so workers of one tensor may differ in where
-they compress it.
+Kernels on GPU and host write the same bytes, so workers may compress the same tensor on different
+devices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger("bpsx.compression.spec")
 
 
 class MomentumByHost:
-    """Nesterov's momentum of a tensor on a GPU, added on the host: the tensor is copied there and
-    back, and the caller waits.
+    """Nesterov's momentum of a tensor on a GPU, computed on the host.
 
-    One round after another, as for :class:`bpsx.compression.spec.Momentum`.
+    The tensor is copied to the host and back while the caller waits. Rounds must not overlap, as
+    for :class:`bpsx.compression.spec.Momentum`.
     """
 
     def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
@@ -37,8 +37,10 @@ class MomentumByHost:
         self.taken, self.put = self._host.taken, self._host.put
 
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
-        """Where what is to be sent for the gradient at ``address`` will be, and with which
-        stream.
+        """Add momentum to the gradient at ``address`` and wait for the result.
+
+        Returns the address of the elements to send, and their location with the event that
+        completes them.
         """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
@@ -55,23 +57,22 @@ if TYPE_CHECKING:
 
 
 class GpuKernels:
-    """Of one session, under whose lock it is called."""
+    """GPU kernels of one session, called under its lock."""
 
     def __init__(self) -> None:
-        # bytes, and addresses on the GPU, in which is encoded and decoded
+        # Bytes and GPU addresses of the scratch memory for encoding and for decoding.
         self._room: tuple[int, tuple[int, int]] = (0, (0, 0))
-        self._off = False  # whether kernels could not be built: it is not tried again
+        self._off = False  # kernels could not be built; do not try again
         self._launched = False
-        self._missing: set[str] = set()  # compressors that have no kernels for GPUs
+        self._missing: set[str] = set()  # compressors without GPU kernels
 
     def coders(
         self, gpu: Gpu, name: str, given: Compression, dtype: str, made: list[Made]
     ) -> list[Coder] | None:
-        """What compresses the partitions of ``name`` on the GPU; None: the host has to.
+        """Return a coder for each partition of ``name`` with all kernels built, or None to use the
+        host.
 
-        All kernels are built by then.
-
-        The first failure of a session is a warning with its cause. Raises
+        The session's first failure is logged as a warning with its cause. Raises
         :class:`~bpsx.errors.DeviceError` if the GPU itself has failed.
         """
         if self._off or given.compressor in self._missing:
@@ -80,7 +81,7 @@ class GpuKernels:
             from bpsx.compression.gpu import Coder, check_launch, room
 
             wanted = room(given, made)
-            if self._room[0] < wanted:  # what there was may be in use: it stays until the end
+            if self._room[0] < wanted:  # the old memory may be in use: it stays
                 self._room = wanted, (gpu.memory(wanted), gpu.memory(wanted))
             coders = [Coder(gpu, given, dtype, one, self._room[1]) for one in made]
             for coder in coders:
@@ -100,8 +101,9 @@ class GpuKernels:
         return coders
 
     def momentum(self, name: str, dtype: str, nbytes: int, on: OnGpu | None) -> AnyMomentum:
-        """Momentum of a tensor that no encoder adds it to, where the tensor is (``on`` None: in the
-        host's memory).
+        """Return the momentum of a tensor whose encoder does not add it, on the tensor's device.
+
+        ``on`` None: the tensor is in host memory.
         """
         n = nbytes // BY_NAME[dtype].itemsize
         if on is None:
@@ -118,7 +120,7 @@ class GpuKernels:
         return MomentumByHost(on.gpu, dtype, n)
 
     def _fail(self, name: str, cause: Exception) -> None:
-        """Use the host from now on, and say why."""
+        """Use the host from now on, and log why."""
         self._off = True
         said = " ".join(str(cause).split()) or "no text"
         log.warning(

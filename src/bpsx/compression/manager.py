@@ -1,4 +1,4 @@
-"""Which names of a session are compressed and how, and what the core needs for that."""
+"""Compression of a session's names: which are compressed, how, and what the core needs for that."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ log = logging.getLogger("bpsx.compression.spec")
 
 
 class Remembered(NamedTuple):
-    """What a suspended session leaves to the next one: how names are compressed, and what has been
-    kept of them.
-    """
+    """Compressions and saved states that a suspended session leaves to the next one."""
 
     compressions: Mapping[str, Compression]
     kept: Mapping[str, Saved]
 
 
 class Compressing:
-    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may
-    be called from any thread.
+    """Compression of one session's names.
 
-    Raises :class:`~bpsx.errors.ConfigError` on construction for compressors that cannot be
+    :meth:`declare` and :meth:`tensor` are called under the session's lock. Other methods may be
+    called from any thread.
+
+    The constructor raises :class:`~bpsx.errors.ConfigError` for compressors that cannot be
     imported.
     """
 
@@ -68,26 +68,27 @@ class Compressing:
         current: Callable[[str], Tensor | None],
         remembered: Remembered | None = None,
     ) -> None:
-        """``current``: what a name was last used as."""
+        """``current`` returns the core's tensor that a name currently stands for, or None."""
         import_compressors(config.compressors)
         self._current = current
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
-        # by name, dtype, bytes, and whether it is on the GPU
+        # By name, dtype, bytes, and whether the tensor is on a GPU.
         self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}
-        # what says of saved state whether it is that tensor's
+        # What a saved state must say of itself to be this tensor's.
         self._meanings: dict[Tensor, Saved] = {}
+        # Saved states not restored yet, each with whether this worker saved it.
         self._kept: dict[str, tuple[Saved, bool]] = (
             {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
         )
-        self._begun: set[str] = set()  # names that an optimizer has in charge
+        self._begun: set[str] = set()  # names that an optimizer has taken charge of
         self._gpu_kernels = GpuKernels()
-        # what servers have been told to keep, and have not answered
+        # Requests to servers to keep a state, without a reply so far.
         self._told: list[Handle] = []
-        self.core: Core  # set by the session, which makes it later
+        self.core: Core  # set by the session once it has created the core
 
     def declare(self, name: str, compression: Compression) -> None:
-        """Say how sums of ``name`` travel from now on.
+        """Set how sums of ``name`` are compressed from now on.
 
         Raises :class:`~bpsx.errors.ConfigError` in asynchronous training.
         """
@@ -96,16 +97,16 @@ class Compressing:
                 f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers"
                 " add to values of one shape"
             )
-        if compression != self._of.get(name, NONE):  # what is the same stays the same object
+        if compression != self._of.get(name, NONE):  # an equal compression stays the same object
             self._warn_of(compression)
             self._of[name] = compression
 
     def begin(self, name: str, compression: Compression | None) -> None:
-        """An optimizer takes charge of ``name``, which another one may have had: nothing is kept
-        from that.
+        """Let an optimizer take charge of ``name``; drops all state of an earlier optimizer.
 
-        On all workers, while no sum of it is under way. None: not compressed, unless the script has
-        declared it to be. Raises as :meth:`declare`.
+        All workers must call this, while no push_pull of the name is under way. ``compression``
+        None: not compressed, unless the script has declared a compression. Raises as
+        :meth:`declare`.
         """
         if compression is not None or name in self._begun:
             self.declare(name, compression or NONE)
@@ -115,7 +116,7 @@ class Compressing:
             self._begun.add(name)
 
     def _warn_of(self, compression: Compression) -> None:
-        """Once, of residuals that may grow."""
+        """Warn once of a residual that may grow without bound."""
         if (
             not compression.ef
             or compression in self._of.values()
@@ -132,14 +133,13 @@ class Compressing:
 
     @property
     def any(self) -> bool:
-        """Whether anything has been declared to be compressed."""
+        """Whether any compression has been declared."""
         return bool(self._of)
 
     def of(self, name: str, dtype: int, nbytes: int) -> Compression | None:
-        """How a tensor of this name travels; always the same object until the name is declared
-        anew.
+        """Return the compression of a tensor, or None if it is sent as it is.
 
-        None: as it is.
+        The result is the same object until the name is declared anew.
         """
         given = self._of.get(name)
         return (
@@ -158,11 +158,12 @@ class Compressing:
         owner: object,
         on: OnGpu | None = None,
     ) -> tuple[Any, object, OnGpu | None]:
-        """What to push for ``source``, as :meth:`Core.prepare` takes it, what keeps it alive, and
-        where it is.
+        """Return source, owner and GPU location of what to push, with momentum added where needed.
 
-        Something else only if nobody later adds momentum to it, which must have some: to what is
-        not compressed, and to the shares of a machine whose sum is compressed.
+        Momentum is added here only if no encoder adds it later: for tensors that are not
+        compressed, and for a process's share of a machine's compressed sum. Otherwise the arguments
+        are returned as they are. ``source`` is in the form of :meth:`Core.prepare`; ``owner`` keeps
+        it alive.
         """
         given = self._of.get(name)
         kind = BY_CODE[dtype]
@@ -184,10 +185,10 @@ class Compressing:
         return (made.ctypes.data, nbytes), (made, source, owner), None
 
     def check(self, name: str, dtype: int, nbytes: int, used: Compression) -> None:
-        """Raise :class:`~bpsx.errors.ConfigError` if such a tensor cannot be compressed like that;
-        else see to it that the code is there.
+        """Check that a tensor can be compressed as ``used`` says, and compile the code for it.
 
-        It is compiled here, in the caller's thread, and not in the one that hears the scheduler.
+        Compiles here, in the caller's thread, to spare the thread that listens to the scheduler.
+        Raises :class:`~bpsx.errors.ConfigError` if the tensor cannot be compressed.
         """
         check_fits(
             used,
@@ -208,9 +209,10 @@ class Compressing:
         used: Compression | None,
         gpu: Gpu | None = None,
     ) -> Tensor:
-        """What the core knows of a declared name. Only who speaks to servers compresses.
+        """Return the core's tensor for a declared name.
 
-        ``gpu``: where it is when it is first pushed.
+        It is compressed only if this process speaks to servers. ``gpu``: the tensor's GPU at its
+        first push; None: host memory.
         """
         given = used if self._near.has_lanes else None
         stages, on_gpu = (
@@ -249,7 +251,7 @@ class Compressing:
     def _code_on(
         self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]
     ) -> None:
-        """Have a tensor compressed on the GPU; on the host, if its kernels cannot be had."""
+        """Compress a tensor on the GPU, or on the host if its GPU kernels are unavailable."""
         coders = self._gpu_kernels.coders(gpu, tensor.name, given, BY_CODE[dtype].name, made)
         if coders is not None:
             self.core.open_coders()
@@ -258,10 +260,10 @@ class Compressing:
     # ---- for checkpoints
 
     def save(self, names: Iterable[str]) -> dict[str, Saved]:
-        """What is kept of those of ``names`` of which anything is: see
+        """Return the saved state of all ``names`` that have any: see
         :data:`bpsx.compression.state.Saved`.
 
-        Call it while none of them is under way.
+        Call it while no push_pull of the names is under way.
 
         Raises :class:`~bpsx.errors.BpsxError` if one does not end within ``BPSX_SHUTDOWN_TIMEOUT``.
         """
@@ -274,7 +276,7 @@ class Compressing:
             tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors
         }
         for name in wanted:
-            if name in self._kept and name not in found:  # never pushed since
+            if name in self._kept and name not in found:  # not pushed since the state was given
                 found[name] = dict(self._kept[name][0])
             for (whose, dtype, nbytes, _), momentum in list(self._momenta.items()):
                 if whose == name:
@@ -289,13 +291,12 @@ class Compressing:
         return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what :meth:`save` has made, now or when a name is first pushed.
+        """Restore states from :meth:`save`, at once or when a name is first pushed.
 
-        What another worker has saved gives its counters only.
+        Of a state that another worker saved, only the counters are used.
 
         Waits for push_pulls of these names that are under way, and for the servers. Raises
-        :class:`~bpsx.errors.ConfigError` for what is no such state, and whatever makes servers
-        fail.
+        :class:`~bpsx.errors.ConfigError` for malformed states, and any error of the servers.
         """
         checked = {name: check_saved(name, state) for name, state in saved.items()}
         others = sorted(
@@ -327,12 +328,10 @@ class Compressing:
         self._wait_for_servers()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let residuals, momentum and counters of ``names`` begin anew, at servers too if this is
-        worker 0.
+        """Reset residuals, momentum and counters of ``names``, and on worker 0 those of the servers
+        too.
 
-        On all workers.
-
-        Raises as :meth:`restore`.
+        All workers must call this. Raises as :meth:`restore`.
         """
         for name in names:
             self._kept.pop(name, None)
@@ -347,18 +346,21 @@ class Compressing:
         self._wait_for_servers()
 
     def _wait_for_servers(self) -> None:
-        """Until they keep what they have been told to. Raises what has made them fail."""
+        """Wait until the servers have taken the states sent to them; raise their error."""
         told, self._told = self._told, []
         for handle in told:
             handle.wait()
 
     def _tensor_of(self, name: str) -> Tensor | None:
-        """What a name is compressed as at present, if this process has anything of it."""
+        """Return the current tensor of ``name`` if this process compresses it, else None."""
         tensor = self._current(name)
         return tensor if tensor in self._meanings else None
 
     def remembered(self) -> Remembered:
-        """For the next session. Without what is kept, and a warning, if it cannot be had."""
+        """Return the state for the next session.
+
+        If the saved states are unavailable, logs a warning and leaves them out.
+        """
         try:
             kept = self.save(self._of)
         except BpsxError as e:
@@ -367,7 +369,7 @@ class Compressing:
         return Remembered(dict(self._of), kept)
 
     def check_told(self) -> None:
-        """Once a second: whether servers keep what they have been told to."""
+        """Check whether the servers have taken the states sent to them; called once a second."""
         for handle in [h for h in self._told if h.done()]:
             with suppress(ValueError):  # another thread waits for it
                 self._told.remove(handle)
@@ -381,7 +383,7 @@ class Compressing:
                 )
 
     def _put(self, tensor: Tensor) -> None:
-        """Put back what has been saved of a tensor, if it is that one's."""
+        """Restore a tensor's saved state, if there is one and it is this tensor's."""
         if "worker" not in self._kept.get(tensor.name, ({}, True))[0]:
             return
         saved, own = self._kept.pop(tensor.name)
@@ -408,7 +410,7 @@ class Compressing:
             self._told.append(handle)
 
     def _put_momentum(self, name: str, momentum: AnyMomentum, meaning: Saved) -> None:
-        """Put back the momentum of what no encoder adds it to."""
+        """Restore saved momentum of a tensor whose encoder does not add it."""
         saved, own = self._kept.get(name, ({}, True))
         kept = saved.get("momentum")
         n = meaning["nbytes"] // BY_NAME[meaning["dtype"]].itemsize

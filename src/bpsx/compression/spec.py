@@ -1,8 +1,8 @@
-"""How gradients are compressed: ``compression_params`` checked, and said in a line that workers and
-servers agree on.
+"""Compression settings: ``compression_params`` checked, and their one-line form on which workers
+and servers agree.
 
-The only place that knows the keys; what belongs to one compressor only is that codec's
-(:mod:`bpsx.kernels.codecs`). Pure but for loading kernels.
+Only this module knows the keys common to all compressors; each codec (:mod:`bpsx.kernels.codecs`)
+knows its own. Pure except for loading kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bpsx.kernels.codecs import (
 
 log = logging.getLogger("bpsx.compression.spec")
 _MASK = 2**64 - 1
-#: Ignored keys of which a warning has told, with where they were given.
+#: Ignored keys already warned about, each with the compressor that ignores it.
 _told: set[tuple[str, str]] = set()
 DEFAULT_MU = 0.9
 #: Element types that can be compressed.
@@ -44,10 +44,10 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Compression:
-    """A name's compression.
+    """Compression of one name.
 
-    ``compressor`` "": none, then at most ``fp16`` and ``momentum`` say something. ``mu``: of the
-    momentum.
+    ``compressor`` "": no compressor; then only ``fp16`` and ``momentum`` have an effect. ``mu``:
+    the momentum's factor.
     """
 
     compressor: str = ""
@@ -59,7 +59,7 @@ class Compression:
     fp16: bool = False
 
     def text(self) -> str:
-        """One line, the same for the same compression; :func:`parse` reads it."""
+        """Return one line of JSON, equal for equal compressions; :func:`parse` reads it."""
         said = {
             "compressor": self.compressor,
             **dict(self.options),
@@ -82,10 +82,10 @@ NONE = Compression()
 
 
 def compression(params: Mapping[str, Any] | None, what: str = "compression_params") -> Compression:
-    """``params`` as users write them, checked and completed; ``what`` says whose they are.
+    """Return users' ``params`` checked and completed; ``what`` names their origin in errors.
 
-    None, "" and False stand for a key that is not given. Raises :class:`~bpsx.errors.ConfigError`
-    (a :class:`ValueError`), which names key, value and what is allowed.
+    Values of None, "" and False count as not given. Raises :class:`~bpsx.errors.ConfigError` (a
+    :class:`ValueError`), which names key, value and the allowed values.
     """
     if params is None:
         return NONE
@@ -130,11 +130,10 @@ def _checked(given: dict[str, Any]) -> Compression:
 
 
 def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any]:
-    """``given`` without the options that belong to another compressor only, which BytePS ignores:
-    its scripts always pass ``k``.
+    """Return ``given`` without options that belong to other compressors only.
 
-    Warns once of each. Raises :class:`~bpsx.errors.ConfigError` for a value that the other
-    compressor would not take either.
+    BytePS ignores such options, and its scripts always pass ``k``. Warns once about each. Raises
+    :class:`~bpsx.errors.ConfigError` for a value that the other compressor would not accept either.
     """
     taken = {*COMMON, *(known.keys if known else ())}
     kept = dict(given)
@@ -158,7 +157,9 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
 
 
 def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
-    """Whether one of ``owners`` takes ``value`` for ``key``. Raises the first's refusal."""
+    """Check that one of ``owners`` accepts ``value`` for ``key``; otherwise raise the first one's
+    error.
+    """
     refused: ConfigError | None = None
     for owner in owners:
         needed = {"k": 2} if "k" in owner.keys else {}
@@ -202,12 +203,14 @@ def _seed(seed: Any) -> int:
 
 
 def warm(given: Compression, dtype: str) -> None:
-    """Compile what ``given`` needs for elements of ``dtype``, the first time. Thread-safe."""
+    """Compile the kernels that ``given`` needs for elements of ``dtype``, on first use.
+    Thread-safe.
+    """
     make(given, dtype, BY_NAME[dtype].itemsize, 0, 0)
 
 
 def parse(text: str) -> Compression:
-    """What :meth:`Compression.text` has said.
+    """Return the compression that :meth:`Compression.text` has written.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else.
     """
@@ -221,10 +224,10 @@ def parse(text: str) -> Compression:
 
 
 def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compression | None:
-    """What becomes of a tensor of so many bytes, if tensors of less than ``least`` are not
-    compressed: ``given``, halves, or None.
+    """Return the compression of a tensor of ``nbytes`` bytes: ``given``, halves, or None.
 
-    One object for one ``given``, so that it can be compared by identity.
+    Tensors of less than ``least`` bytes are not compressed. The result is the same object for the
+    same ``given``, so callers can compare it by identity.
     """
     if given.compressor and nbytes >= least:
         return given
@@ -237,9 +240,10 @@ _HALF = Compression("half")
 def check_fits(
     given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int
 ) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype``, in
-    partitions of at most ``partition_bytes``, cannot be compressed like that; ``what`` says whose
-    it is.
+    """Check that a tensor of ``nbytes`` bytes of ``dtype`` can be compressed as ``given`` says.
+
+    ``partition_bytes``: most bytes of its partitions. ``what`` names the tensor in errors. Raises
+    :class:`~bpsx.errors.ConfigError` if it cannot be.
     """
     if dtype not in FLOATS:
         raise ConfigError(
@@ -259,7 +263,7 @@ def check_fits(
 
 
 def _check_count(given: Compression, n: int) -> None:
-    """Whether a partition may have so many elements."""
+    """Raise :class:`~bpsx.errors.ConfigError` if a partition cannot have ``n`` elements."""
     too_many = codec(given.compressor).too_many
     if n >= too_many:
         raise ConfigError(
@@ -269,7 +273,7 @@ def _check_count(given: Compression, n: int) -> None:
 
 
 class Made(NamedTuple):
-    """One partition's compression, as the core takes it (core/codec/state.pxd)."""
+    """One partition's compression, in the form that the core takes (core/codec/state.pxd)."""
 
     encode: int
     decode: int
@@ -290,16 +294,17 @@ class Made(NamedTuple):
 
 
 def stream(name: bytes, part: int) -> int:
-    """64 bits that say which partition it is, the same in every job: what random numbers begin
-    with, besides the seed.
+    """Return 64 bits that identify a partition, the same in every job.
+
+    Together with the seed they start the partition's random numbers.
     """
     return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
 
 
 class Momentum:
-    """Nesterov's momentum of one tensor that no encoder adds it to.
+    """Nesterov's momentum of one tensor whose encoder does not add it.
 
-    One round after another: who calls waits for each.
+    Rounds must not overlap: the caller waits for each.
     """
 
     def __init__(self, dtype: str, n: int) -> None:
@@ -308,15 +313,18 @@ class Momentum:
         self.kept = np.zeros(n, "float64" if dtype == "float64" else "float32")
 
     def taken(self) -> np.ndarray:
-        """A copy of what is kept."""
+        """Return a copy of the momentum."""
         return self.kept.copy()
 
     def put(self, kept: np.ndarray | float) -> None:
-        """Keep this from now on."""
+        """Set the momentum."""
         self.kept[:] = kept
 
     def add(self, address: int, mu: float) -> np.ndarray:
-        """New memory with what is to be sent for the gradient at ``address``."""
+        """Update the momentum with the gradient at ``address``.
+
+        Returns new memory that holds the elements to send.
+        """
         out = np.empty(self._n * self._itemsize, np.uint8)
         self._run(out.ctypes.data, address, self.kept.ctypes.data, self._n, mu)
         return out
@@ -328,10 +336,10 @@ _NESTEROV = ctypes.CFUNCTYPE(
 
 
 def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
-    """For a partition of ``nbytes`` bytes of ``dtype``; ``which``: its :func:`stream`.
+    """Return the compression of a partition of ``nbytes`` bytes of ``dtype``; loads its kernels.
 
-    ``sender`` None: the server's side, which has no momentum and whose elements are wide. Loads
-    kernels.
+    ``which``: the partition's :func:`stream`. ``sender``: the number by which servers know this
+    process, or None on the server's side, which has no momentum and whose elements are wide.
 
     Raises :class:`~bpsx.errors.ConfigError` for element types that cannot be compressed.
     """
@@ -374,8 +382,9 @@ def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | 
 
 
 def mix(*numbers: int) -> int:
-    """64 bits that depend on all bits of ``numbers``: the finaliser of SplitMix64 (Steele, Lea,
-    Flood, OOPSLA 2014) over them in turn.
+    """Return 64 bits that depend on all bits of ``numbers``.
+
+    Applies the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) to them in turn.
     """
     state = 0
     for number in numbers:

@@ -1,8 +1,8 @@
-"""What compression keeps of a name from round to round, taken out of the core and put back: for
-checkpoints, and for the next job after suspend().
+"""Save and restore compression state between rounds, for checkpoints and for the next job after
+suspend().
 
-Residual, momentum and counters are a worker's own; the servers have residuals and counters of
-theirs, which worker 0 asks for and sets.
+Each worker has its own residual, momentum and counters. The servers have residuals and counters of
+their own, which worker 0 fetches and sets.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bpsx.core._tensor import Tensor
 from bpsx.errors import BpsxError, ConfigError
 
 log = logging.getLogger("bpsx.compression.spec")
-#: What is saved of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec``
-#: (as Compression.text() says it), ``lengths`` (of its partitions, bytes), ``worker`` and
-#: ``server`` (uint8 arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an
-#: array: of what no encoder adds momentum to). Those that there are not are missing.
+#: Saved state of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec``
+#: (Compression.text()), ``lengths`` (its partitions' bytes), ``worker`` and ``server`` (uint8
+#: arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an array, for tensors
+#: whose encoder does not add momentum). Absent state has no key.
 Saved = dict[str, Any]
 _TYPES = {
     "rank": int,
@@ -35,15 +35,15 @@ _TYPES = {
     "server": np.ndarray,
     "momentum": np.ndarray,
 }
-#: Counter and learning rate: of a worker's state the part that is the same on all.
+#: Counter and learning rate: the part of a worker's state that is the same on all workers.
 _COMMON_BYTES = 16
 _WAIT = 0.01
 
 
 def check_saved(name: str, saved: Any) -> Saved:
-    """``saved``, if it can be what :func:`take` has made.
+    """Return ``saved`` as a dict if its keys and types are those of :func:`take`.
 
-    Raises :class:`~bpsx.errors.ConfigError`.
+    Raises :class:`~bpsx.errors.ConfigError` otherwise.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(
@@ -59,9 +59,9 @@ def check_saved(name: str, saved: Any) -> Saved:
 
 
 def until_idle(core: Core, tensor: Tensor, seconds: float) -> None:
-    """Wait for the end of what is under way of a tensor.
+    """Wait until no push_pull of a tensor is under way.
 
-    Raises :class:`~bpsx.errors.BpsxError` if that has not come after ``seconds``.
+    Raises :class:`~bpsx.errors.BpsxError` if one still is after ``seconds``.
     """
     end = time.monotonic() + seconds
     while tensor.busy and not core.failed:
@@ -74,9 +74,9 @@ def until_idle(core: Core, tensor: Tensor, seconds: float) -> None:
 
 
 def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[str, Saved]:
-    """What is kept of compressed tensors that nobody is pushing.
+    """Return the state of compressed tensors of which no push_pull is under way.
 
-    Without the servers' part, and a warning, if they cannot be asked any more.
+    If the servers cannot be asked any more, logs a warning and leaves out their part.
     """
     found: dict[str, Saved] = {
         tensor.name: {"worker": np.frombuffer(b"".join(tensor.state()), np.uint8)}
@@ -92,9 +92,9 @@ def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[st
 
 
 def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
-    """Ask the servers what they keep of a tensor, once it is ``saved``, if that is given.
+    """Ask the servers for their state of a tensor, after replacing it with ``saved`` if given.
 
-    The result is a uint8 array.
+    The handle's result is a uint8 array.
     """
     answer = np.empty(tensor.server_bytes, np.uint8)
     source = None if saved is None else (saved.ctypes.data, saved.nbytes)
@@ -112,18 +112,18 @@ def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
 
 
 def clear(core: Core, tensor: Tensor, with_servers: bool) -> Handle | None:
-    """Begin anew with a tensor that nobody is pushing."""
+    """Reset the state of a tensor of which no push_pull is under way."""
     tensor.state([bytes(len(part)) for part in tensor.state()])
     return ask(core, tensor, np.zeros(tensor.server_bytes, np.uint8)) if with_servers else None
 
 
 def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
-    """Put back what :func:`take` has made, for a tensor that nobody is pushing.
+    """Restore a state from :func:`take`, for a tensor of which no push_pull is under way.
 
-    If servers have to be told, they are, before what is pushed next.
+    If servers need the state, they get it before the next push.
 
-    ``own``: it is this worker's own; of another's only counters are of use. Raises
-    :class:`ValueError` if it is another tensor's.
+    ``own``: this worker saved the state; of another worker's state only the counters are used.
+    Raises :class:`ValueError` if the state belongs to another tensor.
     """
     now, begin = [], 0
     for part in tensor.state():
