@@ -1,9 +1,8 @@
-"""Summation kernels: loops over elements that the servers call by function pointer, without the
-GIL.
+"""Summation kernels: loops over elements that servers call by function pointer, without the GIL.
 
-``load(code)`` compiles (or takes from the cache) what one element type needs. The signatures are in
-``abi.pxd``; what they compute is spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that
-the tests compare with.
+``load(code)`` compiles the kernels of one element type, or takes them from the cache. ``abi.pxd``
+has their signatures. :mod:`bpsx.kernels.reference`, a slow oracle for the tests, defines their
+results.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ _loaded: dict[int, Kernels] = {}
 
 
 class Kernels(NamedTuple):
-    """Addresses of one element type's kernels (0: not needed for it) and what keeps them alive."""
+    """Addresses of one element type's kernels, and the objects that keep them alive.
+
+    An address of 0 means that the type does not need that kernel.
+    """
 
     itemsize: int
     wide_itemsize: int
@@ -31,13 +33,13 @@ class Kernels(NamedTuple):
 
 
 def load(code: int) -> Kernels:
-    """The kernels of the element type with this wire code, compiled once per process. Thread-safe.
+    """Return the kernels of the element type with wire code ``code``.
 
-    Raises :class:`KeyError` if there is none.
+    Compiles them once per process. Thread-safe. Raises :class:`KeyError` for an unknown code.
     """
     with _lock:
         if code not in _loaded:
-            # Numba takes a third of a second to import: only processes that sum pay for it.
+            # Importing Numba takes a third of a second, so only processes that sum import it.
             from bpsx.kernels.cpu import sum as cpu_sum
 
             _loaded[code] = cpu_sum.load(code)
@@ -46,11 +48,11 @@ def load(code: int) -> Kernels:
 
 @contextlib.contextmanager
 def loading(*codes: int, codecs: bool = False) -> Iterator[None]:
-    """Load the kernels of element types in a thread of their own while the body runs; what went
-    wrong is raised at the end of the body.
+    """Load the kernels of element types in a background thread while the body runs.
 
-    ``codecs``: import all compressors too. What has been loaded or imported needs no file
-    descriptor later, when there may be none left.
+    Joins the thread at the end of the body and raises the first error of loading there. ``codecs``:
+    import all compressors too. A module or kernel loaded now needs no file descriptor later, when
+    the process may have run out of them.
     """
     from bpsx.kernels.codecs import import_all
 

@@ -1,18 +1,19 @@
-# C signatures of the summation kernels. `n` counts elements; pointers may be unaligned but must not
+# C signatures of the summation kernels. `n` counts elements. Pointers may be unaligned but must not
 # overlap.
 #
-# In place wherever input and output have one type: a vectorised loop needs to know that two
-# pointers are either one or disjoint. Types whose sums need a wider accumulator (halves: float32;
-# 8-bit integers: int32) have `start` and `finish` too, for three and more workers; for the others
-# they are NULL.
+# Kernels work in place where input and output have the same type: a vectorised loop needs to know
+# that two pointers are either equal or disjoint. Types whose sums need a wider accumulator (halves:
+# float32; 8-bit integers: int32) also have `start` and `finish`, for three and more workers. For
+# other types these are NULL.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
-# `shift`: bfloat16 reaches as far as its accumulator, float32, so the parts of an average are added
-# as 2^-shift of what they are, which is exact up to a shift of 16; sums have a shift of 0, and
-# other types ignore it. `pair` shifts averages by itself. acc[i] += 2^-shift wide(src[i]); acc is
-# of the wide type
+# acc[i] += 2^-shift wide(src[i]); acc is of the wide type.
+#
+# `shift`: bfloat16 has the same range as its accumulator, float32. To keep an average from
+# overflowing, its parts are added scaled by 2^-shift, which is exact up to a shift of 16. Sums have
+# a shift of 0, and other types ignore it. `pair` scales averages by itself.
 ctypedef void (*add_fn)(void *acc, void *src, int64_t n, int64_t shift) noexcept nogil
 # acc[i] = 2^-shift (wide(a[i]) + wide(b[i]))
 ctypedef void (*start_fn)(void *acc, void *a, void *b, int64_t n, int64_t shift) noexcept nogil
@@ -23,8 +24,8 @@ ctypedef void (*finish_fn)(
 # a[i] = narrow(wide(a[i]) / divisor)
 ctypedef void (*divide_fn)(void *a, int64_t n, int64_t divisor) noexcept nogil
 
-# Compressors, see codecs.py. encode returns the bytes written; decode 0, or -1 for bytes that are
-# none of its codec's.
+# Compressors, see codecs.py. encode returns the bytes written. decode returns 0, or -1 for bytes
+# that its codec cannot have written.
 ctypedef int64_t (*encode_fn)(
     void *g, void *e, void *m, uint8_t *wire, uint8_t *scratch, double *state, int64_t *options,
     int64_t n, uint64_t counter, double factor, double mu
@@ -38,7 +39,7 @@ ctypedef void (*convert_fn)(void *out, void *elements, int64_t n) noexcept nogil
 
 cdef struct Kernels:
     int itemsize
-    int wide_itemsize           # of the accumulator
+    int wide_itemsize           # bytes of an element of the accumulator
     pair_fn pair
     add_fn add
     start_fn start
@@ -47,9 +48,9 @@ cdef struct Kernels:
 
 
 cdef inline int fill_in(Kernels *k, found) except -1:
-    """Take the addresses of `found`, a bpsx.kernels.Kernels.
+    """Fill in the addresses of `found`, a bpsx.kernels.Kernels.
 
-    `add` last: who looks whether the kernels are there looks at it.
+    Sets `add` last, because readers test `add` to see whether the kernels are loaded.
     """
     k.itemsize = found.itemsize
     k.wide_itemsize = found.wide_itemsize
@@ -64,14 +65,14 @@ cdef inline int fill_in(Kernels *k, found) except -1:
 cdef inline bint wants_wide(const Kernels *k, uint32_t of) noexcept nogil:
     """Whether the sum of `of` parts needs an accumulator of the wide type.
 
-    Two parts are widened, added and rounded in one pass.
+    Two parts do not: they are widened, added and rounded in one pass.
     """
     return k.wide_itemsize != k.itemsize and of > 2
 
 
 cdef inline int64_t shift_for(uint32_t of, int64_t divisor) noexcept nogil:
-    """The least shift with which an average of `of` parts cannot overflow while it is added up,
-    at most 16.
+    """Return the least shift, at most 16, with which the sum for an average of `of` parts cannot
+    overflow.
     """
     cdef int64_t shift = 0
     while divisor > 1 and shift < 16 and <uint32_t>1 << shift < of:
@@ -85,7 +86,8 @@ cdef inline void accumulate(
 ) noexcept nogil:
     """Add part `i` of `of`, counted from 0; `sum` holds part 0.
 
-    After the last one `sum` holds the result, divided. `wide`: see `wants_wide`.
+    After the last part `sum` holds the result, already divided. `wide` is the accumulator if
+    `wants_wide` says that one is needed.
     """
     cdef bint widen = wants_wide(k, of)
     cdef int64_t shift = shift_for(of, divisor)

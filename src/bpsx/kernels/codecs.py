@@ -1,21 +1,21 @@
-"""Compressors: what one must have, the table of those there are, and loading one for an element
-type.
+"""Compressors: their interface, their registry, and compiled codecs per element type.
 
-A *codec* turns the n elements of a partition into fewer bytes (encode) and those into elements
-again (decode). It is one module in ``cpu/`` with a subclass of :class:`Codec`, one in ``cuda/``,
-and an oracle in :mod:`bpsx.kernels.reference`. Its functions are Python that Numba compiles; the
-core and the servers call them by address, without the GIL, so they must neither allocate nor raise.
-CONTRIBUTING.md shows how to add one.
+A *codec* encodes the n elements of a partition into fewer bytes and decodes them again. It is one
+module in ``cpu/`` with a subclass of :class:`Codec`, one module in ``cuda/``, and an oracle in
+:mod:`bpsx.kernels.reference`. Numba compiles its Python functions. The core and the servers call
+them by address, without the GIL, so the functions must neither allocate nor raise. CONTRIBUTING.md
+shows how to add a codec.
 
-What an encoder does, with g the gradient, e the residual and m the momentum of the partition:
+An encoder computes, with g the gradient, e the residual and m the momentum of the partition:
 
-    m = mu * m + g;  g = g + mu * m     if there is momentum (Nesterov's)
-    p = g + factor * e                  if there is a residual (error feedback, arXiv 1905.10936)
+    m = mu * m + g;  g = g + mu * m     with momentum (Nesterov's)
+    p = g + factor * e                  with a residual (error feedback, arXiv 1905.10936)
     wire = encode(p); e = p - decode(wire)
 
-g is not written to. Elements are float32 or float64, the *wide* type of all that can be compressed.
-An encoder that meets infinities or NaN sends what makes a decoder give some, and forgets residual
-and momentum: an overflow passes, as it does without compression, and is not remembered.
+It does not write to g. Elements are float32 or float64, the *wide* types of all compressible types.
+On infinities or NaN an encoder sends bytes that decode to infinities or NaN, and clears residual
+and momentum: an overflow shows in the result, as without compression, but leaves no trace in the
+state.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ import numpy as np
 
 from bpsx.errors import ConfigError
 
-#: Slots of a codec's options and of its state between rounds. The options' last is the seed; the
-#: one before it tells the encoder of a lane that error feedback is "sparse" and that all pushes of
+#: Lengths of a codec's options and of its state between rounds. The last option is the seed. The
+#: option before it is a flag for a lane's encoder: error feedback is "sparse", and all pushes of
 #: this round began with the same counter.
 N_OPTIONS, N_STATE = 8, 4
 ALIKE, SEED = N_OPTIONS - 2, N_OPTIONS - 1
-#: Bytes that an encoder may touch behind the capacity it has asked for, and a decoder behind its
-#: input: whole words.
+#: Bytes that an encoder may touch beyond its capacity, and a decoder beyond its input, since both
+#: work in whole words.
 SLACK = 64
-#: Those for users, and what they need not name.
+#: Built-in compressors that users can name, and all built-in ones.
 COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
 _BUILT_IN = (*COMPRESSORS, "half")
-#: Keys of ``compression_params`` that are no codec's own.
+#: Keys of ``compression_params`` that are common to all codecs.
 COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
@@ -53,88 +53,93 @@ _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
 
 #: encode(g, e, m, wire, scratch, state, options, n, counter, factor, mu) -> bytes written. g, e, m:
-#: n wide elements; e and m only where the encoder was asked for with them. wire: uint8, of the
-#: codec's capacity + SLACK. scratch: uint8, 64-byte aligned. state: N_STATE float64, zero at first
-#: and kept from round to round. options: N_OPTIONS int64. counter: of this partition's pushes.
+#: n wide elements; e and m only if the encoder was requested with residual and momentum. wire:
+#: uint8, codec's capacity + SLACK. scratch: uint8, 64-byte aligned. state: N_STATE float64, zero at
+#: first and kept between rounds. options: N_OPTIONS int64. counter: number of this partition's
+#: push.
 Encoder = Callable[..., int]
-#: decode(wire, size, out, scratch, options, n, add) -> 0, or -1 if the bytes are none of this
-#: codec's: any bytes must be survived. add: add to out. Who writes the wire need not be a friend:
-#: nothing outside wire[:size + SLACK] is read, nothing outside out[:n] is written.
+#: decode(wire, size, out, scratch, options, n, add) -> 0, or -1 if this codec cannot have written
+#: the bytes. add: add to out instead of setting it. The sender may be hostile: a decoder must
+#: survive any bytes, reads only wire[:size + SLACK] and writes only out[:n].
 Decoder = Callable[..., int]
 
 
 class Codec(ABC):
-    """A compressor. Instances are stateless and shared."""
+    """Interface of a compressor. Instances are stateless and shared."""
 
     name: str
-    #: Keys of ``compression_params`` that are this codec's own.
+    #: This codec's own keys of ``compression_params``.
     keys: tuple[str, ...] = ()
-    #: Kinds of error feedback that go with it.
+    #: Kinds of error feedback that this codec supports.
     feedback: tuple[str, ...] = ("vanilla", "corrected")
-    #: Whether each sender draws numbers of its own; otherwise all draw the same ones.
+    #: Whether each sender draws its own random numbers; otherwise all senders draw the same.
     own_noise = False
-    #: Whether its bytes begin with the counter (uint64). Then an answer takes the counter of the
-    #: pushes, and workers that of the answer.
+    #: Whether the wire begins with the counter (uint64). If so, a reply takes the pushes' counter,
+    #: and workers take the reply's.
     counted = False
-    #: More elements than a partition may have.
+    #: A partition must have fewer elements than this.
     too_many = 2**63
 
     @abstractmethod
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` (own keys only, without those that are None, "" or False), checked and
-        completed.
+        """Return ``given`` checked, with defaults filled in.
 
-        Raises :class:`~bpsx.errors.ConfigError`.
+        ``given`` has this codec's own keys only, without values of None, "" or False. Raises
+        :class:`~bpsx.errors.ConfigError`.
         """
 
     @abstractmethod
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """The same as at most :data:`ALIKE` integers of 64 bits, for the compiled functions."""
+        """Return the options as at most :data:`ALIKE` 64-bit integers, for compiled functions."""
 
     @abstractmethod
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """The most bytes that n elements can take."""
+        """Return the most bytes that n elements can take."""
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """Bytes of scratch memory for n elements."""
+        """Return the bytes of scratch memory that n elements need."""
         return 0
 
     def shrinks(self, options: Mapping[str, Any]) -> bool:
-        """Whether p - decode(encode(p)) is always less than p: a residual that is not may grow from
-        round to round, without end.
+        """Whether p - decode(encode(p)) is always less than p.
+
+        If it is not, a residual may grow from round to round without bound.
         """
         return True
 
     @abstractmethod
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """A function for Numba, with or without residual and momentum."""
+        """Return a function for Numba, with or without residual and momentum."""
 
     @abstractmethod
     def decoder(self) -> Decoder:
-        """A function for Numba."""
+        """Return a function for Numba."""
 
 
 class DeviceCodec(ABC):
-    """The same compressor on a GPU: the same bytes, residual and momentum for the same input, seed
-    and counter, but for sums in another order.
+    """Interface of the same compressor on a GPU.
 
-    Its functions queue kernels on the stream that they are given and return; they neither wait nor
-    allocate. Memory is the device's: an array with ``__cuda_array_interface__``, or an address
-    (int). wire and scratch are aligned to 16 bytes, state is as for an :data:`Encoder`. ``wide`` is
-    float32 or float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host.
-    ``stream`` is a raw handle, of the device that is current in the calling thread; a partition's
-    calls come in order. n is below 2^31. Sizes and settings are :func:`codec`'s of the same name.
+    For the same input, seed and counter it gives the same bytes, residual and momentum as the
+    :class:`Codec`, except that sums may be in another order.
+
+    Its functions queue kernels on the given stream and return; they neither wait nor allocate.
+    Memory is the device's: an array with ``__cuda_array_interface__``, or an address (int). wire
+    and scratch are aligned to 16 bytes; state is as for an :data:`Encoder`. ``wide`` is float32 or
+    float64. ``options`` are N_OPTIONS integers on the host, as for an :data:`Encoder`. ``stream``
+    is a raw handle of the calling thread's current device. Calls for one partition come in order. n
+    is below 2^31. Sizes and settings are those of the :func:`codec` of the same name.
     """
 
     name: str
 
     @abstractmethod
     def size(self, wide: str, n: int, options: Sequence[int]) -> int | None:
-        """The bytes that an encoder writes if the host knows that beforehand, else None."""
+        """Return the bytes that an encoder writes, or None if the host cannot know the number."""
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """Bytes of scratch memory for n elements, for encoding and decoding; what lies there is
-        nobody's.
+        """Return the bytes of scratch memory that encoding and decoding n elements need.
+
+        Scratch memory keeps nothing between calls.
         """
         return 0
 
@@ -156,9 +161,10 @@ class DeviceCodec(ABC):
         mu: float,
         stream: int,
     ) -> None:
-        """As an :data:`Encoder`; e and m are None without residual and momentum.
+        """Queue the work of an :data:`Encoder`; e and m are None without residual and momentum.
 
-        The bytes written: :meth:`size`, or else in ``written`` (int64).
+        Where :meth:`size` is None, the kernel stores the number of bytes written in ``written``
+        (int64).
         """
 
     @abstractmethod
@@ -175,15 +181,15 @@ class DeviceCodec(ABC):
         add: bool,
         stream: int,
     ) -> None:
-        """As a :data:`Decoder`.
+        """Queue the work of a :data:`Decoder`.
 
-        ``status`` (int32) becomes -1 if the bytes are none of this codec's, else it stays: the
-        caller has made it 0.
+        ``status`` (int32) becomes -1 if this codec cannot have written the bytes. Otherwise it is
+        left alone: the caller sets it to 0 beforehand.
         """
 
 
 class Compiled(NamedTuple):
-    """Addresses of a codec's functions for one element type, and what keeps them alive."""
+    """Addresses of a codec's functions for one element type; ``owners`` keep them alive."""
 
     encode: int
     decode: int
@@ -191,12 +197,12 @@ class Compiled(NamedTuple):
 
 
 def register(codec: Codec) -> None:
-    """Make a codec known to this process.
+    """Register a codec in this process.
 
-    Workers and servers import the modules in ``BPSX_COMPRESSORS`` for that. Thread-safe.
+    The modules in ``BPSX_COMPRESSORS``, which workers and servers import, call this. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError` if its name or one of its keys is taken; a class may be
-    registered again.
+    Raises :class:`~bpsx.errors.ConfigError` if its name or one of its keys is taken. The same class
+    may be registered again.
     """
     kind, name = type(codec), codec.name
     with _lock:
@@ -223,17 +229,17 @@ def register(codec: Codec) -> None:
 
 
 def register_device(codec: DeviceCodec) -> None:
-    """Make a codec's kernels for GPUs known to this process. Thread-safe."""
+    """Register a codec's GPU kernels in this process. Thread-safe."""
     with _lock:
         _device_codecs[codec.name] = codec
 
 
 def device_codec(name: str) -> DeviceCodec:
-    """The kernels for GPUs of the codec of that name, which compile when they are first used.
+    """Return the GPU kernels of the codec called ``name``, which compile on first use.
 
-    They need the package numba-cuda.
+    They need the package numba-cuda. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError` if there are none. Thread-safe.
+    Raises :class:`~bpsx.errors.ConfigError` if the codec has no GPU kernels.
     """
     with _lock:
         if name in _BUILT_IN and name not in _device_codecs:
@@ -248,9 +254,9 @@ def device_codec(name: str) -> DeviceCodec:
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name.
+    """Return the codec called ``name``. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError`, which names those there are. Thread-safe.
+    Raises :class:`~bpsx.errors.ConfigError`, which lists the known codecs.
     """
     with _lock:
         if name in _BUILT_IN and name not in _codecs:
@@ -265,22 +271,22 @@ def codec(name: str) -> Codec:
 
 
 def import_all() -> None:
-    """Import all that :func:`load_codec` and :func:`load_conversion` import, for our own
-    compressors.
+    """Import all modules that :func:`load_codec` and :func:`load_conversion` need for the built-in
+    codecs.
 
     Thread-safe.
     """
     importlib.import_module("bpsx.kernels.cpu.jit")
     importlib.import_module("bpsx.kernels.cpu.convert")
-    # Numba imports it when it compiles functions that call others
+    # Numba imports it when it compiles functions that call others.
     importlib.import_module("numba.core.boxing")
     for name in _BUILT_IN:
         codec(name)
 
 
 def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled:
-    """Compile a codec for ``wide`` (float32 or float64), once per process; later processes take it
-    from the cache.
+    """Compile a codec for ``wide`` (float32 or float64), once per process, or load it from the
+    cache.
 
     Thread-safe.
     """
@@ -294,10 +300,9 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
 
 
 def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
-    """Addresses of what widens elements of ``dtype`` and narrows them again, 0 where they are wide
-    already.
+    """Return the addresses of the functions that widen elements of ``dtype`` and narrow them again.
 
-    Thread-safe.
+    The third item keeps them alive. Both addresses are 0 if ``dtype`` is a wide type. Thread-safe.
     """
     with _lock:
         if dtype not in _conversions:
@@ -308,10 +313,9 @@ def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
 
 
 def load_momentum(dtype: str) -> int:
-    """The address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m; m is of the wide type, out
-    and g of ``dtype``.
+    """Return the address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m.
 
-    Thread-safe.
+    m is of the wide type, out and g of ``dtype``. Thread-safe.
     """
     with _lock:
         if dtype not in _momenta:
@@ -322,16 +326,16 @@ def load_momentum(dtype: str) -> int:
 
 
 def checked_flag(key: str, value: Any) -> bool:
-    """A bool. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    """Return ``value``, a bool. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={value!r}: allowed are True and False")
     return value
 
 
 def checked_number(value: Any) -> int | float | None:
-    """An int or a float, of NumPy's kinds, too, as Python's; None for anything else.
+    """Return an int or float, also one of NumPy's, as Python's; None for anything else.
 
-    Flags are no numbers.
+    Bools do not count as numbers.
     """
     if isinstance(value, bool | np.bool_):
         return None
@@ -341,14 +345,16 @@ def checked_number(value: Any) -> int | float | None:
 
 
 def checked_choice(key: str, value: Any, *allowed: str) -> str:
-    """One of ``allowed``. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    """Return ``value``, one of ``allowed``. Raises :class:`~bpsx.errors.ConfigError` for anything
+    else.
+    """
     if value not in allowed:
         raise ConfigError(f"{key}={value!r}: allowed are {', '.join(map(repr, allowed))}")
     return str(value)
 
 
 def checked_amount(key: str, value: Any) -> int | float:
-    """How many elements to send of each partition: an int >= 1, or a fraction.
+    """Return how many elements to send of each partition: an int >= 1, or a fraction.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else.
     """
@@ -365,8 +371,10 @@ def checked_amount(key: str, value: Any) -> int | float:
 
 
 def amount_numbers(amount: int | float) -> list[int]:
-    """What :func:`checked_amount` gave, as two integers: the number, or the bits of the fraction,
-    and whether it is one.
+    """Return the result of :func:`checked_amount` as two integers.
+
+    The first is the number, or the fraction's bits as a float64; the second is 1 for a fraction,
+    else 0.
     """
     if isinstance(amount, float):
         return [struct.unpack("<q", struct.pack("<d", amount))[0], 1]
@@ -374,7 +382,7 @@ def amount_numbers(amount: int | float) -> list[int]:
 
 
 def amount_of(n: int, numbers: list[int]) -> int:
-    """So many of n elements; at least one.
+    """Return the number of elements out of n, at least 1, that :func:`amount_numbers` stands for.
 
     The kernels compute the same: a product of float64, truncated.
     """

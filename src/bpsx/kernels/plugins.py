@@ -1,5 +1,5 @@
-"""Compressors from outside the package: the modules that ``BPSX_COMPRESSORS`` names register them
-when they are imported.
+"""Import of compressors from outside the package, which the modules in ``BPSX_COMPRESSORS``
+register.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from bpsx.errors import ConfigError
 
 
 def import_compressors(modules: str) -> None:
-    """Import those named, separated by commas.
+    """Import the modules named in ``modules``, separated by commas.
 
-    Their code is run: who sets the variable decides what a worker or server does.
+    Importing runs their code: whoever sets the variable controls this worker or server.
 
     Raises :class:`~bpsx.errors.ConfigError`, which names option, module and cause.
     """

@@ -1,6 +1,6 @@
-"""The oracle: what the kernels compute, in NumPy, slowly and plainly.
+"""Oracle of the kernels: the same results in plain, slow NumPy.
 
-Used by tests only; not imported by anything else.
+Only tests import it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import numpy as np
 from bpsx.dtypes import BY_NAME
 
 _WORD = 2**64 - 1
-#: What splitmix64 counts in: the golden ratio's fraction, odd.
+#: Increment of splitmix64: the fraction of the golden ratio, as an odd number.
 GAMMA = 0x9E3779B97F4A7C15
 
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """``bits``: uint16 array holding bfloat16 values."""
+    """Widen bfloat16 values, given as a uint16 array, to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16, ties to even, as uint16; NaN stays NaN."""
+    """Return the nearest bfloat16 values as uint16; ties to even, NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits | 0x00400000) >> 16
@@ -30,11 +30,11 @@ def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.ndarray:
-    """Sum of ``pushes`` (bfloat16 as uint16), divided by ``divisor``: added left to right in the
-    wide type, narrowed once.
+    """Return the sum of ``pushes`` divided by ``divisor``: added left to right in the wide type,
+    rounded once to ``dtype``.
 
-    An average of bfloat16 is added in parts of a power of two each, which is exact, so that it
-    cannot overflow in float32.
+    bfloat16 is passed and returned as uint16. For an average of bfloat16 each part is first scaled
+    by a power of two. That is exact, and the sum cannot overflow in float32.
     """
     scale = np.float32(
         2.0 ** -min(16, (len(pushes) - 1).bit_length())
@@ -67,8 +67,8 @@ def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.nda
 class Reference:
     """A partition's encoder as :mod:`bpsx.kernels.codecs` defines it, for any codec's oracle.
 
-    ``encode(p, counter) -> bytes`` and ``decode(bytes, n) -> array`` are the codec's own; ``wide``:
-    float32 or float64.
+    ``encode(p, counter) -> bytes`` and ``decode(bytes, n) -> array`` are the codec's own functions.
+    ``wide``: float32 or float64.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Reference:
         mu: float = 0.0,
         only: Sequence[int] | None = None,
     ) -> bytes:
-        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date.
+        """Return the wire bytes of gradient ``g``, and update residual and momentum.
 
-        ``only``: the elements whose residual is added and changed; else all.
+        ``only``: indices of the elements whose residual is added and updated; None: all elements.
         """
         kind, where = g.dtype.type, slice(None) if only is None else list(only)
         self.counter += 1
@@ -115,7 +115,7 @@ class Reference:
 
 
 def onebit_encode(p: np.ndarray, scaling: bool) -> bytes:
-    """The magnitude as float64, then sign bits in little-endian words of 32."""
+    """Encode as the magnitude (float64), then the sign bits in little-endian words of 32 bits."""
     magnitude = np.abs(p).mean(dtype=np.float64) if scaling else 1.0
     if not np.isfinite(p).all():
         magnitude = np.nan
@@ -125,7 +125,7 @@ def onebit_encode(p: np.ndarray, scaling: bool) -> bytes:
 
 
 def onebit_decode(wire: bytes, n: int, wide: str = "float32") -> np.ndarray:
-    """Plus or minus the magnitude."""
+    """Decode each element to plus or minus the magnitude."""
     magnitude = np.frombuffer(wire[:8], np.float64)[0].astype(wide)
     negative = np.unpackbits(np.frombuffer(wire[8:], np.uint8), bitorder="little")[:n].astype(bool)
     decoded: np.ndarray = np.where(negative, -magnitude, magnitude).astype(wide)
@@ -133,13 +133,18 @@ def onebit_decode(wire: bytes, n: int, wide: str = "float32") -> np.ndarray:
 
 
 def amount(n: int, k: int | float) -> int:
-    """How many of n elements topk and randomk send: a fraction, or so many."""
+    """Return the number of elements out of n that topk and randomk send.
+
+    ``k``: a fraction of n (float) or a number of elements (int).
+    """
     return min(n, max(1, int(np.float64(k) * np.float64(n)))) if isinstance(k, float) else min(n, k)
 
 
 def topk_encode(p: np.ndarray, k: int | float) -> bytes:
-    """The indices of the elements with the largest magnitude (as bits; of equal ones the first),
-    ascending, as uint32; then those elements.
+    """Encode as the ascending indices (uint32) of the elements of largest magnitude, then their
+    values.
+
+    Magnitudes are compared as bits. Among equal magnitudes the lowest index wins.
     """
     magnitudes = p.view(f"u{p.itemsize}") & ~np.zeros(1, f"u{p.itemsize}") >> 1
     best = np.sort(np.argsort(~magnitudes, kind="stable")[: amount(len(p), k)])
@@ -147,7 +152,10 @@ def topk_encode(p: np.ndarray, k: int | float) -> bytes:
 
 
 def topk_decode(wire: bytes, n: int, k: int | float, wide: str = "float32") -> np.ndarray:
-    """Zeros but for what was sent. Raises ValueError for what is not topk's."""
+    """Decode to an array that is zero except at the sent indices.
+
+    Raises ValueError for bytes that topk cannot have written.
+    """
     count = amount(n, k)
     if len(wire) != count * (4 + np.dtype(wide).itemsize):
         raise ValueError("size")
@@ -160,14 +168,14 @@ def topk_decode(wire: bytes, n: int, k: int | float, wide: str = "float32") -> n
 
 
 def splitmix64(z: int) -> int:
-    """The finaliser of splitmix64, of a 64-bit number."""
+    """Apply splitmix64's finaliser to a 64-bit number."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
     return z ^ z >> 31
 
 
 def randomk_places(seed: int, counter: int, n: int, count: int) -> list[int]:
-    """Which of n elements randomk sends, in their order."""
+    """Return the indices of the elements that randomk sends, in wire order."""
     start = splitmix64(seed + splitmix64(counter + GAMMA & _WORD) & _WORD)
 
     def below(y: int, i: int) -> int:
@@ -179,9 +187,9 @@ def randomk_places(seed: int, counter: int, n: int, count: int) -> list[int]:
 
 
 def randomk_encode(p: np.ndarray, counter: int, seed: int, k: int | float, kept: bool) -> bytes:
-    """The counter as uint64, then the elements at this round's places.
+    """Encode as the counter (uint64), then the elements at this round's indices.
 
-    ``kept``: with residual or momentum, which notice any overflow.
+    ``kept``: the codec has residual or momentum, and therefore detects any overflow.
     """
     values = p[randomk_places(seed, counter, len(p), amount(len(p), k))]
     if kept and np.isfinite(values).all() and not np.isfinite(p).all():
@@ -192,7 +200,10 @@ def randomk_encode(p: np.ndarray, counter: int, seed: int, k: int | float, kept:
 def randomk_decode(
     wire: bytes, n: int, seed: int, k: int | float, wide: str = "float32"
 ) -> np.ndarray:
-    """Zeros but for what was sent. Raises ValueError for what is not randomk's."""
+    """Decode to an array that is zero except at the sent indices.
+
+    Raises ValueError for bytes that randomk cannot have written.
+    """
     count = amount(n, k)
     if len(wire) != 8 + count * np.dtype(wide).itemsize:
         raise ValueError("size")

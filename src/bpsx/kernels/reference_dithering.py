@@ -1,7 +1,7 @@
-"""The oracle of dithering: what ``cpu/dithering.py``, ``stochastic_rounding.py`` and
-``entropy_code.py`` say, in NumPy.
+"""Oracle of dithering: ``cpu/dithering.py``, ``stochastic_rounding.py`` and ``entropy_code.py`` in
+plain, slow NumPy.
 
-Slow and plain. Only tests use it.
+Only tests import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _mixed(z: int) -> int:
 
 
 def noise(n: int, seed: int, counter: int) -> np.ndarray:
-    """The 32 random bits of n elements."""
+    """Return 32 random bits for each of n elements."""
     key = _mixed((_mixed(seed & _M64) + counter) & _M64)
     x = np.arange(n, dtype=np.uint32) + np.uint32(key & 0xFFFFFFFF)
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D) ^ np.uint32(key >> 32)
@@ -28,7 +28,10 @@ def noise(n: int, seed: int, counter: int) -> np.ndarray:
 
 
 def norm_of(p: np.ndarray, l2: bool) -> float:
-    """The norm; for l2, which devices sum up in different orders, a precise one."""
+    """Return the norm of ``p``.
+
+    The l2 norm is computed precisely, since devices sum it in different orders.
+    """
     with np.errstate(over="ignore"):
         return (
             float(np.sqrt(np.square(p.astype(np.float64)).sum())) if l2 else float(np.abs(p).max())
@@ -36,7 +39,7 @@ def norm_of(p: np.ndarray, l2: bool) -> float:
 
 
 def levels_of(p: np.ndarray, norm: float, k: int, natural: bool, random: np.ndarray) -> np.ndarray:
-    """The levels, as integers."""
+    """Return the elements' levels as integers."""
     top = 2.0 ** (k + 22) if natural else k * 2.0**23
     kind = p.dtype.type
     far = 2.0**96 if kind is np.float32 else 2.0**512
@@ -53,7 +56,7 @@ def levels_of(p: np.ndarray, norm: float, k: int, natural: bool, random: np.ndar
 
 
 def values_of(levels: np.ndarray, norm: float, k: int, natural: bool, wide: str) -> np.ndarray:
-    """What the levels stand for."""
+    """Return the values that ``levels`` stand for."""
     kind = np.dtype(wide).type
     values: np.ndarray = (
         np.where(levels > 0, 2.0 ** (levels - k), 0).astype(wide) * kind(norm)
@@ -70,7 +73,7 @@ def _number(x: int, s: int) -> list[int]:
 
 
 def chunk_bytes(levels: np.ndarray, negative: np.ndarray, k: int) -> bytes:
-    """One chunk."""
+    """Encode one chunk."""
     size, marked = len(levels), levels > 0
     count = int(marked.sum())
     if count == 0:
@@ -103,7 +106,7 @@ def encode(
     counter: int,
     norm: float | None = None,
 ) -> bytes:
-    """The wire; ``norm``: take this one."""
+    """Return the wire bytes; ``norm``, if given, replaces the norm of ``p``."""
     with np.errstate(over="ignore", invalid="ignore"):
         norm = norm_of(p, l2) if norm is None else norm
         highest = values_of(np.array([k]), norm, k, natural, p.dtype.name)[0]
@@ -124,7 +127,7 @@ def encode(
 
 
 class _Bits:
-    """A chunk's bits, read from the front."""
+    """Reader of a chunk's bits, from the front."""
 
     def __init__(self, chunk: bytes) -> None:
         self.bits = np.unpackbits(np.frombuffer(chunk, np.uint8), bitorder="little").astype(
@@ -147,7 +150,7 @@ class _Bits:
 
 
 def chunk_levels(chunk: bytes, size: int, k: int) -> np.ndarray:
-    """The levels of a chunk, with their signs."""
+    """Return the signed levels of a chunk."""
     levels, negative = np.zeros(size, np.int64), np.zeros(size, bool)
     if not chunk:
         return levels
@@ -170,7 +173,7 @@ def chunk_levels(chunk: bytes, size: int, k: int) -> np.ndarray:
 
 
 def decode(wire: bytes, n: int, k: int, natural: bool, wide: str = "float32") -> np.ndarray:
-    """The elements."""
+    """Return the n elements that ``wire`` decodes to."""
     norm = float(np.frombuffer(wire[:8], np.float64)[0])
     if len(wire) == 8:
         return np.full(n, norm, wide)
