@@ -91,8 +91,8 @@ def accept(text: str, where: str) -> bytes:
 def read(path: str) -> bytes:
     """Return the secret in the file at ``path``.
 
-    Raises :class:`~bpsx.errors.ConfigError` if the file cannot be read, is not a regular file, does
-    not belong to this user or root, or may be accessed by any other user.
+    Raises :class:`~bpsx.errors.ConfigError` if the file is unreadable or not a regular file. The
+    same holds if it belongs to neither this user nor root, or grants access to any other user.
     """
     try:
         with open(path, "rb") as file:

@@ -40,8 +40,9 @@ class Coder:
     def __init__(
         self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]
     ) -> None:
-        """``rooms``: GPU addresses of scratch memory, :func:`room` bytes each, for encoding and for
-        decoding.
+        """``rooms``: GPU addresses of scratch memory, one to encode in and one to decode in.
+
+        Each has :func:`room` bytes.
         """
         self._gpu, self._codec, self._made, self._rooms = (
             gpu,
@@ -71,8 +72,7 @@ class Coder:
         self.size = self._codec.size(self._wide, n, made.options)
 
     def build(self, stream: int) -> None:
-        """Compile and load all kernels that :meth:`encode` and :meth:`decode` need, without
-        queueing any.
+        """Compile and load all kernels of :meth:`encode` and :meth:`decode` without queueing any.
 
         Raises any error of compiling or loading a kernel.
         """

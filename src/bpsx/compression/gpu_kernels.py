@@ -69,8 +69,7 @@ class GpuKernels:
     def coders(
         self, gpu: Gpu, name: str, given: Compression, dtype: str, made: list[Made]
     ) -> list[Coder] | None:
-        """Return a coder for each partition of ``name`` with all kernels built, or None to use the
-        host.
+        """Return a coder for each partition of ``name``, all kernels built; None: use the host.
 
         The session's first failure is logged as a warning with its cause. Raises
         :class:`~bpsx.errors.DeviceError` if the GPU itself has failed.

@@ -260,8 +260,9 @@ class Compressing:
     # ---- for checkpoints
 
     def save(self, names: Iterable[str]) -> dict[str, Saved]:
-        """Return the saved state of all ``names`` that have any: see
-        :data:`bpsx.compression.state.Saved`.
+        """Return the saved states of those ``names`` that have any.
+
+        See :data:`bpsx.compression.state.Saved`.
 
         Call it while no push_pull of the names is under way.
 
@@ -328,8 +329,7 @@ class Compressing:
         self._wait_for_servers()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Reset residuals, momentum and counters of ``names``, and on worker 0 those of the servers
-        too.
+        """Reset residuals, momentum and counters of ``names``; worker 0 also resets the servers'.
 
         All workers must call this. Raises as :meth:`restore`.
         """

@@ -1,8 +1,8 @@
-"""Compression settings: ``compression_params`` checked, and their one-line form on which workers
-and servers agree.
+"""Compression settings: checks ``compression_params`` and makes the line that servers get.
 
-Only this module knows the keys common to all compressors; each codec (:mod:`bpsx.kernels.codecs`)
-knows its own. Pure except for loading kernels.
+Workers and servers must agree on that line. Only this module interprets the keys common to all
+compressors; each codec (:mod:`bpsx.kernels.codecs`) interprets its own. Pure except for loading
+kernels.
 """
 
 from __future__ import annotations
@@ -157,9 +157,7 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
 
 
 def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
-    """Check that one of ``owners`` accepts ``value`` for ``key``; otherwise raise the first one's
-    error.
-    """
+    """Check that one of ``owners`` accepts ``value`` for ``key``; if not, raise the first error."""
     refused: ConfigError | None = None
     for owner in owners:
         needed = {"k": 2} if "k" in owner.keys else {}
@@ -203,9 +201,7 @@ def _seed(seed: Any) -> int:
 
 
 def warm(given: Compression, dtype: str) -> None:
-    """Compile the kernels that ``given`` needs for elements of ``dtype``, on first use.
-    Thread-safe.
-    """
+    """Compile the kernels that ``given`` needs for ``dtype`` on first use. Thread-safe."""
     make(given, dtype, BY_NAME[dtype].itemsize, 0, 0)
 
 

@@ -1,5 +1,4 @@
-"""Save and restore compression state between rounds, for checkpoints and for the next job after
-suspend().
+"""Compression state kept between rounds: saved and restored for checkpoints and suspend().
 
 Each worker has its own residual, momentum and counters. The servers have residuals and counters of
 their own, which worker 0 fetches and sets.

@@ -271,8 +271,7 @@ def codec(name: str) -> Codec:
 
 
 def import_all() -> None:
-    """Import all modules that :func:`load_codec` and :func:`load_conversion` need for the built-in
-    codecs.
+    """Import all modules that loading a built-in codec or a conversion needs.
 
     Thread-safe.
     """
@@ -285,10 +284,9 @@ def import_all() -> None:
 
 
 def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled:
-    """Compile a codec for ``wide`` (float32 or float64), once per process, or load it from the
-    cache.
+    """Compile a codec for ``wide`` (float32 or float64), or load it from the cache.
 
-    Thread-safe.
+    Each process does so once. Thread-safe.
     """
     key = name, wide, residual, momentum
     with _lock:
@@ -345,8 +343,9 @@ def checked_number(value: Any) -> int | float | None:
 
 
 def checked_choice(key: str, value: Any, *allowed: str) -> str:
-    """Return ``value``, one of ``allowed``. Raises :class:`~bpsx.errors.ConfigError` for anything
-    else.
+    """Return ``value``, one of ``allowed``.
+
+    Raises :class:`~bpsx.errors.ConfigError` for anything else.
     """
     if value not in allowed:
         raise ConfigError(f"{key}={value!r}: allowed are {', '.join(map(repr, allowed))}")

@@ -1,5 +1,6 @@
-"""Import of compressors from outside the package, which the modules in ``BPSX_COMPRESSORS``
-register.
+"""Import of compressors from outside the package.
+
+Modules named in ``BPSX_COMPRESSORS`` register them when imported.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.ndarray:
-    """Return the sum of ``pushes`` divided by ``divisor``: added left to right in the wide type,
-    rounded once to ``dtype``.
+    """Return the sum of ``pushes`` divided by ``divisor``.
+
+    Adds left to right in the wide type, and rounds once to ``dtype``.
 
     bfloat16 is passed and returned as uint16. For an average of bfloat16 each part is first scaled
     by a power of two. That is exact, and the sum cannot overflow in float32.
@@ -141,8 +142,7 @@ def amount(n: int, k: int | float) -> int:
 
 
 def topk_encode(p: np.ndarray, k: int | float) -> bytes:
-    """Encode as the ascending indices (uint32) of the elements of largest magnitude, then their
-    values.
+    """Encode as ascending indices (uint32) of the largest magnitudes, then the values.
 
     Magnitudes are compared as bits. Among equal magnitudes the lowest index wins.
     """

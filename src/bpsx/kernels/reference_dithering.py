@@ -1,5 +1,6 @@
-"""Oracle of dithering: ``cpu/dithering.py``, ``stochastic_rounding.py`` and ``entropy_code.py`` in
-plain, slow NumPy.
+"""Oracle of dithering, in plain, slow NumPy.
+
+Mirrors ``cpu/dithering.py``, ``stochastic_rounding.py`` and ``entropy_code.py``.
 
 Only tests import it.
 """

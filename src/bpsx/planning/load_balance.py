@@ -1,5 +1,4 @@
-"""Each server's share of the bytes, chosen so that all machines' network cards carry the same.
-Pure.
+"""Servers' shares of the bytes, such that all machines' network cards carry the same. Pure.
 
 The model is that of BytePS' paper (OSDI'20, section 3.2). Every worker sends its M bytes to the
 servers and receives M. Traffic within a machine costs its card nothing. A round takes as long as

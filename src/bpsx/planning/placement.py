@@ -111,10 +111,10 @@ class Placement:
         self._slots = [0] * sum(lanes)
 
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Place]:
-        """Return the places of tensor number ``tensor`` of ``nbytes`` bytes, in the order of its
-        partitions.
+        """Return the places of a tensor's partitions, in order.
 
-        Partitions begin at multiples of the page size.
+        ``tensor``: its number. ``nbytes``: its size. Partitions begin at multiples of the page
+        size.
         """
         self._bytes += max(nbytes, PAGE_BYTES)
         # A job with other servers must find the state that compression keeps of each partition, so

@@ -1,1 +1,1 @@
-"""Kernels for the CPU, compiled by Numba to C functions."""
+"""CPU kernels, compiled by Numba to C functions."""

@@ -1,8 +1,7 @@
-"""Numba intrinsics for codecs: other views of memory, and comparisons of many elements at once as
-the bits of one word.
+"""Numba intrinsics for codecs: casts of pointers, and comparisons of many elements at once.
 
-LLVM turns the latter into a few vector instructions of whatever machine it compiles for; a loop
-over elements it does not.
+A comparison gives one bit per element, in a single word. LLVM compiles it to a few vector
+instructions of the machine. It does not vectorise the corresponding loop over elements.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
-#: Whether the machine gathers and scatters bits in one instruction.
+#: Whether the processor gathers and scatters bits in one instruction (BMI2).
 _HAS_BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
 
 
@@ -27,7 +26,7 @@ _HAS_BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
 def at(
     typingctx: Any, pointer: types.CPointer, offset: types.Type, element: types.NumberClass
 ) -> Any:
-    """``pointer``, ``offset`` bytes further on, as one to ``element`` (``np.uint32``, say)."""
+    """Return ``pointer`` plus ``offset`` bytes as a pointer to ``element`` (``np.uint32``, say)."""
     if not isinstance(pointer, types.CPointer) or not isinstance(element, types.NumberClass):
         raise TypingError(f"at: {pointer}, {element}")
     result = types.CPointer(element.dtype)
@@ -47,7 +46,7 @@ def _bits_of(kind: types.Type) -> ir.IntType:
 
 @intrinsic
 def bits(typingctx: Any, x: types.Type) -> Any:
-    """A float's bits, as an unsigned integer of its size."""
+    """Return a float's bits as an unsigned integer of its size."""
     result = {types.float32: types.uint32, types.float64: types.uint64}[x]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -58,7 +57,7 @@ def bits(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def width(typingctx: Any, pointer: types.CPointer) -> Any:
-    """How many bytes an element has that ``pointer`` points to."""
+    """Return the bytes of an element that ``pointer`` points to."""
     size = pointer.dtype.bitwidth // 8
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -69,9 +68,9 @@ def width(typingctx: Any, pointer: types.CPointer) -> Any:
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Float) -> Any:
-    """A float's bits without the sign, as a uint64.
+    """Return a float's bits without the sign, as a uint64.
 
-    They are ordered as magnitudes are; infinity and then NaN are the largest.
+    These integers are ordered like the magnitudes; infinity and then NaN are the largest.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -86,7 +85,7 @@ def magnitude(typingctx: Any, x: types.Float) -> Any:
 
 @intrinsic
 def signed(typingctx: Any, x: types.Float, sign: types.Float) -> Any:
-    """The magnitude of ``x`` with the sign of ``sign``, of one type."""
+    """Return the magnitude of ``x`` with the sign of ``sign``; both have the same type."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = args[0].type
@@ -102,7 +101,7 @@ def signed(typingctx: Any, x: types.Float, sign: types.Float) -> Any:
 
 @intrinsic
 def cast(typingctx: Any, x: types.Type, like: types.CPointer) -> Any:
-    """The number ``x`` in the type that ``like`` points to."""
+    """Return the number ``x`` in the type that ``like`` points to."""
     result = like.dtype
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -113,7 +112,7 @@ def cast(typingctx: Any, x: types.Type, like: types.CPointer) -> Any:
 
 @intrinsic
 def like(typingctx: Any, pointer: types.CPointer, other: types.CPointer) -> Any:
-    """``pointer``, as one to what ``other`` points to."""
+    """Return ``pointer`` as a pointer to the type that ``other`` points to."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.bitcast(args[0], context.get_value_type(other))
@@ -123,9 +122,9 @@ def like(typingctx: Any, pointer: types.CPointer, other: types.CPointer) -> Any:
 
 @intrinsic
 def flipped(typingctx: Any, x: types.Float, word: types.Type, lane: types.Type) -> Any:
-    """The float ``x``, negated if bit ``lane`` of the 32-bit ``word`` is set.
+    """Return the float ``x``, negated if bit ``lane`` of the 32-bit ``word`` is set.
 
-    (Numba would make 64-bit integers of 32-bit ones on the way.)
+    An intrinsic, because Numba would widen 32-bit integers to 64 bits on the way.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -144,7 +143,7 @@ def flipped(typingctx: Any, x: types.Float, word: types.Type, lane: types.Type) 
 def _load(
     builder: ir.IRBuilder, pointer: ir.Value, i: ir.Value, element: types.Type, lanes: int
 ) -> ir.Value:
-    """``lanes`` elements from index ``i`` on, as a vector of their bits; of any alignment."""
+    """Load ``lanes`` elements from index ``i`` on as a vector of their bits, at any alignment."""
     number = _bits_of(element)
     first = builder.bitcast(builder.gep(pointer, [i]), ir.VectorType(number, lanes).as_pointer())
     return builder.load(first, align=1)
@@ -160,7 +159,7 @@ def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
 
 @intrinsic
 def signs(typingctx: Any, pointer: types.CPointer, i: types.Type) -> Any:
-    """The sign bits of the 32 floats from index ``i`` on; that of the first is the lowest."""
+    """Return the sign bits of the 32 floats from index ``i`` on, the first in the lowest bit."""
     element = pointer.dtype
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -173,8 +172,9 @@ def signs(typingctx: Any, pointer: types.CPointer, i: types.Type) -> Any:
 
 @intrinsic
 def reaching(typingctx: Any, pointer: types.CPointer, i: types.Type, threshold: types.Type) -> Any:
-    """Which of the 32 floats from index ``i`` on have a magnitude whose bits are at least
-    ``threshold``; the first is the lowest bit.
+    """Return a mask of the 32 floats from index ``i`` on whose magnitude is at least ``threshold``.
+
+    ``threshold``: a magnitude's bits. The first float is the lowest bit.
     """
     element = pointer.dtype
     number = _bits_of(element)
@@ -194,9 +194,7 @@ def reaching(typingctx: Any, pointer: types.CPointer, i: types.Type, threshold: 
 
 @intrinsic
 def above(typingctx: Any, pointer: types.CPointer, i: types.Type, level: types.Type) -> Any:
-    """Which of the 64 bytes from index ``i`` on are larger than ``level``; the first is the lowest
-    bit.
-    """
+    """Return a mask of the 64 bytes from index ``i`` on above ``level``; the first is bit 0."""
     if pointer != types.CPointer(types.uint8):
         raise TypingError(f"above: {pointer}")
 
@@ -211,7 +209,7 @@ def above(typingctx: Any, pointer: types.CPointer, i: types.Type, level: types.T
 
 @intrinsic
 def ones(typingctx: Any, x: types.Type) -> Any:
-    """How many bits of a word are set."""
+    """Return the number of set bits of a word."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return (
@@ -225,7 +223,7 @@ def ones(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def lowest(typingctx: Any, x: types.Type) -> Any:
-    """The index of a word's lowest bit that is set; the word's width if none is."""
+    """Return the index of a word's lowest set bit; the word's width if none is set."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         found = builder.cttz(args[0], _I1(0))
@@ -236,7 +234,7 @@ def lowest(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def leading(typingctx: Any, x: types.Type) -> Any:
-    """How many zeros a 64-bit word begins with, at the upper end."""
+    """Return the number of leading zeros of a 64-bit word."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.ctlz(args[0], _I1(0))
@@ -246,7 +244,7 @@ def leading(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
-    """The upper half of the 128 bits of a product: of a random word and y, a number below y."""
+    """Return the upper 64 bits of x times y: for a random word x, a number below y."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         wide = ir.IntType(128)
@@ -295,7 +293,7 @@ def _scatter_bits(word: Any, mask: Any) -> Any:
     return spread
 
 
-#: The bits of a 64-bit word where ``mask`` has ones, side by side from the lowest on; and back.
-#: Elsewhere than on x86 a loop.
+#: gather_bits(word, mask): the bits of a 64-bit word where ``mask`` has ones, packed from the
+#: lowest bit on; scatter_bits is the inverse. Without BMI2 they are loops.
 gather_bits = intrinsic(_two_words("pext")) if _HAS_BMI2 else numba.njit(_gather_bits)
 scatter_bits = intrinsic(_two_words("pdep")) if _HAS_BMI2 else numba.njit(_scatter_bits)

@@ -1,9 +1,9 @@
-"""Reading and writing a stream of bits, and planes of bits out of and into bytes, 64 at a time.
+"""Bit streams, and planes of bits out of and into bytes, 64 bits at a time.
 
-Bit b of a stream is bit b % 8 of its byte b // 8, the lowest first. A writer is two numbers: how
-many bits are written, and those of the word that is not full yet, which whoever comes to the end
-has to store. A writer touches up to 8 bytes behind its last bit, a reader up to 16: callers see to
-it that there is room, and that there are as many bits as they ask for.
+Bit b of a stream is bit b % 8 of byte b // 8, the lowest bit first. A writer's state is two
+numbers: the count of bits written, and the bits of the incomplete last word, which :func:`end`
+stores. A writer touches up to 8 bytes beyond its last bit, a reader up to 16. Callers must provide
+that room, and must not read more bits than there are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _word_at(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value) -> ir.V
 
 @intrinsic
 def load_word(typingctx: Any, pointer: types.CPointer, offset: types.Type) -> Any:
-    """The 64-bit word that begins ``offset`` bytes further on, wherever that is."""
+    """Load the 64-bit word ``offset`` bytes beyond ``pointer``, at any alignment."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.load(_word_at(builder, args[0], args[1]), align=1)
@@ -39,7 +39,7 @@ def load_word(typingctx: Any, pointer: types.CPointer, offset: types.Type) -> An
 def store_word(
     typingctx: Any, pointer: types.CPointer, offset: types.Type, word: types.Type
 ) -> Any:
-    """The other way round."""
+    """Store ``word`` ``offset`` bytes beyond ``pointer``, at any alignment."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         builder.store(args[2], _word_at(builder, args[0], args[1]), align=1)
@@ -50,28 +50,28 @@ def store_word(
 
 @numba.njit
 def put(to: Any, written: int, held: Any, word: Any, count: int) -> Any:
-    """Append the lowest ``count`` (0 to 64) bits of ``word``, which has no others.
+    """Append the lowest ``count`` (0 to 64) bits of ``word``, whose other bits must be 0.
 
-    Returns the writer's two numbers.
+    Returns the writer's state (written, held).
     """
     used = np.uint64(written & 63)
     held |= word << used
     store_word(to, (written >> 6) << 3, held)
     if (written & 63) + count >= 64:
-        held = (word >> np.uint64(1)) >> (np.uint64(63) - used)  # a shift by 64 would be none
+        held = (word >> np.uint64(1)) >> (np.uint64(63) - used)  # a shift by 64 would do nothing
     return written + count, held
 
 
 @numba.njit
 def end(to: Any, written: int, held: Any) -> Any:
-    """Store what is held. Returns how many bytes there are; zeros fill the last."""
+    """Store the held bits and return the number of bytes; zeros fill the last byte."""
     store_word(to, (written >> 6) << 3, held)
     return (written + 7) >> 3
 
 
 @numba.njit
 def get(of: Any, position: int) -> Any:
-    """The 64 bits from ``position`` on."""
+    """Return the 64 bits from ``position`` on."""
     used = np.uint64(position & 7)
     first, second = load_word(of, position >> 3), load_word(of, (position >> 3) + 8)
     return (first >> used) | ((second << np.uint64(1)) << (np.uint64(63) - used))
@@ -79,8 +79,9 @@ def get(of: Any, position: int) -> Any:
 
 @intrinsic
 def holding(typingctx: Any, pointer: types.CPointer, i: types.Type, bit: types.Type) -> Any:
-    """Which of the 64 bytes from index ``i`` on, each less 1, have a one where the byte ``bit`` has
-    its one; the first is the lowest bit.
+    """Return a mask of the 64 bytes from index ``i`` on that, less 1, have the bit of ``bit`` set.
+
+    ``bit``: a byte with a single one. The first byte is the mask's lowest bit.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

@@ -1,11 +1,10 @@
-"""C functions by Numba, kept for the next process in the user's folder (``BPSX_CACHE_DIR``), where
-they can be kept.
+"""C functions compiled by Numba, with a cache for later processes (``BPSX_CACHE_DIR``).
 
-Numba's own cache believes its files: a damaged one raises, or crashes when its machine code runs,
-and two processes that write at once may leave the code of one signature under the name of another.
-Here each entry is a file of its own, named by all that its code depends on, and ends with a
-checksum. An entry that is not whole is dropped and compiled anew. The cache is optional: what keeps
-a function from being kept is one warning.
+Numba's own cache trusts its files. A damaged file raises, or crashes when its machine code runs.
+Two processes that write at once may store the code of one signature under the name of another. Here
+each entry is a separate file, named by everything that its code depends on, and ends with a
+checksum. An incomplete entry is deleted and compiled anew. The cache is optional: any failure to
+store a function is logged as one warning.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _told: set[str] = set()
 
 
 def compiled(signature: Any, body: Callable[..., Any]) -> Any:
-    """``body`` as a C function of this signature; ``.address`` is where. One thread at a time."""
+    """Compile ``body`` to a C function of this signature, at ``.address``. Not thread-safe."""
     try:
         made = CFunc(
             body,
@@ -57,14 +56,14 @@ def compiled(signature: Any, body: Callable[..., Any]) -> Any:
 
 
 def _warn(kind: str, text: str) -> None:
-    """One warning of a kind per process."""
+    """Warn once per process and ``kind``; log later messages at debug level."""
     log.log(logging.DEBUG if kind in _told else logging.WARNING, "%s", text)
     _told.add(kind)
 
 
 @functools.cache
 def _sources() -> bytes:
-    """A digest of all our kernels: functions are compiled into each other."""
+    """Digest of all kernels' sources: each may be compiled into the others."""
     digest = hashlib.blake2b()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -72,7 +71,7 @@ def _sources() -> bytes:
 
 
 def _whole(path: Path) -> bool:
-    """Whether an entry is there as it was written. Raises :class:`OSError` if it cannot be read."""
+    """Whether an entry's checksum is right. Raises :class:`OSError` if it cannot be read."""
     content = path.read_bytes()
     return (
         len(content) > _DIGEST
@@ -81,7 +80,7 @@ def _whole(path: Path) -> bool:
 
 
 class _File(IndexDataCacheFile):  # type: ignore[misc]
-    """Numba's reading and writing of entries, each followed by the checksum of what was written."""
+    """Numba's reader and writer of entries, with a checksum appended to each."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), "kernels", None)
@@ -93,7 +92,7 @@ class _File(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Hashed:
-    """A file that is written at once, and its checksum behind that."""
+    """File object that appends the checksum of the content, which comes in a single write."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -105,23 +104,22 @@ class _Hashed:
 
 
 class _Cache:
-    """What :class:`numba.core.ccallback.CFunc` asks for a function before it compiles it, and gives
-    what it has compiled.
+    """Cache that :class:`numba.core.ccallback.CFunc` asks before it compiles a function.
 
-    Raises :class:`~bpsx.errors.ConfigError` where ``BPSX_CACHE_DIR`` names what is no folder, and
-    nothing else.
+    It also stores the compiled function. Raises :class:`~bpsx.errors.ConfigError` if
+    ``BPSX_CACHE_DIR`` is not a folder, and nothing else.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self._body = body
 
     def _name(self, signature: Any, codegen: Any) -> str:
-        """Of the entry: a digest of all that its code depends on.
+        """Return the entry's name: a digest of all that its code depends on.
 
         Raises :class:`OSError` for a function whose source cannot be read.
         """
         body = self._body
-        # a compressor's module may be a user's
+        # A compressor's module may be a user's, outside of our sources.
         outside = Path(inspect.getsourcefile(body) or "").read_bytes()
         constants = [cell.cell_contents for cell in body.__closure__ or ()]
         on = (
@@ -144,7 +142,7 @@ class _Cache:
         return f"{body.__name__}-{digest.hexdigest()}.nbc"
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """The function, or None: it has to be compiled."""
+        """Return the cached function, or None if it has to be compiled."""
         context.refresh()
         folder, why = kernel_cache()
         if folder is None:
@@ -170,12 +168,12 @@ class _Cache:
         return None
 
     def save_overload(self, signature: Any, made: Any) -> None:
-        """Keep a function for other processes, if it can be kept."""
+        """Store a function for other processes, if possible."""
         try:
             if made.lifted or made.library.has_dynamic_globals:
-                return  # addresses of this process's are in its code
+                return  # its code contains addresses of this process
             folder, _ = kernel_cache()
-            if folder is not None:  # else load_overload has said why
+            if folder is not None:  # else load_overload has logged why
                 _File(folder)._save_data(self._name(signature, made.codegen), made._reduce())
         except Exception as e:
             _warn("kept", f"compiled kernels cannot be kept, so each process compiles them: {e}")

@@ -1,4 +1,4 @@
-"""Halves to float32 and back, for codecs, which know float32 and float64 only."""
+"""Conversion of halves to float32 and back, since codecs handle float32 and float64 only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def _narrow_all(out: Any, elements: Any, n: int) -> None:
 
 
 def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
-    """Addresses of what widens and narrows elements of ``dtype``, 0 where they are wide already,
-    and what keeps them alive.
+    """Return the addresses of functions that widen and narrow elements of ``dtype``.
+
+    The third item keeps them alive. Both addresses are 0 if ``dtype`` is a wide type.
     """
     if dtype not in ("float16", "bfloat16"):
         return 0, 0, ()

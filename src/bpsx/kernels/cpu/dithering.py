@@ -1,13 +1,14 @@
-"""dithering: magnitudes are rounded to one of k levels below the norm, up or down at random, so
-that the mean is kept.
+"""dithering: stochastic rounding of magnitudes to k levels up to the norm; it keeps the mean.
 
-QSGD (arXiv 1610.02132) for the linear levels, natural dithering (arXiv 1905.10988) for powers of
-two; see stochastic_rounding.py.
+Linear levels are those of QSGD (arXiv 1610.02132), powers of two those of natural dithering (arXiv
+1905.10988); see stochastic_rounding.py.
 
-Wire: the norm (float64), how many bytes each chunk takes (uint16 each), the chunks
-(entropy_code.py). A norm of 0, or NaN after an overflow, stands alone. The l2 norm is a sum in
-float64, in an order that is the device's: n 2^-53 of it is the most that two devices can differ by.
-Its squares overflow, and vanish, where magnitudes of float64 are beyond 1e154 or below 1e-162.
+Wire: the norm (float64), the bytes of each chunk (uint16 each), the chunks (entropy_code.py). A
+norm of 0, or NaN after an overflow, stands alone.
+
+The l2 norm is a sum in float64, in an order that depends on the device. Two devices differ by at
+most n 2^-53 of it. Its squares overflow for float64 magnitudes beyond 1e154, and vanish below
+1e-162.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ _MOST = {"linear": 255, "natural": 31}
 
 @numba.njit
 def _scales(norm: float, k: int, natural: bool, other: Any) -> Any:
-    """Two factors that make z of a magnitude (see stochastic_rounding.py), and the largest z.
+    """Return two factors that scale a magnitude to z, and the largest z.
 
-    The first is a power of two, for norms whose inverse overflows."""
+    See stochastic_rounding.py for z.
+
+    The first factor is a power of two, for norms whose inverse overflows.
+    """
     top = np.float64(k << 23) if not natural else np.float64(np.int64(1) << (k + 22))
     far = 2.0**512 if cast(2.0**-512, other) > 0 else 2.0**96
     a = far if norm < 2.0**-40 else 1 / far if norm > 2.0**40 else 1.0
@@ -51,7 +55,7 @@ def _scales(norm: float, k: int, natural: bool, other: Any) -> Any:
 
 @numba.njit
 def _again(p: Any, g: Any, m: Any, begin: int, size: int, mu: Any) -> None:
-    """What add_up has made of gradient and momentum, which is up to date by now."""
+    """Repeat the sum that add_up made of gradient and momentum; the momentum is already updated."""
     for i in range(size):
         p[i] = g[begin + i] + mu * m[begin + i]
 
@@ -64,7 +68,7 @@ def _everywhere(out: Any, begin: int, size: int, value: Any, add: bool) -> None:
 
 @numba.njit
 def _unit(norm: float, k: int, natural: bool, other: Any) -> Any:
-    """What one level stands for; natural: the highest."""
+    """Return the value of one level; natural: that of the highest level."""
     return cast(norm if natural else norm / k, other)
 
 
@@ -81,7 +85,7 @@ def _norm(
     residual: bool,
     momentum: bool,
 ) -> Any:
-    """The first pass: momentum and residual are added up, and the norm of that is found."""
+    """First pass: add up gradient, momentum and residual, and return the norm of the sum."""
     top, total = magnitude(cast(0.0, g)), 0.0
     for begin in range(0, n, BLOCK):
         size = min(BLOCK, n - begin)
@@ -117,7 +121,7 @@ def _quantise(
     residual: bool,
     momentum: bool,
 ) -> None:
-    """The second pass, for a chunk: its levels and signs, and what they leave in the residual."""
+    """Second pass, for a chunk: compute its levels and signs, and update the residual."""
     scales, unit = _scales(norm, k, natural, g), _unit(norm, k, natural, g)
     for place in range(0, size, BLOCK):
         some = min(BLOCK, size - place)
@@ -134,15 +138,16 @@ def _quantise(
 
 
 class Dithering(Codec):
-    """See the module."""
+    """Codec ``dithering``; see the module."""
 
     name = "dithering"
     keys = ("k", "partition", "normalize")
     own_noise = True
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``k``: how many levels there are besides 0; ``partition``: linear or natural;
-        ``normalize``: max or l2.
+        """Accept ``k``, ``partition`` (linear or natural) and ``normalize`` (max or l2).
+
+        ``k`` is the number of levels besides 0.
         """
         partition = checked_choice("partition", given.get("partition", "linear"), *_MOST)
         normalize = checked_choice("normalize", given.get("normalize", "max"), "max", "l2")
@@ -158,14 +163,15 @@ class Dithering(Codec):
         return {"k": number, "partition": partition, "normalize": normalize}
 
     def shrinks(self, options: Mapping[str, Any]) -> bool:
-        """With the max norm an element is off by less than half the largest, from 2 levels on.
+        """Whether the residual shrinks, as it does with the max norm and at least 2 levels.
 
-        The l2 norm may be any number of times the largest.
+        There an element's error is less than half the largest magnitude. The l2 norm may be any
+        multiple of the largest magnitude.
         """
         return options["normalize"] == "max" and int(options["k"]) >= 2
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """[k, natural, l2]"""
+        """Return [k, natural, l2]."""
         return [
             options["k"],
             int(options["partition"] == "natural"),
@@ -173,19 +179,21 @@ class Dithering(Codec):
         ]
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Of each chunk its size, its first byte and one that its bits do not fill; entropy_code.py
-        says how many bits those are.
+        """Return the bound: each chunk's size, first byte, partly filled byte, and bits.
+
+        entropy_code.py bounds the number of bits.
         """
         return _HEAD + 4 * ((n + CHUNK - 1) // CHUNK) + (n * bits_bound(numbers[0]) + 7) // 8
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """Levels, masks and signs of a chunk; a block, for what is made of gradient and
-        momentum.
+        """Return the bytes for a chunk's levels, masks and signs, and for a block.
+
+        The block holds the sum of gradient and momentum.
         """
         return CHUNK + 2 * MASKS + 8 * BLOCK
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In two passes: the norm, then the levels."""
+        """Return an encoder that makes two passes: the norm, then the levels."""
 
         def encode(
             g: Any,
@@ -247,7 +255,7 @@ class Dithering(Codec):
         return encode
 
     def decoder(self) -> Decoder:
-        """Chunk by chunk."""
+        """Return a decoder that works chunk by chunk."""
 
         def decode(
             wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int

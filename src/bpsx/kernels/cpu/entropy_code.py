@@ -1,22 +1,23 @@
-"""A code without loss for chunks of levels (bytes from 0 to k) and their signs.
+"""Lossless code for chunks of levels (bytes from 0 to k) and their signs.
 
-A chunk of at most CHUNK elements is a byte, r + 8 s, and then a stream of bits in planes, one after
-the other:
+A chunk of at most CHUNK elements is a byte, r + 8 s, and then a stream of bits in planes, in this
+order:
 
-1. Which levels are not 0. With s = 0 a bit for each element, otherwise a number for each such
-   element: how many zeros are before it, behind the one before it; and one more number for the
-   zeros at the end. Such a number is coded with the Rice code of parameter s (Rice and Plaunt,
-   "Adaptive variable-length coding", IEEE Trans. Comm. 1971): x >> s zeros, a one, the s low bits
-   of x, lowest first; but from x >> s = 16 on 16 zeros and 14 bits of x. The zeros at the end
-   follow the last element that is not 0, so a reader knows the end when it sees the chunk full.
-2. The signs of those, set is negative.
-3. Their levels less 1, Rice-coded with parameter r, plane by plane: the low bits, lowest first,
-   each of all those elements; then whether (level - 1) >> r is above 0, of those where it is
-   whether it is above 1, and so on up to (k - 1) >> r, which nothing is above.
+1. Which levels are not 0. With s = 0 this is one bit per element. Otherwise it is one number per
+   nonzero element: the count of zeros between it and the nonzero element before it. One more number
+   counts the zeros at the end. The number x has the Rice code of parameter s (Rice and
+   Plaunt, "Adaptive variable-length coding", IEEE Trans. Comm. 1971): x >> s zeros, a one, the
+   s low bits of x, lowest first; but from x >> s = 16 on, 16 zeros and 14 bits of x. The zeros
+   at the end come last, so a reader finds the end when the chunk is full.
+2. The signs of the nonzero elements; a set bit means negative.
+3. Their levels less 1, Rice-coded with parameter r, plane by plane. First the low bits, lowest
+   first, each plane for all nonzero elements. Then whether (level - 1) >> r is above 0. Then,
+   for the elements where it is, whether it is above 1. And so on up to (k - 1) >> r, which no
+   level exceeds.
 
-Zeros fill the last byte. A chunk of zeros is no bytes at all. r and s follow from counts alone, as
-_parameter and _spacing say: with N elements not 0 and S the sum of their levels less 1, r is the
-largest with N 2^r <= S, so that the high parts sum to less than 2 N.
+Zeros fill the last byte. A chunk of zeros takes no bytes at all. r and s follow from counts alone,
+see _parameter and _spacing. Let N be the number of nonzero elements and S the sum of their levels
+less 1. Then r is the largest with N 2^r <= S, so the high parts sum to less than 2 N.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ import numpy as np
 from bpsx.kernels.cpu.bit_ops import above, gather_bits, lowest, ones, scatter_bits
 from bpsx.kernels.cpu.bitstream import end, get, holding, put, raise_bytes
 
-#: Elements of a chunk; bytes that the masks or signs of one take.
+#: Elements of a chunk; bytes of its masks or signs.
 CHUNK, MASKS = 8192, 1024
 _LIMIT, _RAW = 16, 14
 
 
 def bits_bound(k: int) -> int:
-    """The most bits that an element takes: one for its place, its sign, r low ones and high ones,
-    which sum to less than 3 N.
+    """Return the most bits that an element takes.
 
-    See the module.
-
-    That is with s = 0; another s is chosen only if it takes fewer bits, see _spacing.
+    These are one for its place, its sign, r low ones, and high ones, which sum to less than 3 N;
+    see the module. That holds for s = 0. Another s is chosen only if it takes fewer bits, see
+    _spacing.
     """
     return 2 + max(0, k.bit_length() - 1) + min(3, k - 1)
 
@@ -68,11 +68,10 @@ def _parameter(levels: Any, groups: int, count: int, k: int) -> int:
 
 @numba.njit
 def _spacing(size: int, count: int) -> int:
-    """The largest s with 2^s at most the mean distance; 0 if that might take more bits than the
-    elements are.
+    """Return the largest s with 2^s at most the mean distance of nonzero elements.
 
-    A number takes s + 1 bits and x >> s more, or, where that is 16 or more, less than twice as many
-    more: 30 < s + 1 + 2 (x >> s).
+    Returns 0 if that might take more bits than there are elements. A number takes s + 1 + (x >> s)
+    bits. Where x >> s is 16 or more it takes 30, which is less than s + 1 + 2 (x >> s).
     """
     s = 0
     while (count + 1) << (s + 1) <= size:
@@ -92,7 +91,10 @@ def _put_number(to: Any, written: int, held: Any, x: int, s: int) -> Any:
 
 @numba.njit
 def _put_places(to: Any, held: Any, masks: Any, size: int, s: int) -> Any:
-    """Behind the first byte, which is held. Returns the writer's two numbers."""
+    """Write the places of nonzero elements behind the first byte; return (written, held).
+
+    The first byte is in ``held``.
+    """
     written, after = 8, 0
     for j in range((size + 63) // 64):
         word = masks[j]
@@ -111,9 +113,9 @@ def _put_places(to: Any, held: Any, masks: Any, size: int, s: int) -> Any:
 
 @numba.njit
 def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any:
-    """Code a chunk. Levels up to the next multiple of 64 are 0; masks is scratch.
+    """Encode a chunk. Levels up to the next multiple of 64 must be 0; masks is scratch memory.
 
-    Returns the bytes it takes, and touches up to 8 more.
+    Returns the bytes written, and touches up to 8 more.
     """
     groups = (size + 63) // 64
     for j in range(groups):
@@ -143,9 +145,9 @@ def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any
 
 @numba.njit
 def _get_numbers(of: Any, limit: int, masks: Any, size: int, s: int) -> int:
-    """Set the masks' bits, which are 0, from Rice-coded numbers.
+    """Set the bits of masks, which are 0, from Rice-coded numbers.
 
-    Returns the position behind them, or -1.
+    Returns the position behind the numbers, or -1 if they are invalid.
     """
     position, i = 8, np.int64(0)
     while True:
@@ -167,7 +169,7 @@ def _get_numbers(of: Any, limit: int, masks: Any, size: int, s: int) -> int:
 
 @numba.njit
 def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int) -> int:
-    """Masks, and levels, 1 where they are set. Returns the position behind them, or -1."""
+    """Set masks, and levels to 1 where masks are set; return the position behind them, or -1."""
     if s == 0:
         position = 8 + size
         if position > limit:
@@ -193,9 +195,9 @@ def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int)
 def _get_plane(
     of: Any, position: int, levels: Any, masks: Any, groups: int, amount: int, narrow: bool
 ) -> int:
-    """Raise those levels among the masked ones whose bit is set; with narrow they become the mask.
+    """Add ``amount`` to those masked levels whose bit is set; return their number.
 
-    Returns how many those are.
+    With ``narrow`` they become the new mask.
     """
     count = 0
     for j in range(groups):
@@ -212,11 +214,10 @@ def _get_plane(
 
 @numba.njit
 def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int:
-    """The levels and signs of a chunk that takes ``length`` bytes, at least 1; masks is scratch.
+    """Decode levels and signs of a chunk of ``length`` bytes, at least 1; masks is scratch memory.
 
-    Returns 0, or -1 if it is none.
-
-    Bytes that no encoder makes may give levels above k, up to the next power of two; 256 is 0.
+    Returns 0, or -1 if the bytes are invalid. Bytes that no encoder writes may give levels above k,
+    up to the next power of two; 256 becomes 0.
     """
     groups, limit = (size + 63) // 64, 8 * length
     head = np.int64(of[0])

@@ -1,4 +1,4 @@
-"""What encoders share: momentum and residual, which come before they look at elements; signs."""
+"""Shared parts of encoders: momentum and residual, which come before encoding, and sign bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from bpsx.kernels.cpu.bit_ops import cast, signed, signs
 
-#: Elements that are worked on while they are in the nearest cache.
+#: Elements of a block, which stays in the L1 cache while an encoder works on it.
 BLOCK = 1024
 
 
@@ -27,9 +27,9 @@ def add_up(
     residual: bool,
     momentum: bool,
 ) -> None:
-    """p[first:first + size] = what is to be sent of elements begin to begin + size; p may be e.
+    """Set p[first:first + size] to what is to be sent of elements begin to begin + size.
 
-    Momentum is brought up to date.
+    p may be e. Updates the momentum.
     """
     if momentum:
         for i in range(size):
@@ -43,14 +43,14 @@ def add_up(
 
 @numba.njit
 def forget(p: Any, n: int) -> None:
-    """After an overflow."""
+    """Clear a residual or momentum after an overflow."""
     for i in range(n):
         p[i] = 0
 
 
 @numba.njit
 def sign_words(words: Any, place: int, p: Any, first: int, size: int) -> None:
-    """words[place:], 32 bits each = the signs of p[first:first + size]."""
+    """Set the 32-bit words from words[place] on to the signs of p[first:first + size]."""
     for j in range(size // 32):
         words[place + j] = signs(p, first + 32 * j)
     if size % 32:

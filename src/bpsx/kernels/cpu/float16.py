@@ -1,9 +1,9 @@
-"""float16 to float32 and back, in LLVM's instructions: the processor's own (F16C and its like) or,
-where it has none, integer arithmetic.
+"""Conversion of float16 to float32 and back, as LLVM IR.
 
-Without such instructions LLVM calls functions of the compiler's library, which Numba does not have:
-the process would abort. The results are the same bit by bit, NaN included. All functions take
-single values and vectors alike.
+Uses the processor's instructions (F16C and its like) or, where it has none, integer arithmetic.
+Without such instructions LLVM's own conversion calls functions of the compiler's library. Numba
+does not have these, and the process would abort. Both ways give the same bits, NaN included. All
+functions take single values and vectors alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ define half @narrow(float %x) {
 
 @functools.cache
 def _in_hardware(triple: str, cpu: str, features: str) -> bool:
-    """Whether code for this processor converts without calling functions of a library."""
+    """Whether code for this processor converts without calls to library functions."""
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     text: str = machine.emit_assembly(llvm.parse_assembly(_PROBE))
     return not any(
@@ -38,32 +38,32 @@ def _in_hardware(triple: str, cpu: str, features: str) -> bool:
 
 
 def alike(kind: ir.Type, like: ir.Type) -> ir.Type:
-    """``kind``, or a vector of as many as ``like`` has."""
+    """Return ``kind``, or a vector of it as long as ``like`` if that is a vector."""
     return ir.VectorType(kind, like.count) if isinstance(like, ir.VectorType) else kind
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:
-    """``value``, or a vector of nothing but that."""
+    """Return ``value`` as a constant of type ``kind``, in every lane of a vector."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def from_float16(context: object, builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """The float32 that float16 with these bits (i16) are."""
+    """Convert float16 bits (i16) to float32."""
     floats, words = alike(_F32, bits.type), alike(_I32, bits.type)
     if _in_hardware(*context.codegen().magic_tuple()):  # type: ignore[attr-defined]
         return builder.fpext(builder.bitcast(bits, alike(ir.HalfType(), bits.type)), floats)
     wide = builder.zext(bits, words)
     sign = builder.shl(builder.and_(wide, constant(words, 0x8000)), constant(words, 16))
-    # Exponent and mantissa where float32 has them; the exponent's bias is made up for in each of
-    # three cases.
+    # Shift exponent and mantissa to their places in a float32. Each of the three cases below
+    # corrects the exponent's bias.
     moved = builder.shl(builder.and_(wide, constant(words, 0x7FFF)), constant(words, 13))
     exponent = builder.and_(moved, constant(words, 0x1F << 23))
     normal = builder.add(moved, constant(words, (127 - 15) << 23))
     endless = builder.or_(moved, constant(words, 0xFF << 23))
     quiet = builder.or_(endless, constant(words, 1 << 22))
-    # infinity has no mantissa
+    # An infinity has no mantissa; a NaN becomes quiet.
     endless = builder.select(builder.icmp_unsigned("==", moved, exponent), endless, quiet)
-    # 2^-14 (1 + m) - 2^-14 is 2^-14 m, what a float16 with an exponent of 0 is.
+    # 2^-14 (1 + m) - 2^-14 is 2^-14 m, the value of a float16 with an exponent of 0.
     lifted = builder.bitcast(builder.add(moved, constant(words, (127 - 14) << 23)), floats)
     small = builder.bitcast(builder.fsub(lifted, constant(floats, 2.0**-14)), words)
     found = builder.select(builder.icmp_unsigned("==", exponent, constant(words, 0)), small, normal)
@@ -74,7 +74,7 @@ def from_float16(context: object, builder: ir.IRBuilder, bits: ir.Value) -> ir.V
 
 
 def to_float16(context: object, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The bits (i16) of the float16 nearest to float32, ties to even."""
+    """Convert float32 to the bits (i16) of the nearest float16, ties to even."""
     floats, words, halves = value.type, alike(_I32, value.type), alike(_I16, value.type)
     if _in_hardware(*context.codegen().magic_tuple()):  # type: ignore[attr-defined]
         return builder.bitcast(builder.fptrunc(value, alike(ir.HalfType(), value.type)), halves)
@@ -86,7 +86,7 @@ def to_float16(context: object, builder: ir.IRBuilder, value: ir.Value) -> ir.Va
         builder.add(size, constant(words, (((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)), odd
     )
     normal = builder.lshr(rounded, constant(words, 13))
-    # Added to 0.5 the last bit of the sum is worth 2^-24, as is the last one of a float16 with an
+    # The last bit of the sum with 0.5 is worth 2^-24, like the last bit of a float16 with an
     # exponent of 0: the addition rounds.
     small = builder.sub(
         builder.bitcast(builder.fadd(builder.bitcast(size, floats), constant(floats, 0.5)), words),

@@ -1,9 +1,9 @@
 """half: every element as float16, rounded to the nearest.
 
-What ``fp16`` makes of tensors that are not compressed otherwise.
+The setting ``fp16`` applies it to tensors that have no other compression.
 
-Wire: n float16. Beyond 65504 there is infinity, as in any float16. Servers add in float32 and round
-once.
+Wire: n float16. Values beyond 65504 become infinity, as in any float16. Servers add in float32 and
+round once.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from bpsx.kernels.cpu.half_precision import narrow, widen
 
 
 class Half(Codec):
-    """See the module. Without residual and momentum."""
+    """Codec ``half``, without residual and momentum; see the module."""
 
     name = "half"
     feedback = ()
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """None."""
+        """Accept no options."""
         return {}
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """None."""
+        """Return no numbers."""
         return []
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Always the same."""
+        """Return the exact size, which is always the same."""
         return 2 * n
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """Rounds."""
+        """Return an encoder that rounds."""
 
         def encode(
             g: Any,
@@ -52,7 +52,7 @@ class Half(Codec):
             factor: float,
             mu: float,
         ) -> int:
-            # the integer stands for float16, see half_precision.py
+            # int16 stands for float16, see half_precision.py.
             halves = at(wire, 0, np.int16)
             for i in range(n):
                 halves[i] = narrow(np.float32(g[i]), halves[i])
@@ -61,7 +61,7 @@ class Half(Codec):
         return encode
 
     def decoder(self) -> Decoder:
-        """Sets or adds."""
+        """Return a decoder that sets or adds."""
 
         def decode(
             wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int

@@ -1,8 +1,7 @@
-"""Numba intrinsics that widen an element for summing and narrow the result.
+"""Numba intrinsics that widen elements for summing and narrow the result.
 
-Numba has no 16-bit floats, so their bits travel as integers, and the integer type says which: int16
-is a float16, uint16 a bfloat16. All other types stand for themselves, except that 8-bit integers
-widen to int32.
+Numba has no 16-bit floats, so integers hold their bits: int16 stands for float16, uint16 for
+bfloat16. 8-bit integers widen to int32; all other types are their own wide type.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 
 
-#: Processors whose AVX-512 instructions go through units of 256 bits: each instruction counts
-#: there, and conversions of whole registers take longer than those of two halves.
-#: docs/decisions/0007 has the figures.
+#: Processors that execute AVX-512 instructions in units of 256 bits. There each instruction counts,
+#: and converting a whole register takes longer than converting two halves. docs/decisions/0007 has
+#: the figures.
 _HALF_AS_WIDE = {"znver4"}
 
 
 def _is_half_as_wide(context: Any) -> bool:
-    """Whether code is made for one of these, with all of AVX-512 that it has."""
+    """Whether code is compiled for such a processor, with all of its AVX-512."""
     _, cpu, features = context.codegen().magic_tuple()
     return cpu in _HALF_AS_WIDE and "+avx512bw" in features
 
 
 def wide_type(element: types.Type) -> types.Type:
-    """The Numba type in which elements of ``element`` are summed."""
+    """Return the Numba type in which elements of type ``element`` are summed."""
     if element in (types.int16, types.uint16):
         return types.float32
     if element in (types.int8, types.uint8):
@@ -43,11 +42,10 @@ def wide_type(element: types.Type) -> types.Type:
 
 
 def _bfloat16_rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The bits of a float32, or of a vector, whose upper half is the nearest bfloat16, ties to
-    even.
+    """Return float32 bits whose upper half is the nearest bfloat16, ties to even; also for vectors.
 
-    NaN needs no care here: those that reach us were widened from a bfloat16 or made by the
-    addition, so their low 16 bits are zero and nothing is carried into the rest.
+    NaN needs no care here: all NaNs were widened from a bfloat16 or made by the addition. Their low
+    16 bits are zero, so nothing is carried into the upper half.
     """
     words = alike(_I32, value.type)
     bits = builder.bitcast(value, words)
@@ -57,7 +55,7 @@ def _bfloat16_rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @intrinsic
 def widen(typingctx: Any, x: types.Type) -> Any:
-    """``x`` in the type in which it is summed."""
+    """Return ``x`` in the type in which it is summed."""
     result = wide_type(x)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -73,7 +71,7 @@ def widen(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def narrow(typingctx: Any, x: types.Type, like: types.Type) -> Any:
-    """The sum ``x`` as an element of the type of ``like``, rounded once; integers wrap."""
+    """Return the sum ``x`` in the type of ``like``, rounded once; integers wrap."""
     if wide_type(like) != x:
         raise TypingError(f"narrow: {x} is not the wide type of {like}")
 
@@ -92,7 +90,7 @@ def narrow(typingctx: Any, x: types.Type, like: types.Type) -> Any:
 
 @intrinsic
 def plus(typingctx: Any, x: types.Type, y: types.Type) -> Any:
-    """``x + y`` in their own type: Numba's ``+`` would widen 32-bit integers."""
+    """Return ``x + y`` in their own type: Numba's ``+`` would widen 32-bit integers."""
     if x != y:
         raise TypingError(f"plus: {x} and {y} differ")
 
@@ -104,7 +102,7 @@ def plus(typingctx: Any, x: types.Type, y: types.Type) -> Any:
 
 @intrinsic
 def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
-    """``x / divisor``: floating point divides, integers round down as ``//`` does.
+    """Return ``x / divisor``; integers round down like ``//``.
 
     The divisor is a positive int64.
     """
@@ -121,14 +119,12 @@ def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
     return x(x, divisor), codegen
 
 
-#: Elements that :func:`add_block_bfloat16` takes at once: those of one AVX-512 register.
+#: Elements that :func:`add_block_bfloat16` takes at once: one AVX-512 register.
 WORDS = 32
 
 
 def _rounded_apart(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
-    """Both vectors of float32 as bfloat16, ties to even: an element of ``even``, one of ``odd``,
-    and so on.
-    """
+    """Round two float32 vectors to bfloat16, ties to even, and interleave them, ``even`` first."""
     words = alike(_I32, even.type)
     low, high = (_bfloat16_rounded(builder, value) for value in (even, odd))
     return builder.or_(
@@ -137,10 +133,10 @@ def _rounded_apart(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.V
 
 
 def _rounded_together(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
-    """The same in fewer instructions, for a processor that compares and moves 32 halves at a time.
+    """Do the same in fewer instructions, for processors that compare and move 32 halves at a time.
 
-    Upper and lower halves of all go into a vector each. Rounding carries from a lower half of more
-    than 0x8000, and from 0x8000 below an odd upper half.
+    The upper halves of all elements go into one vector, the lower halves into another. Rounding
+    carries from a lower half of more than 0x8000, and from 0x8000 below an odd upper half.
     """
     halves, order = ir.VectorType(_I16, WORDS), ir.VectorType(_I32, WORDS)
     low, high = builder.bitcast(even, halves), builder.bitcast(odd, halves)
@@ -172,9 +168,9 @@ def add_block_bfloat16(
     scale: types.Type,
     divisor: types.Type,
 ) -> Any:
-    """``a[at:at + WORDS] = (a * scale + b * scale) / divisor`` on bfloat16 (as uint16).
+    """Set ``a[at:at + WORDS]`` to ``(a * scale + b * scale) / divisor``, in bfloat16 (as uint16).
 
-    Two elements are a 32-bit word, in which shifts and masks widen them: moving elements between
+    Two elements form a 32-bit word, in which shifts and masks widen them: moving elements between
     words would take twice as long.
     """
 
@@ -200,7 +196,7 @@ def add_block_bfloat16(
 
 
 def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
-    """A vector of nothing but ``value``."""
+    """Return a vector with ``value`` in every lane."""
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, _I32(0))
     return builder.shuffle_vector(
@@ -216,10 +212,9 @@ BLOCK = 16
 def add_block_float16(
     typingctx: Any, a: types.Type, b: types.Type, at: types.Type, divisor: types.Type
 ) -> Any:
-    """``a[at:at + BLOCK] = (a + b) / divisor`` on float16 (as int16), each block a vector of its
-    own.
+    """Set ``a[at:at + BLOCK]`` to ``(a + b) / divisor``, in float16 (as int16), vector by vector.
 
-    Left to itself LLVM joins two narrowed vectors before it stores them, and that move costs a
+    On its own LLVM would join two narrowed vectors before it stores them, and that move costs a
     tenth of the whole.
     """
 

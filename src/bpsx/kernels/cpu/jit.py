@@ -1,6 +1,4 @@
-"""From a codec's Python functions to C functions, by Numba; compiled code is cached in the user's
-folder.
-"""
+"""Compiles a codec's Python functions to C functions with Numba, through the cache on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def _signatures(element: types.Type) -> tuple[Any, Any]:
 
 
 def load(codec: Codec, wide: str, residual: bool, momentum: bool) -> Compiled:
-    """See :func:`bpsx.kernels.codecs.load_codec`, which lets one thread at a time in."""
+    """Implement :func:`bpsx.kernels.codecs.load_codec`, whose lock admits one thread at a time."""
     encode, decode = _signatures(_WIDE[wide])
     made = [
         compiled(signature, function)

@@ -1,4 +1,4 @@
-"""Nesterov's momentum for gradients that no encoder adds it to: those that travel as they are."""
+"""Nesterov's momentum for gradients whose encoder does not add it, such as uncompressed ones."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
         value += factor * m[i]
         out[i] = narrow(value, out[i])
         fine &= abs(value) < np.inf
-    if not fine:  # an overflow passes, and is forgotten
+    if not fine:  # an overflow shows in the result, but leaves no trace
         for i in range(n):
             m[i] = 0
 
 
 def load(dtype: str) -> tuple[int, object]:
-    """The address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m; m is of the wide type, out
-    and g of ``dtype``.
+    """Return the address of f(out, g, m, n, mu), and the object that keeps it alive.
 
-    And what keeps it alive.
+    f computes m = mu m + g, out = g + mu m. m is of the wide type, out and g of ``dtype``.
     """
     element = ELEMENTS[dtype]
     elements = types.CPointer(element)

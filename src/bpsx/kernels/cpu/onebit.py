@@ -1,12 +1,11 @@
-"""onebit: the sign of each element, and with ``scaling`` one magnitude for all, the mean of theirs
-(arXiv 1905.10936).
+"""onebit: the sign of each element and, with ``scaling``, their mean magnitude (arXiv 1905.10936).
 
-Wire: the magnitude (float64), then the signs, 32 to a word, the first element's lowest; a set bit
-is negative. 1/32 of float32.
+Wire: the magnitude (float64), then the signs in words of 32, the first element's sign in the lowest
+bit. A set bit means negative. 1/32 of the size of float32.
 
-The residual p - decode(wire) is p less its own sign times the magnitude. So p itself is kept, and
-the magnitude in ``state``: what has to be taken off is taken off in the next round, while p is read
-anyway, and memory is passed over once.
+The residual p - decode(wire) is p minus its own sign times the magnitude. The encoder keeps p
+itself, and the magnitude in ``state``. It subtracts the magnitude in the next round, while it reads
+p anyway, and thus passes over memory once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HEAD = 8
 
 @numba.njit(fastmath={"reassoc"})
 def _magnitudes(p: Any, begin: int, n: int) -> Any:
-    """The sum of magnitudes; of one block, in the elements' type."""
+    """Return the sum of one block's magnitudes, in the elements' type."""
     total = cast(0.0, p)
     for i in range(begin, begin + n):
         total += abs(p[i])
@@ -35,9 +34,10 @@ def _magnitudes(p: Any, begin: int, n: int) -> Any:
 
 @numba.njit
 def _sum(p: Any, begin: int, n: int) -> Any:
-    """The same as float64; not finite if an element is not.
+    """Return the sum of one block's magnitudes as float64; not finite if an element is not.
 
-    A float32 sum may overflow though its parts do not: it is then made again.
+    A float32 sum may overflow even if all elements are finite. It is then computed again in
+    float64.
     """
     total = np.float64(_magnitudes(p, begin, n))
     if not np.isfinite(total):
@@ -48,29 +48,29 @@ def _sum(p: Any, begin: int, n: int) -> Any:
 
 
 class OneBit(Codec):
-    """See the module."""
+    """Codec ``onebit``; see the module."""
 
     name = "onebit"
     keys = ("scaling",)
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``scaling``: a bool."""
+        """Accept ``scaling``, a bool."""
         return {"scaling": checked_flag("scaling", given.get("scaling", False))}
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """[scaling]"""
+        """Return [scaling]."""
         return [int(options["scaling"])]
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Always the same."""
+        """Return the exact size, which is always the same."""
         return _HEAD + 4 * ((n + 31) // 32)
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """A block, for what is made of gradient and momentum."""
+        """Return the bytes of one block, for the sum of gradient and momentum."""
         return 8 * BLOCK
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In one pass over memory."""
+        """Return an encoder that passes over memory once."""
 
         def encode(
             g: Any,
@@ -116,7 +116,7 @@ class OneBit(Codec):
         return encode
 
     def decoder(self) -> Decoder:
-        """Sets or adds plus or minus the magnitude."""
+        """Return a decoder that sets or adds plus or minus the magnitude."""
 
         def decode(
             wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int

@@ -1,17 +1,16 @@
-"""randomk: k elements at random places, the same ones for all who have the same seed and counter,
-so that places need not travel.
+"""randomk: k elements at random places, which are the same for the same seed and counter.
 
-Wire: the counter (uint64), then the values, in the order of the places. Place i of k is (b +
-floor(i n / k) + r_i) mod n, with b uniform in [0, n) and r_i in [0, floor((i + 1) n / k) - floor(i
-n / k)): none comes twice, and by the rotation b each element is as likely as any other, k / n.
+So places need not be sent. Wire: the counter (uint64), then the values, in the order of their
+places. Place i of k is (b + floor(i n / k) + r_i) mod n. b is uniform in [0, n), and r_i in
+[0, floor((i + 1) n / k) - floor(i n / k)). No place occurs twice. By the rotation b all
+elements are equally likely: k / n.
 
 Random words are splitmix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014): the counter times the golden gamma, mixed by the finaliser "Mix13". A
-word becomes a number below y as the upper half of its product with y. All of it is integer
-arithmetic.
+generators", OOPSLA 2014): the counter times the golden gamma, mixed by the finaliser "Mix13". The
+upper half of a word's product with y gives a number below y. All of it is integer arithmetic.
 
-Places ascend from b on. So the pass that adds the residual begins there, and takes what it comes by
-while that is in the nearest cache.
+Places ascend from b on. So the pass that adds the residual starts at b, and takes each element to
+send while it is in the L1 cache.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 @numba.njit
 def mixed(z: Any) -> Any:
-    """splitmix64's finaliser."""
+    """Apply splitmix64's finaliser."""
     z = (z ^ (z >> _SHIFTS[0])) * _MIX[0]
     z = (z ^ (z >> _SHIFTS[1])) * _MIX[1]
     return z ^ (z >> _SHIFTS[2])
@@ -53,15 +52,15 @@ def mixed(z: Any) -> Any:
 
 @numba.njit
 def _below(word: Any, y: Any) -> Any:
-    """A number in [0, y)."""
+    """Return a number in [0, y)."""
     return np.int64(high(word, np.uint64(y)))
 
 
 @numba.njit(error_model="numpy")
 def draw(places: Any, seed: int, counter: Any, n: int, count: int) -> Any:
-    """Set places[:count] (uint32) to this round's, in their order, and return b.
+    """Set places[:count] (uint32) to this round's places, in their order, and return b.
 
-    Word 0 of the round makes b, word i + 1 place i.
+    Word 0 of the round makes b, word i + 1 makes place i.
     """
     start = mixed(np.uint64(seed) + mixed(counter + _GAMMA))
     turn = _below(mixed(start), n)
@@ -103,7 +102,7 @@ def _update(
     residual: bool,
     momentum: bool,
 ) -> Any:
-    """Bring residual and momentum of a block up to date; whether there is an overflow."""
+    """Update residual and momentum of a block; return whether there is an overflow."""
     if residual:
         add_up(e, begin, g, e, m, begin, size, factor, mu, True, momentum)
         return _overflow(e, begin, size)
@@ -113,8 +112,9 @@ def _update(
 
 @numba.njit
 def _take_there(g: Any, e: Any, factor: Any, places: Any, values: Any, count: int) -> Any:
-    """Send what has its place, where there is nothing elsewhere: residual elsewhere stays what it
-    is.
+    """Send the elements at ``places`` of a sum that is zero elsewhere.
+
+    Residuals elsewhere stay the same.
 
     Returns the largest magnitude.
     """
@@ -144,8 +144,9 @@ def _take(
     count: int,
     largest: Any,
 ) -> Any:
-    """Send what has its place in [begin, end), ``sent`` and the ``largest`` magnitude being what
-    they are already; both anew.
+    """Send the elements whose place is in [begin, end).
+
+    ``sent``: number sent so far. ``largest``: largest magnitude so far. Returns both, updated.
     """
     while sent < count:
         i = np.int64(places[sent])
@@ -161,7 +162,7 @@ def _take(
 
 
 class RandomK(Codec):
-    """See the module."""
+    """Codec ``randomk``; see the module."""
 
     name = "randomk"
     keys = ("k",)
@@ -170,27 +171,26 @@ class RandomK(Codec):
     too_many = 2**32
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``k``: how many elements of each partition, or which part of them."""
+        """Accept ``k``: a number of elements of each partition, or a fraction."""
         return {"k": checked_amount("k", given.get("k"))}
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """[k, whether that is a fraction]"""
+        """Return [k, whether k is a fraction]."""
         return amount_numbers(options["k"])
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Always the same, for each element type."""
+        """Return the same bound for each element type."""
         return _HEAD + 8 * amount_of(n, numbers)
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """A block, for what is made of gradient and momentum, and the places."""
+        """Return the bytes for a block of summed gradient and momentum, and for the places."""
         return 8 * BLOCK + 4 * amount_of(n, numbers)
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In one pass over memory; without residual and momentum it looks at nothing but what it
-        sends.
+        """Return an encoder that passes over memory once, or reads only the elements that it sends.
 
-        Nor with "sparse", at the server, if all pushes had the places of the answer: the sum is
-        zero elsewhere.
+        Without residual and momentum it reads only those. The same holds at the server with
+        "sparse", if all pushes had the reply's places: the sum is then zero elsewhere.
         """
         kept = residual or momentum
 
@@ -256,7 +256,10 @@ class RandomK(Codec):
         return encode
 
     def decoder(self) -> Decoder:
-        """Sets or adds what was sent, at places that follow from the counter that came with it."""
+        """Return a decoder that sets or adds the sent elements.
+
+        Their places follow from the wire's counter.
+        """
 
         def decode(
             wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int

@@ -1,18 +1,17 @@
-"""Stochastic rounding of magnitudes to levels, and back: what dithering does to elements, many at a
-time.
+"""Stochastic rounding of magnitudes to levels, and back, for dithering; many elements at once.
 
-Level 0 is 0. Linear: level l of k is l / k of the norm. Natural: 2^(l - k) of it.
+Level 0 is 0. Linear: level l of k is l / k of the norm. Natural: 2^(l - k) of the norm.
 
-The random number of element i is a hash of i and 64 bits of key, so that any device can draw it
-wherever it works. It is Wellons' lowbias32 ("Prospecting for hash functions", nullprogram.com,
-2018, in the public domain), with one half of the key added before and the other half mixed in on
-the way; the key itself is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's
-finalizer, as in SplitMix64 (Steele et al., OOPSLA 2014).
+The random number of element i is a hash of i and a 64-bit key, so any device can draw it
+independently. The hash is Wellons' lowbias32 ("Prospecting for hash functions", nullprogram.com,
+2018, in the public domain). One half of the key is added before it, the other half is mixed in
+midway. The key is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's finalizer,
+as in SplitMix64 (Steele et al., OOPSLA 2014).
 
-All that is done in floating point are multiplications, by powers of two or one by one, and minima:
-nothing is there for a compiler to fuse, so all devices get the same bits. The rest is integers:
-with z in units of 2^-23 of a level, and 23 random bits r, the level is (z + r) >> 23, which is the
-next one with a probability of the fraction. Between powers of two a float's own bits are such a z.
+The only floating-point operations are single multiplications, multiplications by powers of two, and
+minima. A compiler has nothing to fuse, so all devices get the same bits. The rest is integers. With
+z in units of 2^-23 of a level, and 23 random bits r, the level is (z + r) >> 23. It rounds up with
+a probability equal to the fraction. Between powers of two a float's own bits are such a z.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from bpsx.kernels.cpu.bit_ops import _load, _splat, cast, signed
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _FRACTION = 23
-#: Exponent bits of a float32, less those of a level, where z is 2^23: level 1.
+#: Bits to subtract from those of a float32 z, which leave 2^23, level 1, for z = 2^23.
 _EXPONENT = (127 + _FRACTION - 1) << _FRACTION
 
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Float) -> Any:
-    """The bits of abs(x) as a signed integer: these compare as the magnitudes do, with infinity and
-    then NaN above all.
+    """Return the bits of abs(x) as a signed integer.
+
+    These integers are ordered like the magnitudes; infinity and then NaN are the largest.
     """
     result = types.int32 if x == types.float32 else types.int64
 
@@ -51,7 +51,7 @@ def magnitude(typingctx: Any, x: types.Float) -> Any:
 
 @intrinsic
 def from_magnitude(typingctx: Any, x: types.Integer) -> Any:
-    """The float that has these bits."""
+    """Return the float that has these bits."""
     result = {types.int32: types.float32, types.int64: types.float64}[x]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -62,7 +62,7 @@ def from_magnitude(typingctx: Any, x: types.Integer) -> Any:
 
 @intrinsic
 def noise(typingctx: Any, index: types.Type, key: types.Type) -> Any:
-    """32 random bits of element ``index``."""
+    """Return 32 random bits for element ``index``."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         low, high = (
@@ -107,7 +107,7 @@ _linear_level, _natural_level = _rounding(False), _rounding(True)
 
 @intrinsic
 def power(typingctx: Any, level: types.Type, k: types.Type, other: types.Float) -> Any:
-    """2^(level - k), or 0 for level 0, in the type of ``other``."""
+    """Return 2^(level - k), or 0 for level 0, in the type of ``other``."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _power(builder, args[0], args[1], args[2].type)
@@ -181,8 +181,8 @@ def _spreading(natural: bool, add: bool) -> Any:
     return intrinsic(typed)
 
 
-#: (out, i, levels, j, negative, unit, k): set out[i:i + 32] to levels[j:j + 32] of unit, negated
-#: where bits of ``negative`` are set; or add that.
+#: (out, i, levels, j, negative, unit, k): set out[i:i + 32] to the values of levels[j:j + 32], or
+#: add them. ``negative``: mask of the elements to negate.
 _set_linear, _set_natural, _add_linear, _add_natural = (
     _spreading(n, a) for a in (False, True) for n in (False, True)
 )
@@ -197,13 +197,13 @@ def _mixed(z: Any) -> Any:
 
 @numba.njit
 def key_of(seed: int, counter: int) -> Any:
-    """The random numbers' key."""
+    """Return the key of the random numbers."""
     return _mixed(_mixed(np.uint64(seed)) + np.uint64(counter))
 
 
 @numba.njit
 def largest(p: Any, begin: int, size: int, top: Any) -> Any:
-    """The largest of ``top`` and the magnitudes, as :func:`magnitude` has them."""
+    """Return the largest of ``top`` and the magnitudes, as integers of :func:`magnitude`."""
     for i in range(begin, begin + size):
         found = magnitude(p[i])
         top = found if found > top else top
@@ -212,7 +212,7 @@ def largest(p: Any, begin: int, size: int, top: Any) -> Any:
 
 @numba.njit(fastmath={"reassoc"})
 def squares(p: Any, begin: int, size: int) -> float:
-    """The sum of squares."""
+    """Return the sum of squares."""
     total = 0.0
     for i in range(begin, begin + size):
         total += np.float64(p[i]) * np.float64(p[i])
@@ -231,8 +231,10 @@ def to_levels(
     key: Any,
     natural: bool,
 ) -> None:
-    """levels[place:] = those of p[first:first + size], elements ``begin`` on. scales: two factors
-    that make z of a magnitude, and the largest z.
+    """Set the levels from levels[place] on to those of p[first:first + size].
+
+    ``begin``: index of the first element in the partition. ``scales``: two factors that scale a
+    magnitude to z, and the largest z.
     """
     a, b, top = scales
     if natural:
@@ -249,9 +251,9 @@ def to_levels(
 def take_off(
     e: Any, begin: int, levels: Any, place: int, size: int, unit: Any, k: int, natural: bool
 ) -> None:
-    """e[begin:begin + size] less what levels[place:] decode to.
+    """Subtract the values of levels[place:] from e[begin:begin + size].
 
-    Which zero is left of a zero may differ from the oracle; no wire shows it.
+    The sign of a zero that is left may differ from the oracle's; the wire never shows it.
     """
     if natural:
         for i in range(size):
@@ -273,7 +275,7 @@ def spread(
     natural: bool,
     add: bool,
 ) -> None:
-    """Set out[begin:begin + size] to what the levels decode to, or add that."""
+    """Set out[begin:begin + size] to the values of the levels, or add them."""
     for j in range(size // 32):
         if natural:
             if add:

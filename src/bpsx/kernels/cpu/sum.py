@@ -1,5 +1,4 @@
-"""Sums on the CPU: what ``abi.pxd`` declares, for every element type, as C functions compiled by
-Numba.
+"""Sums on the CPU: the functions of ``abi.pxd`` for every element type, compiled by Numba.
 
 Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only the first server
 ever started on a machine compiles.
@@ -28,7 +27,7 @@ from bpsx.kernels.cpu.half_precision import (
     widen,
 )
 
-# 16-bit floats travel as integers, see half_precision.py.
+# Numba has no 16-bit floats, so integer types stand for them; see half_precision.py.
 ELEMENTS: dict[str, types.Type] = {
     "float16": types.int16,
     "bfloat16": types.uint16,
@@ -51,7 +50,7 @@ def _pair(a: Any, b: Any, n: int, divisor: int) -> None:
 
 
 def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
-    """As :func:`_pair`, a block of elements at a time."""
+    """Like :func:`_pair`, a block of elements at a time."""
     blocks = n // WORDS
     scale = np.float32(1.0) if divisor == 1 else np.float32(0.5)
     d = np.float32(divisor) * scale
@@ -68,7 +67,7 @@ def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
 
 
 def _pair_float16(a: Any, b: Any, n: int, divisor: int) -> None:
-    """As :func:`_pair`, a block of elements at a time."""
+    """Like :func:`_pair`, a block of elements at a time."""
     blocks = n // BLOCK
     if divisor == 1:
         one = np.float32(1.0)
@@ -130,7 +129,7 @@ def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
 
 
 def load(code: int) -> Kernels:
-    """See :func:`bpsx.kernels.load`, which makes sure that one thread at a time comes here."""
+    """Implement :func:`bpsx.kernels.load`, whose lock admits one thread at a time."""
     dtype = BY_CODE[code]
     element = ELEMENTS[dtype.name]
     data = types.CPointer(element)

@@ -1,11 +1,12 @@
-"""topk: the k elements of the largest magnitude; of equal ones those that come first.
+"""topk: the k elements of largest magnitude; of equal ones those that come first.
 
 Magnitudes are compared as bits, so NaN is the largest. Wire: the indices (uint32, ascending), then
 the values.
 
-A sample says how large an element must be, roughly, to be among the k. One pass over memory
-collects those that are; from them, few and in order, the k are selected exactly, digit by digit. If
-the sample was unlucky and too few were collected, all elements take the place of the few.
+A sample gives a floor: roughly the magnitude that an element needs to be among the k. One pass over
+memory collects the elements that reach it, in order. Of these few, the k are selected exactly,
+digit by digit. If an unlucky sample makes the pass collect too few, the k are selected from all
+elements.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from bpsx.kernels.cpu.bit_ops import at, cast, like, lowest, magnitude, reaching
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
 
-#: Elements of the sample, and how many of them lie side by side.
+#: Elements of the sample, and how many of them are adjacent.
 SAMPLE, RUN = 4096, 4
 _DIGIT = 11  # bits
-_HEAD = 4 << _DIGIT  # bytes of scratch that counters take
+_HEAD = 4 << _DIGIT  # bytes of scratch memory for counters
 
 
 @numba.njit
 def _threshold(values: Any, n: int, rank: Any, counts: Any) -> Any:
-    """The magnitude that is the rank-th largest, 1 <= rank <= n, and how many that are equal to it
-    are among the ``rank`` largest.
+    """Return the rank-th largest magnitude and how many of the ``rank`` largest equal it.
+
+    1 <= rank <= n.
     """
     found, low = np.uint64(0), 8 * width(values) - 1
     while low > 0:
@@ -61,8 +63,9 @@ def _threshold(values: Any, n: int, rank: Any, counts: Any) -> Any:
 
 @numba.njit
 def sample_at(r: int, stride: int) -> int:
-    """Where run ``r`` of the sample begins: off the grid, by Fibonacci hashing, since tensors have
-    rows.
+    """Return the start of run ``r`` of the sample.
+
+    Fibonacci hashing takes it off a regular grid, since tensors have rows.
     """
     return r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - RUN + 1) >> 32)
 
@@ -81,9 +84,7 @@ def _guess(
     sample: Any,
     counts: Any,
 ) -> Any:
-    """A magnitude that about ``count`` elements of what is to be sent reach, and rather more than
-    fewer.
-    """
+    """Return a floor that about ``count`` of the summed elements reach, rather more than fewer."""
     expected = SAMPLE * count / n
     rank = np.int64(expected + 4.0 * np.sqrt(expected) + 4.0)
     if n < 4 * SAMPLE or rank > SAMPLE:
@@ -105,8 +106,9 @@ def _guess(
 def _collect(
     p: Any, begin: int, size: int, floor: Any, indices: Any, values: Any, found: int
 ) -> int:
-    """Append those of p[begin:begin + size] whose magnitude is at least ``floor``; ``found`` are
-    there already.
+    """Append the elements of p[begin:begin + size] whose magnitude is at least ``floor``.
+
+    ``found``: number collected so far. Returns the new number.
     """
     end = begin + size
     for first in range(begin, end - 31, 32):
@@ -125,7 +127,7 @@ def _collect(
 
 @numba.njit
 def _equal(values: Any, begin: int, end: int, size: Any) -> Any:
-    """How many have that magnitude."""
+    """Return the number of elements of magnitude ``size``."""
     found = np.int64(0)
     for i in range(begin, end):
         found += np.int64(magnitude(values[i]) == size)
@@ -143,16 +145,16 @@ def _send(
     sent_values: Any,
     count: int,
 ) -> Any:
-    """Those above the magnitude ``least`` and the first ``equal`` that have it: ``count``.
+    """Send the ``count`` elements above ``least`` and the first ``equal`` that have it.
 
-    The largest magnitude of all.
+    Returns the largest magnitude.
     """
     sent, largest = np.int64(0), np.uint64(0)
     for i in range(found):
         if sent == count:
             break
         size = magnitude(values[i])
-        # again, if this one does not count
+        # If this element does not count, the next one overwrites it.
         sent_indices[sent], sent_values[sent] = indices[i], values[i]
         largest = max(largest, size)
         same = np.int64(size == least and equal > 0)
@@ -162,32 +164,34 @@ def _send(
 
 
 class TopK(Codec):
-    """See the module."""
+    """Codec ``topk``; see the module."""
 
     name = "topk"
     keys = ("k",)
     too_many = 2**32
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``k``: how many elements of each partition, or which part of them."""
+        """Accept ``k``: a number of elements of each partition, or a fraction."""
         return {"k": checked_amount("k", given.get("k"))}
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """[k, whether that is a fraction]"""
+        """Return [k, whether k is a fraction]."""
         return amount_numbers(options["k"])
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Always the same, for each element type."""
+        """Return the same bound for each element type."""
         return 12 * amount_of(n, numbers)
 
     def scratch(self, n: int, numbers: list[int]) -> int:
-        """Counters; values and indices of all elements, though few are used; and all that is to be
-        sent, where no residual holds it.
+        """Return the bytes for counters, collected values and indices, and summed elements.
+
+        Values and indices have room for all elements, though few are used. The summed elements need
+        memory only where no residual holds them.
         """
         return _HEAD + 20 * (n + BLOCK)
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In one pass over memory, as a rule."""
+        """Return an encoder that usually passes over memory once."""
 
         def encode(
             g: Any,
@@ -220,7 +224,7 @@ class TopK(Codec):
                 add_up(p, begin, g, e, m, begin, size, f, u, residual, momentum)
                 before, found = found, _collect(p, begin, size, floor, indices, values, found)
                 same += _equal(values, before, found, floor)
-                # of those that are just large enough no more can be among the k: all zeros, mostly
+                # No further element equal to the floor can be among the k. Usually these are zeros.
                 if same >= count:
                     floor, same = floor + np.uint64(1), 0
             if found >= count:
@@ -252,7 +256,7 @@ class TopK(Codec):
         return encode
 
     def decoder(self) -> Decoder:
-        """Sets or adds what was sent."""
+        """Return a decoder that sets or adds the sent elements."""
 
         def decode(
             wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int
