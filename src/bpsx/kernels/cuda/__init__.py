@@ -1,1 +1,1 @@
-"""Kernels for CUDA devices, compiled by Numba (numba-cuda), or run by its simulator, for tests."""
+"""CUDA kernels, compiled by numba-cuda, or run by Numba's simulator in tests."""

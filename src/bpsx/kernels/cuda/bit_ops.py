@@ -1,4 +1,4 @@
-"""Hashes and streams of bits on a GPU, as ``cpu/`` has them."""
+"""Hashes on a GPU, equal to those of ``cpu/``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 @device
 def mixed(z: Any) -> Any:
-    """splitmix64's finaliser."""
+    """Apply splitmix64's finaliser."""
     z = (z ^ (z >> _SHIFTS[0])) * _MIX[0]
     z = (z ^ (z >> _SHIFTS[1])) * _MIX[1]
     return z ^ (z >> _SHIFTS[2])

@@ -1,7 +1,7 @@
-"""Halves to float32 and back on a GPU, for codecs, which know float32 and float64 only: see
-``cpu/convert.py``.
+"""Conversion of halves to float32 and back on a GPU, for codecs: see ``cpu/convert.py``.
 
-Source and result may not overlap. What is left of a NaN's bits is the device's; it stays a NaN.
+Codecs handle float32 and float64 only. Source and result must not overlap. A NaN stays a NaN; its
+other bits depend on the device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bpsx.kernels.cuda.half_precision import HALVES, form
 
 
 class Conversion(NamedTuple):
-    """Kernels of (source, out, n): ``widen`` makes n float32 of halves, ``narrow`` the nearest
-    halves of n float32, ties to even.
+    """Kernels of (source, out, n): ``widen`` and ``narrow``.
 
-    For any number of blocks; ``grid(-(-n // TILE))`` are enough. Elements lie at multiples of their
-    size.
+    ``widen`` converts n halves to float32. ``narrow`` converts n float32 to the nearest halves,
+    ties to even. Any number of blocks is valid; ``grid(-(-n // TILE))`` are enough. Addresses must
+    be multiples of the element size.
     """
 
     widen: Kernel
@@ -29,20 +29,20 @@ class Conversion(NamedTuple):
 
 
 def conversion(dtype: str) -> Conversion | None:
-    """For elements of ``dtype``; None where they are wide already. Thread-safe."""
+    """Return the conversion of ``dtype``, or None if it is a wide type. Thread-safe."""
     return Conversion(widen(dtype), narrow(dtype)) if dtype in HALVES else None
 
 
 @functools.cache
 def widen(dtype: str) -> Kernel:
-    """See :class:`Conversion`; ``dtype`` is ``float16`` or ``bfloat16``."""
+    """Return the kernel ``widen`` of :class:`Conversion` for ``float16`` or ``bfloat16``."""
     half, real, widened, _ = form(dtype)
     return _converter(half, real, widened)
 
 
 @functools.cache
 def narrow(dtype: str) -> Kernel:
-    """Likewise."""
+    """Return the kernel ``narrow`` of :class:`Conversion` for ``float16`` or ``bfloat16``."""
     half, real, _, narrowed = form(dtype)
     return _converter(real, half, narrowed)
 

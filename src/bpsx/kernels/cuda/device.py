@@ -1,5 +1,6 @@
-"""What kernels are written with, and how they are launched: on a GPU, or on Numba's simulator if
-that is switched on (NUMBA_ENABLE_CUDASIM=1).
+"""Device functions for kernels, and the launch of kernels.
+
+Both work on a GPU, or on Numba's simulator if that is switched on (NUMBA_ENABLE_CUDASIM=1).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING or not SIMULATED:
 else:
     from bpsx.kernels.cuda import device_sim as _made_of
 
-#: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for
-#: NumPy's, or for Python's.
+#: NumPy, as kernels name its types. Numba gives these names their meaning; ``Any`` keeps mypy from
+#: checking kernels as NumPy or Python code.
 np: Any = numpy
 THREADS, WARPS = _made_of.THREADS, _made_of.WARPS
 device = _made_of.device
@@ -55,7 +56,7 @@ scan_wide = _made_of.scan_wide
 
 
 def element(wide: str) -> Any:
-    """The type of elements: ``float32`` or ``float64``."""
+    """Return the type of elements: ``float32`` or ``float64``."""
     return {"float32": np.float32, "float64": np.float64}[wide]
 
 
@@ -64,7 +65,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def only_building() -> Iterator[None]:
-    """In the body, this thread's launches compile and load kernels and queue nothing."""
+    """In the body, this thread's launches compile and load kernels but queue nothing."""
     _thread.only_building = True
     try:
         yield
@@ -78,9 +79,9 @@ def building() -> bool:
 
 
 class Kernel:
-    """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each.
+    """A kernel whose arguments are addresses, then integers, then floats, 8 bytes each.
 
-    Compiled when it is first launched; thread-safe.
+    It compiles on first launch. Thread-safe.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Kernel:
         self._launch: Callable[..., None] | None = None
 
     def launch(self, blocks_: int, stream: int, *arguments: int | float) -> None:
-        """Queue it on a stream, with so many blocks of THREADS.
+        """Queue the kernel on a stream, with ``blocks_`` blocks of THREADS threads.
 
         Within :func:`only_building`, only compile it.
         """
@@ -115,7 +116,7 @@ class Kernel:
                 self._launch(blocks_, stream, *arguments)
 
     def handle(self) -> int:
-        """The driver's, for who launches it without Python. On a GPU only."""
+        """Return the driver's handle, for launches without Python. On a GPU only."""
         self._made, found = _made_of.compiled(self.function, self.signature, self.registers)
         return int(found)
 
@@ -123,16 +124,17 @@ class Kernel:
 def kernel(
     addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """Makes a kernel of a function.
+    """Return a decorator that makes a kernel of a function.
 
-    ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor.
+    ``registers``: most registers of a thread; fewer let more threads fit on a multiprocessor.
     """
     return lambda function: Kernel(function, addresses, integers, floats, registers)
 
 
 def grid(tiles: int, each: int = 8) -> int:
-    """How many blocks work on so many tiles: no more than ``each`` for every multiprocessor, which
-    then take turns.
+    """Return the number of blocks for ``tiles`` tiles: at most ``each`` per multiprocessor.
+
+    If there are more tiles than blocks, each block works on several.
     """
     return max(1, min(tiles, each * _processors()))
 
@@ -143,9 +145,9 @@ def _processors() -> int:
 
 
 def address(memory: Any) -> int:
-    """Where an array lies: anything with ``__cuda_array_interface__``, or an address.
+    """Return the address of ``memory``; 0 for None.
 
-    None: nowhere.
+    ``memory``: anything with ``__cuda_array_interface__``, or an address.
     """
     if memory is None:
         return 0
@@ -154,11 +156,10 @@ def address(memory: Any) -> int:
 
 @device
 def last(tickets: Any, i: Any, room: Any) -> Any:
-    """Whether all other blocks have come here before, and what they have written is seen.
+    """Whether all other blocks have called this before.
 
-    Then the ticket, an int32, is 0 again.
-
-    ``room``: one int32 of the block's memory.
+    The last block sees all that the others have written, and resets the ticket, an int32, to 0.
+    ``room``: one int32 of shared memory.
     """
     fence()
     sync()
@@ -174,7 +175,7 @@ def last(tickets: Any, i: Any, room: Any) -> Any:
 
 @device
 def forget(p: Any, n: int) -> None:
-    """All zero, by one block: what follows an overflow, seldom."""
+    """Set n elements to zero by one block; used after an overflow, which is rare."""
     for i in range(thread(), n, THREADS):
         p[i] = 0
 
@@ -186,5 +187,5 @@ def _refused(status: Any) -> None:
 
 
 def refuse(status: Any, stream: int) -> None:
-    """The decoder's word for bytes that are none of the codec's, where the host knows."""
+    """Queue a decoder's status for invalid bytes, if the host can tell that they are invalid."""
     _refused.launch(1, stream, address(status))

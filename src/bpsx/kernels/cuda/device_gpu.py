@@ -1,9 +1,8 @@
-"""What kernels are written with, on a GPU. device_sim.py has the same for Numba's simulator;
-device.py chooses.
+"""Device functions for kernels on a GPU.
 
-Memory is addresses: a kernel's arguments are integers and floats alone, which launches fastest, and
-makes pointers of them by :func:`at`. Sums and products are rounded one by one: a compiler that
-fuses them would get other bits than the CPU's kernels.
+device_sim.py has the same for Numba's simulator; device.py chooses. A kernel's arguments are
+integers and floats only, which launch fastest; :func:`at` makes pointers of addresses. Sums and
+products are rounded one by one: fused operations would give other bits than the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ load_target()
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _ALL = 0xFFFFFFFF
-#: Threads of a block. Kernels work on tiles of so many elements, times what one thread takes.
+#: Threads of a block. A kernel's tile has this many elements, times the elements of a thread.
 THREADS = 256
 WARPS = THREADS // 32
 
-#: Makes a function one that kernels may call.
+#: Makes a function callable from kernels.
 device = cuda.jit(device=True)
 
 
 def compiled(
     function: Callable[..., None], signature: str, registers: int | None
 ) -> tuple[Any, Any]:
-    """A kernel, and the driver's handle of it, which is good as long as the kernel."""
+    """Return a kernel and the driver's handle of it, which is valid as long as the kernel lives."""
     (made,) = cuda.jit(signature, max_registers=registers)(function).overloads.values()
     made.bind()
     return made, made._codelibrary.get_cufunc().handle
@@ -46,12 +45,10 @@ def compiled(
 def launcher(
     function: Callable[..., None], signature: str, layout: str, registers: int | None
 ) -> Callable[..., None]:
-    """Compile a kernel; a function of blocks, stream and arguments that launches it.
+    """Compile a kernel; return a function of blocks, stream and arguments that launches it.
 
-    One thread at a time may call it.
-
-    It calls the driver itself: Numba's own way takes the host five times as long. ``layout``: of
-    the arguments, for struct, 8 bytes each.
+    The function is not thread-safe. It calls the driver itself: Numba's own launch takes the host
+    five times as long. ``layout``: struct format of the arguments, 8 bytes each.
     """
     made, handle = compiled(function, signature, registers)
     arguments_ = ctypes.create_string_buffer(8 * len(layout))
@@ -72,8 +69,9 @@ def launcher(
 
 @intrinsic
 def at(typingctx: Any, address: types.Type, offset: types.Type, element: types.Type) -> Any:
-    """A pointer to what lies ``offset`` bytes behind ``address`` in the device's memory, of type
-    ``element`` (``np.float32``, say).
+    """Return a pointer to ``element`` (``np.float32``, say), ``offset`` bytes behind ``address``.
+
+    The address is in the device's memory.
     """
     result = types.CPointer(element.dtype)
 
@@ -91,7 +89,7 @@ def _of_width(x: types.Type) -> tuple[types.Type, ir.IntType]:
 
 @intrinsic
 def bits(typingctx: Any, x: types.Type) -> Any:
-    """A float's bits, as an unsigned integer of its size."""
+    """Return a float's bits as an unsigned integer of its size."""
     result, kind = _of_width(x)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -102,9 +100,9 @@ def bits(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def magnitude(typingctx: Any, x: types.Type) -> Any:
-    """A float's bits without the sign, as a uint64.
+    """Return a float's bits without the sign, as a uint64.
 
-    They are ordered as magnitudes are; infinity and then NaN are the largest.
+    These integers are ordered like the magnitudes; infinity and then NaN are the largest.
     """
     _, kind = _of_width(x)
 
@@ -119,7 +117,7 @@ def magnitude(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def float_of(typingctx: Any, x: types.Type, like: types.Type) -> Any:
-    """The float of the type of ``like`` that has these bits (uint64)."""
+    """Return the float with these bits (uint64), in the type of ``like``."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         kind = ir.IntType(like.bitwidth)
@@ -131,7 +129,7 @@ def float_of(typingctx: Any, x: types.Type, like: types.Type) -> Any:
 
 @intrinsic
 def signed(typingctx: Any, x: types.Type, sign: types.Type) -> Any:
-    """The magnitude of ``x`` with the sign of ``sign``, of one type."""
+    """Return the magnitude of ``x`` with the sign of ``sign``; both have the same type."""
     _, kind = _of_width(x)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -171,13 +169,13 @@ def _rounded(name: str) -> Any:
     return intrinsic(typed)
 
 
-#: x + y and x * y of one type, rounded each, never fused.
+#: x + y and x * y, of one type, each rounded and never fused.
 plus, times = _rounded("add"), _rounded("mul")
 
 
 @intrinsic
 def narrow(typingctx: Any, x: types.Type) -> Any:
-    """The bits of the float16 that is nearest to a float32."""
+    """Return the bits of the float16 nearest to a float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         convert = ir.InlineAsm(
@@ -190,7 +188,7 @@ def narrow(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def widen(typingctx: Any, x: types.Type) -> Any:
-    """The float32 that a float16 with these bits is."""
+    """Return the float32 value of float16 bits."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         convert = ir.InlineAsm(
@@ -203,7 +201,7 @@ def widen(typingctx: Any, x: types.Type) -> Any:
 
 @intrinsic
 def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
-    """The upper half of the 128 bits of a product of two uint64."""
+    """Return the upper 64 bits of the product of two uint64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         wide = ir.IntType(128)
@@ -225,74 +223,73 @@ def _atomic(operation: str) -> Any:
     return intrinsic(typed)
 
 
-#: pointer[i] += value, |= and = the larger, at once; what was there. Of integers.
+#: (pointer, i, value): atomically add, or, or take the unsigned maximum of integers; return the old
+#: value.
 atomic_add, atomic_or, atomic_max = _atomic("add"), _atomic("or"), _atomic("umax")
 
 
 @device
 def thread() -> Any:
-    """This thread's number in its block."""
+    """Return this thread's number in its block."""
     return np.int64(cuda.threadIdx.x)
 
 
 @device
 def block() -> Any:
-    """This block's number."""
+    """Return this block's number."""
     return np.int64(cuda.blockIdx.x)
 
 
 @device
 def blocks() -> Any:
-    """How many there are."""
+    """Return the number of blocks."""
     return np.int64(cuda.gridDim.x)
 
 
 @device
 def sync() -> None:
-    """All threads of the block come here before one goes on."""
+    """Wait for all threads of the block."""
     cuda.syncthreads()
 
 
 @device
 def fence() -> None:
-    """What was written before is seen by whoever sees what is written after."""
+    """Make earlier writes visible to every thread that sees later ones."""
     cuda.threadfence()
 
 
 @device
 def ones(x: Any) -> Any:
-    """How many bits of a uint32 are set."""
+    """Return the number of set bits of a uint32."""
     return np.int64(cuda.popc(np.uint32(x)))
 
 
 @device
 def lowest(x: Any) -> Any:
-    """The index of the lowest bit of a uint32 that is set; one is."""
+    """Return the index of the lowest set bit of a uint32, which is not 0."""
     return np.int64(cuda.ffs(np.uint32(x))) - 1
 
 
 @device
 def leading(x: Any) -> Any:
-    """How many zeros a uint32 begins with, at the upper end."""
+    """Return the number of leading zeros of a uint32."""
     return np.int64(cuda.clz(np.uint32(x)))
 
 
 @device
 def ballot(flag: Any) -> Any:
-    """The flags of the warp's 32 threads as bits, the first thread's lowest.
+    """Return the flags of the warp's 32 threads as bits, the first thread's lowest.
 
-    All threads of the block take part.
+    All threads of the block must call it.
     """
     return np.uint32(cuda.ballot_sync(_ALL, flag))
 
 
 @device
 def transposed(word: Any) -> Any:
-    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread
-    gets.
-    """
+    """Transpose the warp's 32 x 32 bits: bit i of thread j's word becomes bit j of thread i's."""
     lane, step, low = cuda.threadIdx.x & 31, 16, np.uint32(0xFFFF)
-    while step > 0:  # of four squares of bits two change places, and so on in each
+    while step > 0:  # swap two of four squares of bits, then go on in each
         other = np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(word), step))
         if lane & step:
             word = np.uint32(
@@ -311,29 +308,27 @@ def transposed(word: Any) -> Any:
 
 @device
 def sync_warp() -> None:
-    """All threads of the warp come here before one goes on, and see what the others have
-    written.
-    """
+    """Wait for all threads of the warp and make their writes visible to each other."""
     cuda.syncwarp(_ALL)
 
 
 @device
 def shared_add(array: Any, i: Any, value: Any) -> Any:
-    """array[i] += value, at once, in the block's memory; what was there."""
+    """Atomically add ``value`` to array[i] in shared memory; return the old value."""
     return cuda.atomic.add(array, i, value)
 
 
 @device
 def shared_or(array: Any, i: Any, value: Any) -> Any:
-    """array[i] |= value, likewise."""
+    """Atomically or ``value`` into array[i] in shared memory; return the old value."""
     return cuda.atomic.or_(array, i, value)
 
 
 @device
 def total(value: Any, room: Any) -> Any:
-    """The sum of all threads' float64, added up in the same order always.
+    """Return the sum of all threads' float64, always added in the same order.
 
-    ``room``: WARPS float64 of the block's memory.
+    ``room``: WARPS float64 of shared memory.
     """
     step = 16
     while step > 0:
@@ -351,9 +346,9 @@ def total(value: Any, room: Any) -> Any:
 
 @device
 def largest(value: Any, room: Any) -> Any:
-    """The largest of all threads' uint64, less than 1 << 63 each.
+    """Return the largest of all threads' uint64, each less than 1 << 63.
 
-    ``room``: WARPS uint64 of the block's memory.
+    ``room``: WARPS uint64 of shared memory.
     """
     top, step = np.int64(value), 16
     while step > 0:
@@ -371,7 +366,7 @@ def largest(value: Any, room: Any) -> Any:
 
 @device
 def scan_warp(value: Any) -> Any:
-    """The sum of the int32 of the warp's threads before this one, and that of all of them."""
+    """Return the int32 sums of the warp's threads before this one, and of the whole warp."""
     sum_, step = np.int32(value), 1
     while step < 32:
         other = cuda.shfl_up_sync(_ALL, sum_, step)
@@ -383,9 +378,9 @@ def scan_warp(value: Any) -> Any:
 
 @device
 def scan(value: Any, room: Any) -> Any:
-    """The sum of the int32 of all threads before this one, and that of all.
+    """Return the int32 sums of the threads before this one, and of all threads.
 
-    ``room``: WARPS int32 of the block's memory.
+    ``room``: WARPS int32 of shared memory.
     """
     lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
     sum_ = np.int32(value)
@@ -408,7 +403,10 @@ def scan(value: Any, room: Any) -> Any:
 
 @device
 def scan_wide(value: Any, room: Any) -> Any:
-    """The same of uint64, less than 1 << 63 in all. ``room``: WARPS uint64."""
+    """Return the uint64 sums of the threads before this one, and of all threads.
+
+    The total must be less than 1 << 63. ``room``: WARPS uint64 of shared memory.
+    """
     lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
     sum_, step = np.int64(value), 1
     while step < 32:

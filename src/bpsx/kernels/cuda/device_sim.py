@@ -1,8 +1,7 @@
-"""What kernels are written with, on Numba's simulator, where threads of a block are threads of
-Python: the functions of device_gpu.py, for tests.
+"""Device functions for kernels on Numba's simulator, for tests: the functions of device_gpu.py.
 
-There ``cuda`` means something in the kernel's own module alone, so none of this uses it. A warp is
-all threads of a block.
+Threads of a block are Python threads. The simulator defines ``cuda`` in the kernel's own module
+only, so no function that kernels call uses it here. A warp is all threads of a block.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-#: As few as make a warp: each takes its time to start.
+#: Threads of a block: a single warp, since each Python thread takes time to start.
 THREADS = 32
 WARPS = 1
 _ENDLESS = 1 << 40
@@ -25,14 +24,14 @@ _values: list[Any] = [0] * THREADS
 
 
 def device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function one that kernels may call."""
+    """Return ``function``, which kernels may call."""
     return function
 
 
 def launcher(
     function: Callable[..., None], signature: str, layout: str, registers: int | None
 ) -> Callable[..., None]:
-    """A function of blocks, stream and arguments that runs a kernel."""
+    """Return a function of blocks, stream and arguments that runs a kernel."""
     made = cuda.jit(signature)(function)
 
     def launch(blocks_: int, stream: int, *arguments: int | float) -> None:
@@ -42,7 +41,7 @@ def launcher(
 
 
 def at(address: Any, offset: Any, element: Any) -> Any:
-    """An array whose end nobody knows, as a pointer's. None at all at 0, where nothing is."""
+    """Return an array without bounds, like a pointer; None for address 0."""
     if not address:
         return None
     memory = (ctypes.c_uint8 * (_ENDLESS * np.dtype(element).itemsize)).from_address(
@@ -52,22 +51,22 @@ def at(address: Any, offset: Any, element: Any) -> Any:
 
 
 def bits(x: Any) -> Any:
-    """A float's bits, as an unsigned integer of its size."""
+    """Return a float's bits as an unsigned integer of its size."""
     return x.view(f"u{x.itemsize}")
 
 
 def magnitude(x: Any) -> Any:
-    """A float's bits without the sign, as a uint64."""
+    """Return a float's bits without the sign, as a uint64."""
     return np.uint64(int(bits(x)) & ((1 << (8 * x.itemsize - 1)) - 1))
 
 
 def float_of(x: Any, like: Any) -> Any:
-    """The float of the type of ``like`` that has these bits."""
+    """Return the float with these bits, in the type of ``like``."""
     return np.array([x], np.uint64).astype(f"u{like.itemsize}").view(like.dtype)[0]
 
 
 def signed(x: Any, sign: Any) -> Any:
-    """The magnitude of ``x`` with the sign of ``sign``, of one type."""
+    """Return the magnitude of ``x`` with the sign of ``sign``; both have the same type."""
     assert x.dtype == sign.dtype
     return np.copysign(x, sign)
 
@@ -78,35 +77,35 @@ def negative(x: Any) -> bool:
 
 
 def plus(x: Any, y: Any) -> Any:
-    """x + y of one type."""
+    """Return x + y; both have the same type."""
     assert x.dtype == y.dtype
     return x + y
 
 
 def times(x: Any, y: Any) -> Any:
-    """x * y of one type."""
+    """Return x * y; both have the same type."""
     assert x.dtype == y.dtype
     return x * y
 
 
 def narrow(x: Any) -> Any:
-    """The bits of the float16 that is nearest to a float32."""
+    """Return the bits of the float16 nearest to a float32."""
     assert x.dtype == np.float32
     return np.float16(x).view(np.uint16)
 
 
 def widen(x: Any) -> Any:
-    """The float32 that a float16 with these bits is."""
+    """Return the float32 value of float16 bits."""
     return np.float32(np.uint16(x).view(np.float16))
 
 
 def high(x: Any, y: Any) -> Any:
-    """The upper half of the 128 bits of a product of two uint64."""
+    """Return the upper 64 bits of the product of two uint64."""
     return np.uint64(int(x) * int(y) >> 64)
 
 
 def atomic_add(pointer: Any, i: Any, value: Any) -> Any:
-    """pointer[i] += value, at once; what was there."""
+    """Atomically add ``value`` to pointer[i]; return the old value."""
     with _lock:
         before = pointer[i]
         pointer[i] = before + pointer.dtype.type(value)
@@ -114,7 +113,7 @@ def atomic_add(pointer: Any, i: Any, value: Any) -> Any:
 
 
 def atomic_or(pointer: Any, i: Any, value: Any) -> Any:
-    """pointer[i] |= value, likewise."""
+    """Atomically or ``value`` into pointer[i]; return the old value."""
     with _lock:
         before = pointer[i]
         pointer[i] = before | pointer.dtype.type(value)
@@ -122,7 +121,7 @@ def atomic_or(pointer: Any, i: Any, value: Any) -> Any:
 
 
 def atomic_max(pointer: Any, i: Any, value: Any) -> Any:
-    """pointer[i] = the larger, likewise."""
+    """Atomically set pointer[i] to the larger of it and ``value``; return the old value."""
     with _lock:
         before = pointer[i]
         pointer[i] = max(before, pointer.dtype.type(value))
@@ -133,46 +132,46 @@ shared_add, shared_or = atomic_add, atomic_or
 
 
 def thread() -> int:
-    """This thread's number in its block."""
+    """Return this thread's number in its block."""
     return int(threading.current_thread().threadIdx.x)  # type: ignore[attr-defined]
 
 
 def block() -> int:
-    """This block's number."""
+    """Return this block's number."""
     return int(threading.current_thread().blockIdx.x)  # type: ignore[attr-defined]
 
 
 def blocks() -> int:
-    """How many there are."""
+    """Return the number of blocks."""
     return int(threading.current_thread()._manager._grid_dim[0])  # type: ignore[attr-defined]
 
 
 def sync() -> None:
-    """All threads of the block come here before one goes on."""
+    """Wait for all threads of the block."""
     threading.current_thread().syncthreads()  # type: ignore[attr-defined]
 
 
 def fence() -> None:
-    """Nothing: blocks come one after the other."""
+    """Do nothing: blocks run one after the other."""
 
 
 def ones(x: Any) -> int:
-    """How many bits of a uint32 are set."""
+    """Return the number of set bits of a uint32."""
     return int(x).bit_count()
 
 
 def lowest(x: Any) -> int:
-    """The index of the lowest bit of a uint32 that is set; one is."""
+    """Return the index of the lowest set bit of a uint32, which is not 0."""
     return (int(x) & -int(x)).bit_length() - 1
 
 
 def leading(x: Any) -> int:
-    """How many zeros a uint32 begins with, at the upper end."""
+    """Return the number of leading zeros of a uint32."""
     return 32 - int(x).bit_length()
 
 
 def ballot(flag: Any) -> Any:
-    """The flags of the warp's 32 threads as bits, the first thread's lowest."""
+    """Return the flags of the warp's 32 threads as bits, the first thread's lowest."""
     _flags[thread()] = bool(flag)
     sync()
     word = np.packbits(_flags, bitorder="little").view(np.uint32)[0]
@@ -181,42 +180,40 @@ def ballot(flag: Any) -> Any:
 
 
 def transposed(word: Any) -> Any:
-    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread
-    gets.
-    """
+    """Transpose the warp's 32 x 32 bits: bit i of thread j's word becomes bit j of thread i's."""
     found, i = np.array(_all(int(word)), np.int64), thread()
     return np.packbits((found >> i & 1).astype(bool), bitorder="little").view(np.uint32)[0]
 
 
 def sync_warp() -> None:
-    """All threads of the warp come here before one goes on."""
+    """Wait for all threads of the warp."""
     sync()
 
 
 def total(value: Any, room: Any) -> Any:
-    """The sum of all threads' float64."""
+    """Return the sum of all threads' float64."""
     return np.float64(sum(_all(value)))
 
 
 def largest(value: Any, room: Any) -> Any:
-    """The largest of all threads' uint64."""
+    """Return the largest of all threads' uint64."""
     return max(_all(value))
 
 
 def scan(value: Any, room: Any) -> tuple[int, int]:
-    """The sum of the int32 of all threads before this one, and that of all."""
+    """Return the int32 sums of the threads before this one, and of all threads."""
     found = _all(int(value))
     return sum(found[: thread()]), sum(found)
 
 
 def scan_wide(value: Any, room: Any) -> tuple[Any, Any]:
-    """The same of uint64."""
+    """Return the uint64 sums of the threads before this one, and of all threads."""
     found = [int(one) for one in _all(value)]
     return np.uint64(sum(found[: thread()])), np.uint64(sum(found))
 
 
 def scan_warp(value: Any) -> tuple[int, int]:
-    """The sum of the int32 of the warp's threads before this one, and that of all of them."""
+    """Return the int32 sums of the warp's threads before this one, and of the whole warp."""
     return scan(value, None)
 
 

@@ -1,9 +1,9 @@
-"""dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm
-as far as a sum in another order allows.
+"""dithering on a GPU, with the wire and residual of ``cpu/dithering.py``.
 
-Three kernels encode: the norm, and what is to be sent; chunks of levels, which a block each makes,
-as planes of bits, and packs into scratch memory; and these, side by side, into the wire. What needs
-to know of all blocks, the norm and where each chunk begins, is done by the one that is done last.
+The l2 norm may differ, since it is a sum in another order. Three kernels encode. The first computes
+the norm and the elements to send. In the second each block makes chunks of levels, as planes of
+bits, and packs them into scratch memory. The third copies the packed chunks into the wire. The norm
+and the chunks' starts depend on all blocks, so the last block to finish computes them.
 """
 
 from __future__ import annotations
@@ -67,26 +67,27 @@ from bpsx.kernels.cuda.stochastic_rounding import key_of, leveller, noise, scale
 
 _HEAD = 8
 _SEED = N_OPTIONS - 1
-#: Sums or maxima that blocks leave in scratch: as many as blocks can be. Behind them, of each chunk
-#: its length and where it begins (uint32).
+#: Most blocks; each leaves a sum or maximum in scratch memory. Behind these are each chunk's length
+#: and start in the wire (uint32).
 _SUMS = 4096
 _LENGTHS = 8 * _SUMS
-#: Where in the state, seen as int32, blocks take their tickets.
+#: Index of the blocks' ticket in the state, seen as int32.
 _TICKET = 6
-#: The second pass's registers.
+#: Registers of a thread in the second pass.
 _REGISTERS = 48
 
 
 def _region(k: int) -> int:
-    """The bytes of scratch that a packed chunk has."""
+    """Return the bytes of scratch memory for a packed chunk."""
     return 4 * ((8 + CHUNK * bits_bound(k) + 31) // 32 + 1)
 
 
 @functools.cache
 def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
-    """The first pass."""
+    """Return the kernel of the first pass."""
     real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
-    # once: what fetch repeats others may have changed
+    # once: ignore the elements that fetch repeats, since other threads may have updated their
+    # state.
     whole, once = np.uint32 if wide == "float32" else np.uint64, residual or momentum
 
     @kernel(addresses=7, integers=3, floats=2)
@@ -172,9 +173,7 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
 
 
 def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int) -> Any:
-    """A function that makes levels of a tile, as planes of bits, and what they leave in the
-    residual.
-    """
+    """Return a function that makes a tile's levels, as planes of bits, and updates the residual."""
     real, level_of, value_of, scales_of, unit_of_ = (
         element(wide),
         leveller(natural),
@@ -183,7 +182,7 @@ def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: 
         unit_of(wide, natural),
     )
     planes_of = bits_ + 1
-    together = 32 // EACH  # planes that a word of 32 bits has, of a thread's elements
+    together = 32 // EACH  # planes of a thread's elements in a word of 32 bits
     kept = (1 << together) - 1
 
     @device
@@ -228,7 +227,7 @@ def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: 
 
 @device
 def _line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> None:
-    """Where each chunk begins, and the end."""
+    """Compute the start of each chunk, and the wire's size."""
     each = (chunks + THREADS - 1) // THREADS
     first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
     sum_ = 0
@@ -247,7 +246,7 @@ def _line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> N
 def _coder(
     wide: str, residual: bool, momentum: bool, natural: bool, bits_: int, few: bool
 ) -> Kernel:
-    """The second pass: levels, and what they leave in the residual; chunks of them, packed."""
+    """Return the kernel of the second pass: levels, the residual, and packed chunks of levels."""
     real, quantise, pack = (
         element(wide),
         _quantiser(wide, residual, momentum, natural, bits_),
@@ -317,8 +316,9 @@ def _coder(
 
 @functools.cache
 def _joiner() -> Kernel:
-    """Packed chunks to where they begin in the wire: words that lie there as they should, and a few
-    bytes before and behind.
+    """Return the kernel that copies packed chunks to their starts in the wire.
+
+    It copies aligned words, and a few bytes before and after them.
     """
 
     @kernel(addresses=2, integers=2)
@@ -362,7 +362,7 @@ def _filler(wide: str, add: bool) -> Kernel:
 
 @functools.cache
 def _finder() -> Kernel:
-    """Where each chunk begins, by one block."""
+    """Return the kernel, of one block, that finds the start of each chunk."""
 
     @kernel(addresses=3, integers=2)
     def find(wire: Any, scratch: Any, status: Any, size: int, chunks: int) -> None:
@@ -390,7 +390,7 @@ def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
 
     @device
     def spread(out: Any, levels: Any, begin: int, size: int, k: int, unit: Any, n: int) -> None:
-        """Set or add what the levels stand for."""
+        """Set or add the values of the levels."""
         t, values = thread(), cuda.local.array(EACH, real)
         for first in range(0, size, TILE):
             if add:
@@ -446,16 +446,16 @@ def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
 
 
 class Dithering(DeviceCodec):
-    """See the module."""
+    """Codec ``dithering``; see the module."""
 
     name = "dithering"
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int | None:
-        """What there is depends on the elements."""
+        """Return None: the size depends on the elements."""
         return None
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """What blocks leave, chunks' lengths and places, and chunks, packed."""
+        """Return the bytes for blocks' results, chunks' lengths and starts, and packed chunks."""
         return _LENGTHS + -(-n // CHUNK) * (8 + _region(options[0]))
 
     def encode(
@@ -475,7 +475,7 @@ class Dithering(DeviceCodec):
         mu: float,
         stream: int,
     ) -> None:
-        """In two passes: the norm, then the levels."""
+        """Queue two passes, for the norm and for the levels, and the copy into the wire."""
         k, natural, l2, region, chunks = (
             options[0],
             options[1],
@@ -524,7 +524,7 @@ class Dithering(DeviceCodec):
         add: bool,
         stream: int,
     ) -> None:
-        """Chunk by chunk, once it is known where each begins."""
+        """Queue a kernel that finds the chunks' starts, and one that decodes chunk by chunk."""
         chunks = -(-n // CHUNK)
         wire, out, scratch, status = map(address, (wire, out, scratch, status))
         if size == _HEAD:

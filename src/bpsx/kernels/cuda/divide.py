@@ -1,6 +1,4 @@
-"""Averages of integers on GPUs that NCCL has added: sums divided in place, rounding down as on the
-CPU.
-"""
+"""Averages of integers on GPUs: divides NCCL's sums in place, rounding down as on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ _dividers = {"int32": _divider(np.int32), "int64": _divider(np.int64)}
 
 
 def divider(dtype: str) -> Kernel:
-    """The kernel of (address, elements, divisor) for ``int32`` or ``int64``; any number of blocks
-    of THREADS.
+    """Return the kernel of (address, elements, divisor) for ``int32`` or ``int64``.
+
+    Any number of blocks of THREADS threads is valid.
     """
     return _dividers[dtype]

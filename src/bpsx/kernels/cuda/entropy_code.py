@@ -1,14 +1,15 @@
-"""The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
+"""The code of ``cpu/entropy_code.py`` for chunks of levels and signs, by a block of threads.
 
-A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from
-how many those before it have: a sum over the block. The packer gets levels and signs as planes of
-bits, and writes with atomic or, since threads share words. The unpacker makes levels, as uint16
-with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows
-nor those that go along columns get into each other's way.
+A thread has WORDS adjacent words of 32 elements. A sum over the block, of the bits that earlier
+threads have, gives the position of a thread's bits in a plane. The packer gets levels and signs as
+planes of bits. Threads share words, so it writes with atomic or. The unpacker makes levels as
+uint16 with the sign on top, in rows of 32. Rows are two longer, to avoid bank conflicts both along
+rows and along columns.
 
-Rice-coded numbers begin where the one before ends. Each thread finds out of its 32 bits, for every
-place where a number might begin, where in the next thread's the first one would; one thread follows
-that through all of them, and then each knows where its first one begins.
+A Rice-coded number begins where the previous one ends. A number might begin at any of a thread's 32
+bits. For each of these the thread finds where the first number of the next thread's bits would
+begin. One thread follows these links through all threads, and then each knows where its first
+number begins.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ from bpsx.kernels.cuda.device import (
     thread,
 )
 
-#: Elements of a chunk, the words of a thread, elements of a row.
+#: Elements of a chunk, words of a thread, elements of a row.
 CHUNK, WORDS, ROW = 8192, 8192 // 32 // THREADS, 34
-#: Words that a chunk takes at most, with one to spare: 12 bits an element.
+#: Most words of a chunk, with one to spare: 12 bits per element.
 MOST = CHUNK * 12 // 32 + 2
 _LIMIT, _RAW = 16, 14
-#: Levels that are few: what is counted of them fits into 64 bits.
+#: Most levels at which a thread's counts of all levels fit into 64 bits.
 FEW = 4
-#: A row of the table of where numbers begin, in bytes.
+#: Bytes of a row of the table of where numbers begin.
 _STEPS = 36
-#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that
-#: table (uint8), what threads tell others (int32).
+#: Sizes of arrays in shared memory: levels (uint16), one bit per element (uint32), the table of
+#: where numbers begin (uint8), values exchanged between threads (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
-#: Words from one of the packer's planes of bits to the next: the bits of levels, the lowest first,
-#: and which are negative.
+#: Words from one of the packer's planes of bits to the next. There is a plane for each bit of the
+#: levels, the lowest first, and one for the signs.
 PLANE = BITMAP + 8
-#: Of a thread: the moves that gather the bits of its words, step by step.
+#: Steps that gather the bits of a word of 32, and a thread's moves for all of its words.
 _STEPS_OF_32 = 5
 MOVES = _STEPS_OF_32 * WORDS
 
 
 @device
 def row(i: int) -> Any:
-    """Where element i's level lies."""
+    """Return the index of element i's level."""
     return (i >> 5) * ROW + (i & 31)
 
 
 @device
 def spacing(size: int, count: int) -> Any:
-    """As the CPU's."""
+    """Return the parameter s, like the CPU's ``_spacing``."""
     s = 0
     while (count + 1) << (s + 1) <= size:
         s += 1
@@ -67,7 +68,7 @@ def spacing(size: int, count: int) -> Any:
 
 @device
 def put(buffer: Any, position: int, word: Any) -> None:
-    """Set those of 32 bits from ``position`` on that are set in ``word``."""
+    """Set those of the 32 bits from ``position`` on that are set in ``word``."""
     if word != np.uint32(0):
         both, first = (
             np.uint64(word) << np.uint64(position & 31),
@@ -80,7 +81,7 @@ def put(buffer: Any, position: int, word: Any) -> None:
 
 @device
 def steer(masks: Any, moves: Any) -> None:
-    """Which bits :func:`gathered` moves at each step, for the masks of a thread."""
+    """Compute the bits that :func:`gathered` moves at each step, for a thread's masks."""
     for w in range(WORDS):
         mask = masks[w]
         left = np.uint32(~mask << np.uint32(1))
@@ -98,8 +99,9 @@ def steer(masks: Any, moves: Any) -> None:
 
 @device
 def gathered(word: Any, w: int, moves: Any) -> Any:
-    """The bits of ``word``, which has none elsewhere, where the w-th mask has ones, side by side:
-    "compress" of Warren's "Hacker's Delight".
+    """Return the bits of ``word`` where the w-th mask has ones, packed from the lowest bit on.
+
+    ``word`` has no other bits. The method is "compress" of Warren's "Hacker's Delight".
     """
     for step in range(_STEPS_OF_32):
         moving = np.uint32(word & moves[w * _STEPS_OF_32 + step])
@@ -109,7 +111,7 @@ def gathered(word: Any, w: int, moves: Any) -> Any:
 
 @device
 def put_plane(buffer: Any, position: int, words: Any, masks: Any, moves: Any) -> None:
-    """A thread's part of a plane."""
+    """Write a thread's part of a plane."""
     for w in range(WORDS):
         put(buffer, position, gathered(np.uint32(words[w] & masks[w]), w, moves))
         position += ones(masks[w])
@@ -122,7 +124,7 @@ def _length(x: int, s: int) -> Any:
 
 @device
 def put_number(buffer: Any, position: int, x: int, s: int) -> None:
-    """A Rice-coded number."""
+    """Write a Rice-coded number."""
     if x >> s < _LIMIT:
         put(buffer, position, np.uint32((((x & ((1 << s) - 1)) << 1) | 1) << (x >> s)))
     else:
@@ -131,7 +133,7 @@ def put_number(buffer: Any, position: int, x: int, s: int) -> None:
 
 @device
 def _behind(lasts: Any, t: int) -> Any:
-    """The index behind the last one of the threads before ``t``."""
+    """Return the index behind the last nonzero element of the threads before ``t``."""
     while t > 0 and lasts[t - 1] < 0:
         t -= 1
     return np.int64(lasts[t - 1]) + 1 if t > 0 else np.int64(0)
@@ -139,9 +141,9 @@ def _behind(lasts: Any, t: int) -> Any:
 
 @device
 def put_places(buffer: Any, masks: Any, size: int, s: int, lasts: Any, room: Any) -> Any:
-    """The places of those that are not 0, behind the first byte.
+    """Write the places of nonzero elements behind the first byte; return the position behind them.
 
-    Returns the position behind them. ``lasts``: THREADS + 1 int32.
+    ``lasts``: THREADS + 1 int32.
     """
     t = thread()
     if s == 0:
@@ -186,13 +188,13 @@ def put_places(buffer: Any, masks: Any, size: int, s: int, lasts: Any, room: Any
 
 @device
 def highest(x: Any) -> Any:
-    """The index of the highest bit of a uint32 that is set; one is."""
+    """Return the index of the highest set bit of a uint32, which is not 0."""
     return 31 - leading(x)
 
 
 @device
 def _at_least(planes: Any, word: int, bound: int, bits_: int) -> Any:
-    """Which of a word's levels, of ``bits_`` bits, are at least ``bound``."""
+    """Return a mask of a word's levels, of ``bits_`` bits, that are at least ``bound``."""
     equal, larger = np.uint32(0xFFFFFFFF), np.uint32(0)
     for back in range(bits_):
         b = bits_ - 1 - back
@@ -207,7 +209,7 @@ def _at_least(planes: Any, word: int, bound: int, bits_: int) -> Any:
 
 @device
 def _less_one(planes: Any, word: int, b: int) -> Any:
-    """Bit ``b`` of a word's levels less 1, where these are not 0."""
+    """Return bit ``b`` of a word's levels less 1, for levels that are not 0."""
     lower = np.uint32(0)
     for below in range(b):
         lower = np.uint32(lower | planes[below * PLANE + word])
@@ -217,10 +219,10 @@ def _less_one(planes: Any, word: int, b: int) -> Any:
 def _counter(bits_: int, few: bool) -> Any:
     @device
     def count_all(planes: Any, size: int, masks: Any, room: Any) -> Any:
-        """How many are not 0 before this thread and in all, 16 bits each; few: how many are at
-        least 2, 3, 4, too.
+        """Count nonzero levels before this thread and in all, and sum up the levels less 1.
 
-        And the sum of levels less 1.
+        Returns the three numbers. A count has 16 bits. With ``few``, the numbers of levels of at
+        least 2, 3 and 4 follow it.
         """
         t, own, high_, total = thread(), np.uint64(0), np.uint64(0), 0
         for w in range(WORDS):
@@ -249,9 +251,9 @@ def _counter(bits_: int, few: bool) -> Any:
 
 
 def packer(bits_: int, few: bool) -> Any:
-    """A function that codes a chunk of levels of so many bits.
+    """Return a function that encodes a chunk of levels of ``bits_`` bits.
 
-    With few levels, no more than FEW, it counts all that it has to know at once.
+    With few levels, no more than FEW, it makes all counts at once.
     """
     count_all = _counter(bits_, few)
 
@@ -268,9 +270,9 @@ def packer(bits_: int, few: bool) -> Any:
         words: Any,
         moves: Any,
     ) -> Any:
-        """Code a chunk into ``buffer``, which is all 0.
+        """Encode a chunk into ``buffer``, which must be 0; return the bytes written.
 
-        Returns the bytes it takes. masks, words, moves: uint32 of the thread's own.
+        masks, words, moves: uint32 of the thread's own.
         """
         t = thread()
         counts, counts_all, total = count_all(planes, size, masks, sums)
@@ -319,13 +321,13 @@ def packer(bits_: int, few: bool) -> Any:
 
 @device
 def _of(counts: Any, bound: int) -> Any:
-    """How many are at least ``bound``, of those counted."""
+    """Return how many levels are at least ``bound``, from ``counts``."""
     return np.int64((counts >> np.uint64(16 * (bound - 1))) & np.uint64(0xFFFF))
 
 
 @device
 def get(of: Any, position: int) -> Any:
-    """The 32 bits from bit ``position`` on; ``of``: uint32."""
+    """Return the 32 bits from bit ``position`` on; ``of``: uint32."""
     both = np.uint64(of[position >> 5]) | (np.uint64(of[(position >> 5) + 1]) << np.uint64(32))
     return np.uint32((both >> np.uint64(position & 31)) & np.uint64(0xFFFFFFFF))
 
@@ -337,7 +339,7 @@ def _get_two(of: Any, position: int) -> Any:
 
 @device
 def _number(window: Any, s: int) -> Any:
-    """The number that a window's bits begin with, and how many it takes."""
+    """Return the number at the start of a window of bits, and the bits that it takes."""
     high_ = lowest(np.uint32(window & np.uint64(0xFFFFFFFF)) | np.uint32(1 << _LIMIT))
     if high_ < _LIMIT:
         return (high_ << s) | (
@@ -348,8 +350,9 @@ def _number(window: Any, s: int) -> Any:
 
 @device
 def _follow(window: Any, s: int, steps: Any, entries: Any) -> None:
-    """entries[t] = where in a thread's 32 bits its first number begins; entries[0] is known, and
-    entries[THREADS] will be the next round's.
+    """Set entries[t] to where in a thread's 32 bits its first number begins.
+
+    entries[0] is given. entries[THREADS] becomes entries[0] of the next 32 * THREADS bits.
     """
     t = thread()
     for back in range(32):
@@ -378,12 +381,10 @@ def get_numbers(
     entries: Any,
     room: Any,
 ) -> Any:
-    """Set bitmap's bits, which are 0, from Rice-coded numbers.
+    """Set the bits of ``bitmap``, which are 0, from Rice-coded numbers.
 
-    Returns the position behind them, or -1.
-
-    ``steps``: THREADS rows of bytes. ``entries``: THREADS + 2 int32; the last is what the threads
-    find.
+    Returns the position behind the numbers, or -1 if they are invalid. ``steps``: THREADS rows of
+    bytes. ``entries``: THREADS + 2 int32; the last one is the threads' result.
     """
     t, place, begin = thread(), 0, 8
     if t == 0:
@@ -424,10 +425,9 @@ def get_numbers(
 
 @device
 def _raise(levels: Any, of: Any, position: int, masks: Any, amount: int, narrow: bool) -> Any:
-    """Raise those of a thread's levels among the masked ones whose bit is set; with ``narrow`` they
-    become the mask.
+    """Add ``amount`` to those of a thread's masked levels whose bit is set; return their number.
 
-    How many those are.
+    With ``narrow`` they become the new mask.
     """
     t, count = thread(), 0
     for w in range(WORDS):
@@ -463,10 +463,9 @@ def unpack(
     room: Any,
     masks: Any,
 ) -> Any:
-    """The levels and signs of a chunk that takes ``length`` bytes, at least 1, from bit ``base``
-    on.
+    """Decode levels and signs of a chunk of ``length`` bytes, at least 1, from bit ``base`` on.
 
-    Returns whether it is one.
+    Returns whether the bytes are valid.
     """
     t, limit, head = thread(), 8 * length, np.int64(get(of, base)) & 255
     r, s, position = head & 7, head >> 3, 8 + size

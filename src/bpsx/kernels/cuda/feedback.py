@@ -1,10 +1,8 @@
-"""What all encoders do before they look at elements: momentum and residual.
+"""Shared parts of encoders on a GPU: momentum, residual, and which thread has which elements.
 
-And how elements are shared out to threads.
-
-A warp takes EACH times 32 elements that lie side by side, 32 at a time. What they need is loaded
-first and stored at last, so that many loads are on their way at once: a compiler cannot know that a
-store does not change what is loaded next.
+A warp takes EACH times 32 adjacent elements, 32 at a time. It first loads everything that it needs
+and stores results at the end, so that many loads are in flight at once. A compiler could not
+reorder them: it cannot know that a store does not change the next load.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ TILE = EACH * THREADS
 
 @device
 def place(begin: int, thread: int, j: int) -> Any:
-    """Which element a thread's j-th is, of the tile that begins there."""
+    """Return the index of a thread's element ``j`` in the tile that starts at ``begin``."""
     return begin + (thread >> 5) * (32 * EACH) + 32 * j + (thread & 31)
 
 
 @device
 def fetch(to: Any, p: Any, begin: int, thread: int, n: int) -> None:
-    """A thread's elements of p.
+    """Load a thread's elements of p.
 
-    What stands for those behind the last one is nobody's: another thread may change what is read
-    there.
+    Elements beyond the last one are undefined: another thread may change the memory read for them.
     """
     first = place(begin, thread, 0)
     if first + 32 * (EACH - 1) < n:
@@ -56,7 +53,7 @@ def fetch(to: Any, p: Any, begin: int, thread: int, n: int) -> None:
 
 @device
 def keep(p: Any, values: Any, begin: int, thread: int, n: int) -> None:
-    """The other way round, without those behind the last."""
+    """Store a thread's elements into p, without those beyond the last one."""
     first = place(begin, thread, 0)
     if first + 32 * (EACH - 1) < n:
         for j in range(EACH):
@@ -71,7 +68,7 @@ def keep(p: Any, values: Any, begin: int, thread: int, n: int) -> None:
 def add_up(
     p: Any, left: Any, momenta: Any, factor: Any, mu: Any, residual: bool, momentum: bool
 ) -> None:
-    """p, which is the gradient, becomes what is to be sent, and momenta the new ones."""
+    """Update p from the gradient to what is to be sent, and ``momenta`` to the new momentum."""
     for j in range(EACH):
         if momentum:
             momenta[j] = plus(times(mu, momenta[j]), p[j])
@@ -82,7 +79,7 @@ def add_up(
 
 @functools.cache
 def clearer(wide: str) -> Kernel:
-    """A kernel that sets all to zero."""
+    """Return a kernel of (out, n) that sets n elements to zero."""
     real = element(wide)
 
     @kernel(addresses=1, integers=1)

@@ -1,4 +1,4 @@
-"""half on a GPU: see ``cpu/half.py``. What is left of a NaN's bits is the device's."""
+"""half on a GPU: see ``cpu/half.py``. A NaN stays a NaN; its other bits depend on the device."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _decoder(wide: str, add: bool) -> Kernel:
 
 
 class Half(DeviceCodec):
-    """See the module. Without residual and momentum."""
+    """Codec ``half``, without residual and momentum; see the module."""
 
     name = "half"
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
-        """Always the same."""
+        """Return the exact size, which is always the same."""
         return 2 * n
 
     def encode(
@@ -91,7 +91,7 @@ class Half(DeviceCodec):
         mu: float,
         stream: int,
     ) -> None:
-        """Rounds."""
+        """Queue the kernel that rounds."""
         _encoder(wide).launch(grid(-(-n // TILE)), stream, address(g), address(wire), n)
 
     def decode(
@@ -107,7 +107,7 @@ class Half(DeviceCodec):
         add: bool,
         stream: int,
     ) -> None:
-        """Sets or adds."""
+        """Queue the kernel that sets or adds."""
         if size != 2 * n:
             refuse(status, stream)
         else:

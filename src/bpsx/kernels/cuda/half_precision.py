@@ -1,6 +1,6 @@
-"""Widening and narrowing elements on a GPU: see ``cpu/halves.py``.
+"""Widening and narrowing of elements on a GPU: see ``cpu/half_precision.py``.
 
-Halves travel as their bits, in a uint16.
+A uint16 holds the bits of a half.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ _QUIET = 0x00400000
 
 
 class Form(NamedTuple):
-    """What elements are in memory and to who computes, and functions for kernels that turn one into
-    the other.
-    """
+    """An element type's forms in memory and in computations, and functions to convert them."""
 
     stored: Any
     wide: Any
@@ -26,16 +24,16 @@ class Form(NamedTuple):
 
 @device
 def widen_bfloat16(half: Any) -> Any:
-    """The float32 that a bfloat16 with these bits is."""
+    """Return the float32 value of bfloat16 bits."""
     return float_of(np.uint64(half) << np.uint64(16), np.float32(0))
 
 
 @device
 def narrow_bfloat16(value: Any) -> Any:
-    """The bits of the bfloat16 that is nearest to a float32, ties to even.
+    """Return the bits of the bfloat16 nearest to a float32, ties to even.
 
-    A NaN needs care here, unlike on the CPU: in those that a GPU makes all bits but the sign are
-    set, and rounding would carry into that.
+    NaN needs care here, unlike on the CPU: the NaNs that a GPU makes have all bits but the sign
+    set, so rounding would carry into the sign.
     """
     x = bits(value)
     odd = np.uint32(np.uint32(x >> np.uint32(16)) & np.uint32(1))
@@ -60,5 +58,5 @@ HALVES = ("float16", "bfloat16")
 
 
 def form(dtype: str) -> Form:
-    """That of ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
+    """Return the form of ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
     return _FORMS[dtype]

@@ -1,4 +1,4 @@
-"""Imports numba-cuda so that it works with the NumPy that is installed."""
+"""Import of numba-cuda, made to work with the installed NumPy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import numpy as np
 
 @contextlib.contextmanager
 def _removed_names() -> Iterator[None]:
-    """Lend NumPy the names that it has removed and numba-cuda refers to.
+    """Temporarily restore a name that NumPy has removed and numba-cuda refers to.
 
-    numba-cuda (0.30.4 is the newest that does) registers ``np.row_stack`` when it loads, which
-    NumPy 2.5 removed; it was ``np.vstack`` by another name. Only the registration needs the name,
-    so NumPy has it for that long.
+    numba-cuda (0.30.4 is the newest that does) registers ``np.row_stack`` when it loads. NumPy 2.5
+    removed it; it was an alias of ``np.vstack``. Only the registration needs the name.
     """
     lent = "row_stack" not in vars(np)
     if lent:
@@ -28,10 +27,10 @@ def _removed_names() -> Iterator[None]:
 
 
 def load_target() -> None:
-    """Load what numba-cuda knows of NumPy, which it would do when the first kernel is compiled.
+    """Load numba-cuda's support for NumPy, which otherwise loads when the first kernel is compiled.
 
     Not thread-safe; idempotent.
     """
-    # versions without that module have no need of this
+    # Versions without that module do not need this.
     with _removed_names(), contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("numba.cuda.np.arrayobj")

@@ -1,5 +1,6 @@
-"""Nesterov's momentum on a GPU, for gradients that no encoder adds it to: see ``cpu/momentum.py``,
-whose bits these are.
+"""Nesterov's momentum on a GPU, for gradients whose encoder does not add it.
+
+It gives the same bits as ``cpu/momentum.py``.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ from bpsx.kernels.cuda.device import (
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 from bpsx.kernels.cuda.half_precision import form
 
-#: int32 that the kernel has for itself.
+#: Number of int32 in the kernel's private state.
 N_STATE = 2
 _TICKET, _SEEN = 0, 1
 
 
 @functools.cache
 def nesterov(dtype: str) -> Kernel:
-    """The kernel of (g, m, out, state, n, mu): m = mu m + g, out = g + mu m.
+    """Return the kernel of (g, m, out, state, n, mu): m = mu m + g, out = g + mu m.
 
-    ``dtype``: one of the four floating-point types.
-
-    m is of the wide type, out and g are of ``dtype``, n elements each; out may be g. An overflow
-    passes, and is forgotten: then all of m is 0. For that the blocks share ``state``: N_STATE
-    int32, which are 0 before the first launch, and again after each. Launches with the same state
-    or m come one after the other. For any number of blocks; ``grid(-(-n // TILE))`` are enough.
+    ``dtype``: one of the four floating-point types. m is of the wide type, out and g are of
+    ``dtype``, n elements each; out may be g. After an overflow, which shows in out, all of m is 0.
+    For this the blocks share ``state``: N_STATE int32, which must be 0 before the first launch, and
+    are 0 again after each. Launches with the same state or m must not overlap. Any number of blocks
+    is valid; ``grid(-(-n // TILE))`` are enough.
     """
     stored, real, widen, narrow = form(dtype)
 
@@ -67,7 +67,7 @@ def nesterov(dtype: str) -> Kernel:
             add_up(p, p, momenta, u, u, False, True)
             keep(m, momenta, begin, t, n)
             for j in range(EACH):
-                # behind the last one is nobody's
+                # p is undefined beyond the last element.
                 overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound
                 elements[j] = narrow(p[j])
             keep(out, elements, begin, t, n)

@@ -1,7 +1,7 @@
-"""onebit on a GPU: see ``cpu/onebit.py``, whose wire and residual these are.
+"""onebit on a GPU, with the wire and residual of ``cpu/onebit.py``.
 
-One kernel, in one pass. Each block sums up its magnitudes, in float64; the block that is done last
-adds these sums up and writes the magnitude.
+One kernel encodes, in one pass. Each block sums its magnitudes in float64. The last block to finish
+adds these sums and writes the magnitude.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from bpsx.kernels.cuda.device import (
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 
 _HEAD = 8
-#: Sums that blocks leave: as many as blocks can be.
+#: Most blocks; each leaves a sum in scratch memory.
 _SUMS = 4096
-#: Where in the state, seen as int32, blocks take their tickets.
+#: Index of the blocks' ticket in the state, seen as int32.
 _TICKET = 6
 
 
@@ -152,16 +152,16 @@ def _decoder(wide: str, add: bool) -> Kernel:
 
 
 class OneBit(DeviceCodec):
-    """See the module."""
+    """Codec ``onebit``; see the module."""
 
     name = "onebit"
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
-        """Always the same."""
+        """Return the exact size, which is always the same."""
         return _HEAD + 4 * ((n + 31) // 32)
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """The blocks' sums."""
+        """Return the bytes for the blocks' sums."""
         return 8 * _SUMS
 
     def encode(
@@ -181,7 +181,7 @@ class OneBit(DeviceCodec):
         mu: float,
         stream: int,
     ) -> None:
-        """In one pass over memory."""
+        """Queue the kernel, which passes over memory once."""
         _encoder(wide, e is not None, m is not None).launch(
             min(grid(-(-n // TILE)), _SUMS),
             stream,
@@ -205,7 +205,7 @@ class OneBit(DeviceCodec):
         add: bool,
         stream: int,
     ) -> None:
-        """Sets or adds plus or minus the magnitude."""
+        """Queue the kernel that sets or adds plus or minus the magnitude."""
         if size != self.size(wide, n, options):
             refuse(status, stream)
         else:

@@ -1,8 +1,8 @@
-"""randomk on a GPU: see ``cpu/randomk.py``, whose places, wire and residual these are.
+"""randomk on a GPU, with the places, wire and residual of ``cpu/randomk.py``.
 
-Places ascend, so those that fall into a tile of elements are found without looking at the others:
-their numbers lie between two that follow from the tile's bounds, to within one. So the block that
-has brought a tile's residual up to date takes from it what is sent.
+Places ascend, so those in a tile of elements are found without looking at others: the tile's bounds
+give the first and last of their numbers, to within one. So the block that updates a tile's residual
+also sends from it.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 _HEAD = 8
 _SEED = N_OPTIONS - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-#: Where in the state, seen as int32, blocks take their tickets, and what they have seen of
-#: infinities and NaN: any; any that was sent.
+#: Indices into the state, seen as int32: the blocks' ticket, and flags of infinities and NaN seen.
+#: The flags: any element, any sent element.
 _TICKET, _SEEN = 6, 5
 _ANY, _SENT = 1, 2
 
 
 @device
 def _start(seed: int, counter: Any) -> Any:
-    """The round's generator."""
+    """Return the start of the round's random words."""
     return mixed(np.uint64(np.int64(seed)) + mixed(counter + _GAMMA))
 
 
 @device
 def _turn(start: Any, n: int) -> Any:
-    """By how much places are rotated."""
+    """Return the rotation of the places."""
     return np.int64(high(mixed(start), np.uint64(n)))
 
 
 @device
 def _place(start: Any, turn: int, i: int, n: int, count: int) -> Any:
-    """Place i."""
+    """Return place i."""
     base, end = np.uint64(i * n) // np.uint64(count), np.uint64((i + 1) * n) // np.uint64(count)
     found = turn + np.int64(base + high(mixed(start + np.uint64(i + 1) * _GAMMA), end - base))
     return found if found < n else found - n
@@ -71,14 +71,12 @@ def _place(start: Any, turn: int, i: int, n: int, count: int) -> Any:
 
 @device
 def _near(j: int, n: int, count: int, inverse: float) -> Any:
-    """The number of the place that has element ``j`` of the rotated ones in its range, to within
-    one.
-    """
+    """Return the number of the place whose range has the rotated index ``j``, to within one."""
     return np.int64(np.float64(j) * np.float64(count) * inverse)
 
 
 def _sender(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that sends one element."""
+    """Return a device function that sends one element."""
     real = element(wide)
 
     @device
@@ -147,7 +145,7 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
             for j in range(EACH):
                 overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound
             sync()
-            for part in range(2):  # what is before the turn comes last
+            for part in range(2):  # elements before the rotation come last
                 first, behind = (begin, min(end, turn)) if part == 0 else (max(begin, turn), end)
                 if first < behind:
                     over = n - turn if part == 0 else -turn
@@ -241,12 +239,12 @@ def _setter(wide: str) -> Kernel:
 
 
 class RandomK(DeviceCodec):
-    """See the module."""
+    """Codec ``randomk``; see the module."""
 
     name = "randomk"
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
-        """Always the same, for each element type."""
+        """Return the exact size, which is fixed for each element type."""
         return _HEAD + amount_of(n, [*options]) * int(element(wide)().itemsize)
 
     def encode(
@@ -266,8 +264,9 @@ class RandomK(DeviceCodec):
         mu: float,
         stream: int,
     ) -> None:
-        """In one pass over memory; without residual and momentum it looks at nothing but what it
-        sends.
+        """Queue a kernel that passes over memory once.
+
+        Without residual and momentum it reads only the elements that it sends.
         """
         count, seed = amount_of(n, [*options]), options[_SEED]
         if e is None and m is None:
@@ -301,7 +300,10 @@ class RandomK(DeviceCodec):
         add: bool,
         stream: int,
     ) -> None:
-        """Sets or adds what was sent, at places that follow from the counter that came with it."""
+        """Queue a kernel that sets or adds the sent elements.
+
+        Their places follow from the wire's counter.
+        """
         count, seed = amount_of(n, [*options]), options[_SEED]
         if size != self.size(wide, n, options):
             refuse(status, stream)

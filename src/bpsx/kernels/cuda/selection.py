@@ -1,4 +1,4 @@
-"""How topk's kernels collect what is large enough, and count it in bins by magnitude.
+"""Collection of elements by topk's kernels, with counts of them in bins by magnitude.
 
 See ``topk.py``.
 """
@@ -32,32 +32,33 @@ from bpsx.kernels.cuda.device import (
 )
 from bpsx.kernels.cuda.feedback import EACH, add_up, fetch, keep
 
-#: Elements of a chunk, which is a warp's.
+#: Elements of a chunk, which one warp handles.
 CHUNK = 256 if SIMULATED else 2048
-#: Rows of 32 elements that a warp looks at before it collects, a thread each.
+#: Rows of 32 elements that a warp inspects before it collects, one row per thread.
 _ROWS = min(32, CHUNK // 32)
-#: With more that are large enough in a row, in the mean, it collects row by row.
+#: With more elements to collect than this per row, on average, a warp collects row by row.
 _DENSE = 8
 DIGIT = 11  # bits
 BINS = 1 << DIGIT
-#: Blocks take turns at so many sets of bins: many at one would wait for each other.
+#: Sets of bins, among which blocks are divided: with one set many would wait for each other.
 SETS = 4
-#: Scratch: bins (uint32), what all know (uint64, see below), two counters (int32), counters of
-#: chunks and groups, what was collected, the list.
+#: Layout of scratch memory: bins (uint32), values that all blocks read (uint64, see below), two
+#: counters (int32), counters of chunks and groups, collected elements, the list.
 KNOWN = 4 * BINS * SETS
 COUNTERS = KNOWN + 64
-#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all
-#: its others, and the bits in which these differ; the k-th largest magnitude and how many that are
-#: equal to it are sent.
+#: Indices of these values: the floor and the binary logarithm of its bins' width; the chosen bin's
+#: lowest magnitude, the end of its range, and how many bits vary in it; the k-th largest magnitude
+#: and how many elements equal to it are sent.
 FLOOR, SHIFT, LOW, END, BITS, LEAST, EQUAL = range(7)
-#: How long the list is; whether there are infinities or NaN.
+#: Indices of the counters: length of the list; whether there are infinities or NaN.
 LISTED, OVERFLOW = range(2)
 
 
 @device
 def _bin(key: Any, floor: Any, shift: Any) -> Any:
-    """0 for the floor itself, for what is above it the more the larger it is, the last for all the
-    rest.
+    """Return the bin of ``key``: 0 for the floor itself, then rising with the key.
+
+    The last bin has all keys beyond the others.
     """
     return np.int64(
         min((key - floor + (np.uint64(1) << shift) - np.uint64(1)) >> shift, np.uint64(BINS - 1))
@@ -66,12 +67,12 @@ def _bin(key: Any, floor: Any, shift: Any) -> Any:
 
 @device
 def bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
-    """found = the bin with the rank-th largest, and its rank in there.
+    """Set ``found`` to the bin of the rank-th largest element and the element's rank in that bin.
 
-    The number of all that are counted. All threads come here.
+    Returns the number of all counted elements. All threads of the block must call it.
     """
     t, each = thread(), BINS // THREADS
-    top = BINS - each * t  # this thread's begin below
+    top = BINS - each * t  # this thread's bins are those just below
     own = 0
     for j in range(each):
         own += np.int64(bins[top - 1 - j])
@@ -87,9 +88,9 @@ def bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
 
 
 def valuer(residual: bool, momentum: bool, anew: bool) -> Any:
-    """A function that makes what is to be sent of one element, and changes nothing.
+    """Return a function that computes what is to be sent of one element, and changes nothing.
 
-    Not ``anew``: gradient and momentum are added up already.
+    Not ``anew``: gradient and momentum have already been added up.
     """
 
     @device
@@ -108,8 +109,10 @@ def valuer(residual: bool, momentum: bool, anew: bool) -> Any:
 
 @device
 def _tally(bins: Any, key: Any, floor: Any, shift: Any) -> Any:
-    """Count one that was collected, or say that it is the floor itself: of those there may be many,
-    for one place in memory.
+    """Count a collected element in its bin, or return 1 if it equals the floor.
+
+    Many elements may equal the floor. They would contend for one place in memory, so the caller
+    counts them.
     """
     if key == floor:
         return 1
@@ -118,9 +121,9 @@ def _tally(bins: Any, key: Any, floor: Any, shift: Any) -> Any:
 
 
 def row_collector(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that a warp collects elements with row by row: what is at least the floor.
+    """Return a function with which a warp collects, row by row, all elements that reach the floor.
 
-    It returns how many.
+    That function returns their number.
     """
     real, value = element(wide), valuer(residual, momentum, False)
 
@@ -164,8 +167,9 @@ def row_collector(wide: str, residual: bool, momentum: bool) -> Any:
 
 
 def _looker(residual: bool, momentum: bool) -> Any:
-    """A function that a warp finds with which elements are large enough, as bits of a word for each
-    row, which is a thread's.
+    """Return a function with which a warp finds the elements that reach the floor.
+
+    It gives each thread a mask of one row.
     """
 
     @device
@@ -182,7 +186,7 @@ def _looker(residual: bool, momentum: bool) -> Any:
         left: Any,
         momenta: Any,
     ) -> Any:
-        """The thread's word, once gradient, momentum and residual are added up."""
+        """Add up gradient, momentum and residual; return the thread's mask."""
         lane, word = thread() & 31, np.uint32(0)
         for row in range(0, _ROWS, EACH):
             first = begin + 32 * row
@@ -197,7 +201,7 @@ def _looker(residual: bool, momentum: bool) -> Any:
             if residual:
                 keep(e, p, first, lane, n)
             for j in range(EACH):
-                hits = ballot(not abs(p[j]) < bound)  # NaN, too
+                hits = ballot(not abs(p[j]) < bound)  # catches NaN, too
                 word = hits if lane == row + j else word
         return word
 
@@ -206,15 +210,15 @@ def _looker(residual: bool, momentum: bool) -> Any:
 
 @device
 def _inside(word: Any, begin: int, n: int) -> Any:
-    """The word without what is behind the last element."""
+    """Clear the bits of ``word`` that are beyond the last element."""
     left = n - (begin + 32 * (thread() & 31))
     return word if left >= 32 else np.uint32(word & np.uint32((1 << max(left, 0)) - 1))
 
 
 def chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that a warp collects a chunk with.
+    """Return a function with which a warp collects a chunk.
 
-    It looks first which elements are large enough; that alone is done for all of them.
+    It first finds the elements that reach the floor; only that step handles all elements.
     """
     real, value, collect_rows = (
         element(wide),
@@ -241,7 +245,7 @@ def chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
         left: Any,
         momenta: Any,
     ) -> Any:
-        """How many were. p, left, momenta: EACH elements of the thread's own."""
+        """Return the number collected. p, left, momenta: EACH elements of the thread's own."""
         bins, lane, bound = (
             at(scratch, 4 * BINS * (block() % SETS), np.uint32),
             thread() & 31,
@@ -292,7 +296,7 @@ def chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
 
 @device
 def add_sets(bins: Any, counts: Any) -> None:
-    """One set of bins, of all."""
+    """Add up all sets of bins into ``counts``."""
     for i in range(BINS // THREADS):
         sum_ = np.uint32(0)
         for j in range(SETS):

@@ -1,5 +1,6 @@
-"""Stochastic rounding of magnitudes to levels, and back, on a GPU: see ``cpu/rounding.py``, whose
-bits these are.
+"""Stochastic rounding of magnitudes to levels, and back, on a GPU.
+
+It gives the same bits as ``cpu/stochastic_rounding.py``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _EXPONENT = (127 + _FRACTION - 1) << _FRACTION
 
 @device
 def key_of(seed: int, counter: int) -> Any:
-    """The random numbers' key."""
+    """Return the key of the random numbers."""
     return mixed(mixed(np.uint64(np.int64(seed))) + np.uint64(counter))
 
 
 @device
 def noise(index: int, key: Any) -> Any:
-    """32 random bits of element ``index``."""
+    """Return 32 random bits for element ``index``."""
     x = np.uint32(np.uint32(index) + np.uint32(key & np.uint64(0xFFFFFFFF)))
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)) ^ np.uint32(
         key >> np.uint64(32)
@@ -31,8 +32,9 @@ def noise(index: int, key: Any) -> Any:
 
 
 def scaler(wide: str, natural: bool) -> Any:
-    """A function of norm and k: two factors that make z of a magnitude (see ``cpu/rounding.py``),
-    and the largest z.
+    """Return a function of norm and k that gives two factors and the largest z.
+
+    The factors scale a magnitude to z, see ``cpu/stochastic_rounding.py``.
     """
     real, far = element(wide), 2.0**512 if wide == "float64" else 2.0**96
 
@@ -46,7 +48,7 @@ def scaler(wide: str, natural: bool) -> Any:
 
 
 def unit_of(wide: str, natural: bool) -> Any:
-    """A function of norm and k: what one level stands for; natural: the highest."""
+    """Return a function of norm and k: the value of one level; natural: of the highest level."""
     real = element(wide)
 
     @device
@@ -57,7 +59,7 @@ def unit_of(wide: str, natural: bool) -> Any:
 
 
 def leveller(natural: bool) -> Any:
-    """A function of a magnitude, :func:`scaler`'s three numbers and random bits: the level."""
+    """Return a function of a magnitude, :func:`scaler`'s numbers and random bits: the level."""
 
     @device
     def level(size: Any, a: Any, b: Any, top: Any, random: Any) -> Any:
@@ -74,7 +76,7 @@ def leveller(natural: bool) -> Any:
 
 
 def valuer(wide: str, natural: bool) -> Any:
-    """A function of a level, k and :func:`unit_of`'s number: what it stands for."""
+    """Return a function of a level, k and :func:`unit_of`'s number: the level's value."""
     real, fraction, bias = (
         element(wide),
         23 if wide == "float32" else 52,

@@ -1,14 +1,18 @@
-"""topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
+"""topk on a GPU, with the wire and residual of ``cpu/topk.py``.
 
-Six kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A
-pass over memory collects those that are, in order within a chunk of elements, and counts them in
-bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the
-next kernel counts what each group of chunks, a block's, sends for certain and makes a list of what
-is in that bin; from that one block selects the k-th largest, digit by digit. The last kernel sends.
-What a single block does is kept short, for all wait for it.
+Six kernels encode:
 
-If the sample was unlucky and too few were collected, the block that chooses collects again, with no
-floor.
+1. A sample gives the floor: roughly the magnitude that an element needs to be among the k.
+2. A pass over memory collects the elements that reach the floor, in order within a chunk, and
+   counts them in bins by magnitude.
+3. One block chooses the bin of the k-th largest.
+4. Each block handles groups of chunks. Among the few elements collected it counts those that are
+   certainly sent, and lists those in the chosen bin.
+5. One block selects the k-th largest from the list, digit by digit.
+6. The last kernel sends.
+
+All blocks wait for steps of a single block, so these are short. If an unlucky sample makes step 2
+collect too few elements, step 3 collects again, without a floor.
 """
 
 from __future__ import annotations
@@ -75,22 +79,24 @@ from bpsx.kernels.cuda.selection import (
     valuer,
 )
 
-#: Elements of the sample, and how many of them lie side by side.
+#: Elements of the sample, and how many of them are adjacent.
 SAMPLE, RUN = (256 if SIMULATED else 4096), 4
-#: Registers: of the pass over memory, and if there is more to read than the gradient; of what has a
-#: block for each group of chunks, few for most of these to run at once.
+#: Registers of a thread: in the pass over memory; in the same pass with residual or momentum to
+#: read; and in kernels with a block per group of chunks, few so that most of these blocks run at
+#: once.
 _PASS, _MORE, _REGISTERS = 64, 96, 40
-#: The floor is known well enough when no more of the sample are as near to it. A thread puts so
-#: many of the list into the block's memory.
+#: The floor is precise enough if no more elements of the sample share its bin; elements of the list
+#: that each thread puts into shared memory.
 _NEAR, _PART = 8, 4
 _LIST = _PART * THREADS
-#: Where in scratch the chunks' counters begin.
+#: Offset of the chunks' counters in scratch memory.
 _CHUNKS = COUNTERS + 64
 
 
 def _places(n: int) -> tuple[int, int, int, int]:
-    """Where in scratch the chunks' counters end, and indices and values of what was collected, and
-    the list.
+    """Return the ends of four parts of scratch memory.
+
+    These are the chunks' counters, the collected values, their indices, and the list.
     """
     chunks = -(-n // CHUNK)
     values = _CHUNKS + -(-16 * chunks // 64) * 64
@@ -109,7 +115,7 @@ def _bits_in(x: Any) -> Any:
 
 @functools.cache
 def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
-    """The first block's work; the others empty the bins."""
+    """Return the kernel whose first block finds the floor; the other blocks clear the bins."""
     real, whole, value, each = (
         element(wide),
         8 * element(wide)().itemsize - 1,
@@ -240,7 +246,7 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
 
 @functools.cache
 def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
-    """By one block, the bin of the k-th largest."""
+    """Return the kernel, of one block, that chooses the bin of the k-th largest."""
     real, whole, collect_rows = (
         element(wide),
         8 * element(wide)().itemsize - 1,
@@ -321,8 +327,10 @@ def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
 def _least_of(
     values: Any, listed: Any, length: int, known: Any, near: Any, counts: Any, room: Any, found: Any
 ) -> None:
-    """The k-th largest magnitude, from the list, and ``near``: how much larger than the bin's
-    lowest the first ones of the list are.
+    """Find the k-th largest magnitude from the list.
+
+    ``near``: shared memory for the list's first elements, as differences from the bin's lowest
+    magnitude.
     """
     t, low, rest, prefix, rank = (
         thread(),
@@ -355,7 +363,7 @@ def _least_of(
 
 @device
 def _line_up(both: Any, larger: Any, equals: Any, groups: int, room: Any) -> None:
-    """From what groups have to what those before have, of both kinds."""
+    """Turn groups' counts of larger and equal elements into counts for all groups before each."""
     own = cuda.local.array(4, np.uint32)
     part = (groups + THREADS - 1) // THREADS
     begin = min(thread() * part, groups)
@@ -413,7 +421,7 @@ def _lister(wide: str) -> Kernel:
 
 @functools.cache
 def _selector(wide: str) -> Kernel:
-    """By one block, the k-th largest, and where each group's begin."""
+    """Return the kernel, of one block, that selects the k-th largest and each group's start."""
     real = element(wide)
 
     @kernel(addresses=3, integers=1)
@@ -523,7 +531,7 @@ def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
                     sent[to] = np.uint32(i)
                     if words == 1:
                         halves[to] = np.uint32(bits(value))
-                    else:  # float64 lies behind an odd number of 32-bit words as often as not
+                    else:  # a float64 behind an odd number of indices is aligned to 4 bytes only
                         halves[2 * to] = np.uint32(np.uint64(bits(value)) & np.uint64(0xFFFFFFFF))
                         halves[2 * to + 1] = np.uint32(np.uint64(bits(value)) >> np.uint64(32))
                     if residual:
@@ -567,16 +575,19 @@ def _decoder(wide: str, add: bool) -> Kernel:
 
 
 class TopK(DeviceCodec):
-    """See the module."""
+    """Codec ``topk``; see the module."""
 
     name = "topk"
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
-        """Always the same, for each element type."""
+        """Return the exact size, which is fixed for each element type."""
         return amount_of(n, [*options]) * (4 + int(element(wide)().itemsize))
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """Counters; values and indices of all elements and a list of them, though few are used."""
+        """Return the bytes for counters, and for values, indices and a list of all elements.
+
+        Usually little of this memory is used.
+        """
         return _places(n)[-1]
 
     def encode(
@@ -596,7 +607,7 @@ class TopK(DeviceCodec):
         mu: float,
         stream: int,
     ) -> None:
-        """In one pass over memory."""
+        """Queue the kernels, of which one passes over memory."""
         residual, momentum, count = e is not None, m is not None, amount_of(n, [*options])
         expected = SAMPLE * count / n
         rank = int(expected + 4 * math.sqrt(expected) + 4)
@@ -641,7 +652,7 @@ class TopK(DeviceCodec):
         add: bool,
         stream: int,
     ) -> None:
-        """Sets or adds what was sent."""
+        """Queue the kernels that set or add the sent elements."""
         count = amount_of(n, [*options])
         if size != self.size(wide, n, options):
             refuse(status, stream)
