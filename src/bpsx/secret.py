@@ -51,8 +51,8 @@ def derive(secret: bytes, purpose: str, *parts: bytes | str | int) -> bytes:
 def lane_proof(secret: bytes, job: int, address: str, nonce: bytes) -> bytes:
     """Return the lane's proof for a worker's random ``nonce``: 32 bytes.
 
-    The proof covers the lane's own ``address``, so a lane cannot pass off another lane's proof as
-    its own.
+    The proof covers the lane's own ``address``, so an impostor cannot pass off another lane's proof
+    as its own.
     """
     return derive(secret, "data connection: lane's proof", job, address, nonce)
 

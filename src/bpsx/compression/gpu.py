@@ -191,8 +191,8 @@ class MomentumOnGpu:
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
         """Queue the kernel that adds momentum to the gradient at ``address``.
 
-        Returns the address of the elements to send, and their location with the event that
-        completes them.
+        Returns the address of the elements to send, and their location with the event after which
+        they are complete.
         """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)

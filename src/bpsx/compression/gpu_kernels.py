@@ -39,8 +39,8 @@ class MomentumByHost:
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
         """Add momentum to the gradient at ``address`` and wait for the result.
 
-        Returns the address of the elements to send, and their location with the event that
-        completes them.
+        Returns the address of the elements to send, and their location with the event after which
+        they are complete.
         """
         gpu, aside = self._gpu, self._gpu.aside
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
@@ -80,7 +80,7 @@ class GpuKernels:
             from bpsx.compression.gpu import Coder, check_launch, room
 
             wanted = room(given, made)
-            if self._room[0] < wanted:  # the old memory may be in use: it stays
+            if self._room[0] < wanted:  # kernels may use the old memory: it stays until the end
                 self._room = wanted, (gpu.memory(wanted), gpu.memory(wanted))
             coders = [Coder(gpu, given, dtype, one, self._room[1]) for one in made]
             for coder in coders:
@@ -100,7 +100,7 @@ class GpuKernels:
         return coders
 
     def momentum(self, name: str, dtype: str, nbytes: int, on: OnGpu | None) -> AnyMomentum:
-        """Return the momentum of a tensor whose encoder does not add it, on the tensor's device.
+        """Return the momentum of a tensor that has no encoder to add it, on the tensor's device.
 
         ``on`` None: the tensor is in host memory.
         """

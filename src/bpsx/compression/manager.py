@@ -371,7 +371,7 @@ class Compressing:
     def check_told(self) -> None:
         """Check whether the servers have taken the states sent to them; called once a second."""
         for handle in [h for h in self._told if h.done()]:
-            with suppress(ValueError):  # another thread waits for it
+            with suppress(ValueError):  # another thread has taken it and waits
                 self._told.remove(handle)
             try:
                 handle.wait()
@@ -410,7 +410,7 @@ class Compressing:
             self._told.append(handle)
 
     def _put_momentum(self, name: str, momentum: AnyMomentum, meaning: Saved) -> None:
-        """Restore saved momentum of a tensor whose encoder does not add it."""
+        """Restore saved momentum of a tensor that has no encoder to add it."""
         saved, own = self._kept.get(name, ({}, True))
         kept = saved.get("momentum")
         n = meaning["nbytes"] // BY_NAME[meaning["dtype"]].itemsize

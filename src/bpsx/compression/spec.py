@@ -298,7 +298,7 @@ def stream(name: bytes, part: int) -> int:
 
 
 class Momentum:
-    """Nesterov's momentum of one tensor whose encoder does not add it.
+    """Nesterov's momentum of one tensor that has no encoder to add it.
 
     Rounds must not overlap: the caller waits for each.
     """

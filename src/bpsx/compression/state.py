@@ -22,7 +22,7 @@ log = logging.getLogger("bpsx.compression.spec")
 #: Saved state of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec``
 #: (Compression.text()), ``lengths`` (its partitions' bytes), ``worker`` and ``server`` (uint8
 #: arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an array, for tensors
-#: whose encoder does not add momentum). Absent state has no key.
+#: that have no encoder to add it). Absent state has no key.
 Saved = dict[str, Any]
 _TYPES = {
     "rank": int,

@@ -201,8 +201,8 @@ def register(codec: Codec) -> None:
 
     The modules in ``BPSX_COMPRESSORS``, which workers and servers import, call this. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError` if its name or one of its keys is taken. The same class
-    may be registered again.
+    Raises :class:`~bpsx.errors.ConfigError` if its name is taken or one of its keys is in
+    :data:`COMMON`. The same class may be registered again.
     """
     kind, name = type(codec), codec.name
     with _lock:

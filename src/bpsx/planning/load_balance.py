@@ -48,7 +48,7 @@ def level(machines: Sequence[Machine]) -> list[float]:
     """
     workers = sum(m.workers for m in machines)
     at_home = [float(bool(m.servers) and 2 * m.workers > workers) for m in machines]
-    if any(at_home):  # most traffic of a machine with most workers stays within it
+    if any(at_home):  # a machine with over half of the workers sums all: most stays within it
         return at_home
     # The card of a machine with half of the workers carries the same load whatever its servers sum.
     # So its servers take the bytes that other machines cannot take within that load.

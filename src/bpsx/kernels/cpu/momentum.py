@@ -1,4 +1,4 @@
-"""Nesterov's momentum for gradients whose encoder does not add it, such as uncompressed ones."""
+"""Nesterov's momentum for gradients that have no encoder to add it, like uncompressed ones."""
 
 from __future__ import annotations
 

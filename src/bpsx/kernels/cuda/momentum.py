@@ -1,4 +1,4 @@
-"""Nesterov's momentum on a GPU, for gradients whose encoder does not add it.
+"""Nesterov's momentum on a GPU, for gradients that have no encoder to add it.
 
 It gives the same bits as ``cpu/momentum.py``.
 """

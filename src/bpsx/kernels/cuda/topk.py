@@ -509,7 +509,7 @@ def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
                 key = magnitude(values[chunk * CHUNK + i])
                 mine += 1 if key > least else 1 << 16 if key == least else 0
             _, mine = scan_warp(mine)
-            earlier, _ = scan(mine if lane == 31 else 0, room)  # of the warps before
+            earlier, _ = scan(mine if lane == 31 else 0, room)  # sums of earlier warps
             above, same = (
                 np.int64(larger[group]) + (earlier & 0xFFFF),
                 np.int64(equals[group]) + (earlier >> 16),
