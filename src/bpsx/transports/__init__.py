@@ -1,7 +1,7 @@
-"""Transports by name.
+"""Registry of the transports, and the function that opens an endpoint.
 
-A new one is a module with an endpoint class (see ``base.py``), a line in the table, and the
-conformance suite.
+To add a transport, write a module with an endpoint class (see ``base.py``), add a line to
+``_TABLE``, and run the conformance suite on it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from bpsx.config import TRANSPORT_NAMES, Config, frame_bound
 from bpsx.errors import TransportError
 from bpsx.transports.base import Endpoint
 
-#: name -> module and class; imported when first used, since a transport may need a library that is
-#: not there.
+#: Transport name -> (module, class). A module is imported on first use, because its libraries may
+#: be missing.
 _TABLE: dict[str, tuple[str, str]] = {
     "zeromq": ("bpsx.transports.zeromq.endpoint", "ZeroMQEndpoint"),
     "tcp": ("bpsx.transports.tcp.endpoint", "TcpEndpoint"),
     "rdma": ("bpsx.transports.rdma.endpoint", "RdmaEndpoint"),
 }
 
-#: Workers with which a lane shares memory: each has address space there.
+#: Upper bound on the workers that share memory with one lane; each takes address space in the lane.
 _MOST_NEIGHBOURS = 64
 
 
 def _import(module: str) -> Any:
-    """A transport's module.
+    """Import a transport's module.
 
-    Raises :class:`~bpsx.errors.TransportError` where what it needs is missing, and says what to
-    install.
+    Raises :class:`~bpsx.errors.TransportError`, which says what to install, if a library that the
+    transport needs is missing.
     """
     try:
         return import_module(module)
@@ -49,9 +49,9 @@ def _import(module: str) -> Any:
 
 
 def _own_options(name: str, config: Config) -> dict[str, Any]:
-    """What a transport takes besides what all do."""
+    """Return the keyword arguments that only this transport takes."""
     if name == "rdma":
-        # A worker reads what comes at once; a lane sums in what has come.
+        # A worker reads a message as soon as it arrives; a lane sums in the receive memory itself.
         inbox = config.rdma_inbox << 20 if config.role == "server" else config.rdma_inbox << 18
         return {
             "depth": config.rdma_rx_depth,
@@ -67,10 +67,12 @@ def _own_options(name: str, config: Config) -> dict[str, Any]:
 
 
 def open_endpoint(config: Config) -> Endpoint:
-    """A new endpoint of the transport that ``config`` names, with shared memory beside it if
-    ``config`` says so.
+    """Open an endpoint of the transport that ``config`` names.
 
-    Raises :class:`~bpsx.errors.TransportError` listing what there is.
+    With ``config.ipc``, the endpoint uses shared memory for peers on the same machine.
+
+    Raises :class:`~bpsx.errors.TransportError`, which lists the transports, if there is none of
+    that name.
     """
     name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:

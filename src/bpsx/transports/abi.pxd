@@ -1,56 +1,56 @@
-# The data plane of a transport, as C function pointers: what the worker's core and a server's lane
-# call without the GIL.
+# Data plane of a transport: C function pointers that the worker's core and a server's lanes call
+# without the GIL.
 #
-# Thread rules: send, recv and wait are called by one thread at a time (the core's driver, a lane's
-# thread); `release` and `wake` may be called by any thread; a `done` callback may run on a thread
-# of the transport and must not block. A transport without a thread of its own goes on sending only
-# while somebody is in send, recv or wait: whoever drives it comes back to them as long as anything
-# is under way.
+# Thread rules: one thread at a time calls send, recv and wait (the core's driver, or a lane's
+# thread). Any thread may call `release` and `wake`. A `done` callback may run on a thread of the
+# transport and must not block. A transport without a thread of its own makes progress only inside
+# send, recv and wait. The driving thread therefore calls them again as long as a message is in
+# flight.
 from libc.stdint cimport uint32_t, uint64_t
 
-# (data, hint); the order of libzmq's free function, so that a transport over it needs no shim.
+# (data, hint): the argument order of libzmq's free function, so a transport over it needs no shim.
 ctypedef void (*done_fn)(void *data, void *hint) noexcept nogil
 
-# Where the body of an answer shall come to lie, in memory that the one who will be answered has
-# lent: then nobody need copy it there. Who answers passes on what came with the push. Nobody has to
-# heed it: who is answered looks where the body lies.
+# Hint: where in its own memory the receiver of a reply wants the reply's body, which saves a copy.
+# The sender of the reply echoes the hint that came with the push, and may ignore it. The receiver
+# therefore checks the body's address.
 cdef struct Landing:
-    uint64_t at                 # 0: anywhere
-    uint64_t room               # bytes
-    uint32_t key                # the transport's own
-    bint remote                 # it came with a message: it is the peer's memory
+    uint64_t at                 # address; 0: anywhere
+    uint64_t room               # bytes at `at`
+    uint32_t key                # private to the transport
+    bint remote                 # the hint came with a message, so `at` is in the peer's memory
 
 cdef struct Message:
     uint32_t peer               # index of the sender among this endpoint's peers
     bint has_body
     char *head
     size_t head_size
-    char *body                  # writable: whoever holds the message may sum into it
+    char *body                  # writable: the message's holder may sum into it
     size_t body_size
-    uint64_t opaque[24]         # the transport's own: whatever keeps head and body alive
-    uint64_t wrapper            # of a transport that has others, to know its own by
-    Landing landing             # where the answer shall lie; whoever calls recv has set `at` to 0
+    uint64_t opaque[24]         # private to the transport: what keeps head and body alive
+    uint64_t wrapper            # for a transport that wraps another: marks its own messages
+    Landing landing             # where the reply's body goes; recv's caller sets `at` to 0 first
 
-# Ownership on send: `head` is copied when head_done is NULL, else it and `body` stay the caller's
-# memory, untouched, until their done callback has run. That happens exactly once for each, also
-# when send fails and when the endpoint is closed.
+# Ownership on send: `head` is copied when head_done is NULL. Otherwise head and body stay the
+# caller's memory, which must not change until their done callbacks have run. Each callback runs
+# exactly once, also when send fails and when the endpoint is closed.
 cdef struct Endpoint:
     void *self
-    # 0, or -1 if the peer cannot be reached. `landing`: where the answer, or, `remote`, this body
-    # shall lie; or NULL.
+    # Returns 0, or -1 if the peer cannot be reached. `landing`: where the reply's body goes or, if
+    # `remote`, where this body goes; may be NULL.
     int (*send)(
         void *self, uint32_t peer,
         void *head, size_t head_size, done_fn head_done, void *head_hint,
         void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
     ) noexcept nogil
-    # 1: *m is filled and owned by the caller until released. 0: nothing there. Malformed messages
-    # are counted and dropped inside.
+    # Returns 1 if *m is filled; the caller owns it until it calls release. Returns 0 if there is no
+    # message. Malformed messages are counted and dropped inside.
     int (*recv)(void *self, Message *m) noexcept nogil
     void (*release)(void *self, Message *m) noexcept nogil
-    # Park until something can be received, wake was called, or the time is over (-1: never).
+    # Block until a message may be received, wake is called, or the timeout ends (-1: no timeout).
     void (*wait)(void *self, int timeout_ms) noexcept nogil
     void (*wake)(void *self) noexcept nogil
-    # This memory stays as long as the endpoint is open, and will be sent from to this peer (-1: to
-    # any) and answered into: it may be prepared for that. May be said again. By who sends. NULL: it
-    # makes no difference.
+    # Hint that this memory stays valid while the endpoint is open, and that bodies for this peer
+    # (-1: any peer) are sent from it and replies arrive in it; the transport may register it.
+    # May be repeated. Called by the thread that sends. NULL: the transport has no use for it.
     void (*lend)(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil

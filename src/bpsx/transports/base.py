@@ -1,9 +1,9 @@
-"""The control plane of a transport: what sessions and servers call from Python.
+"""Control plane of a transport: the methods that sessions and servers call from Python.
 
-The data plane is ``abi.pxd``.
+``abi.pxd`` has the data plane.
 
-An endpoint is one process's (or one server lane's) end of the transport, with numbered peers. A
-worker connects to lanes 0, 1, …; a lane knows workers by rank.
+An endpoint is one end of the transport, owned by a worker process or by a lane. Its peers are
+numbered: a worker's peers are lanes 0, 1, …; a lane's peers are workers, by rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, Protocol
 
 
 class Endpoint(Protocol):
-    """What every transport's endpoint provides. One thread at a time, except where said."""
+    """Interface of every transport's endpoint.
+
+    One thread at a time may call it, except where a method says otherwise.
+    """
 
     address: str
     """``host:port`` after :meth:`bind`, else empty."""
@@ -25,38 +28,43 @@ class Endpoint(Protocol):
     """Messages that were dropped because they made no sense to the transport."""
 
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at any free
-        port; returns the address. Raises :class:`~bpsx.errors.TransportError`."""
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
+
+        Returns the address. Raises :class:`~bpsx.errors.TransportError`.
+        """
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before
-        :meth:`connect` and the first message.
+        """Set the job's number and the rank under which lanes know this endpoint.
+
+        Call it before :meth:`connect` and before the first message.
         """
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``address`` as peer ``peer``.
+        """Connect to the lane at ``address``, which becomes peer ``peer``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
 
     def watch(self) -> int:
-        """Start to watch connections; returns a descriptor that becomes readable when :meth:`lost`
-        has news.
+        """Start to watch the connections.
+
+        Returns a descriptor that becomes readable when :meth:`lost` has something to return.
         """
 
     def lost(self) -> list[int]:
-        """Peers whose connection broke since the last call; -1 for one that cannot be named."""
+        """Return the peers whose connection broke since the last call; -1 for an unknown peer."""
 
     def abi(self) -> Any:
-        """A capsule named ``bpsx.Endpoint`` with the C function table; valid as long as this
-        object.
+        """Return a capsule named ``bpsx.Endpoint`` with the table of C functions.
+
+        The capsule is valid as long as this object.
         """
 
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""
 
     def close(self) -> None:
-        """Drop what is unsent; on return every done callback has run.
+        """Drop unsent messages; every done callback has run when this returns.
 
-        Idempotent; after the driving thread has stopped.
+        Idempotent. Call it after the driving thread has stopped.
         """

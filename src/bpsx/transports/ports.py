@@ -1,6 +1,4 @@
-"""Which port a listener takes: the system's choice, or the first free one of those that
-``BPSX_PORTS`` allows.
-"""
+"""Port of a listener: chosen by the system, or the first free port that ``BPSX_PORTS`` allows."""
 
 from __future__ import annotations
 
@@ -14,16 +12,17 @@ T = TypeVar("T")
 
 
 def bind_one(ports: Sequence[int], bind: Callable[[int], T]) -> T:
-    """What ``bind`` returns for the first of ``ports`` that is free; without ``ports`` for 0, the
-    system's choice.
+    """Call ``bind`` with each of ``ports`` until one is free, and return what ``bind`` returns.
 
-    ``bind`` raises an error with ``errno`` EADDRINUSE for a port that is taken; all else that it
-    raises goes through. Raises :class:`~bpsx.errors.TransportError` if all are taken.
+    Without ``ports``, ``bind`` is called with 0, and the system chooses the port.
+
+    ``bind`` must raise an error with ``errno`` EADDRINUSE for a taken port. Every other exception
+    propagates. Raises :class:`~bpsx.errors.TransportError` if all ports are taken.
     """
     for port in ports or (0,):
         try:
             return bind(port)
-        except Exception as e:  # OSError, or ZeroMQ's own
+        except Exception as e:  # OSError or zmq.ZMQError
             if getattr(e, "errno", None) != errno.EADDRINUSE or not ports:
                 raise
     taken = (

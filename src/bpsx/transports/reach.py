@@ -1,6 +1,6 @@
-"""Whether a TCP port can be reached from here: connects, says nothing, and closes.
+"""Reachability probe for a TCP port: connects, sends nothing, and closes.
 
-No ZeroMQ here.
+This module does not use ZeroMQ.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 from bpsx.system.address import is_ipv6, resolve
 
-#: Seconds without any answer after which a port counts as unreachable.
+#: Seconds without a reply after which a port counts as unreachable.
 PATIENCE = 10.0
 _ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 def explain(code: int) -> str:
-    """Why a connection was not made, from its ``errno``, for people."""
+    """Describe a failed connection's ``errno`` to the user."""
     if code == errno.ECONNREFUSED:
         return "refused: nobody listens there, or a firewall says no"
     if code in (errno.ETIMEDOUT, errno.EAGAIN):
@@ -31,7 +31,7 @@ def explain(code: int) -> str:
 
 
 class Probe:
-    """One attempt to connect to ``host:port``, which blocks nobody. For one thread."""
+    """One attempt to connect to ``host:port`` without blocking. For one thread."""
 
     def __init__(self, address: str, patience: float = PATIENCE) -> None:
         self.address = address
@@ -57,7 +57,7 @@ class Probe:
 
     @property
     def pending(self) -> bool:
-        """Whether there is no result yet; looks for one."""
+        """Whether the attempt still has no result; polls the socket."""
         if self._socket is None:
             return False
         poll = select.poll()
@@ -69,25 +69,27 @@ class Probe:
         return self._socket is not None
 
     def why_not(self) -> str:
-        """Why the port cannot be reached, for people; empty if it can, or if nothing is known
-        yet.
+        """Return why the port cannot be reached, as text for the user.
+
+        Empty if the port can be reached, or while there is no result.
         """
         return "" if self.pending else self._why
 
     def fileno(self) -> int:
-        """Becomes writable with the result; -1 when it is there."""
+        """Descriptor that becomes writable with the result; -1 once the result is known."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def close(self) -> None:
-        """Give up. Idempotent."""
+        """Give up the attempt. Idempotent."""
         if self._socket is not None:
             self._socket.close()
         self._socket = None
 
 
 def unreachable(addresses: Iterable[str], patience: float = PATIENCE) -> dict[str, str]:
-    """Those of ``addresses`` that cannot be reached, with the reason; all are tried at once, for
-    ``patience`` seconds.
+    """Return the addresses that cannot be reached, each with its reason.
+
+    All are probed at the same time, for ``patience`` seconds.
     """
     probes = [Probe(address, patience) for address in addresses]
     end = time.monotonic() + patience

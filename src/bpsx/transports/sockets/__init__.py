@@ -1,1 +1,1 @@
-"""What the transports over sockets of ours share."""
+"""Parts shared by the transports that use sockets directly (TCP, shared memory, RDMA)."""

@@ -1,4 +1,4 @@
-# What the endpoints of our own transports have in common, see endpoint.pyx.
+# Base class of the endpoints that listen on a plain socket; see endpoint.pyx.
 from libc.stdint cimport int64_t
 
 from bpsx.system.sync cimport Monitor
@@ -8,7 +8,7 @@ from bpsx.transports.sockets.peers cimport Losses
 
 cdef class GatedEndpoint:
     cdef Endpoint table
-    cdef int *epoll             # these four are the data plane's
+    cdef int *epoll             # this and the next three point into the data plane's state
     cdef int *wake_fd
     cdef Losses *losses
     cdef int64_t *nonsense

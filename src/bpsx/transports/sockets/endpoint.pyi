@@ -1,12 +1,12 @@
-"""What the endpoints of our own transports have in common; see ``endpoint.pyx``."""
+"""Base class of the endpoints that listen on a plain socket; see ``endpoint.pyx``."""
 
 from collections.abc import Sequence
 from typing import Any
 
 class GatedEndpoint:
-    """An endpoint but for its connections.
+    """An endpoint without its connections, which a subclass provides.
 
-    The contract is :class:`bpsx.transports.base.Endpoint`'s.
+    :class:`bpsx.transports.base.Endpoint` describes the interface.
     """
 
     @property
@@ -14,27 +14,28 @@ class GatedEndpoint:
         """``host:port`` after :meth:`bind`, else empty."""
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
     @property
     def malformed(self) -> int:
-        """Messages that made no sense; their connections were closed."""
+        """Number of malformed messages; the connection of each was closed."""
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """Listen on ``host`` at a port that the system chooses.
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
 
-        Raises :class:`~bpsx.errors.TransportError`.
+        Returns ``host:port``. Raises :class:`~bpsx.errors.TransportError`.
         """
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint."""
+        """Set the job's number and the rank under which lanes know this endpoint."""
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when
-        :meth:`lost` has news.
+        """Start to watch the connections.
+
+        Returns a descriptor that becomes readable when :meth:`lost` has something to return.
         """
     def lost(self) -> list[int]:
-        """Peers whose connection has broken since the last call."""
+        """Return the peers whose connection broke since the last call. Any thread may call it."""
     def abi(self) -> Any:
-        """The data plane: a capsule, valid as long as this object."""
+        """Return the data plane as a capsule, valid as long as this object."""
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""

@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""What the endpoints of our own transports have in common: workers come through the gate of
-``listener.py``, one epoll and one wake-up descriptor end sleeps, and connections that broke are
-told of by number.
+"""Base class of the endpoints that listen on a plain socket.
+
+Workers connect through the gate of ``listener.py``. One epoll and one wake-up eventfd end waits,
+and broken connections are reported by peer number.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t
@@ -22,10 +23,10 @@ from bpsx.system.address import join_host_port
 
 
 cdef class GatedEndpoint:
-    """An endpoint but for its connections.
+    """An endpoint without its connections.
 
-    Subclasses have ``connect``, ``close`` and ``_take``, to which the gate hands a socket and whose
-    it is.
+    A subclass provides ``connect``, ``close`` and ``_take``. The gate calls ``_take`` with each
+    accepted socket and its worker's rank.
     """
 
     cdef _set_up(
@@ -50,8 +51,9 @@ cdef class GatedEndpoint:
             raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
-        chooses; returns and stores ``host:port``.
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
+
+        Returns and stores ``host:port``.
         """
         listener = gate.listen(host, ports)
         self.gate = gate.Gate(listener, self.secret, self._take)
@@ -60,10 +62,10 @@ cdef class GatedEndpoint:
         return self.address
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before
-        :meth:`connect` and the first message.
+        """Set the job's number and the rank under which lanes know this endpoint.
 
-        A lane lets workers in from now on.
+        Call it before :meth:`connect` and before the first message. After it, a lane that is bound
+        accepts workers.
         """
         self.job, self.rank, self.joined = job, rank, True
         self._open()
@@ -73,36 +75,37 @@ cdef class GatedEndpoint:
             self.gate.open(self.job, self.address)
 
     def watch(self) -> int:
-        """A descriptor that becomes readable when :meth:`lost` has news."""
+        """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.losses.fd
 
     def lost(self) -> list:
-        """Peers whose connection has broken since the last call. Any thread."""
+        """Return the peers whose connection broke since the last call. Any thread may call it."""
         return take_losses(self.losses)
 
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
         return self.wake_fd[0]
 
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
         return 0 if self.gate is None else self.gate.refused
 
     @property
     def malformed(self) -> int:
-        """Messages that made no sense; their connections were closed."""
+        """Number of malformed messages; the connection of each was closed."""
         return atomic_load(self.nonsense)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
-        object.
+        """Return the data plane: a capsule with the C :c:struct:`Endpoint`.
+
+        The capsule is valid as long as this object.
         """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""
         cdef uint64_t one = 1
         write(self.wake_fd[0], &one, sizeof(one))
 
@@ -110,7 +113,7 @@ cdef class GatedEndpoint:
         cdef int fd
         if self.epoll == NULL:
             return
-        # Only now: a done callback that runs at the end may still wake us.
+        # Not in close(): a done callback that runs at the end may still write to wake_fd.
         for fd in (self.epoll[0], self.wake_fd[0], self.losses.fd):
             if fd >= 0:
                 close_descriptor(fd)

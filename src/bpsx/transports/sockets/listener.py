@@ -1,7 +1,7 @@
-"""Who may connect to a lane over plain sockets, and to its memory: a greeting that only who knows
-the job secret can compute, checked before the data plane sees the connection.
+"""Access control of lanes over plain sockets: a greeting that proves knowledge of the job secret.
 
-What ``auth.py`` is for ZeroMQ.
+A connection reaches the data plane, and the lane's memory, only after its greeting was checked.
+``auth.py`` does the same for ZeroMQ.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from bpsx.transports.ports import bind_one
 from bpsx.transports.reach import explain
 from bpsx.transports.zeromq.auth import HANDSHAKE_MS, Refusals
 
-#: Magic and version, the worker's rank, its token.
+#: Greeting: magic with version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp2"
-#: What a lane says first: bytes that it never says again, so that a greeting that somebody has
-#: overheard is of no use on another connection.
+#: Size of the nonce that a lane sends first. Each nonce is used once, so an overheard greeting is
+#: useless on another connection.
 _NONCE_BYTES = 32
 BACKLOG = 4096
-#: Connections that may be about to greet; of more the oldest are closed. A process has several
-#: gates, and needs descriptors for other things.
+#: Bounds on the connections that have not greeted yet; the gate closes the oldest above the bound.
+#: The bound is a share of the process's descriptors, because a process has several gates and needs
+#: descriptors for other things.
 _MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
-#: Of these one address has this part at most.
+#: One address may hold at most this fraction (1/4) of them.
 _ADDRESS_SHARE = 4
-# Linux' bounds for probes of a silent connection.
+# Linux's bounds for keepalive probes: seconds between probes, and number of probes.
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
-#: Seconds for making a connection, and for the greeting.
+#: Seconds to make a connection, and seconds to greet.
 PATIENCE = HANDSHAKE_MS / 1000
-#: Seconds that a lane may take to say its nonce: it may be a busy process that has not accepted
-#: yet.
+#: Seconds that a lane may take to send its nonce: a busy process may not have accepted yet.
 _NONCE_PATIENCE = 30.0
 
 
 class Unreachable(TransportError):
-    """No connection to a lane can be made, and the lane is not known to be gone."""
+    """A connection to a lane cannot be made, and the lane is not known to have exited."""
 
     def __init__(self, text: str, why: str = "") -> None:
-        """Copies are made of ``text`` alone, as of all errors."""
+        """``text`` is the whole message; copies of an error are made from it alone."""
         super().__init__(text)
         self.why = why
 
 
 def unreachable(address: str, why: str) -> Unreachable:
-    """The lane at ``address`` cannot be reached, because of ``why``."""
+    """Return the error for the lane at ``address``, which ``why`` makes unreachable."""
     return Unreachable(f"cannot connect to {address}: {why}", why)
 
 
 def require_presence(address: str, error: OSError) -> None:
-    """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died:
-    then the scheduler says so, which knows best.
+    """Raise :class:`Unreachable` unless ``error`` means that the lane at ``address`` may have died.
+
+    The scheduler reports deaths, because it knows best which process has died.
     """
     if isinstance(error, TimeoutError):
         raise unreachable(address, "no answer; a firewall?") from error
@@ -80,10 +81,9 @@ def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes
 def greet(
     made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b""
 ) -> None:
-    """Worker ``rank``'s part on a new connection to the lane at ``address``: hear the nonce, and
-    send the greeting and ``more`` behind it.
+    """Read the lane's nonce from a new connection, then send worker ``rank``'s greeting.
 
-    Raises OSError.
+    ``address`` is the lane's. ``more`` is sent right after the greeting. Raises OSError.
     """
     nonce = b""
     while len(nonce) < _NONCE_BYTES:
@@ -95,9 +95,10 @@ def greet(
 
 
 def prepare(made: socket.socket, interval: float, timeout: float) -> None:
-    """A connected socket, for the data plane.
+    """Set the options of a connected socket for the data plane.
 
-    Silence of ``timeout`` seconds breaks it; ``interval``: how often it is probed, 0: never.
+    ``timeout``: seconds of silence after which the connection breaks. ``interval``: seconds between
+    keepalive probes; 0: none.
     """
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,13 +127,13 @@ def dial(
     before: Callable[[socket.socket, str], None] | None = None,
     more: bytes = b"",
 ) -> socket.socket:
-    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's
-    nonce and sent the greeting, and ``more`` behind it.
+    """Connect worker ``rank`` to the lane at ``address``, and greet.
 
-    ``before``: what to do to the socket, given the lane's numeric address, before it is connected.
+    ``before`` is called with the socket and the lane's numeric address before it connects. ``more``
+    is sent right after the greeting. Returns the connected socket.
 
-    Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be
-    reached now.
+    Raises :class:`~bpsx.errors.TransportError` for an invalid address, and OSError if the lane
+    cannot be reached now.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -157,7 +158,7 @@ def dial(
 
 
 def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
-    """At the first free one of ``ports``, else at one that the system chooses.
+    """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
 
     Raises :class:`~bpsx.errors.TransportError`.
     """
@@ -176,8 +177,9 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
 
 
 def most_waiting() -> int:
-    """How many connections may be about to greet at one gate, given how many descriptors this
-    process may have.
+    """Return how many connections of one gate may be waiting to greet.
+
+    The bound follows from the process's limit of descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
@@ -196,12 +198,10 @@ class _Newcomer:
 
 
 class Gate:
-    """Listens for one lane.
+    """Listener of one lane, which accepts each worker once.
 
-    ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
-
-    A greeting answers the nonce of its connection, so who has overheard it can do nothing with it;
-    and each rank comes in once.
+    The gate's thread calls ``take`` with the socket and the rank of each worker whose greeting is
+    valid. A greeting answers the nonce of its own connection, so an eavesdropper cannot reuse it.
     """
 
     def __init__(
@@ -214,15 +214,15 @@ class Gate:
         self._stopping = False
         self._refusals = Refusals()
         self._inside: set[int] = set()  # ranks
-        self._waiting: dict[int, _Newcomer] = {}  # by descriptor, the oldest first
-        # their descriptors, the oldest first
+        self._waiting: dict[int, _Newcomer] = {}  # by descriptor, oldest first
+        # Descriptors of `_waiting` by peer address, oldest first.
         self._by_address: dict[str, dict[int, None]] = {}
         self._most = most_waiting()
 
     def open(self, job: int, address: str) -> None:
-        """Begin to let workers in, on a thread of its own.
+        """Start to accept workers, on the gate's own thread.
 
-        It sleeps except when somebody connects.
+        The thread sleeps except while a peer connects.
         """
         self._job, self._address = job, address
         self._thread = threading.Thread(target=self._run, name="bpsx-gate", daemon=True)
@@ -248,7 +248,7 @@ class Gate:
     def _accept(self) -> None:
         try:
             made, peer = self._listener.accept()
-        # it is gone again; or there are no descriptors left, and the next try comes soon enough
+        # The peer has gone, or the process has no descriptors left. Pause before the next attempt.
         except OSError:
             time.sleep(0.01)
             return
@@ -263,13 +263,13 @@ class Gate:
         self._by_address.setdefault(newcomer.who, {})[made.fileno()] = None
         self._selector.register(made, selectors.EVENT_READ)
         try:
-            made.send(newcomer.nonce)  # an empty buffer takes it
+            made.send(newcomer.nonce)  # the send buffer is empty, so the nonce fits
         except OSError:
             self._refuse(newcomer)
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
-            # what follows is for the data plane
+            # Read no more than the greeting: what follows it is for the data plane.
             said = newcomer.made.recv(_GREETING.size - len(newcomer.said))
         except BlockingIOError:
             return
@@ -291,7 +291,7 @@ class Gate:
         self._take(newcomer.made, rank)
 
     def _rank_of(self, said: bytes, nonce: bytes) -> int:
-        """-1: the greeting is not good."""
+        """Return the rank of a valid greeting, else -1."""
         if len(said) != _GREETING.size:
             return -1
         magic, rank, shown = _GREETING.unpack(said)
@@ -317,7 +317,7 @@ class Gate:
 
     @property
     def refused(self) -> int:
-        """How many connections were turned away."""
+        """Number of refused connections."""
         return self._refusals.count
 
     def close(self) -> None:
@@ -333,6 +333,6 @@ class Gate:
                 newcomer.made.close()
         self._listener.close()
         os.close(self._wake)
-        # which holds the endpoint that holds us: descriptors would stay until the next collection
-        # of garbage
+        # `_take` refers to the endpoint, which refers to this gate; the cycle would keep
+        # descriptors open until the next garbage collection.
         del self._take

@@ -1,5 +1,4 @@
-# What every transport of our own has: its peers by number, which of them have been lost, and memory
-# for what those send.
+# Peers by number, the list of lost peers, and aligned memory: shared by our own transports.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -15,8 +14,8 @@ cdef extern from *:
     #include <stdint.h>
     #include <stdlib.h>
     static inline void *bpsx_aligned(size_t size) {
-        /* Not posix_memalign: it asks for more than it returns,
-           so the place of a freed block never holds an equal one. */
+        /* Not posix_memalign: it asks malloc for more than it returns, so the hole that a freed
+           block leaves never fits an equal block. */
         char *got = size < PTRDIFF_MAX - 64 ? malloc(size + 64) : NULL, *at;
         if (got == NULL)
             return NULL;
@@ -29,16 +28,17 @@ cdef extern from *:
             free(((void **)at)[-1]);
     }
     """
-    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made; for free_aligned()
+    # Aligned to 64 bytes, so that sums can be computed in place. Free with free_aligned().
+    void *aligned "bpsx_aligned"(size_t size) nogil
     void free_aligned "bpsx_free_aligned"(void *at) nogil
 
-cdef struct Peers:              # connections by number
+cdef struct Peers:              # connections by peer number
     void **at
     uint32_t n
 
-cdef struct Losses:             # for whoever watches
+cdef struct Losses:             # peers lost since the last take_losses()
     Monitor monitor
-    int fd                      # an eventfd: there is news
+    int fd                      # eventfd, readable while there are new losses
     uint32_t *peers
     uint32_t n
     uint32_t room
@@ -64,13 +64,13 @@ cdef inline void forget_peers(Peers *p) noexcept nogil:
 
 
 cdef inline void ring(Losses *l) noexcept nogil:
-    """There is news. Any thread."""
+    """Signal new losses. Any thread may call it."""
     cdef uint64_t one = 1
     write(l.fd, &one, sizeof(one))
 
 
 cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
-    """Any thread."""
+    """Record that ``peer`` is lost, and signal it. Any thread may call it."""
     cdef uint32_t *grown
     lock(&l.monitor)
     if l.n == l.room:
@@ -85,7 +85,7 @@ cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
 
 
 cdef inline list take_losses(Losses *l):
-    """Those since the last call."""
+    """Return and clear the losses since the last call."""
     cdef uint64_t drained = 0
     read(l.fd, &drained, sizeof(drained))
     lock(&l.monitor)
