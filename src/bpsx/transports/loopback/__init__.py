@@ -1,1 +1,1 @@
-"""The smallest complete transport, to be copied."""
+"""Transport within one process: the smallest complete one, to be copied for a new transport."""

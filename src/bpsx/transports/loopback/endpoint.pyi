@@ -1,11 +1,11 @@
-"""Endpoints within one process; see ``endpoint.pyx``."""
+"""Transport within one process; see ``endpoint.pyx``."""
 
 from typing import Any
 
 class LoopbackEndpoint:
-    """One end; :meth:`connect` joins it to another.
+    """Endpoint that :meth:`connect` joins to another of the same process.
 
-    All ends must be closed before any is dropped.
+    All endpoints must be closed before any is dropped.
     """
 
     hold_done: bool
@@ -14,25 +14,26 @@ class LoopbackEndpoint:
     def __init__(self) -> None: ...
     @property
     def wake_descriptor(self) -> int:
-        """-1: nobody outside the process can wake it."""
+        """-1: no other process can wake it."""
     def abi(self) -> Any:
-        """The data plane: a capsule, valid as long as this object."""
+        """Return the data plane as a capsule, valid as long as this object."""
     def connect(self, peer: int, other: LoopbackEndpoint, as_peer: int) -> None:
-        """Reach ``other`` as peer ``peer``, appearing there as ``as_peer``.
+        """Make ``other`` peer ``peer``; this endpoint becomes its peer ``as_peer``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def disconnect(self, peer: int) -> None:
-        """From now on ``peer`` cannot be reached."""
+        """Make ``peer`` unreachable from now on."""
     def inject(self, peer: int, head: bytes, body: bytes | None = None) -> None:
-        """Let a message arrive here, as if ``peer`` had sent it."""
+        """Deliver a message here, as if ``peer`` had sent it."""
     def sent(self, timeout: float = 0) -> tuple[int, bytes, bytes | None] | None:
-        """The next message that has arrived here, as (peer, head, body); None if none came within
-        ``timeout`` seconds.
+        """Return the next message that arrived here, as (peer, head, body).
+
+        None if no message arrives within ``timeout`` seconds.
         """
     def complete(self) -> int:
-        """Run the done callbacks that were held back; returns how many."""
+        """Run the done callbacks that were held back; return how many."""
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""
     def close(self) -> None:
-        """Drop what was not received and run what was held back. Idempotent."""
+        """Drop unread messages and run the callbacks that were held back. Idempotent."""

@@ -1,9 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The smallest complete transport: endpoints in one process hand each other messages through a
-queue and a condition variable.
+"""Transport within one process: endpoints pass messages through a queue and a condition variable.
 
-Copy it to begin a new transport. Tests use it to script the other side:
-:meth:`LoopbackEndpoint.inject` and :meth:`LoopbackEndpoint.sent` stand in for a peer,
+It is the smallest complete transport; copy it to begin a new one. Tests use it to script the other
+side: :meth:`LoopbackEndpoint.inject` and :meth:`LoopbackEndpoint.sent` replace a peer, and
 :attr:`LoopbackEndpoint.hold_done` keeps memory "on the wire" until
 :meth:`LoopbackEndpoint.complete`.
 """
@@ -23,7 +22,7 @@ from bpsx.errors import TransportError
 cdef enum:
     MAX_PEERS = 256
 
-cdef struct Node:               # one message in a queue; head and body follow it in memory
+cdef struct Node:               # a message in a queue; head and body follow it in memory
     Node *next
     uint32_t peer
     size_t head_size
@@ -44,8 +43,8 @@ cdef struct State:
     bint hold_done
     bint woken
     bint closed
-    State *peers[MAX_PEERS]     # whom a message to peer i goes to
-    uint32_t names[MAX_PEERS]   # as whom we appear there
+    State *peers[MAX_PEERS]     # receiver of messages to peer i
+    uint32_t names[MAX_PEERS]   # this endpoint's peer number there
 
 
 cdef Node *node_new(
@@ -80,7 +79,7 @@ cdef void deliver(State *s, Node *node) noexcept nogil:
 
 
 cdef void finish(State *s, done_fn call, void *data, void *hint) noexcept nogil:
-    """Run a done callback, now or, if a test says so, later."""
+    """Run a done callback now, or hold it back until complete()."""
     cdef Done *held
     if call == NULL:
         return
@@ -107,8 +106,8 @@ cdef int loopback_send(
     cdef Node *node = NULL
     if to != NULL:
         node = node_new(s.names[peer], head, head_size, body, body_size)
-    # The message is a copy. Callbacks first: who sees it arrive may rely on them having run, or
-    # being held.
+    # The message is a copy. Run the callbacks before delivery: a receiver may rely on them having
+    # run, or being held.
     finish(s, head_done, head, head_hint)
     finish(s, body_done, body, body_hint)
     if node == NULL:
@@ -163,9 +162,9 @@ cdef void loopback_wake(void *self) noexcept nogil:
 
 
 cdef class LoopbackEndpoint:
-    """One end; :meth:`connect` joins it to another.
+    """Endpoint that :meth:`connect` joins to another of the same process.
 
-    All ends must be closed before any is dropped.
+    All endpoints must be closed before any is dropped.
     """
     cdef State *state
     cdef Endpoint table
@@ -185,17 +184,15 @@ cdef class LoopbackEndpoint:
 
     @property
     def wake_descriptor(self) -> int:
-        """None: a condition variable wakes this one, and nobody outside the process can."""
+        """-1: a condition variable ends its waits, and no other process can signal that."""
         return -1
 
     def abi(self):
-        """The data plane; see :mod:`bpsx.transports.base`."""
+        """Return the data plane; see :mod:`bpsx.transports.base`."""
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def connect(self, int peer, LoopbackEndpoint other not None, int as_peer) -> None:
-        """Reach ``other`` as peer ``peer``; messages arrive there as coming from its peer
-        ``as_peer``.
-        """
+        """Make ``other`` peer ``peer``; its messages from here come from its peer ``as_peer``."""
         if not 0 <= peer < MAX_PEERS:
             raise TransportError(f"peer {peer}: a loopback endpoint has peers 0 to {MAX_PEERS - 1}")
         self.state.names[peer] = as_peer
@@ -203,11 +200,11 @@ cdef class LoopbackEndpoint:
         self.others[peer] = other
 
     def disconnect(self, int peer) -> None:
-        """From now on ``peer`` cannot be reached."""
+        """Make ``peer`` unreachable from now on."""
         self.state.peers[peer] = NULL
 
     def inject(self, uint32_t peer, bytes head not None, bytes body=None) -> None:
-        """Let a message arrive here, as if ``peer`` had sent it."""
+        """Deliver a message here, as if ``peer`` had sent it."""
         cdef Node *node = node_new(
             peer, <char *>head, len(head), <char *>body if body is not None else NULL,
             len(body) if body is not None else 0
@@ -217,8 +214,9 @@ cdef class LoopbackEndpoint:
         deliver(self.state, node)
 
     def sent(self, timeout: float = 0) -> tuple | None:
-        """The next message that has arrived here, as (peer, head, body); None when there is none
-        within ``timeout`` seconds.
+        """Return the next message that arrived here, as (peer, head, body).
+
+        None if no message arrives within ``timeout`` seconds.
         """
         cdef Message m
         cdef int timeout_ms = <int>(timeout * 1000)
@@ -233,7 +231,7 @@ cdef class LoopbackEndpoint:
 
     @property
     def hold_done(self) -> bool:
-        """Whether done callbacks are held back. To be set before the first send."""
+        """Whether done callbacks are held back. Set it before the first send."""
         return self.state.hold_done
 
     @hold_done.setter
@@ -241,7 +239,7 @@ cdef class LoopbackEndpoint:
         self.state.hold_done = value
 
     def complete(self) -> int:
-        """Run the done callbacks that were held back; returns how many."""
+        """Run the done callbacks that were held back; return how many."""
         cdef Done *held
         cdef Done *following
         cdef int n = 0
@@ -261,7 +259,7 @@ cdef class LoopbackEndpoint:
         loopback_wake(self.state)
 
     def close(self) -> None:
-        """Drop what was not received and run what was held back. Idempotent."""
+        """Drop unread messages and run the callbacks that were held back. Idempotent."""
         cdef Message m
         lock(&self.state.monitor)
         self.state.closed = True

@@ -1,1 +1,1 @@
-"""TCP over plain sockets."""
+"""TCP transport over plain sockets."""

@@ -1,5 +1,4 @@
-# A connection of the transport over plain sockets, and an endpoint's lists of them. See
-# endpoint.pyx.
+# A connection of the TCP transport, and an endpoint's lists of connections. See endpoint.pyx.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
@@ -51,21 +50,22 @@ cdef extern from *:
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
 cdef enum:
-    # what is read beyond the body that is awaited; small messages come many at a time
+    # Bytes read ahead, beyond the body in progress; small messages arrive many at a time.
     BUFFER = 64 << 10
     EVENTS = 64
-    # messages, while there are always more: others may have something, or have room
+    # Messages from ready connections before epoll is asked again: other connections may be readable
+    # or writable by then.
     LOOK_EVERY = 16
-    GATHERED = 8                # messages that are written at once, of those that wait
+    GATHERED = 8                # queued messages per sendmsg()
     MOST_HEAD = 1 << 20
 
-# What goes before each message on the wire.
+# Header of each message on the wire.
 cdef struct Prefix:
     uint32_t head_size
     uint32_t has_body
     uint64_t body_size
 
-cdef struct Outgoing:           # a message that is not written out
+cdef struct Outgoing:           # a message that is not fully written; memory stays the caller's
     Outgoing *next
     Prefix prefix
     char *head
@@ -74,24 +74,24 @@ cdef struct Outgoing:           # a message that is not written out
     done_fn body_done
     void *head_hint
     void *body_hint
-    size_t sent                 # bytes of prefix, head and body together
+    size_t sent                 # bytes written, of prefix, head and body together
 
 cdef struct Connection:
-    Connection *next            # of all, or of those that the data plane has not seen yet
+    Connection *next            # in the list `State.all`, or in `State.new` before that
     Connection *next_ready
     int fd
     uint32_t peer
-    bint dead
-    bint ready                  # is in the list of those that may have something to read
-    bint drained                # the last read was short: there was nothing more
-    bint wants_out              # epoll tells when it can be written to
-    Outgoing *first
+    bint dead                   # broken or closed
+    bint ready                  # in the list of connections that may have data to read
+    bint drained                # the last read was short, so the socket is empty
+    bint wants_out              # epoll reports when the socket is writable
+    Outgoing *first             # queue of messages not fully written
     Outgoing *last
-    # the message that is being read: head, then body at a multiple of 64
+    # Message being read: head, then body at a multiple of 64 bytes.
     char *block
     Prefix prefix
-    size_t filled               # bytes of head and body together
-    size_t begin                # what is in `buffer` and not used
+    size_t filled               # bytes read, of head and body together
+    size_t begin                # bytes of `buffer` not yet used: from `begin` to `end`
     size_t end
     char buffer[BUFFER]
 
@@ -99,8 +99,8 @@ cdef struct State:
     Monitor monitor             # guards `new`
     int epoll
     int wake_fd
-    bint woken                  # somebody has written there, and no wait has ended for it
-    int since                   # messages since the last look at all connections
+    bint woken                  # wake was called, and no wait has ended since
+    int since                   # messages received since the last epoll_wait()
     uint64_t most_bytes
     int64_t malformed
     int64_t n_new
@@ -113,7 +113,7 @@ cdef struct State:
 
 
 cdef inline void end_outgoing(Outgoing *o) noexcept nogil:
-    """Its memory is its owner's again."""
+    """Run its done callbacks, which return the memory to its owner, and free it."""
     if o.head_done != NULL:
         o.head_done(o.head, o.head_hint)
     if o.body_done != NULL:
@@ -122,10 +122,10 @@ cdef inline void end_outgoing(Outgoing *o) noexcept nogil:
 
 
 cdef inline void let_go(Connection *c) noexcept nogil:
-    """Close it, run the done callbacks of what waits to be written, free what was being read."""
+    """Close the connection, run the done callbacks of its queue, free the message being read."""
     cdef Outgoing *o
     if c.fd >= 0:
-        close_descriptor(c.fd)      # which takes it out of the epoll
+        close_descriptor(c.fd)      # also removes it from the epoll set
     c.fd = -1
     while c.first != NULL:
         o, c.first = c.first, c.first.next
@@ -136,7 +136,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
 
 
 cdef inline void take_new(State *s) noexcept nogil:
-    """Those that were made since the last look, on another thread."""
+    """Add the connections that other threads made since the last call."""
     cdef Connection *c
     cdef Connection *following
     if atomic_load(&s.n_new) == 0:
@@ -161,7 +161,7 @@ cdef inline void take_new(State *s) noexcept nogil:
 
 
 cdef inline void lose(State *s, Connection *c) noexcept nogil:
-    """It is broken: say so, and give back what it had."""
+    """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
         c.dead = True
         let_go(c)

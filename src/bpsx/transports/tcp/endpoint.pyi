@@ -1,9 +1,9 @@
-"""TCP through plain sockets; see ``endpoint.pyx``."""
+"""TCP transport over plain sockets; see ``endpoint.pyx``."""
 
 from bpsx.transports.sockets.endpoint import GatedEndpoint
 
 class TcpEndpoint(GatedEndpoint):
-    """Connections over plain sockets."""
+    """Endpoint with one TCP connection per peer."""
 
     def __init__(
         self,
@@ -16,17 +16,22 @@ class TcpEndpoint(GatedEndpoint):
         most_bytes: int = -1,
         io_threads: int = 0,
     ) -> None:
-        """``send_buffer``: bytes of each connection, 0 for the system's own tuning, None for what
-        suits loopback or a network, by its address; the heartbeat's times are in seconds, interval
-        0 for none; ``most_bytes`` that a body may have which arrives, -1 for no bound; ``secret``
-        alike on both ends; ``encrypt`` is refused; ``io_threads`` is ZeroMQ's.
+        """Create an endpoint that neither listens nor is connected.
+
+        ``send_buffer``: bytes of each connection's send buffer; 0: the system tunes it; None: a
+        size for loopback or for a network, by the peer's address.
+        ``heartbeat_interval``, ``heartbeat_timeout``: seconds; interval 0 means no heartbeat.
+        ``secret``: the job secret, the same on both ends.
+        ``encrypt``: refused if true.
+        ``most_bytes``: largest body accepted, in bytes; -1: no bound.
+        ``io_threads``: unused; ZeroMQ's endpoint has the same argument.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer``.
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        """Drop unsent messages and run every outstanding done callback. Idempotent."""

@@ -1,14 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""TCP through plain sockets: one epoll per endpoint, and no thread of its own for what is sent and
-received.
+"""TCP transport over plain sockets: one epoll per endpoint, and no thread for sending or receiving.
 
-Whoever drives the endpoint (the core's driver, a lane's thread) reads and writes the sockets
-itself, so a message passes from the caller's memory to the kernel and from the kernel into memory
-that the receiver keeps, without another thread on the way. What the kernel does not take at once is
-kept, by reference, and written when there is room.
+The thread that drives the endpoint (the core's driver, a lane's thread) reads and writes the
+sockets itself. A message thus passes from the caller's memory to the kernel, and from the kernel to
+memory that the receiver keeps, without another thread in between. The endpoint queues by reference
+what the kernel does not accept at once, and writes it when the socket has room.
 
-A connection begins with a greeting that ``listener.py`` checks. A message is 16 bytes (the head's
-size, whether there is a body, the body's size), head and body.
+A connection begins with a greeting that ``listener.py`` checks. A message consists of 16 bytes (the
+head's size, whether there is a body, the body's size), the head and the body.
 """
 import logging
 import socket as sockets
@@ -81,7 +80,7 @@ cdef int tcp_send(
 
 
 cdef bint poll(State *s, int timeout_ms) noexcept nogil:
-    """See what can be read and written; whether there was anything."""
+    """Handle what epoll reports readable or writable. Return whether there was an event."""
     cdef epoll_event events[EVENTS]
     cdef uint64_t drained = 0
     cdef Connection *c
@@ -93,7 +92,7 @@ cdef bint poll(State *s, int timeout_ms) noexcept nogil:
         c = <Connection *>events[i].data.ptr
         if c == NULL:
             read(s.wake_fd, &drained, sizeof(drained))
-            s.woken = True      # a wait that comes later ends at once
+            s.woken = True      # the next wait returns at once
             continue
         if events[i].events & EPOLLOUT and not c.dead and flush(s, c) != 0:
             lose(s, c)
@@ -122,7 +121,7 @@ cdef int tcp_receive(void *self, Message *m) noexcept nogil:
             continue
         got = next_message(s, c, m)
         if got > 0:
-            make_ready(s, c)        # behind the others: there may be more
+            make_ready(s, c)        # at the end of the list: it may have more messages
             return 1
         if got < 0:
             lose(s, c)
@@ -144,10 +143,11 @@ cdef void tcp_wake(void *self) noexcept nogil:
 
 
 cdef class TcpEndpoint(GatedEndpoint):
-    """Connections over plain sockets. See :mod:`bpsx.transports.base` for the contract.
+    """Endpoint with one TCP connection per peer.
 
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
-    drives it has stopped. ``io_threads`` is ZeroMQ's.
+    See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`wake`,
+    :meth:`lost`, and :meth:`close` after the driving thread has stopped. ``io_threads`` is unused;
+    ZeroMQ's endpoint has the same argument.
     """
     cdef State state
     cdef object send_buffer
@@ -169,12 +169,13 @@ cdef class TcpEndpoint(GatedEndpoint):
         self.table.wait, self.table.wake = tcp_wait, tcp_wake
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
         try:
             made = listener.dial(address, self.secret, self.job, self.rank, self._size_buffers)
         except TransportError:
             raise
-        # it has been there: whoever watches knows who it was, and that it is gone
+        # The lane existed before, so the thread that watches for losses knows which lane it was and
+        # that it has died.
         except OSError as e:
             listener.require_presence(address, e)
             log.warning("cannot connect to %s: %s", address, e)
@@ -188,7 +189,7 @@ cdef class TcpEndpoint(GatedEndpoint):
             made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, size)
 
     def _take(self, object made, uint32_t peer):
-        """Have the data plane use a connected socket. Any thread."""
+        """Hand a connected socket to the data plane. Any thread may call it."""
         cdef Connection *c = <Connection *>calloc(1, sizeof(Connection))
         if c == NULL:
             made.close()
@@ -204,7 +205,7 @@ cdef class TcpEndpoint(GatedEndpoint):
         tcp_wake(&self.state)
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        """Drop unsent messages, run every outstanding done callback, free all. Idempotent."""
         cdef Connection *c
         if self.closed:
             return

@@ -1,5 +1,5 @@
-# What a connection over plain sockets reads: messages in memory of their own, bodies straight into
-# it.
+# Receive path of a TCP connection: each message gets memory of its own, and its body is read
+# straight into that memory.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
@@ -14,12 +14,12 @@ from bpsx.transports.sockets.peers cimport aligned
 
 
 cdef inline size_t body_at(Prefix *p) noexcept nogil:
-    """Where the body begins in a block: sums are made there."""
+    """Offset of the body in a message's block; aligned, because sums are computed in place."""
     return (p.head_size + 63) & ~<size_t>63
 
 
 cdef inline ssize_t receive_pieces(Connection *c, iovec *pieces, int n) noexcept nogil:
-    """Bytes that have come, 0: none; -1: the connection is broken, or has been closed."""
+    """Return the bytes read; 0: none available; -1: the connection is broken or closed."""
     cdef msghdr m
     cdef ssize_t got
     cdef size_t asked = 0
@@ -42,7 +42,7 @@ cdef inline ssize_t receive_pieces(Connection *c, iovec *pieces, int n) noexcept
 
 
 cdef inline int begin_message(State *s, Connection *c) noexcept nogil:
-    """Its prefix is in the buffer. -1: it makes no sense."""
+    """Parse the prefix in the buffer and allocate the message. -1: the prefix is malformed."""
     memcpy(&c.prefix, c.buffer + c.begin, sizeof(Prefix))
     if (
         c.prefix.head_size > MOST_HEAD
@@ -61,7 +61,7 @@ cdef inline int begin_message(State *s, Connection *c) noexcept nogil:
 
 
 cdef inline void take_buffered(Connection *c) noexcept nogil:
-    """From the buffer to the message."""
+    """Copy bytes of the current message from the buffer to its block."""
     cdef size_t n
     if c.filled < c.prefix.head_size:
         n = min(c.prefix.head_size - c.filled, c.end - c.begin)
@@ -76,10 +76,9 @@ cdef inline void take_buffered(Connection *c) noexcept nogil:
 
 
 cdef inline int read_more(Connection *c) noexcept nogil:
-    """The rest of the message straight to where it belongs, and what comes behind it into the
-    buffer.
+    """Read the rest of the current message into its block, and what follows into the buffer.
 
-    0: nothing has come; -1: broken.
+    Return 1, 0 if nothing was available, or -1 if the connection is broken.
     """
     cdef iovec pieces[3]
     cdef int n = 0
@@ -116,7 +115,7 @@ cdef inline int read_more(Connection *c) noexcept nogil:
 
 
 cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
-    """1: *m is one. 0: none is complete. -1: the connection is broken."""
+    """Return 1 if *m is filled, 0 if no message is complete, -1 if the connection is broken."""
     cdef int more
     while True:
         if c.block == NULL and c.end - c.begin >= sizeof(Prefix) and begin_message(s, c) != 0:

@@ -1,5 +1,4 @@
-# What a connection over plain sockets writes: at once what the kernel takes, later what it does
-# not.
+# Send path of a TCP connection: write what the kernel accepts, queue the rest.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
 from libc.stdlib cimport malloc
@@ -19,9 +18,9 @@ cdef inline size_t size_of(Prefix *p) noexcept nogil:
 cdef inline int put_rest(
     iovec *to, Prefix *prefix, char *head, char *body, size_t sent
 ) noexcept nogil:
-    """What is left of a message after ``sent`` bytes.
+    """Fill ``to`` with what remains of a message after its first ``sent`` bytes.
 
-    Returns how many pieces that is, at most 3.
+    Return the number of pieces, at most 3.
     """
     cdef char *starts[3]
     cdef size_t sizes[3]
@@ -39,7 +38,7 @@ cdef inline int put_rest(
 
 
 cdef inline ssize_t send_pieces(Connection *c, iovec *pieces, int n) noexcept nogil:
-    """Bytes that the kernel has taken, 0: it has no room; -1: the connection is broken."""
+    """Return the bytes that the kernel accepted; 0: no room; -1: the connection is broken."""
     cdef msghdr m
     cdef ssize_t sent
     memset(&m, 0, sizeof(m))
@@ -60,7 +59,7 @@ cdef inline void tell_when_writable(State *s, Connection *c, bint wanted) noexce
 
 
 cdef inline int flush(State *s, Connection *c) noexcept nogil:
-    """Write what waits, as far as there is room. -1: the connection is broken."""
+    """Write queued messages as far as the socket has room. -1: the connection is broken."""
     cdef iovec pieces[3 * GATHERED]
     cdef Outgoing *o
     cdef ssize_t sent
@@ -97,7 +96,7 @@ cdef inline Outgoing *keep(
     Prefix *prefix, void *head, done_fn head_done, void *head_hint, void *body, done_fn body_done,
     void *body_hint, size_t sent
 ) noexcept nogil:
-    """A message for later. A head that stays the caller's is copied."""
+    """Queue a message. A head without a done callback is copied."""
     cdef Outgoing *o = <Outgoing *>malloc(
         sizeof(Outgoing) + (prefix.head_size if head_done == NULL else 0)
     )

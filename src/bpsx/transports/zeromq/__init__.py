@@ -1,1 +1,1 @@
-"""TCP through ZeroMQ."""
+"""TCP transport through ZeroMQ."""

@@ -1,9 +1,8 @@
-"""Who may connect to a lane: ZeroMQ's question about every new connection (ZAP), answered before
-its first message.
+"""Access control of lanes over ZeroMQ (ZAP): accepts or refuses a connection before its messages.
 
-A worker shows a token that only who knows the job secret can compute, for this job, this lane and
-this rank alone. A connection without it is closed in its handshake, so a stranger cannot make a
-lane read, keep or even count anything.
+A worker shows a token that can be computed only with the job secret, and that is valid for one job,
+one lane and one rank. ZeroMQ closes a connection without a valid token during the handshake. A
+stranger therefore cannot make a lane read, keep or even count anything.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from bpsx import secret
 
 log = logging.getLogger("bpsx.server")
 ENDPOINT = "inproc://zeromq.zap.01"
-#: A connection that has not shown its token after this long is closed. A worker may be here before
-#: we know the job's number.
+#: Milliseconds after which a connection without a token is closed. A worker may connect before the
+#: lane knows the job's number.
 HANDSHAKE_MS = 10_000
 EVERY_SECONDS = 10.0
-# version, request, domain, address, routing id, mechanism; then what the mechanism shows
+# ZAP request: version, request id, domain, address, routing id, mechanism; then the credentials.
 _FRAMES = 6
 
 
 def token(key: bytes, job: int, address: str, rank: int) -> bytes:
-    """What worker ``rank`` shows to the lane at ``address``: ASCII."""
+    """Return the token that worker ``rank`` shows to the lane at ``address``, in ASCII."""
     return secret.derive(key, "data connection: worker's token", job, address, rank).hex().encode()
 
 
 class Refusals:
-    """Connections that were turned away: counted, and told of now and then."""
+    """Counter of refused connections, which logs a line now and then."""
 
     def __init__(self) -> None:
         self.count = 0
         self._told, self._next = 0, 0.0
 
     def add(self, who: str) -> None:
-        """One more, from the address ``who``."""
+        """Count a refused connection from the address ``who``."""
         self.count += 1
         now = time.monotonic()
         if now >= self._next:
@@ -55,14 +54,14 @@ class Refusals:
 
 
 class Door:
-    """Answers for the sockets of one ZeroMQ context.
+    """ZAP handler for the sockets of one ZeroMQ context.
 
-    Made before they listen; :meth:`open` once the job's number is known.
+    Create it before they listen; call :meth:`open` once the job's number is known.
 
-    Data connections are made once and never again, so a token is good for one connection: of
-    whoever shows it first. Only encryption keeps one who reads the network from being that. With
-    CURVE (``encrypt``) whoever could begin a handshake knows the lane's public key, which nobody
-    tells: that is proof enough.
+    A data connection is made once and never again, so a token is accepted once, from the first peer
+    that shows it. Without encryption, an eavesdropper on the network could be that peer. With CURVE
+    (``encrypt``) the token is not needed: a peer can begin a handshake only if it knows the lane's
+    public key, which is never published.
     """
 
     def __init__(self, context: zmq.Context[Any], key: bytes) -> None:
@@ -77,7 +76,7 @@ class Door:
         self._refusals = Refusals()
 
     def open(self, job: int, address: str) -> None:
-        """Begin to answer, on a thread of its own. It sleeps except when somebody connects."""
+        """Start to answer requests on its own thread, which sleeps except while a peer connects."""
         self._job, self._address = job, address
         self._thread = threading.Thread(target=self._run, name="bpsx-door", daemon=True)
         self._thread.start()
@@ -123,11 +122,11 @@ class Door:
 
     @property
     def refused(self) -> int:
-        """How many connections were turned away."""
+        """Number of refused connections."""
         return self._refusals.count
 
     def close(self) -> None:
-        """Stop answering. Idempotent; before the context ends."""
+        """Stop answering requests. Idempotent; call it before the context ends."""
         if self._stopping:
             return
         self._stopping = True

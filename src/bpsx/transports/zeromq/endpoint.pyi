@@ -1,11 +1,12 @@
-"""TCP through ZeroMQ; see ``endpoint.pyx``."""
+"""TCP transport through ZeroMQ; see ``endpoint.pyx``."""
 
 from collections.abc import Sequence
 from typing import Any
 
 class ZeroMQEndpoint:
-    """One ROUTER socket with its peers. The contract is
-    :class:`bpsx.transports.base.Endpoint`'s.
+    """Endpoint with one ROUTER socket for all its peers.
+
+    :class:`bpsx.transports.base.Endpoint` describes the interface.
     """
 
     def __init__(
@@ -19,10 +20,14 @@ class ZeroMQEndpoint:
         encrypt: bool = False,
         most_bytes: int = -1,
     ) -> None:
-        """``send_buffer``: bytes of each connection, 0 for the system's own tuning, None for what
-        suits loopback or a network, by its address; the heartbeat's times are in seconds, interval
-        0 for none; ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret``
-        and ``encrypt`` alike on both ends.
+        """Create an endpoint that neither listens nor is connected.
+
+        ``io_threads``: number of ZeroMQ's I/O threads.
+        ``send_buffer``: bytes of each connection's send buffer; 0: the system tunes it; None: a
+        size for loopback or for a network, by the peer's address.
+        ``heartbeat_interval``, ``heartbeat_timeout``: seconds; interval 0 means no heartbeat.
+        ``secret``, ``encrypt``: the job secret and the choice of encryption, the same on both ends.
+        ``most_bytes``: largest frame accepted, in bytes; -1: no bound.
         """
 
     @property
@@ -31,46 +36,45 @@ class ZeroMQEndpoint:
 
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
 
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
 
     @property
     def malformed(self) -> int:
-        """Messages dropped because their frames made no sense."""
+        """Number of messages dropped because of malformed frames."""
 
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """Listen on ``host`` at a port that the system chooses.
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
 
-        Raises :class:`~bpsx.errors.TransportError`.
+        Returns ``host:port``. Raises :class:`~bpsx.errors.TransportError`.
         """
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint."""
+        """Set the job's number and the rank under which lanes know this endpoint."""
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer``.
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
 
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when
-        :meth:`lost` has news.
+        """Start to watch the connections.
+
+        Returns a descriptor that becomes readable when :meth:`lost` has something to return.
         """
 
     def lost(self) -> list[int]:
-        """Peers whose connection has broken since the last call, -1 for one that cannot be
-        named.
-        """
+        """Return the peers whose connection broke since the last call; -1 for an unknown peer."""
 
     def abi(self) -> Any:
-        """The data plane: a capsule, valid as long as this object."""
+        """Return the data plane as a capsule, valid as long as this object."""
 
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        """Drop unsent messages and run every outstanding done callback. Idempotent."""

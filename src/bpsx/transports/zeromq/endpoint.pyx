@@ -1,15 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""TCP through ZeroMQ: one ROUTER socket per endpoint, driven by function pointer and without the
-GIL.
+"""TCP transport through ZeroMQ: one ROUTER socket per endpoint, used without the GIL.
 
-pyzmq makes and configures the socket and closes it; in between the data path calls the very libzmq
-that pyzmq loaded, so no system ZeroMQ is needed. Sends hand libzmq the caller's memory
-(``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
+pyzmq creates, configures and closes the socket. In between, the data path calls the same libzmq
+that pyzmq loaded, through function pointers, so no system ZeroMQ is needed. Sends pass the caller's
+memory to libzmq (``zmq_msg_init_data``); receives pass libzmq's memory to the caller.
 
-Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a
-lane binds, and each routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's
-index of a lane) and the 64-bit job id. A connection shows a token before its first message
-(``auth.py``), or, encrypted, can only begin with keys that come from the job secret.
+Both sides use ROUTER. A lane binds; a worker connects, with an alias for each lane
+(``ZMQ_CONNECT_ROUTING_ID``). A routing id is a tag byte, a 32-bit index (a worker's rank, or the
+worker's index of a lane) and the 64-bit job id. Before its first message a connection shows a token
+(``auth.py``); an encrypted one needs keys derived from the job secret to begin at all.
 """
 import ctypes
 
@@ -48,7 +47,7 @@ cdef extern from "<unistd.h>" nogil:
     ssize_t read(int fd, void *buf, size_t count)
     ssize_t write(int fd, const void *buf, size_t count)
 
-# libzmq's public structures, fixed by its ABI since 4.0.
+# libzmq's public structures; its ABI has fixed them since 4.0.
 ctypedef struct zmq_msg_t:
     uint64_t _[8]
 
@@ -78,7 +77,7 @@ cdef enum:
     ZMQ_POLLIN = 1
     ZMQ_SRCFD = 2
     ID_BYTES = 13
-    ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
+    ID_TAG = 1                  # not 0: ZeroMQ reserves ids that begin with a zero byte
 
 NEVER_MS = 10**9
 BACKLOG = 4096
@@ -88,9 +87,9 @@ cdef LibZmq lib
 
 
 def _load() -> None:
-    """Resolve libzmq's functions in the library that pyzmq itself uses."""
-    # dlsym on the handle of pyzmq's extension also searches what it links to, be that a bundled or
-    # a system library.
+    """Resolve libzmq's functions in the library that pyzmq uses."""
+    # dlsym on the handle of pyzmq's extension also searches the libraries that it links to, bundled
+    # or not.
     library = ctypes.CDLL(_zmq_module.__file__)
     def address(name: str) -> int:
         return ctypes.cast(getattr(library, "zmq_" + name), ctypes.c_void_p).value
@@ -119,7 +118,7 @@ cdef struct State:
     int wake_fd
     uint64_t job
     int64_t malformed
-    # of workers, by rank, +1, as seen with the first message; only a lane has them
+    # Of workers, by rank: descriptor + 1, known since the first message. Only a lane has them.
     int64_t *descriptors
     uint32_t n_descriptors
 
@@ -143,7 +142,7 @@ cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
 cdef int send_frame(
     State *s, void *data, size_t size, done_fn done, void *hint, int flags
 ) noexcept nogil:
-    """One frame; with a done callback it is not copied, and the callback runs whatever happens."""
+    """Send one frame. With a done callback it is not copied, and the callback always runs."""
     cdef zmq_msg_t m
     if done != NULL:
         if lib.msg_init_data(&m, data, size, done, hint) != 0:
@@ -169,8 +168,8 @@ cdef int zmq_send(
     cdef char routing_id[ID_BYTES]
     cdef int more = ZMQ_SNDMORE if body != NULL else 0
     put_id(s, routing_id, peer)
-    # ROUTER refuses an unknown peer at the first frame; after that the frames of a message go
-    # through or are dropped whole.
+    # ROUTER refuses an unknown peer at the first frame. After that it sends or drops all frames of
+    # the message together.
     if send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0:
         if head_done != NULL:
             head_done(head, head_hint)
@@ -196,7 +195,7 @@ cdef int receive_frame(State *s, zmq_msg_t *m) noexcept nogil:
 
 
 cdef void drop_rest(State *s, zmq_msg_t *last) noexcept nogil:
-    """Read a malformed message to its end, so that the next receive starts at a message."""
+    """Read a malformed message to its end, so that the next receive starts with a new message."""
     cdef zmq_msg_t m
     cdef int more = lib.msg_more(last)
     while more and receive_frame(s, &m) == 0:
@@ -220,7 +219,7 @@ cdef int zmq_receive(void *self, Message *m) noexcept nogil:
         if receive_frame(s, head) != 0:
             return 0
         m.has_body = False
-        # written once: connections are not made again
+        # Written once, because no connection is made a second time.
         if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:
             atomic_store(&s.descriptors[m.peer], lib.msg_get(head, ZMQ_SRCFD) + 1)
         if lib.msg_more(head):
@@ -270,9 +269,10 @@ cdef void zmq_wake(void *self) noexcept nogil:
 
 
 cdef class ZeroMQEndpoint:
-    """One ROUTER socket with its peers. See :mod:`bpsx.transports.base` for the contract.
+    """Endpoint with one ROUTER socket for all its peers.
 
-    Not thread-safe, except :meth:`close` after the thread that drives it has stopped.
+    See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`close` after
+    the driving thread has stopped.
     """
     cdef State state
     cdef Endpoint table
@@ -300,22 +300,22 @@ cdef class ZeroMQEndpoint:
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
         self.socket = socket
-        # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its
-        # high-water mark.
+        # The core's credit bounds the bytes in flight. A high-water mark must not: ROUTER drops
+        # messages there.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A reconnect would lose what was in flight without a word; a broken connection is an error
-        # instead, see `lost`. Not -1, which says the same: libzmq 4.3.5 then tears the pipe down
+        # A reconnect would silently lose the messages in flight. A broken connection is an error
+        # instead, see `lost`. Not -1, which means the same: libzmq 4.3.5 then tears the pipe down
         # between two frames of a message and aborts the process.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
         if heartbeat_interval > 0:
             socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
-            # Heartbeats queue behind data that the kernel cannot deliver, so what stays
-            # unacknowledged ends the connection, too.
+            # Heartbeats queue behind data that the kernel cannot deliver, so unacknowledged data
+            # must end the connection too.
             socket.setsockopt(zmq.TCP_MAXRT, max(1, int(heartbeat_timeout * 1000)))
         self.state.socket = <void *><uintptr_t>socket.underlying
         self.table.self = &self.state
@@ -326,8 +326,9 @@ cdef class ZeroMQEndpoint:
         self.table.wake = zmq_wake
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
-        chooses; returns and stores ``host:port``.
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
+
+        Returns and stores ``host:port``.
         """
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         self._size_buffers(host)
@@ -348,12 +349,13 @@ cdef class ZeroMQEndpoint:
         return self.address
 
     def _size_buffers(self, str host):
-        """Of the connections that are made next, which ``host`` is one end of."""
+        """Set the send buffer of the connections made next; ``host`` is one end of them."""
         self.socket.setsockopt(zmq.SNDBUF, send_buffer(host, self.send_buffer) or -1)
 
     def _guard(self):
-        """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes
-        the options as they are then.
+        """Configure the socket to accept only peers that know the secret.
+
+        Call it before :meth:`bind` creates the listener, which copies the options.
         """
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, auth.HANDSHAKE_MS)
         self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -366,14 +368,12 @@ cdef class ZeroMQEndpoint:
             self.socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def _open(self):
-        """Let workers in, once it is known where we listen and for which job."""
+        """Accept workers, once the address and the job's number are known."""
         if self.door is not None and self.joined and self.address:
             self.door.open(self.state.job, self.address)
 
     def _show(self, str address):
-        """Prove to the lane at ``address`` that we know the secret; before its connection is
-        made.
-        """
+        """Set the credentials for the connection to the lane at ``address``, before it is made."""
         if not self.encrypt:
             self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
             self.socket.setsockopt(
@@ -388,10 +388,10 @@ cdef class ZeroMQEndpoint:
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, own)
 
     def join(self, uint64_t job, int rank) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before
-        :meth:`connect` and the first message.
+        """Set the job's number and the rank under which lanes know this endpoint.
 
-        A lane lets workers in from now on.
+        Call it before :meth:`connect` and before the first message. After it, a lane that is bound
+        accepts workers.
         """
         cdef char routing_id[ID_BYTES]
         self.state.job = job
@@ -402,14 +402,14 @@ cdef class ZeroMQEndpoint:
         self._open()
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
         cdef char routing_id[ID_BYTES]
         host, _, port = address.rpartition(":")
         put_id(&self.state, routing_id, peer)
         self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
         try:
-            # Numeric: libzmq reports a broken connection under the name it was given or the address
-            # it resolved, now this, now that.
+            # Numeric, because libzmq reports a broken connection either under the name it was given
+            # or under the address it resolved.
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
             self._size_buffers(numeric)
@@ -420,18 +420,20 @@ cdef class ZeroMQEndpoint:
         self.peers[join_host_port(numeric, int(port))] = peer
 
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when
-        :meth:`lost` has news.
+        """Start to watch the connections.
+
+        Returns a descriptor that becomes readable when :meth:`lost` has something to return.
         """
-        # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
+        # With an explicit address: pyzmq leaks some memory each time that it makes one up.
         self.monitor_socket = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}"
         )
         return self.monitor_socket.getsockopt(zmq.FD)
 
     def lost(self) -> list:
-        """Peers whose connection has broken since the last call, -1 for one that we cannot name;
-        on :meth:`watch`'s thread.
+        """Return the peers whose connection broke since the last call; -1 for an unknown peer.
+
+        Call it on the thread that called :meth:`watch`.
         """
         found = []
         while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -445,8 +447,9 @@ cdef class ZeroMQEndpoint:
         return found
 
     def _worker_at(self, int64_t descriptor):
-        """The rank of the worker that spoke to this lane on ``descriptor``, which is closed; -1:
-        nobody who has.
+        """Return the rank of the worker whose messages came on ``descriptor``, now closed.
+
+        -1 if no worker has sent a message on it.
         """
         cdef uint32_t rank
         for rank in range(self.state.n_descriptors):
@@ -457,22 +460,23 @@ cdef class ZeroMQEndpoint:
 
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
         return self.state.wake_fd
 
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
         return 0 if self.door is None else self.door.refused
 
     @property
     def malformed(self) -> int:
-        """Messages dropped because their frames made no sense."""
+        """Number of messages dropped because of malformed frames."""
         return atomic_load(&self.state.malformed)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
-        object.
+        """Return the data plane: a capsule with the C :c:struct:`Endpoint`.
+
+        The capsule is valid as long as this object.
         """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
@@ -480,7 +484,7 @@ cdef class ZeroMQEndpoint:
         zmq_wake(&self.state)
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        """Drop unsent messages, run every outstanding done callback, free all. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -493,9 +497,9 @@ cdef class ZeroMQEndpoint:
         self.context.term()
 
     def __dealloc__(self):
-        # The descriptor goes last: a done callback that runs while the context ends may still wake
-        # us. Not with os.close: when the interpreter ends, this module's names may have gone before
-        # us.
+        # Close the descriptor last: a done callback that runs while the context ends may still
+        # write to it. Not with os.close: at the interpreter's end this module's globals may be gone
+        # already.
         if self.state.wake_fd >= 0:
             close_descriptor(self.state.wake_fd)
         free(self.state.descriptors)
