@@ -1,1 +1,1 @@
-"""Memory that processes of one machine share."""
+"""Transport over memory that processes of one machine share."""

@@ -1,30 +1,30 @@
-# Blocks of a region of shared memory, given out by the one process that writes there: what was
-# given back last is given out first, while caches have it. The books are in that process's own
-# memory, so whoever is killed leaves nothing locked or half written in the others' way.
+# Allocator for a region of shared memory, used by the only process that writes to the region. It
+# reuses the most recently freed block first, while it is still in the caches. Its state is in the
+# private memory of that process, so a killed process leaves no lock and nothing half written.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
 cdef enum:
     UNIT = 256                  # bytes
-    CLASSES = 128               # sizes: 1 to 4 units, then four in each doubling
+    CLASSES = 128               # size classes: 1 to 4 units, then four per doubling
 
 cdef struct Block:
     uint64_t offset             # from the start of the region
     uint64_t size               # bytes
-    int of_class
-    Block *next                 # another free one of its size
-    Block *next_made
+    int of_class                # size class
+    Block *next                 # next free block of the same class
+    Block *next_made            # next in the list of all blocks
 
 cdef struct Arena:
     uint64_t room               # bytes of the region
-    uint64_t top                # ... that have ever been given out
-    uint64_t used               # ... that are given out
-    Block *unused[CLASSES]
-    Block *made
+    uint64_t top                # bytes that were ever allocated
+    uint64_t used               # bytes allocated now
+    Block *unused[CLASSES]      # free blocks by class
+    Block *made                 # all blocks
 
 
 cdef inline int class_of(uint64_t n, uint64_t *size) noexcept nogil:
-    """Of ``n`` bytes; *size: how many those of this class have."""
+    """Return the size class for ``n`` bytes, and set *size to the bytes of its blocks."""
     cdef uint64_t units = max((n + UNIT - 1) // UNIT, <uint64_t>1), quarters
     cdef int bits = 2
     if units <= 4:
@@ -49,11 +49,11 @@ cdef inline void forget_blocks(Arena *a) noexcept nogil:
 
 
 cdef inline Block *take_block(Arena *a, uint64_t n) noexcept nogil:
-    """NULL: there is no room for so much."""
+    """Allocate ``n`` bytes. NULL: there is no room."""
     cdef uint64_t size = 0
     cdef int wanted = class_of(n, &size), i
     cdef Block *b = NULL
-    # a larger one only where there is no other
+    # A block of a larger class only if the region has no room for a new block.
     for i in range(wanted, CLASSES if size > a.room - a.top else wanted + 1):
         if a.unused[i] != NULL:
             b, a.unused[i] = a.unused[i], a.unused[i].next

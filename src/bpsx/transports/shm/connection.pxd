@@ -1,14 +1,14 @@
-# A worker and a lane of one machine, as one of them sees the other: what lies in the memory that
-# they share, and what each keeps for itself.
+# Link between a worker and a lane of one machine: the layout of the shared segment, and the private
+# state of each side.
 #
-# A lane's workers all map one segment. In it each has a slot: a ring of entries each way, and a
-# region each way out of which whoever writes takes blocks for what he says. An entry says where a
-# message lies. A body that lies in the segment already, as a sum does that was made in what a
-# worker has pushed, is not copied for the answers: all its readers are told where it is. Whoever
-# has read a message returns its token; then the block, or what was lent, is its owner's again.
+# All workers of a lane map one segment. Each worker has a slot in it. For each direction a slot has
+# a ring of entries and a region, in which the writer allocates blocks for its messages. An entry
+# gives a message's position in the segment. A body already in the segment is not copied: a sum
+# computed in a worker's push is in it, so the replies to all workers refer to it. The reader of a
+# message returns its token. The block, or the lent body, then belongs to its owner again.
 #
-# Nothing is locked across processes. Each word has one writer, but `starving`, which either side
-# sets for the other to clear.
+# No lock is shared between processes. Each word has one writer, except `starving`, which one side
+# sets and the other clears.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -18,75 +18,75 @@ from bpsx.transports.sockets.peers cimport Peers, aligned, room_for_peer, write
 from bpsx.transports.shm.allocator cimport Arena, Block, give_block, take_block
 
 cdef enum:
-    TOKENS = 4096               # messages of one way that have not been returned
+    TOKENS = 4096               # messages of one direction that have not been returned
     PAGE = 4096
-    REGION = 1 << 30            # bytes of address space; memory is taken as it is written
+    REGION = 1 << 30            # bytes of address space; pages are allocated when written
     MOST_HEAD = 1 << 20
 
 cdef struct Entry:
-    uint64_t head               # from the start of the segment
+    uint64_t head               # offset in the segment, bytes
     uint64_t head_size
-    uint64_t body
+    uint64_t body               # offset in the segment, bytes
     uint64_t body_size
     uint32_t has_body
     uint32_t token
 
 cdef struct Way:
-    # Its writer's:
-    int64_t posted              # entries
-    # much of the region is given out: the reader shall not keep messages where they lie
+    # Written by the direction's writer:
+    int64_t posted              # number of entries written
+    # Much of the region is allocated, so the reader must copy messages instead of keeping them.
     int64_t tight
-    int64_t closed              # nothing comes any more
-    int64_t starving            # set: wake me when you have taken an entry
-    int64_t apart[4]
-    # Its reader's:
-    int64_t taken
-    int64_t returned
-    int64_t parked              # it sleeps: who posts wakes it
-    int64_t apart_too[5]
+    int64_t closed              # no entry follows
+    int64_t starving            # the writer asks to be woken when the reader takes an entry
+    int64_t apart[4]            # padding to a cache line of its own
+    # Written by the direction's reader:
+    int64_t taken               # number of entries read
+    int64_t returned            # number of tokens in `returns`
+    int64_t parked              # the reader sleeps, so the writer must wake it
+    int64_t apart_too[5]        # padding
     Entry entries[TOKENS]
-    uint32_t returns[TOKENS]    # tokens
+    uint32_t returns[TOKENS]    # ring of tokens returned by the reader
 
 cdef struct Slot:
     Way to_lane
     Way to_worker
 
-cdef struct Sent:               # a message that has not been returned
+cdef struct Sent:               # a message that the reader has not returned
     bint used
-    Block *block                # where its head lies, and a body that was copied
+    Block *block                # holds the head, and a body that was copied
     void *head
     void *body
     done_fn head_done           # not NULL: not called yet
     done_fn body_done
     void *head_hint
     void *body_hint
-    bint lent                   # the body was not copied
+    bint lent                   # the body was in the segment already and was not copied
 
 cdef struct Link:
     Link *next
     uint32_t peer
     bint dead
-    int64_t gone                # its process is; by any thread
-    # guards `returned`, and that the segment is mapped: messages are released on any thread
+    int64_t gone                # the peer's process has exited; set by any thread
+    # Guards `returned` and `mapped`, because any thread may release messages.
     Monitor monitor
-    bint mapped
-    int wake_fd                 # ends the other's sleep
-    char *base                  # the segment
-    uint64_t n_bytes
-    Way *out
-    Way *back                   # what the other says
-    char *region                # where we write
-    int64_t taken               # as in `back`
-    int64_t noticed             # of ours, that the other has taken them
-    int64_t reclaimed           # ... that it has returned
+    bint mapped                 # the segment is mapped
+    int wake_fd                 # eventfd that wakes the peer
+    char *base                  # start of the segment
+    uint64_t n_bytes            # size of the segment
+    Way *out                    # direction in which this side writes
+    Way *back                   # direction in which the peer writes
+    char *region                # region in which this side writes
+    int64_t taken               # entries of `back` read by this side
+    int64_t noticed             # entries of `out` that this side knows the peer has read
+    int64_t reclaimed           # tokens of `out` that this side has taken back
     Arena arena
     uint32_t n_free
-    uint32_t unused[TOKENS]     # tokens
-    uint32_t order[TOKENS]      # tokens, by the number of the entry
+    uint32_t unused[TOKENS]     # free tokens; the first `n_free` are valid
+    uint32_t order[TOKENS]      # token of each entry in `out`
     Sent sent[TOKENS]
 
 cdef struct State:
-    Endpoint *inner             # for all who are elsewhere, and for what is too large
+    Endpoint *inner             # for peers elsewhere, and for messages that are too large
     bint is_lane
     Monitor monitor             # guards `new`
     int64_t n_new
@@ -111,7 +111,7 @@ cdef inline void wake_up(Link *l) noexcept nogil:
 cdef inline void set_up(
     Link *l, char *base, uint64_t n_bytes, uint32_t slot, bint is_lane
 ) noexcept nogil:
-    """It has slot number ``slot`` of the segment that is mapped at ``base``."""
+    """Attach the link to slot number ``slot`` of the segment that is mapped at ``base``."""
     cdef Slot *at = <Slot *>(base + slot * slot_bytes())
     cdef uint64_t head = (sizeof(Slot) + PAGE - 1) // PAGE * PAGE
     cdef uint32_t i
@@ -125,7 +125,7 @@ cdef inline void set_up(
 
 
 cdef inline void take_new(State *s) noexcept nogil:
-    """Those that were made since the last look, on another thread."""
+    """Add the links that other threads made since the last call."""
     cdef Link *l
     cdef Link *following
     if atomic_load(&s.n_new) == 0:
@@ -144,10 +144,10 @@ cdef inline void take_new(State *s) noexcept nogil:
         l = following
 
 
-# ---- what we say
+# ---- Sending
 
 cdef inline void run_dones(Sent *sent, bint body_too) noexcept nogil:
-    """Give back what the caller had handed over."""
+    """Run the done callbacks that have not run: the head's, and with ``body_too`` the body's."""
     cdef done_fn head_done = sent.head_done, body_done = sent.body_done
     if head_done != NULL:
         sent.head_done = NULL
@@ -165,10 +165,10 @@ cdef inline bint put(
     State *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint, void *body,
     size_t body_size, done_fn body_done, void *body_hint
 ) noexcept nogil:
-    """False: there is no room, or it is too large, and nothing has been done.
+    """Write a message to the segment. False: no room or too large; nothing has changed then.
 
-    A worker gets back what it has handed over when the lane has taken the message, so that what
-    waits, waits in its own order; a lane at once, or, of what was lent, when it has been returned.
+    A worker's done callbacks run when the lane has taken the message, so messages that wait keep
+    the worker's own order. A lane's run at once; a lent body's runs when its token is returned.
     """
     cdef uint64_t head_room = (head_size + 63) & ~<uint64_t>63
     cdef bint lent = s.is_lane and body != NULL and body_size and is_shared(l, body)
@@ -207,7 +207,7 @@ cdef inline bint put(
 
 
 cdef inline void take_back(Link *l, uint32_t token) noexcept nogil:
-    """A message has been returned."""
+    """Free the block and token of a returned message."""
     cdef Sent *sent = &l.sent[token]
     run_dones(sent, True)
     give_block(&l.arena, sent.block)
@@ -219,9 +219,9 @@ cdef inline void take_back(Link *l, uint32_t token) noexcept nogil:
 
 
 cdef inline void drop_link(Link *l) noexcept nogil:
-    """The other has left or died, or we end: nothing that was sent will be read.
+    """Close the link: the peer has left or died, or this endpoint closes, and reads nothing more.
 
-    Nothing in the segment is touched, which forked children do not have.
+    Does not touch the segment, because forked children do not have it.
     """
     cdef uint32_t i
     if l.dead:
@@ -233,7 +233,10 @@ cdef inline void drop_link(Link *l) noexcept nogil:
 
 
 cdef inline void notice(State *s, Link *l) noexcept nogil:
-    """What the other has taken and returned of ours, and whether it is still there."""
+    """Process the entries that the peer has read and the tokens it has returned.
+
+    Closes the link if the peer has gone.
+    """
     cdef int64_t there = atomic_load(&l.out.taken)
     cdef int64_t returned
     cdef uint32_t token
@@ -257,7 +260,7 @@ cdef inline void notice(State *s, Link *l) noexcept nogil:
         drop_link(l)
 
 
-# ---- what we are told
+# ---- Receiving
 
 cdef inline bint makes_sense(State *s, Link *l, Entry *e) noexcept nogil:
     return (
@@ -271,7 +274,7 @@ cdef inline bint makes_sense(State *s, Link *l, Entry *e) noexcept nogil:
 
 
 cdef inline void return_token(Link *l, uint32_t token) noexcept nogil:
-    """Any thread."""
+    """Return a message's token to the writer. Any thread may call it."""
     cdef int64_t at
     lock(&l.monitor)
     if l.mapped:

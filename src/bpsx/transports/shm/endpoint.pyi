@@ -1,4 +1,4 @@
-"""Shared memory between a worker and the lanes of its own machine; see ``endpoint.pyx``."""
+"""Shared memory between a worker and the lanes of its machine; see ``endpoint.pyx``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,54 +6,57 @@ from typing import Any
 from bpsx.transports.base import Endpoint
 
 class SharedEndpoint:
-    """An endpoint of another transport, and shared memory for who is on the same machine.
+    """Endpoint that wraps another transport's and uses shared memory within a machine.
 
-    The contract is :class:`bpsx.transports.base.Endpoint`'s.
+    :class:`bpsx.transports.base.Endpoint` describes the interface.
     """
 
     def __init__(
         self, inner: Endpoint, *, secret: bytes = b"", most_bytes: int = -1, slots: int = 64
     ) -> None:
-        """``inner``: the other one, this one's from now on; ``secret`` alike on both ends;
-        ``most_bytes`` that a body may have which arrives, -1 for no bound; ``slots``: how many
-        workers a lane shares memory with, for others there is the other transport.
+        """Wrap the endpoint ``inner``, which then belongs to this one.
+
+        ``secret``: the job secret, the same on both ends.
+        ``most_bytes``: largest body accepted, in bytes; -1: no bound.
+        ``slots``: number of workers with which a lane shares memory; others use ``inner``.
         """
     @property
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""
     @property
     def neighbours(self) -> int:
-        """How many peers are reached through memory."""
+        """Number of peers reached through shared memory."""
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
     @property
     def malformed(self) -> int:
-        """Messages that made no sense."""
+        """Number of malformed messages."""
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """Listen as the other transport does, and for workers of this machine.
+        """Listen as ``inner`` does, and also for workers of this machine.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint."""
+        """Set the job's number and the rank under which lanes know this endpoint."""
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer``: through memory if it is here.
+        """Connect to the lane at ``host:port`` as peer ``peer``, through memory if it is local.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def watch(self) -> int:
-        """Start to watch the connections; returns a descriptor that becomes readable when
-        :meth:`lost` has news.
+        """Start to watch the connections.
+
+        Returns a descriptor that becomes readable when :meth:`lost` has something to return.
         """
     def lost(self) -> list[int]:
-        """Peers whose connection has broken since the last call."""
+        """Return the peers whose connection broke since the last call. Any thread may call it."""
     def abi(self) -> Any:
-        """The data plane: a capsule, valid as long as this object."""
+        """Return the data plane as a capsule, valid as long as this object."""
     def wake(self) -> None:
-        """End a wait of the data plane. Any thread."""
+        """End a wait of the data plane. Any thread may call it."""
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        """Drop unsent messages and run every outstanding done callback. Idempotent."""

@@ -1,12 +1,11 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Shared memory between a worker and the lanes of its own machine, beside a transport for all
-others.
+"""Shared memory between a worker and the lanes of its machine, on top of a transport for all peers.
 
-What is pushed is copied once, into memory that the lane has mapped, too. The lane sums there, and
-its answer is a few words that say where the sum lies; the worker copies it out. Nobody but the two
-processes takes part: no system call is made unless the other one sleeps, and then one, which ends
-the sleep that the inner transport's endpoint is in. What lies in the segment is described in
-``connection.pxd``; ``handshake.py`` makes two processes find each other.
+A push is copied once, into memory that the lane has mapped too. The lane sums there, and its reply
+is a few words with the position of the sum, which the worker copies out. Only the two processes
+take part. Neither makes a system call unless the other sleeps; then one call ends the other's wait
+in the inner transport's endpoint. ``connection.pxd`` describes the segment, ``handshake.py`` how
+two processes find each other.
 """
 import fcntl
 import logging
@@ -40,7 +39,7 @@ cdef extern from "<sys/mman.h>" nogil:
 log = logging.getLogger("bpsx.connections")
 
 cdef enum:
-    # messages, while neighbours always have more: others may have something
+    # Messages from shared memory before the inner transport is asked again.
     LOOK_EVERY = 16
 
 
@@ -145,25 +144,23 @@ cdef void shared_wake(void *self) noexcept nogil:
 cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef State *s = <State *>self
     cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
-    if l == NULL or l.dead:             # a neighbour gets a copy in memory of both
+    if l == NULL or l.dead:             # bodies for other peers are copied into the segment
         s.inner.lend(s.inner.self, peer, at, n)
 
 
 cdef void free_link(Link *l) noexcept:
     if l != NULL:
         if l.wake_fd >= 0:
-            close_descriptor(l.wake_fd)     # Python's own may be gone, at the interpreter's end
+            close_descriptor(l.wake_fd)     # os.close may be gone at the interpreter's end
         monitor_destroy(&l.monitor)
         free(l)
 
 
 cdef class SharedEndpoint:
-    """An endpoint of another transport, and shared memory for who is on the same machine.
+    """Endpoint that wraps another transport's and uses shared memory within a machine.
 
-    See :mod:`bpsx.transports.base` for the contract.
-
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
-    drives it has stopped.
+    See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`wake`,
+    :meth:`lost`, and :meth:`close` after the driving thread has stopped.
     """
     cdef State state
     cdef Endpoint table
@@ -172,7 +169,7 @@ cdef class SharedEndpoint:
     cdef object job
     cdef int rank, descriptor
     cdef uint32_t n_slots, next_slot
-    cdef char *segment          # a lane's
+    cdef char *segment          # the lane's own segment; NULL on a worker
     cdef bint closed
     cdef long pid
 
@@ -193,8 +190,9 @@ cdef class SharedEndpoint:
             self.table.lend = shared_lend
 
     def bind(self, host: str, ports=()) -> str:
-        """As the inner transport's; workers of this machine also find the lane by the address
-        that it returns.
+        """Bind the inner endpoint, and also listen for workers of this machine.
+
+        They find the lane by the address that this returns.
         """
         self.state.is_lane = True
         address = self.inner.bind(host, ports)
@@ -203,8 +201,9 @@ cdef class SharedEndpoint:
         return address
 
     def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before
-        :meth:`connect` and the first message.
+        """Set the job's number and the rank under which lanes know this endpoint.
+
+        Call it before :meth:`connect` and before the first message.
         """
         self.job, self.rank = job, rank
         self.inner.join(job, rank)
@@ -215,8 +214,9 @@ cdef class SharedEndpoint:
             self.gate.open(self.job, self.inner.address)
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer`` from now on: through memory if
-        it is on this machine.
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
+
+        Messages go through memory if the lane is on this machine and shares some.
         """
         cdef Link *l = NULL
         self.inner.connect(peer, address)
@@ -239,7 +239,7 @@ cdef class SharedEndpoint:
         self._use(l)
 
     def _meet(self, made, rank: int) -> None:
-        """A lane's part, on the gate's thread: give a worker of this machine its slot."""
+        """Give a worker of this machine its slot. Called by a lane's gate, on the gate's thread."""
         cdef Link *l = NULL
         try:
             with handshake.welcome(made) as guest:
@@ -266,7 +266,7 @@ cdef class SharedEndpoint:
         made = os.memfd_create("bpsx-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(made, self.n_slots * slot_bytes())
-            # Nobody can pull the memory away from under the others.
+            # Seal the size: a process that shrank the segment would crash the others.
             fcntl.fcntl(
                 made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             )
@@ -310,7 +310,7 @@ cdef class SharedEndpoint:
         return l
 
     cdef _use(self, Link *l):
-        """From now on. Any thread."""
+        """Hand a link to the data plane. Any thread may call it."""
         lock(&self.state.monitor)
         l.next, self.state.new = self.state.new, l
         atomic_store(&self.state.n_new, self.state.n_new + 1)
@@ -318,11 +318,11 @@ cdef class SharedEndpoint:
         self.inner.wake()
 
     def watch(self) -> int:
-        """A descriptor that becomes readable when :meth:`lost` has news."""
+        """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.inner.watch()
 
     def lost(self) -> list:
-        """Peers whose connection has broken since the last call. Any thread."""
+        """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef Link *l = NULL
         found = self.inner.lost()
         for peer in found:
@@ -339,7 +339,7 @@ cdef class SharedEndpoint:
 
     @property
     def neighbours(self) -> int:
-        """How many peers are reached through memory."""
+        """Number of peers reached through shared memory."""
         cdef Link *l = self.state.all
         cdef int n = atomic_load(&self.state.n_new)
         while l != NULL:
@@ -349,22 +349,23 @@ cdef class SharedEndpoint:
 
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The eventfd that :meth:`wake` writes to."""
         return self.inner.wake_descriptor
 
     @property
     def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
+        """Number of connections refused because the peer did not know the job secret."""
         return self.inner.refused + (0 if self.gate is None else self.gate.refused)
 
     @property
     def malformed(self) -> int:
-        """Messages that made no sense."""
+        """Number of malformed messages."""
         return self.inner.malformed + atomic_load(&self.state.malformed)
 
     def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this
-        object.
+        """Return the data plane: a capsule with the C :c:struct:`Endpoint`.
+
+        The capsule is valid as long as this object.
         """
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
@@ -372,23 +373,23 @@ cdef class SharedEndpoint:
         self.inner.wake()
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        """Drop unsent messages and run every outstanding done callback. Idempotent."""
         cdef Link *l
         if self.closed:
             return
         self.closed = True
         if self.gate is not None:
             self.gate.close()
-        self.inner.close()          # which may still send out of the segment
+        self.inner.close()          # may still send from the segment, so it comes first
         take_new(&self.state)
         l = self.state.all
         while l != NULL:
-            if self.pid == getpid():         # a forked child's neighbours are its parent's
+            if self.pid == getpid():         # in a forked child the links are the parent's
                 atomic_store(&l.out.closed, 1)
                 wake_up(l)
             drop_link(l)
             lock(&l.monitor)
-            l.mapped = False        # messages that are released later are nobody's
+            l.mapped = False        # tokens of messages released later are not returned
             unlock(&l.monitor)
             if self.segment == NULL:
                 munmap(l.base, l.n_bytes)

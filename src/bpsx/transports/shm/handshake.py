@@ -1,12 +1,11 @@
-"""How a worker and the lanes of its own machine find each other, to share memory: at a Unix socket
-in the abstract namespace, which has no file that could be left behind and reaches as far as the
-network namespace does.
+"""Handshake by which a worker and a lane of the same machine agree to share memory.
 
-It is named after the lane's address.
+The lane listens on a Unix socket in the abstract namespace, named after the lane's address. Such a
+socket leaves no file behind, and is visible within one network namespace.
 
-The worker greets as it does over the network (``listener.py``) and hands over the descriptor that
-ends its sleep; the lane answers with the segment, the worker's slot in it and its own descriptor;
-the worker says whether it could map the segment. Both ends must be of one user.
+The worker greets as over the network (``listener.py``) and passes the descriptor that wakes it.
+The lane replies with the segment, the worker's slot in it and the descriptor that wakes the lane.
+The worker then confirms that it has mapped the segment. Both processes must be of the same user.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _name(address: str) -> str:
 
 
 def _is_ours(link: socket.socket) -> bool:
-    """Whether the other end belongs to this user, or to root."""
+    """Whether the peer's process belongs to this user, or to root."""
     _, uid, _ = _UCRED.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid in (os.getuid(), 0)
 
@@ -40,8 +39,9 @@ def _is_ours(link: socket.socket) -> bool:
 def listen(
     address: str, key: bytes, take: Callable[[socket.socket, int], None]
 ) -> gate.Gate | None:
-    """A gate for the workers that are on this machine; None where there can be none: they come
-    through the network then.
+    """Return a gate for the workers of this machine.
+
+    None if the lane cannot listen; the workers then use the network.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -59,22 +59,25 @@ def listen(
 
 
 class Guest:
-    """A worker that has greeted well, as the lane sees it."""
+    """A worker whose greeting was valid, seen from the lane."""
 
     def __init__(self, link: socket.socket, bell: int) -> None:
         self._link = link
-        #: A descriptor that ends the worker's sleep; closed when the visit is over.
+        #: Descriptor that wakes the worker; closed at the end of :func:`welcome`.
         self.bell = bell
 
     def takes(self, segment: int, slot: int, wake: int) -> bool:
-        """Offer it memory, and whether it takes it. Raises OSError."""
+        """Offer memory to the worker; return whether it accepts. Raises OSError."""
         socket.send_fds(self._link, [_OFFER.pack(_MAGIC, slot)], [segment, wake])
         return self._link.recv(1) == _YES
 
 
 @contextlib.contextmanager
 def welcome(link: socket.socket) -> Iterator[Guest]:
-    """A lane's part. Raises OSError: who has come is a stranger, or says nothing."""
+    """Run the lane's side of the handshake.
+
+    Raises OSError if the peer is another user's process or does not answer.
+    """
     bells: list[int] = []
     try:
         link.settimeout(gate.PATIENCE)
@@ -90,29 +93,30 @@ def welcome(link: socket.socket) -> Iterator[Guest]:
 
 
 class Visit:
-    """A lane of this machine, as the worker sees it."""
+    """A lane of this machine, seen from the worker."""
 
     def __init__(self, link: socket.socket, segment: int, bell: int, slot: int) -> None:
         self._link = link
-        #: Descriptors: the memory, and what ends the lane's sleep; closed when the visit is over.
+        #: Descriptors of the memory and of the lane's wake-up; closed at the end of :func:`visit`.
         self.segment, self.bell = segment, bell
         self.slot = slot
 
     def accept(self) -> None:
-        """Use the memory from now on. Raises OSError."""
+        """Tell the lane that this worker uses the memory from now on. Raises OSError."""
         self._link.sendall(_YES)
 
 
 @contextlib.contextmanager
 def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[Visit | None]:
-    """A worker's part; None: the lane at ``address`` is on another machine, or offers no memory.
+    """Run the worker's side of the handshake with the lane at ``address``.
 
-    ``wake``: what ends this process's sleep.
+    Yields None if the lane is on another machine, or offers no memory. ``wake``: descriptor that
+    wakes this process.
     """
     found: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        # Before anything else: anybody may have bound this name, accept nobody, and so have a
-        # blocking connect wait for ever.
+        # Before connect: any process may have bound this name without ever accepting, and a
+        # blocking connect would then wait for ever.
         link.settimeout(gate.PATIENCE)
         try:
             link.connect(_name(address))
