@@ -1,1 +1,1 @@
-"""RDMA, by libibverbs."""
+"""RDMA transport over libibverbs."""

@@ -1,4 +1,4 @@
-# An RDMA adapter that is open, see adapter.pyx.
+# An open RDMA adapter and its memory and queue pairs; see adapter.pyx.
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 from bpsx.transports.rdma.verbs cimport (
@@ -7,8 +7,8 @@ from bpsx.transports.rdma.verbs cimport (
 
 
 cdef class Memory:
-    cdef object adapter         # outlives it
-    cdef long pid               # who made it
+    cdef object adapter         # kept alive as long as this memory
+    cdef long pid               # the process that registered the memory
     cdef char *at
     cdef uint64_t n
     cdef ibv_mr *mr
@@ -32,9 +32,9 @@ cdef class Adapter:
     cdef readonly str name
     cdef int port, gid_index, mtu
     cdef bint ethernet
-    cdef readonly bint forks    # memory that forked children inherit may be registered
+    cdef readonly bint forks    # whether memory that forked children inherit may be registered
     cdef uint16_t lid
-    cdef uint64_t most_bytes    # of one message of the adapter's
+    cdef uint64_t most_bytes    # largest message of the port
     cdef bytes gid
     cdef Memory new_memory(self, uint64_t n, bint to_be_written)
     cdef Pair new_pair(self, uint32_t sends, uint32_t receives)

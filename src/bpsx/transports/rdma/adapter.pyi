@@ -1,36 +1,36 @@
 """RDMA adapters; see ``adapter.pyx``.
 
-What they do is for other extension modules: ``endpoint.pyx``.
+Another extension module, ``endpoint.pyx``, uses what these classes have besides.
 """
 
 import struct
 
-#: What a queue pair says of itself.
+#: Description of a queue pair, which each end sends to the other.
 PAIR: struct.Struct
 
 def explain_refusal(code: int) -> str:
-    """Why memory could not be registered, of an errno: with the limit, and what to do."""
+    """Explain from an errno why memory was not registered, with the limit and what to do."""
 
 class Memory:
-    """Memory of our own that the adapter can use."""
+    """Memory that this module allocates and registers with the adapter."""
 
 class Pair:
-    """A queue pair, and its completion queue."""
+    """A queue pair and its completion queue."""
 
     def describe(self) -> bytes:
-        """What the other end has to know."""
+        """Return the description that the other end needs to connect."""
     def meet(self, other: bytes) -> None:
-        """Be connected to the pair that said so of itself.
+        """Connect to the queue pair with the description ``other``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
 
 class Adapter:
-    """One port of an adapter, open."""
+    """An open adapter, of which one port is used."""
 
     name: str
     forks: bool
     """Whether memory that forked children inherit may be registered."""
 
     def __init__(self, name: str, port: int, gid_index: int, gid: str, ethernet: bool) -> None:
-        """Raises :class:`~bpsx.errors.TransportError` if it cannot be opened."""
+        """Raises :class:`~bpsx.errors.TransportError` if the adapter cannot be opened."""

@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""An RDMA adapter (host channel adapter): what is set up once, by libibverbs.
+"""An RDMA adapter (host channel adapter): set-up by libibverbs.
 
-What a connection does then without the GIL is in ``endpoint.pyx``.
+``endpoint.pyx`` has the data path, which runs without the GIL.
 
-pyverbs would do for this if it told where its queue pairs lie; it does not (docs/decisions/0027).
+pyverbs cannot be used: it does not give out the addresses of its queue pairs (docs/decisions/0027).
 """
 import ipaddress
 import os
@@ -32,7 +32,7 @@ cdef extern from "<sys/mman.h>" nogil:
         MADV_DONTFORK
     int madvise(void *addr, size_t length, int advice)
 
-# Number of the pair, its first packet's number, the GID, the local identifier, the port's MTU.
+# Number of the queue pair, its first packet's number (PSN), GID, LID, and the port's MTU.
 PAIR = struct.Struct("<II16sHB")
 _STEPS = (
     "", "INIT",
@@ -44,8 +44,9 @@ cdef enum:
 
 
 def _copies_when_forking() -> bool:
-    """Whether the kernel gives children copies of registered pages, and not the parent: Linux
-    5.12 and later (ibv_fork_init(3)).
+    """Whether fork() leaves registered pages to the parent and gives the child copies.
+
+    Linux does so since 5.12 (ibv_fork_init(3)).
     """
     release = os.uname().release.split(".")
     return (
@@ -62,10 +63,10 @@ def _why(int code):
 
 @cython.no_gc_clear
 cdef class Memory:
-    """Memory of our own that the adapter can use. Forked children do not have it."""
+    """Memory that this module allocates and registers. Forked children do not have it."""
 
     cdef close(self):
-        """The adapter uses it no more. In a forked child there is neither memory nor adapter."""
+        """Deregister and unmap. Does nothing in a forked child, which has neither of both."""
         if self.mr != NULL and self.pid == getpid():
             ibv_dereg_mr(self.mr)
         if self.at != NULL and self.pid == getpid():
@@ -78,15 +79,15 @@ cdef class Memory:
 
 @cython.no_gc_clear
 cdef class Pair:
-    """A queue pair, and its completion queue."""
+    """A queue pair and its completion queue."""
 
     def describe(self) -> bytes:
-        """What the other end has to know."""
+        """Return the description that the other end needs to connect."""
         cdef Adapter a = self.adapter
         return PAIR.pack(number_of(self.qp), self.psn, a.gid, a.lid, a.mtu)
 
     def meet(self, other: bytes) -> None:
-        """Be connected to the pair that said so of itself.
+        """Connect to the queue pair with the description ``other``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
@@ -122,7 +123,7 @@ cdef class Pair:
 
 
 cdef class Adapter:
-    """One port of an adapter, open. Raises :class:`~bpsx.errors.TransportError` if it cannot be."""
+    """An open adapter, of which one port is used. Raises TransportError if it cannot be opened."""
 
     def __cinit__(self, str name, int port, int gid_index, str gid, bint ethernet):
         cdef ibv_port_attr attributes
@@ -130,8 +131,8 @@ cdef class Adapter:
         self.pid = getpid()
         self.name, self.port, self.gid_index, self.ethernet = name, port, gid_index, ethernet
         self.gid = ipaddress.IPv6Address(gid).packed
-        # Old kernels: what is registered shall stay ours when the script forks. Fails where it is
-        # too late.
+        # On old kernels this keeps registered pages in the parent when the script forks. It fails
+        # if it is called too late.
         self.forks = ibv_fork_init() == 0 or _copies_when_forking()
         self._open()
         code = query_port(self.context, port, &attributes)
@@ -175,7 +176,7 @@ cdef class Adapter:
             )
 
     cdef Memory new_memory(self, uint64_t n, bint to_be_written):
-        """``n`` bytes, to be written to by the other end, or only to be sent from."""
+        """Map and register ``n`` bytes, which the other end may write, or which are only sent."""
         cdef Memory made = Memory.__new__(Memory)
         cdef int code
         cdef void *at = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
@@ -209,7 +210,7 @@ cdef class Adapter:
                 f"{self.name}: no completion queue of {sends + receives}: {_why(code)}; are "
                 f"BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH more than it can do?"
             )
-        # What can travel in a request differs; one that is too much is refused.
+        # Adapters differ in the bytes that a work request may carry inline, and refuse too many.
         made.qp = new_qp(self.pd, made.cq, sends, receives, MOST_INLINE, &made.most_inline)
         if made.qp == NULL:
             made.qp = new_qp(self.pd, made.cq, sends, receives, 0, &made.most_inline)
@@ -237,7 +238,7 @@ cdef class Adapter:
 
 
 def explain_refusal(code: int) -> str:
-    """Why memory could not be registered, of an errno."""
+    """Explain from an errno why memory was not registered."""
     return f"{_why(code)}. {_limit()}"
 
 

@@ -1,5 +1,5 @@
-# Memory in pages of 4 KiB, given out from its beginning: what was given back is used again first,
-# while caches have it, and neighbours are one again.
+# First-fit allocator in units of 4 KiB. It reuses the lowest free units, which are still in the
+# caches, and adjacent free units form one run.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memchr, memset
@@ -8,7 +8,7 @@ cdef enum:
     UNIT = 4096
 
 cdef struct Units:
-    uint8_t *taken              # by unit: 1, else 0
+    uint8_t *taken              # by unit: 1 if allocated, else 0
     uint32_t n
     uint32_t used
 
@@ -29,7 +29,7 @@ cdef inline uint32_t units_for(uint64_t nbytes) noexcept nogil:
 
 
 cdef inline uint32_t run_at(Units *u, uint32_t *at) noexcept nogil:
-    """The first run of free units from *at on, and how long it is; 0: there is none."""
+    """Find the first run of free units from *at on; return its length, or 0 if there is none."""
     cdef uint8_t *begin
     cdef uint8_t *end
     if at[0] >= u.n:
@@ -43,7 +43,7 @@ cdef inline uint32_t run_at(Units *u, uint32_t *at) noexcept nogil:
 
 
 cdef inline int64_t take_units(Units *u, uint32_t wanted) noexcept nogil:
-    """Which is the first of so many in a row; -1: there are none."""
+    """Allocate a run of ``wanted`` units. Return the first unit, or -1 if there is no such run."""
     cdef uint32_t at = 0, found = run_at(u, &at)
     while found and found < wanted:
         at += found

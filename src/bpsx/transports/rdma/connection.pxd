@@ -1,11 +1,11 @@
-# A connection over RDMA, and what an endpoint has of them. See endpoint.pyx.
+# A connection over RDMA, and an endpoint's state. See endpoint.pyx.
 #
-# Each end has registered memory, the *inbox*, that the other one writes into and gives out in
-# units: whoever writes knows alone what is free there. A message says which token it is; whoever
-# has read it returns the token, and its units are free again. Each message also takes one of the
-# receive requests that the other has posted, its *credits*: what is returned, and how many requests
-# were posted anew, travels in front of the next message, or in one of its own where there is none
-# for long.
+# Each end registers an *inbox*, into which the other end writes. The writer alone allocates the
+# units of the inbox, so it knows what is free. Each message carries a token. The reader returns the
+# token when it has released the message, and the message's units are free again. Each message also
+# consumes one receive request of the peer; the requests still available are the writer's *credits*.
+# Returned tokens and new credits travel in the prefix of the next message, or in a message of their
+# own if none is sent for long.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
@@ -21,41 +21,42 @@ cdef extern from "<sys/socket.h>" nogil:
     int shutdown(int fd, int how)
 
 cdef enum:
-    # bytes of a receive request's own memory: what is no larger is sent, not written
+    # Bytes of memory of a receive request; a message that fits is sent instead of written.
     SMALL = 256
     TOKENS = 1024
-    RETURNED = 12               # tokens that one message can return
-    # credits and sends that are kept for returning: so both ends cannot wait for each other's
+    RETURNED = 12               # most tokens that one message returns
+    # Credits and send queue entries kept for messages that return tokens, so that the two ends
+    # cannot deadlock.
     RESERVED = 2
     POLLED = 16
     MOST_HEAD = 1 << 20
-    HEAD_ROOM = 64              # a multiple of this: where a body begins behind prefix and head
-    # A request's number: of one that writes, its token; of a receive request EXPECTED and which; of
-    # one that sends, FROM_UNIT and the outbox's unit, or NO_TOKEN.
+    HEAD_ROOM = 64              # alignment of a body behind prefix and head, bytes
+    # Work request ids: of a write its token; of a receive request EXPECTED | its index; of a send
+    # FROM_UNIT | the outbox's unit, or NO_TOKEN if it was inline.
     EXPECTED = 1 << 24
     FROM_UNIT = 1 << 25
     NO_TOKEN = 1 << 26
 
 cdef enum Kind:
     WHOLE = 1                   # prefix, head at 64, body behind it at a multiple of 64
-    # prefix, and `length` bytes of head and body together, from `begin` on
+    # Prefix, and `length` bytes from offset `begin` of head and body together.
     PIECE = 2
     RETURNS = 3                 # a prefix only
-    # prefix and head; the body is where its reader wanted it, at `begin`
+    # Prefix and head; the body was written to address `begin`, where its reader wanted it.
     LANDED = 4
 
-# What goes before each message: 64 bytes. Of a whole one `begin`, `length` and `rkey` are where its
-# answer's body shall lie.
+# Header of each message, 64 bytes. In a WHOLE message `begin`, `length` and `rkey` say where the
+# body of its reply shall be written.
 cdef struct Prefix:
     uint64_t body_size
     uint64_t begin
     uint32_t head_size
     uint32_t length
     uint32_t token
-    uint32_t credits            # receive requests posted since the last message
+    uint32_t credits            # receive requests posted since the previous message
     uint8_t kind
     uint8_t has_body
-    # much of the inbox is in use: the reader shall not keep the message there
+    # Much of the inbox is in use, so the reader must copy the message instead of keeping it.
     uint8_t tight
     uint8_t n_returned
     uint16_t returned[RETURNED]
@@ -71,19 +72,19 @@ cdef struct Outgoing:           # a message that is not posted
     done_fn body_done
     void *head_hint
     void *body_hint
-    size_t sent                 # bytes of head and body together that went in pieces
-    Landing landing             # as in abi.pxd, with `key`; `at` 0: none
+    size_t sent                 # bytes of head and body together sent in pieces so far
+    Landing landing             # see abi.pxd; `key` is an rkey; `at` 0: none
 
 cdef struct Sent:               # a message that is posted
     bint used
-    bint written                # the card is done with our memory
-    bint returned               # the other is with his
-    bint landed                 # it took two requests
-    uint32_t there, n_there     # units of his inbox
-    uint32_t here, n_here       # ... and of our outbox
-    Outgoing what               # whom to tell
+    bint written                # completed: the adapter no longer reads the memory here
+    bint returned               # the peer has returned the token
+    bint landed                 # took two work requests
+    uint32_t there, n_there     # units of the peer's inbox: first, number
+    uint32_t here, n_here       # units of the outbox: first, number
+    Outgoing what               # done callbacks to run on completion
 
-cdef struct Waiting:            # a message that has come and was not asked for
+cdef struct Waiting:            # a message received before recv asked for it
     Message m
     Waiting *next
 
@@ -92,46 +93,46 @@ cdef struct Connection:
     State *state
     uint32_t peer
     bint dead
-    bint ends                   # the other one has gone: what has arrived is still read
-    int why                     # status of the completion that ended it; 0: none did
-    int fd                      # a TCP connection that says when the other dies
+    bint ends                   # the peer has gone; what has arrived is still read
+    int why                     # status of the completion that ended the connection, or 0
+    int fd                      # TCP connection, which reports the peer's death
     ibv_qp *qp
     ibv_cq *cq
     bint armed                  # the next completion raises an event
-    ibv_wc found[POLLED]        # completions that were polled,
+    ibv_wc found[POLLED]        # completions polled
     int n_found
-    int at_found                # ... and the next one to be looked at
-    # What is written to us:
+    int at_found                # index of the next completion to handle
+    # Receiving:
     char *inbox
     uint64_t inbox_bytes
-    char *small                 # memory of the receive requests
+    char *small                 # memory of the receive requests, SMALL bytes each
     uint32_t small_lkey
-    uint32_t depth              # receive requests
-    uint32_t consumed           # ... that were posted anew, and the other does not know
-    char *block                 # a message that comes in pieces
-    Prefix prefix               # ... its first one
+    uint32_t depth              # number of receive requests
+    uint32_t consumed           # receive requests posted again, not yet reported to the peer
+    char *block                 # a message that arrives in pieces
+    Prefix prefix               # prefix of its first piece
     uint64_t filled
     Waiting *first_waiting
     Waiting *last_waiting
-    Monitor monitor             # guards what follows: messages are released on any thread
-    bint mapped                 # our inbox is there
+    Monitor monitor             # guards the next four: any thread may release messages
+    bint mapped                 # the inbox is mapped
     int64_t n_returned
     uint64_t returned_bytes
     uint16_t returned[TOKENS]
-    # Where we write:
+    # Sending:
     uint64_t remote
     uint32_t rkey
     uint32_t remote_depth
-    Units there
+    Units there                 # allocation of the peer's inbox
     uint32_t credits
-    uint32_t send_room          # requests that the send queue has room for
-    uint32_t most_inline        # bytes that can travel in a request
+    uint32_t send_room          # free entries of the send queue
+    uint32_t most_inline        # bytes that a work request may carry inline
     uint32_t n_unused
-    uint16_t unused[TOKENS]     # tokens
+    uint16_t unused[TOKENS]     # free tokens; the first `n_unused` are valid
     Sent sent[TOKENS]
     uint32_t n_lent
-    uint8_t *lent               # by unit of the outbox: it holds a small message that is being sent
-    Outgoing *first             # what waits for room
+    uint8_t *lent               # by unit of the outbox: holds a small message in the send queue
+    Outgoing *first             # messages that wait for room
     Outgoing *last
 
 cdef struct State:
@@ -139,24 +140,24 @@ cdef struct State:
     Losses losses
     int epoll
     int wake_fd
-    bint woken                  # somebody has written there, and no wait has ended for it
-    int64_t parked
+    bint woken                  # wake was called, and no wait has ended since
+    int64_t parked              # the driving thread is in wait
     ibv_comp_channel *channel
-    int since                   # calls of recv since the last look at connections
-    uint64_t most_bytes         # of a message that comes
-    uint64_t most_written       # ... that goes in one piece, by the adapter
+    int since                   # calls of recv since the last epoll_wait()
+    uint64_t most_bytes         # largest body accepted
+    uint64_t most_written       # largest message sent in one piece; the adapter's limit
     int64_t malformed
     int64_t n_new
     Connection *new
     Connection *all
     Connection *next_to_read
     Peers peers
-    # Registered memory to send from, for what does not lie in such memory already:
+    # Registered memory from which messages are sent that are not in registered memory already:
     char *outbox
     uint32_t outbox_lkey
-    Units here
+    Units here                  # allocation of the outbox
     Registered memory
-    int64_t copied              # bytes of bodies, by us
+    int64_t copied              # bytes of bodies copied by this end
 
 
 cdef inline uint64_t before_body(size_t head_size) noexcept nogil:
@@ -165,7 +166,7 @@ cdef inline uint64_t before_body(size_t head_size) noexcept nogil:
 
 
 cdef inline void tell_done(Outgoing *o) noexcept nogil:
-    """Give back what the caller had handed over, once."""
+    """Run the done callbacks of a message, once."""
     cdef done_fn head_done = o.head_done, body_done = o.body_done
     o.head_done = o.body_done = NULL
     if head_done != NULL:
@@ -181,7 +182,7 @@ cdef inline void end_token(Connection *c, uint32_t token) noexcept nogil:
 
 
 cdef inline void complete(Connection *c, uint32_t token) noexcept nogil:
-    """The card is done with what we have written."""
+    """Handle the completion of a write: the adapter no longer reads the memory here."""
     cdef Sent *sent = &c.sent[token]
     sent.written = True
     give_units(&c.state.here, sent.here, sent.n_here)
@@ -191,7 +192,7 @@ cdef inline void complete(Connection *c, uint32_t token) noexcept nogil:
 
 
 cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
-    """False: the other returns what it does not have."""
+    """Free a returned token's units. False: the peer returned a token that it does not have."""
     cdef Sent *sent
     if token >= TOKENS or not c.sent[token].used or c.sent[token].returned:
         return False
@@ -204,7 +205,7 @@ cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
 
 
 cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) noexcept nogil:
-    """Any thread."""
+    """Return a message's token to its writer. Any thread may call it."""
     lock(&c.monitor)
     if c.mapped and c.n_returned < TOKENS:
         c.returned[c.n_returned] = <uint16_t>token
@@ -216,7 +217,7 @@ cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) no
 
 
 cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:
-    """The card has sent what lay there."""
+    """Free a unit of the outbox, from which the adapter has sent."""
     c.lent[unit] = 0
     c.n_lent -= 1
     give_units(&c.state.here, unit, 1)
@@ -228,14 +229,14 @@ cdef inline void wake_up(State *s) noexcept nogil:
 
 
 cdef inline void let_go(Connection *c) noexcept nogil:
-    """The card stops, and what was handed over is its owners' again."""
+    """Stop the queue pair, and run the done callbacks of all messages."""
     cdef Outgoing *o
     cdef uint32_t token
     cdef uint32_t unit
     c.dead = True
     reset(c.qp)
     if c.fd >= 0:
-        # the other end may have nothing to send by which it would see
+        # Tell the peer, which would not notice without a message to send.
         shutdown(c.fd, SHUT_RDWR)
     for token in range(TOKENS):
         if c.sent[token].used and not c.sent[token].written:
@@ -253,7 +254,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
 
 
 cdef inline void lose(State *s, Connection *c) noexcept nogil:
-    """It is broken: say so."""
+    """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
         let_go(c)
         add_loss(&s.losses, c.peer)

@@ -1,11 +1,11 @@
-"""RDMA; see ``endpoint.pyx``."""
+"""RDMA transport; see ``endpoint.pyx``."""
 
 from collections.abc import Sequence
 
 from bpsx.transports.sockets.endpoint import GatedEndpoint
 
 class RdmaEndpoint(GatedEndpoint):
-    """Connections over RDMA."""
+    """Endpoint with one reliable RDMA connection per peer."""
 
     def __init__(
         self,
@@ -21,26 +21,30 @@ class RdmaEndpoint(GatedEndpoint):
         device: str = "",
         gid_index: int | None = None,
     ) -> None:
-        """``depth``: receive requests of a connection; ``sends``: requests under way on it;
-        ``inbox``: bytes that the other end can have written and that have not been read;
-        ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`; the others as
-        :class:`~bpsx.transports.tcp.endpoint.TcpEndpoint`'s.
+        """Create an endpoint that neither listens nor is connected.
 
-        Raises :class:`~bpsx.errors.TransportError`, also where there is no adapter.
+        ``depth``: receive requests of each connection.
+        ``sends``: length of each connection's send queue, in work requests.
+        ``inbox``: bytes that each peer may have written and this end has not released.
+        ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`.
+        The other arguments are :class:`~bpsx.transports.tcp.endpoint.TcpEndpoint`'s.
+
+        Raises :class:`~bpsx.errors.TransportError`, also if the machine has no adapter.
         """
     @property
     def copied(self) -> int:
-        """Bytes of messages' bodies that this end has copied, into registered memory or out of it;
-        those of less than 256 bytes do not count.
+        """Bytes of bodies that this end copied into or out of registered memory.
+
+        Bodies of less than 256 bytes do not count.
         """
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
-        """As :meth:`GatedEndpoint.bind`; also raises where ``host`` has no adapter."""
+        """As :meth:`GatedEndpoint.bind`; also raises if no adapter belongs to ``host``."""
     def lost(self) -> list[int]:
-        """As :meth:`GatedEndpoint.lost`; what is known of the reasons is logged."""
+        """As :meth:`GatedEndpoint.lost`; also logs the known reasons."""
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer``.
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        """Drop unsent messages and run every outstanding done callback. Idempotent."""

@@ -1,14 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""RDMA: reliable connections of an InfiniBand or RoCE adapter, driven by whoever drives the
-endpoint.
+"""RDMA transport: reliable connections of an InfiniBand or RoCE adapter.
 
-A message is one RDMA WRITE with immediate into memory that the other end has registered, and is
-read where it lies: header and body arrive behind each other, and the immediate says where. Few
-bytes are sent in the request itself. How room is given out and comes back: ``connection.pxd``.
+The thread that drives the endpoint posts and polls; the transport has no thread of its own.
 
-Connections begin over TCP, with the greeting that ``listener.py`` checks, then both ends say where
-their queue pair and their inbox are. That connection stays: when the other process dies, it says
-so.
+A message is one RDMA WRITE with immediate into memory that the receiver has registered, and is read
+where it was written. Head and body are adjacent there; the immediate is their position. Short
+messages are sent inline in the work request. ``connection.pxd`` explains the flow control.
+
+A connection begins over TCP, with the greeting that ``listener.py`` checks. Then both ends exchange
+the descriptions of their queue pairs and inboxes. The TCP connection stays open, because it reports
+the death of the other process.
 """
 import logging
 import struct
@@ -44,25 +45,25 @@ from bpsx.system.address import own_address_towards
 from bpsx.transports.rdma.adapter import PAIR, explain_refusal
 
 log = logging.getLogger("bpsx.connections")
-# Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
+# Magic; the inbox's address, bytes and rkey; number of receive requests. The queue pair follows.
 _OFFER = struct.Struct("<8sQQII")
 _MAGIC = b"bpsxrdm1"
-# How long a lane may be busy with other workers before it answers; how long what has been posted
-# may take to arrive when an endpoint is closed.
+# Seconds that a lane, busy with other workers, may take to reply to an offer. Seconds that posted
+# messages may take to arrive when an endpoint is closed.
 _ANSWER_SECONDS, _LAST_SECONDS = 60.0, 0.1
 
 cdef enum:
-    # calls of recv, while there is always more: a connection may be gone
+    # Calls of recv before epoll is asked again while there are messages: a peer may have died.
     LOOK_EVERY = 256
     OUTBOX = 32 << 20
     LEAST_INBOX = 1 << 20
     MOST_INBOX_MIB = 1 << 16
 
 
-# ---- the data plane
+# ---- Data plane
 
 cdef void take_landing(State *s, Landing *out, const Landing *wanted) noexcept nogil:
-    """As the other end has to know it; none where the adapter does not reach it."""
+    """Prepare a landing for the peer. `out.at` is 0 if the adapter cannot reach the memory."""
     cdef Range *lies = NULL
     out.at = 0
     if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
@@ -110,7 +111,7 @@ cdef int rdma_send(
         rc = -1
     if rc < 0:
         if c != NULL:
-            lose(s, c)          # before: of two requests the first may have been taken
+            lose(s, c)          # before tell_done: of two requests the first may have been posted
         tell_done(&o)
     return 0 if rc > 0 else -1
 
@@ -118,7 +119,7 @@ cdef int rdma_send(
 cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef State *s = <State *>self
     if not register_lent(&s.memory, <char *>at, n):
-        ring(&s.losses)         # who looks there says it
+        ring(&s.losses)         # lost() logs the refusal
 
 
 cdef int rdma_receive(void *self, Message *m) noexcept nogil:
@@ -153,7 +154,7 @@ cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
     cdef bint busy = False
     take_new(s)
     c = s.all
-    while c != NULL:            # all of them first: room in the outbox is everybody's
+    while c != NULL:            # all connections first, because they share the outbox
         if not c.dead and take_all(s, c) < 0:
             lose(s, c)
         c = c.next
@@ -181,18 +182,19 @@ cdef void rdma_wake(void *self) noexcept nogil:
     wake_up(<State *>self)
 
 
-# ---- the control plane
+# ---- Control plane
 
 @cython.no_gc_clear
 cdef class _Link:
-    """A connection, and what it holds of the adapter."""
+    """A connection and the adapter's resources that it holds."""
     cdef Pair pair
-    cdef Memory inbox           # and behind it the memory of the receive requests
+    cdef Memory inbox           # followed by the memory of the receive requests
     cdef Connection *c
 
     cdef close(self):
-        """The adapter uses it no more. The connection's books stay: messages may be released
-        later.
+        """Release the adapter's resources.
+
+        The connection's state remains, because messages may be released later.
         """
         if self.pair is not None:
             self.pair.close()
@@ -214,15 +216,17 @@ cdef class _Link:
 
 @cython.no_gc_clear
 cdef class RdmaEndpoint(GatedEndpoint):
-    """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
+    """Endpoint with one reliable RDMA connection per peer.
 
-    ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``:
-    bytes that the other end can have written and that have not been read; ``device``,
-    ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`. Raises
-    :class:`~bpsx.errors.TransportError` where there is no adapter.
+    See :mod:`bpsx.transports.base` for the interface.
 
-    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that
-    drives it has stopped.
+    ``depth``: receive requests of each connection. ``sends``: length of each connection's send
+    queue, in work requests. ``inbox``: bytes that each peer may have written and this end has not
+    released. ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`. Raises
+    :class:`~bpsx.errors.TransportError` if the machine has no adapter.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the driving thread
+    has stopped.
     """
     cdef State state
     cdef long pid
@@ -248,14 +252,14 @@ cdef class RdmaEndpoint(GatedEndpoint):
             &self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed,
             &self.state.monitor, encrypt
         )
-        gids.ports()            # so that it is said at once when there is none
+        gids.ports()            # raises at once if there is no adapter
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
         self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
 
     cdef _use_adapter(self, str host):
-        """The one for who has the address ``host``; once."""
+        """Open the adapter for this machine's address ``host``, unless one is open."""
         cdef Adapter opened
         if self.adapter is not None:
             return
@@ -280,28 +284,30 @@ cdef class RdmaEndpoint(GatedEndpoint):
         self.adapter = opened
 
     def bind(self, host: str, ports=()) -> str:
-        """Listen on ``host`` at the first free one of ``ports``, else at one that the system
-        chooses; returns and stores ``host:port``.
+        """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
+
+        Returns and stores ``host:port``.
         """
         self._use_adapter(host)
         return GatedEndpoint.bind(self, host, ports)
 
     def connect(self, peer: int, address: str) -> None:
-        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
         cdef _Link link
         made = None
         host, _, port = address.rpartition(":")
         try:
             self._use_adapter(own_address_towards(host, int(port)))
             link = self._new_link(peer)
-            # With the offer behind the greeting: whoever meets this worker need not wait for it.
+            # Send the offer right behind the greeting, so that the lane need not wait for it.
             made = listener.dial(address, self.secret, self.job, self.rank, more=self._offer(link))
             self._accept(link, _hear(made, _ANSWER_SECONDS))
         except (TransportError, MemoryError):
             if made is not None:
                 made.close()
             raise
-        # it has been there: whoever watches knows who it was, and that it is gone
+        # The lane existed before, so the thread that watches for losses knows which lane it was
+        # and that it has died.
         except OSError as e:
             log.warning("cannot connect to %s: %s", address, e)
             if made is not None:
@@ -313,7 +319,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
         self._use(link, made)
 
     def _take(self, made, rank: int) -> None:
-        """A lane's part, on the gate's thread."""
+        """Run a lane's side of the handshake, on the gate's thread."""
         cdef _Link link
         try:
             said = _hear(made, listener.PATIENCE)
@@ -383,7 +389,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
                 )
 
     cdef _use(self, _Link link, object made):
-        """From now on. Any thread."""
+        """Hand a connection to the data plane. Any thread may call it."""
         cdef Connection *c = link.c
         listener.prepare(made, self.interval, self.timeout)
         c.fd = made.detach()
@@ -395,7 +401,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
         wake_up(&self.state)
 
     def lost(self) -> list:
-        """Peers whose connection has broken since the last call. Any thread."""
+        """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef Connection *c
         found = take_losses(self.losses)
         for peer in found:
@@ -418,15 +424,16 @@ cdef class RdmaEndpoint(GatedEndpoint):
 
     @property
     def copied(self) -> int:
-        """Bytes of messages' bodies that this end has copied, into registered memory or out of
-        it; those of less than 256 bytes do not count.
+        """Bytes of bodies that this end copied into or out of registered memory.
+
+        Bodies of less than 256 bytes do not count.
         """
         return self.state.copied
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback, free everything.
+        """Drop unsent messages, run every outstanding done callback, free all. Idempotent.
 
-        Idempotent. What has been posted is given a moment to arrive.
+        Posted messages first get a moment (`_LAST_SECONDS`) to arrive.
         """
         cdef _Link link
         if self.closed:
@@ -434,7 +441,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
         self.closed = True
         if self.gate is not None:
             self.gate.close()
-        if self.pid != getpid():        # a forked child has nothing of this but descriptors
+        if self.pid != getpid():        # a forked child has only the descriptors
             return
         take_new(&self.state)
         end = time.monotonic() + _LAST_SECONDS
@@ -444,7 +451,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
             if not link.c.dead:
                 let_go(link.c)
             lock(&link.c.monitor)
-            link.c.mapped = False       # messages that are released later are nobody's
+            link.c.mapped = False       # tokens of messages released later are not returned
             unlock(&link.c.monitor)
             close_descriptor(link.c.fd)
             link.c.fd = -1
@@ -474,7 +481,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
 
 
 def _hear(made, double seconds) -> bytes:
-    """The other end's offer. Raises OSError, also if it is not there in time."""
+    """Receive the other end's offer. Raises OSError, also if it is late."""
     said, end = b"", time.monotonic() + seconds
     while len(said) < _OFFER.size + PAIR.size:
         made.settimeout(max(0.001, end - time.monotonic()))

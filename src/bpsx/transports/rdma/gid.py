@@ -1,10 +1,9 @@
-"""Which RDMA adapter, port and GID to use: read from the kernel's table in /sys, without any
-library.
+"""Choice of an RDMA adapter, port and GID, from the kernel's table in /sys, without a library.
 
-An Ethernet port (RoCE) has GIDs that stand for the addresses of its network interfaces, one for
-each version of RoCE; on InfiniBand the first GID is the port's own. What is chosen is the GID of
-the own address, RoCE v2 before v1; where no GID stands for it, as with a loopback address, the best
-one of the only port there is.
+An Ethernet port (RoCE) has GIDs for the addresses of its network interfaces, one per version of
+RoCE. On InfiniBand the first GID is the port's own. The chosen GID is that of this machine's own
+address, with RoCE v2 before v1. If no GID matches, as for a loopback address, and there is only one
+port, it is that port's best GID.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from pathlib import Path
 from bpsx.errors import TransportError
 
 _ROOT = Path("/sys/class/infiniband")
-#: GID tables have up to some thousand entries, nearly all of them empty; used ones come first.
+#: A GID table has up to some thousand entries, nearly all of them empty; used ones come first.
 _EMPTY_IN_A_ROW = 16
 
 
 @dataclass(frozen=True)
 class Gid:
-    """An entry of a port's table."""
+    """An entry of a port's GID table."""
 
     index: int
     value: str  # as an IPv6 address
     kind: str  # "RoCE v2", "IB/RoCE v1"
-    interface: str  # the network interface that it belongs to; empty: none
+    interface: str  # network interface of the GID; empty: none
 
     @property
     def address(self) -> str:
-        """What it stands for: an IPv4 address if it is a mapped one."""
+        """Address of the GID; an IPv4 address if the GID is a mapped one."""
         found = ipaddress.IPv6Address(self.value)
         return str(found.ipv4_mapped or found)
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """The best first: RoCE v2, addresses that leave the link, the first."""
+        """Sort key, best first: RoCE v2, then not link-local, then the lowest index."""
         return self.kind != "RoCE v2", ipaddress.IPv6Address(self.value).is_link_local, self.index
 
 
@@ -69,7 +68,7 @@ class Port:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # an entry that is not used has no type
+    except OSError:  # an unused entry has no type
         return ""
 
 
@@ -93,9 +92,9 @@ def _gids(port: Path) -> tuple[Gid, ...]:
 
 
 def ports(root: Path = _ROOT) -> list[Port]:
-    """The active ports of this machine.
+    """Return the active ports of this machine.
 
-    Raises :class:`~bpsx.errors.TransportError` where there is none, saying what is missing.
+    Raises :class:`~bpsx.errors.TransportError`, which says what is missing, if there is none.
     """
     names = sorted(os.listdir(root)) if root.is_dir() else []
     if not names:
@@ -128,10 +127,12 @@ def ports(root: Path = _ROOT) -> list[Port]:
 def choose(
     host: str, adapter: str = "", index: int | None = None, root: Path = _ROOT
 ) -> tuple[Port, Gid]:
-    """The port and GID for who has the address ``host``; of ``adapter`` ("mlx5_0", or "mlx5_0:1"
-    for a port), and number ``index`` of its table, where those are given.
+    """Return the port and GID of the machine's address ``host``.
 
-    Raises :class:`~bpsx.errors.TransportError` listing what there is.
+    ``adapter`` ("mlx5_0", or "mlx5_0:1" with a port) restricts the choice, if not empty. ``index``
+    is the GID's index in the port's table, if not None.
+
+    Raises :class:`~bpsx.errors.TransportError`, which lists the ports, if there is no match.
     """
     there = ports(root)
     wanted = [port for port in there if adapter in ("", port.adapter, port.name)]

@@ -1,5 +1,5 @@
-# Which memory the adapter can reach: what it writes to of ours, and what others have lent the
-# endpoint, each registered once. The driver's alone.
+# Memory regions that the adapter can reach: the endpoint's inboxes, and memory that callers lent to
+# the endpoint, each registered once. Used by the driving thread only.
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
@@ -10,21 +10,21 @@ from bpsx.transports.rdma.verbs cimport ibv_dereg_mr, ibv_mr, ibv_pd, register_t
 cdef struct Range:
     uint64_t begin
     uint64_t end
-    uint32_t lkey               # for our side of a transfer
-    ibv_mr *lent                # NULL: an inbox of the endpoint's own
+    uint32_t lkey               # key for the local side of a transfer
+    ibv_mr *lent                # region of lent memory; NULL: an inbox of the endpoint
 
-cdef struct Registered:         # sorted; none overlaps another
+cdef struct Registered:         # sorted, without overlaps
     Range *all
     uint32_t n
     uint32_t room
     ibv_pd *pd                  # NULL: no adapter is open
-    # bytes that could not be registered: from then on what is lent is copied,
+    # Bytes that could not be registered; if not 0, nothing more is, and bodies are copied.
     uint64_t refused
-    int why                     # ... and the errno, until somebody has read it
+    int why                     # errno of that failure, until it is logged
 
 
 cdef inline uint32_t first_behind(const Registered *r, uint64_t at) noexcept nogil:
-    """The first range that ends behind `at`; `n`: there is none."""
+    """Return the index of the first range that ends behind `at`, or `n` if there is none."""
     cdef uint32_t low = 0, high = r.n, middle
     while low < high:
         middle = (low + high) // 2
@@ -36,7 +36,7 @@ cdef inline uint32_t first_behind(const Registered *r, uint64_t at) noexcept nog
 
 
 cdef inline Range *find_range(const Registered *r, uint64_t at, uint64_t n) noexcept nogil:
-    """What so many bytes there lie in; NULL: they are not registered."""
+    """Return the range that contains these bytes. NULL: they are not registered."""
     cdef uint32_t i = first_behind(r, at)
     if i == r.n or r.all[i].begin > at or r.all[i].end - at < n:
         return NULL
@@ -46,10 +46,7 @@ cdef inline Range *find_range(const Registered *r, uint64_t at, uint64_t n) noex
 cdef inline bint add_range(
     Registered *r, uint64_t begin, uint64_t n, uint32_t lkey, ibv_mr *lent
 ) noexcept nogil:
-    """False: there is no memory for it, or a part of it is there already.
-
-    What lies there is copied, then.
-    """
+    """Add a range. False: no memory, or it overlaps another; bodies in it are then copied."""
     cdef uint32_t at = first_behind(r, begin), wanted = max(16u, 2 * r.room)
     cdef Range *grown
     if at < r.n and r.all[at].begin < begin + n:
@@ -66,7 +63,7 @@ cdef inline bint add_range(
 
 
 cdef inline bint register_lent(Registered *r, char *at, uint64_t n) noexcept nogil:
-    """Register it, unless it is. False: the adapter refuses, and somebody should say so."""
+    """Register the memory unless it is registered. False: refused, and should be logged."""
     cdef uint32_t known = first_behind(r, <uint64_t>at)
     cdef ibv_mr *mr
     if r.pd == NULL or r.refused or n == 0 or known < r.n and r.all[known].begin < <uint64_t>at + n:
@@ -81,9 +78,9 @@ cdef inline bint register_lent(Registered *r, char *at, uint64_t n) noexcept nog
 
 
 cdef inline void forget_registered(Registered *r, bint ours) noexcept nogil:
-    """Once no queue pair is left.
+    """Deregister all lent memory, once no queue pair is left.
 
-    ``ours``: else the process is a forked child, and has nothing of the adapter.
+    ``ours`` is false in a forked child, which has nothing of the adapter.
     """
     cdef uint32_t i
     for i in range(r.n if ours else 0):

@@ -1,5 +1,5 @@
-# What whoever drives an endpoint over RDMA does besides sending: look at what the kernel has to
-# tell, at what has come, and at what waits for room.
+# Progress of an RDMA endpoint, besides sending: kernel events, arrived messages, and messages that
+# wait for room. Runs on the driving thread.
 from libc.stdint cimport uint64_t
 
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
@@ -18,7 +18,7 @@ from bpsx.transports.rdma.send cimport can_give_news, flush, give_news, has_news
 
 
 cdef inline void take_new(State *s) noexcept nogil:
-    """Those that were made since the last look, on another thread."""
+    """Add the connections that other threads made since the last call."""
     cdef Connection *c
     cdef Connection *following
     if atomic_load(&s.n_new) == 0:
@@ -43,9 +43,7 @@ cdef inline void take_new(State *s) noexcept nogil:
 
 
 cdef inline void look(State *s, int timeout_ms) noexcept nogil:
-    """At what the kernel has to tell: somebody wakes us, there are completions, the other end of
-    a connection is gone.
-    """
+    """Wait for kernel events and handle them: wake-ups, completions, and peers that have gone."""
     cdef epoll_event events[EVENTS]
     cdef uint64_t drained = 0
     cdef ibv_cq *cq = NULL
@@ -57,7 +55,7 @@ cdef inline void look(State *s, int timeout_ms) noexcept nogil:
     for i in range(n):
         if events[i].data.ptr == NULL:
             read(s.wake_fd, &drained, sizeof(drained))
-            s.woken = True      # a wait that comes later ends at once
+            s.woken = True      # the next wait returns at once
         elif events[i].data.ptr == s:
             while ibv_get_cq_event(s.channel, &cq, &context) == 0:
                 ibv_ack_cq_events(cq, 1)
@@ -68,25 +66,26 @@ cdef inline void look(State *s, int timeout_ms) noexcept nogil:
                     c = c.next
         else:
             c = <Connection *>events[i].data.ptr
-            c.ends = True       # what it has written before is there already
+            c.ends = True       # what the peer wrote before has arrived already
             epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
 
 
 cdef inline int from_one(State *s, Connection *c, Message *m) noexcept nogil:
-    """1: *m is a message of its; 0: there is none, and what waited for room has been posted
-    where there is some.
+    """Receive from one connection. Return 1 if *m is filled, else 0.
+
+    Also posts messages that wait for room, where there is some.
     """
     cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
     if (
         not c.dead
         and (got < 0 or flush(s, c) < 0 or (has_news(c, False) and give_news(s, c, False) < 0))
     ):
-        lose(s, c)              # a message that has come is there as long as the endpoint is
+        lose(s, c)              # a received message stays valid as long as the endpoint
     return max(got, 0)
 
 
 cdef inline bint is_busy(State *s, Connection *c) noexcept nogil:
-    """Whether there is something to do; if not, completions raise an event from now on."""
+    """Whether the connection has work; if not, its next completion raises an event."""
     if c.dead:
         return c.first_waiting != NULL
     if (
@@ -97,17 +96,17 @@ cdef inline bint is_busy(State *s, Connection *c) noexcept nogil:
         return True
     if not c.armed:
         c.armed = ibv_req_notify_cq(c.cq, 0) == 0
-        # those that came before the request raise none
+        # Completions from before the request raise no event, so poll once more.
         c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)
-        c.n_found = max(c.n_found, 0)       # what has failed will fail again
+        c.n_found = max(c.n_found, 0)       # a failed poll will fail again
         return c.n_found > 0
     return False
 
 
 cdef inline bint see_to(State *s, Connection *c) noexcept nogil:
-    """Post what there is room for, return what is to be returned.
+    """Post what there is room for, and return tokens.
 
-    True: the connection has been lost, and others may have its room.
+    True: the connection has been lost, so others may use its room in the outbox.
     """
     if c.dead or (flush(s, c) >= 0 and give_news(s, c, True) >= 0):
         return False

@@ -1,5 +1,5 @@
-# What a connection over RDMA is told: completions, one after the other. A whole message is read
-# where it lies.
+# Receive path of an RDMA connection: completions, one after the other. A WHOLE message is read in
+# the inbox, without a copy.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -20,7 +20,7 @@ from bpsx.transports.rdma.verbs cimport (
 
 
 cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
-    """Post a receive request, the one of that number."""
+    """Post the receive request with index ``which``."""
     cdef ibv_sge piece
     piece.addr, piece.length, piece.lkey = <uint64_t>(c.small + which * SMALL), SMALL, c.small_lkey
     return expect(c.qp, EXPECTED | which, &piece) == 0
@@ -36,7 +36,7 @@ cdef inline bint is_lent(State *s, uint64_t at, uint64_t n) noexcept nogil:
 
 
 cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
-    """``room``: bytes behind the prefix in which the message must lie."""
+    """Check a prefix. ``room``: bytes behind the prefix in which the message must lie."""
     if (
         p.head_size > MOST_HEAD
         or p.has_body > 1
@@ -52,14 +52,14 @@ cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) 
         return False
     if p.kind == RETURNS:
         return True
-    if p.kind == LANDED:    # in what has been lent
+    if p.kind == LANDED:    # the body must be in lent memory
         return (
             p.token == NO_TOKEN
             and p.has_body
             and p.head_size <= room
             and is_lent(s, p.begin, p.body_size)
         )
-    if p.kind == WHOLE:     # a small one has its body right behind its head
+    if p.kind == WHOLE:     # a small message has its body right behind its head
         return (
             p.head_size + p.body_size if p.token == NO_TOKEN
             else before_body(p.head_size) - sizeof(Prefix) + p.body_size
@@ -91,7 +91,7 @@ cdef inline void fill(
 cdef inline int take_copy(
     Connection *c, Message *m, Prefix *p, char *head, char *body
 ) noexcept nogil:
-    """Into memory of its own."""
+    """Copy the message into memory of its own."""
     cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
     cdef char *block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
     if block == NULL:
@@ -114,7 +114,7 @@ cdef inline int take_landed(Connection *c, Message *m, Prefix *p, char *head) no
 
 
 cdef inline int take_piece(Connection *c, Message *m, Prefix *p, char *at) noexcept nogil:
-    """1: the message is whole now; 0: not yet; -1: it makes no sense here."""
+    """Return 1 if the message is complete, 0 if pieces are missing, -1 if the piece is invalid."""
     cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
     cdef uint64_t of_head
     if p.begin == 0 and c.block == NULL:
@@ -158,10 +158,13 @@ cdef inline int take_written(Connection *c, Message *m, Prefix *p, char *at) noe
 
 
 cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) noexcept nogil:
-    """1: *m is a message; 0: it was none; -1: the connection is broken, or what came makes no
-    sense.
+    """Handle a message's arrival, reported by the completion ``wc``.
+
+    Return 1 if *m is filled, 0 if there is nothing to deliver, -1 if the connection is broken or
+    the message is malformed.
     """
-    cdef Prefix p           # a copy: what was written can be written again while we look
+    # A copy, because the peer can overwrite its message while this function runs.
+    cdef Prefix p
     cdef uint32_t which = <uint32_t>(wc.wr_id & (EXPECTED - 1)), i
     cdef bint written = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM
     cdef uint64_t offset = <uint64_t>immediate(wc) * UNIT if written else 0
@@ -188,12 +191,12 @@ cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) no
     if rc < 0:
         atomic_add(&s.malformed, 1)
     elif not expect_one(c, which):
-        c.ends = True           # what has come is still read
+        c.ends = True           # messages that have arrived are still read
     return rc
 
 
 cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
-    """1: *m is one. 0: there is none. -1: the connection is broken."""
+    """Return 1 if *m is filled, 0 if there is no message, -1 if the connection is broken."""
     cdef ibv_wc *wc
     cdef int got
     while True:
@@ -222,9 +225,10 @@ cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil
 
 
 cdef inline int take_all(State *s, Connection *c) noexcept nogil:
-    """See to what has come, while nobody asks for messages: they wait.
+    """Handle all completions, and queue the messages for recv.
 
-    What is returned with them, and behind them, has to be known. As above.
+    Needed while recv is not called, because the messages carry and precede returned tokens.
+    Returns as next_message() does, but never 1.
     """
     cdef Waiting *w
     cdef int got

@@ -1,14 +1,14 @@
-# What a connection over RDMA says: posted where there is room, kept by reference where there is
-# none.
+# Send path of an RDMA connection: post if resources allow, otherwise queue by reference.
 #
-# A message needs a credit, room in the send queue, a token, units of the other's inbox and, for
-# what does not lie in registered memory, of our outbox. All of that comes back by itself but tokens
-# and inboxes' units, which the other may hold for long: the first push of a round is where the sum
-# is made. So once half of either is in use the other is asked to copy what it keeps. Then no more
-# than half is ever held, and where the rest has no room in one piece, the message goes in several,
-# which are never held.
+# A message needs a credit, room in the send queue, a token, and units of the peer's inbox. If its
+# body is not in registered memory, it also needs units of the outbox. All of these become free
+# without the peer's readers, except tokens and inbox units. A reader may hold those for long,
+# because a lane computes the sum in the first push of a round. Once half of either is in use, the
+# prefix therefore asks the reader to copy what it keeps. So readers never hold more than half. If
+# the other half has no run of units that is long enough, the message is sent in pieces, which
+# readers never hold.
 #
-# The body of an answer goes where the reader has asked for it, if he has, and takes no room of his.
+# The body of a reply is written where its reader asked for it, if it did, and needs no inbox units.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -24,7 +24,7 @@ from bpsx.transports.rdma.verbs cimport IBV_SEND_INLINE, ibv_sge, post, post_bot
 
 
 cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind) noexcept nogil:
-    """All but where it lies; with what we have to return."""
+    """Fill in a prefix except for the message's position, and add tokens to return."""
     cdef int64_t i
     memset(p, 0, sizeof(Prefix))
     p.kind, p.token = kind, NO_TOKEN
@@ -48,10 +48,10 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
 cdef inline char *place_for(
     State *s, Connection *c, uint32_t n, char *own, uint64_t *number
 ) noexcept nogil:
-    """Where to put what is sent: ``own``, and it travels in the request, where the card takes so
-    much; else in the outbox.
+    """Return memory to build a message of ``n`` bytes in, and set *number to the request's id.
 
-    NULL: there is no room. *number: the request's.
+    It is ``own`` if the adapter can send the message inline, else a unit of the outbox. NULL: the
+    outbox has no room.
     """
     cdef int64_t here
     number[0] = NO_TOKEN
@@ -69,7 +69,7 @@ cdef inline char *place_for(
 cdef inline int send_out(
     State *s, Connection *c, char *said, uint32_t n, uint64_t number
 ) noexcept nogil:
-    """1, or -1: the connection is broken."""
+    """Post a send. Return 1, or -1 if the connection is broken."""
     cdef ibv_sge piece
     piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
     if post(c.qp, number, &piece, 1, IBV_SEND_INLINE if number == NO_TOKEN else 0, 0, 0, 0) != 0:
@@ -99,7 +99,7 @@ cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
 cdef inline Sent *take_room(
     State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token
 ) noexcept nogil:
-    """A token with so many units at both ends; NULL: there is no room."""
+    """Reserve a token and units at both ends. NULL: there is no room."""
     cdef int64_t there, here
     cdef Sent *sent
     if c.n_unused == 0:
@@ -124,9 +124,9 @@ cdef inline Sent *take_room(
 cdef inline int write_out(
     Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n, Outgoing *what
 ) noexcept nogil:
-    """``what``: whom to tell when the card is done with it, or NULL.
+    """Post a write. On completion the callbacks of ``what`` run, unless it is NULL.
 
-    1, or -1: the connection is broken, and nobody has been told.
+    Return 1, or -1 if the connection is broken; no callback has run then.
     """
     if post(
         c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there
@@ -140,9 +140,9 @@ cdef inline int write_out(
 
 
 cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
-    """`lies`: the registered memory that the body lies in, or NULL.
+    """Post a message in one write. `lies`: the registered range of its body, or NULL.
 
-    1: posted; 0: there is no room; -1: the connection is broken.
+    Return 1 if it is posted, 0 if there is no room, -1 if the connection is broken.
     """
     cdef uint64_t begin = before_body(o.head_size)
     cdef ibv_sge pieces[2]
@@ -177,7 +177,7 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *li
 cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
     """Whether the body can be written where its reader wants it.
 
-    Its head goes behind it, and needs no room in the inbox.
+    Its head is sent behind it and needs no room in the inbox.
     """
     return (
         o.landing.remote
@@ -189,7 +189,7 @@ cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
 
 
 cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
-    """As post_whole."""
+    """Write the body where its reader wants it, and send the head. Return as post_whole()."""
     cdef uint32_t token = 0
     cdef ibv_sge head, body
     cdef Sent *sent
@@ -199,7 +199,7 @@ cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *l
     sent = take_room(s, c, 0, 1 if lies != NULL else 1 + units_for(o.body_size), &token)
     if sent == NULL:
         return 0
-    sent.returned = sent.landed = True          # nothing lies in the inbox
+    sent.returned = sent.landed = True          # the message uses no inbox units
     p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
     put_prefix(c, p, o, LANDED)
     p.token, p.begin = NO_TOKEN, o.landing.at
@@ -228,7 +228,7 @@ cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *l
 
 
 cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
-    """The next n bytes of head and body together."""
+    """Copy the next ``n`` bytes of head and body together."""
     cdef uint64_t of_head = min(n, o.head_size - o.sent) if o.sent < o.head_size else 0
     memcpy(to, o.head + o.sent, of_head)
     if n > of_head:
@@ -236,7 +236,11 @@ cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
 
 
 cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
-    """The same of as much as there is room for, at most an eighth of what there could be."""
+    """Write as much of the message as fits, at most an eighth of the inbox or the outbox.
+
+    Return 1 if that was the rest, 2 if more remains, 0 if there is no room, -1 if the connection is
+    broken.
+    """
     cdef uint32_t most = min(
         min(longest_run(&c.there), longest_run(&s.here)),
         min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT))
@@ -264,7 +268,7 @@ cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
         sizeof(Prefix) + left
     ), s.outbox_lkey
     if o.sent == o.head_size + o.body_size:
-        return write_out(c, sent, token, &piece, 1, o)      # the pieces before are written before
+        return write_out(c, sent, token, &piece, 1, o)      # earlier pieces complete before it
     return -1 if write_out(c, sent, token, &piece, 1, NULL) < 0 else 2
 
 
@@ -273,8 +277,10 @@ cdef inline bint has_room(Connection *c) noexcept nogil:
 
 
 cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
-    """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the
-    connection is broken.
+    """Post a message, whole or in pieces.
+
+    Return 1 if it is posted, 0 if not or not all of it, -1 if the connection is broken. The done
+    callbacks of a small message have run; those of others run on completion.
     """
     cdef int rc = 0
     cdef uint32_t wanted, here
@@ -295,7 +301,7 @@ cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogi
             and here <= s.here.n // 4
         ):
             rc = post_whole(s, c, o, lies)
-            # What is not held comes back, and then there may be room.
+            # Units that no reader holds become free soon, and then the message may fit.
             if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
                 return rc
     while has_room(c):
@@ -306,7 +312,7 @@ cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogi
 
 
 cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
-    """For later. A head that stays the caller's is copied."""
+    """Queue a message. A head without a done callback is copied."""
     cdef Outgoing *kept = <Outgoing *>malloc(
         sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0)
     )
@@ -320,7 +326,7 @@ cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
 
 
 cdef inline int flush(State *s, Connection *c) noexcept nogil:
-    """Post what waits. -1: the connection is broken."""
+    """Post queued messages as far as resources allow. -1: the connection is broken."""
     cdef Outgoing *o
     cdef int rc
     while c.first != NULL:
@@ -343,15 +349,19 @@ cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
 
 
 cdef inline bint can_give_news(Connection *c) noexcept nogil:
-    """The last credit is for what grants others: else both ends could have none, and nothing
-    that either could say.
+    """Whether a RETURNS message may be sent.
+
+    The last credit is reserved for messages that grant credits. Otherwise both ends could run out
+    of credits and neither could grant any.
     """
     return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
 
 
 cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
-    """Return what is many, or, with ``all_of_it``, whatever there is; and say how many requests
-    were posted. -1: the connection is broken.
+    """Send RETURNS messages, with tokens and the number of receive requests posted.
+
+    Only if much is to be returned or, with ``all_of_it``, if anything is. -1: the connection is
+    broken.
     """
     cdef Prefix own
     cdef uint64_t number = 0

@@ -1,5 +1,5 @@
-# What of libibverbs the data plane calls: posting, polling, and being told of completions. pyverbs
-# would hold the GIL for each, and ships no .pxd.
+# libibverbs' functions that the data plane calls: post, poll, and notification of completions.
+# pyverbs would hold the GIL for each, and ships no .pxd.
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 cdef extern from *:
@@ -8,7 +8,7 @@ cdef extern from *:
     #include <fcntl.h>
     #include <infiniband/verbs.h>
     #include <string.h>
-    /* A write whose immediate tells the receiver, or, without `remote`, a send. */
+    /* Post a write with immediate data or, if `remote` is 0, a send. */
     static inline int bpsx_post(struct ibv_qp *qp, uint64_t id, struct ibv_sge *pieces, int n,
         int flags, uint64_t remote, uint32_t rkey, uint32_t imm) {
         struct ibv_send_wr wr, *bad;
@@ -19,8 +19,8 @@ cdef extern from *:
         wr.imm_data = htonl(imm); wr.wr.rdma.remote_addr = remote; wr.wr.rdma.rkey = rkey;
         return ibv_post_send(qp, &wr, &bad);
     }
-    /* A write without a word, and behind it a send that tells of it: the second's completion is
-       that of both. */
+    /* Post a plain write of the body, and behind it a send of the head, which announces the body.
+       The completion of the send covers both. */
     static inline int bpsx_post_both(struct ibv_qp *qp, uint64_t id, struct ibv_sge *body,
         struct ibv_sge *head, int flags, uint64_t remote, uint32_t rkey) {
         struct ibv_send_wr first, second, *bad;
@@ -37,7 +37,7 @@ cdef extern from *:
         struct ibv_recv_wr wr = { .wr_id = id, .sg_list = piece, .num_sge = 1 }, *bad;
         return ibv_post_recv(qp, &wr, &bad);
     }
-    /* From then on the card touches none of what was posted. */
+    /* After this the adapter no longer accesses the memory of posted requests. */
     static inline int bpsx_reset(struct ibv_qp *qp) {
         struct ibv_qp_attr attr;
         memset(&attr, 0, sizeof(attr));
@@ -86,11 +86,11 @@ cdef extern from *:
     const char *ibv_wc_status_str(int status) nogil
 
 
-# Set-up.
+# Set-up of adapters, memory regions and queue pairs.
 cdef extern from *:
     """
-    /* INIT, RTR and RTS in one: `lid` on InfiniBand, the GID elsewhere. -> 0 or an errno;
-       *where: the step. */
+    /* Move a queue pair through INIT and RTR to RTS. InfiniBand uses `lid`, Ethernet the GID.
+       Returns 0 or an errno, and sets *where to the step. */
     static inline int bpsx_connect(struct ibv_qp *qp, int port, int gid_index, const void *gid,
         uint16_t lid, int ethernet, uint32_t qpn, uint32_t psn,
                                    uint32_t own_psn, int mtu, int *where) {
@@ -118,8 +118,8 @@ cdef extern from *:
         memset(&a, 0, sizeof(a));
         a.qp_state = IBV_QPS_RTS; a.sq_psn = own_psn; a.timeout = 18; a.retry_cnt = 6;
         a.rnr_retry = 6;
-        /* About 8 s of silence; 7 tries are for ever to some. Credits see to it that there is a
-           receive request. */
+        /* timeout and retry_cnt: about 8 s of silence. Some adapters take 7 tries as "for ever".
+           rnr_retry: credits guarantee that there is a receive request. */
         *where = 3;
         return ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT |
             IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
