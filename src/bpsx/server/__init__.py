@@ -1,1 +1,1 @@
-"""The summation server."""
+"""Summation server: its process, its lanes and their state."""

@@ -1,6 +1,6 @@
-"""``python -m bpsx.server``: the server role.
+"""Server role: ``python -m bpsx.server``.
 
-One thread per lane; this process's main thread waits for the end.
+Each lane has a thread; the main thread waits for the end of the job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-# lanes import both for the first compressed tensor: then there may be no descriptor left
+# Lanes import both for the first compressed tensor; by then there may be no descriptor left.
 import bpsx.compression.spec
 import bpsx.planning.placement  # noqa: F401
 from bpsx.config import Config
@@ -42,13 +42,13 @@ from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.server")
 connections = logging.getLogger("bpsx.connections")
-#: After a failure a server stays this long at most: workers shall hear who has died before they
-#: lose their servers too.
+#: Seconds that a failed server stays at most, so that workers learn which process has died before
+#: they lose their servers too.
 LINGER_SECONDS = 2.0
 
 
 class Server:
-    """One server process: its lanes, and the link to the scheduler.
+    """One server process: its lanes, and its link to the scheduler.
 
     :meth:`run` blocks until the job is over.
     """
@@ -59,7 +59,7 @@ class Server:
         self._failed = threading.Event()
         self._failure = ""
         self._joined = False
-        #: Whether the scheduler knows of this server, or has been asked to.
+        #: Whether this server has asked the scheduler to join, or has joined.
         self.introduced = False
         self._signal = 0
         self._lanes: list[Lane] = []
@@ -69,9 +69,9 @@ class Server:
         self._broken: Broken
 
     def run(self) -> int:
-        """Join the job and sum until it ends; returns the exit status.
+        """Join the job and sum until it ends; return the exit status.
 
-        Raises :class:`~bpsx.errors.BpsxError` if it never begins.
+        Raises :class:`~bpsx.errors.BpsxError` if the job does not begin.
         """
         config = self._config
         keep_memory(config.keep_memory)
@@ -81,13 +81,13 @@ class Server:
         link = Link(config)
         try:
             self._link = link
-            # While the others are still coming; later, strangers' connections may have used up the
-            # descriptors that loading needs.
+            # Load while the other processes still start. Later, strangers' connections may have
+            # used up the descriptors that loading needs.
             with loading(*BY_CODE, codecs=True):
                 lanes = [e.bind(host, config.ports or ()) for e in endpoints]
                 self.introduced = True
                 welcome = link.join("server", -1, host, lanes)
-                # before anything that takes time: workers are at the door, and do not wait for long
+                # Before anything slow: workers are connecting already and do not wait for long.
                 for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
             self._joined = True
@@ -112,7 +112,8 @@ class Server:
                     tick=self._tick,
                     watch=(self._broken.descriptor, self._broken.look),
                 )
-            # no more threads, no memory: nobody would hear of this server's end
+            # Whatever it is (no threads, no memory): without this the job would not learn that the
+            # server has ended.
             except Exception as error:
                 self._end_lanes()
                 link.give_up(f"this server cannot start: {in_short(error)}")
@@ -157,7 +158,7 @@ class Server:
     def _run_lane(self, lane: Lane) -> None:
         try:
             lane.run()
-        # no memory, no kernels: whatever it is, somebody would wait for this lane for ever
+        # Whatever it is (no memory, no kernels): workers would wait for this lane for ever.
         except Exception as e:
             self._lost(f"a lane has ended: {e}")
 
@@ -182,7 +183,7 @@ class Server:
             log.log(level, "lane %d: %s", i, ", ".join(f"{k} {v}" for k, v in counters.items()))
 
     def _stats(self) -> dict[str, int]:
-        """What all lanes have done, together."""
+        """Return the sum of all lanes' counters."""
         parts = [
             {**lane.counters(), **watcher.stats()}
             for lane, watcher in zip(self._lanes, self._reporter.watchers)
@@ -195,19 +196,19 @@ class Server:
         return self._joined and not self._failure
 
     def interrupt(self, signum: int) -> None:
-        """End because of a signal: the job fails, and says why.
+        """Handle a signal: the job fails and reports the signal.
 
-        Before it has begun nobody has to be told.
+        Before the server has joined it just exits, because there is no job to inform.
         """
         if not self._joined:
             raise SystemExit(128 + signum)
-        # Nothing more: the main thread may be holding the very lock that an Event needs.
+        # Only set a field: the main thread may hold the lock that an Event would need.
         self._signal = signum
 
     def orphaned(self) -> None:
-        """Who has started us is gone; for any thread.
+        """Exit because the process that started this one is gone. Any thread may call it.
 
-        A job that has begun knows by itself who is there.
+        Does nothing once the job has begun, because the job itself notices lost processes.
         """
         if not self._joined:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -239,8 +240,9 @@ class Server:
         self._reporter.tick()
 
     def _alone(self, text: str) -> None:
-        """The scheduler is gone. The workers see that themselves, so nothing is left to wait
-        for.
+        """End because the scheduler is gone.
+
+        The workers notice that themselves, so there is nothing to wait for.
         """
         self._lost(text)
         self._over.set()
@@ -253,7 +255,7 @@ class Server:
 
 
 def main() -> int:
-    """Run a server; returns the exit status: 0 after a job that ended well."""
+    """Run a server; return the exit status: 0 after a job that ended well."""
     config, server = None, None
     try:
         config = Config(role="server")

@@ -1,12 +1,12 @@
-"""A server's lane; see ``_engine.pyx``."""
+"""A lane of a server; see ``_engine.pyx``."""
 
 from collections.abc import Callable
 from typing import Any
 
 class Lane:
-    """One lane over one endpoint.
+    """A lane over one endpoint.
 
-    :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread.
+    :meth:`run` blocks until :meth:`stop`. Any thread may call the other methods.
     """
 
     def __init__(
@@ -25,27 +25,27 @@ class Lane:
         secret: bytes = b"",
     ) -> None: ...
     def load(self, dtype: int) -> None:
-        """Make sure that the kernels of a dtype code are there.
+        """Load the kernels of a dtype code, unless they are loaded.
 
         Raises :class:`KeyError` for an unknown code.
         """
     def log(self, text: str) -> None:
-        """Say something to people."""
+        """Log a message to the user."""
     def prove(self, nonce: bytes) -> bytes:
-        """The answer to a worker's greeting."""
+        """Return the proof of the job secret for a worker's nonce."""
     def keep(self, what: object) -> None:
-        """Compiled code lives as long as its owner."""
+        """Keep the owner of compiled code alive as long as this lane."""
     def break_with(self, why: Exception) -> None:
-        """What :meth:`run` shall raise."""
+        """Set the exception that :meth:`run` raises at its end."""
     def run(self) -> None:
-        """Work until stopped."""
+        """Serve until stopped."""
     def gone(self, rank: int) -> None:
         """Worker ``rank`` has left the job in good order: rounds that lack it fail."""
     def joined(self, rank: int) -> None:
-        """Worker ``rank`` has called join(): from now on rounds close without it."""
+        """Worker ``rank`` has called join(): rounds now close without it."""
     def all_joined(self) -> None:
-        """Everybody is back: whatever arrives after this call meets no mark of :meth:`joined`."""
+        """All workers are back: forget :meth:`joined` before any message that arrives later."""
     def stop(self) -> None:
-        """Let :meth:`run` return."""
+        """Make :meth:`run` return."""
     def counters(self) -> dict[str, int]:
-        """Rounds closed, bytes of results, messages, and what was refused."""
+        """Return rounds closed, bytes of results, messages, and the messages refused."""

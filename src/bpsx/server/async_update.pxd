@@ -1,8 +1,8 @@
-# Asynchronous training: a push is added to the lane's value of its key, and its sender alone gets
-# the value as it is then.
+# Asynchronous training: the lane adds a push to its value of the key, and replies with the value to
+# the push's sender alone.
 #
-# No worker waits for another, so there is no round to open: only each worker's own count of its
-# pushes, which tells repeats. The answer goes out in the memory in which the push came in.
+# No worker waits for another, so there are no rounds. Each worker's count of its pushes detects
+# repeats. A large reply is sent from the memory of the push.
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
 from libc.string cimport memcpy
@@ -24,14 +24,14 @@ cdef inline Verdict count_delta(Entry *e, Header *h) noexcept nogil:
         return MALFORMED
     if h.round != share.round:
         return REPEATED if h.round + 1 == share.round else MALFORMED
-    # pushed: it waits in a broadcast of this key
+    # If share.pushed is set, the worker waits in a broadcast of this key.
     return REPEATED if share.pushed else ACCEPTED
 
 
 cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor) noexcept nogil:
     """Add `body`, divided by `divisor`, to the value; half types in float32, rounded once.
 
-    False when there is no memory.
+    False: no memory.
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
@@ -55,9 +55,9 @@ cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor
 cdef inline int push_delta(
     Lane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
-    """Work through one asynchronous push.
+    """Handle an asynchronous push. -1: malformed.
 
-    `m`: its message, if the body is the message's own. -1 if it makes no sense.
+    `m`: its message, if the body is the message's own.
     """
     cdef Header reply
     cdef Result *r

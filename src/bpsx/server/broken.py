@@ -1,6 +1,6 @@
-"""Connections to workers that broke, and whether the scheduler has a reason for each.
+"""Broken connections to workers, and whether the scheduler has explained each.
 
-One thread: the control thread.
+For one thread: the control thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ log = logging.getLogger("bpsx.connections")
 
 
 class Broken:
-    """Watches the endpoints of all lanes.
+    """Watcher of the endpoints of all lanes.
 
     A worker that leaves closes its connections, and a worker that dies loses its connection to the
-    scheduler, so a loss counts only if the scheduler says nothing of that worker for ``patience``
-    seconds.
+    scheduler. A lost connection is therefore a failure only if the scheduler reports nothing about
+    that worker for ``patience`` seconds.
     """
 
     def __init__(
         self, endpoints: Sequence[Endpoint], workers: Sequence[str], processes: int, patience: float
     ) -> None:
-        """``workers``: their names by rank. ``processes`` of them share one connection to a
-        lane.
-        """
+        """``workers``: names by rank. ``processes``: workers that share a connection to a lane."""
         self._endpoints, self._workers, self._processes, self._patience = (
             endpoints,
             workers,
@@ -36,22 +34,22 @@ class Broken:
             patience,
         )
         self._left: set[int] = set()
-        # by the number by which lanes know who sends
+        # Time of the loss and its text, by peer number.
         self._lost: dict[int, tuple[float, str]] = {}
         self._epoll = select.epoll()
         for endpoint in endpoints:
             self._epoll.register(endpoint.watch(), select.EPOLLIN)
-        #: Becomes readable when :meth:`look` has something to see.
+        #: Descriptor that becomes readable when :meth:`look` has work.
         self.descriptor = self._epoll.fileno()
 
     def look(self) -> None:
-        """Take note of connections that have broken since the last call."""
+        """Record the connections that broke since the last call."""
         for endpoint in self._endpoints:
             for peer in endpoint.lost():
-                # who speaks for the processes of a machine
+                # The worker that speaks for the processes of its machine is the last of them.
                 rank = peer * self._processes + self._processes - 1
                 if peer in self._left or peer in self._lost or not 0 <= rank < len(self._workers):
-                    continue  # -1: a stranger, or a worker that has not said anything yet
+                    continue  # -1: a stranger, or a worker that has not sent anything yet
                 log.info(
                     "the connection of %s to the lane at %s is gone",
                     self._workers[rank],
@@ -66,12 +64,12 @@ class Broken:
                 )
 
     def left(self, rank: int) -> None:
-        """Worker ``rank`` has left, as the scheduler says."""
+        """Record that worker ``rank`` has left, as the scheduler reports."""
         self._left.add(rank // self._processes)
         self._lost.pop(rank // self._processes, None)
 
     def verdict(self) -> str:
-        """The loss that the scheduler should have explained by now; empty if there is none."""
+        """Describe the loss that the scheduler should have explained by now; empty if none."""
         if not self._lost:
             return ""
         since, text = min(self._lost.values())

@@ -1,5 +1,5 @@
-# What a lane keeps of a compressed key from round to round, asked for and set by a worker: for
-# checkpoints. No round, and not counted.
+# Checkpoints of compressed keys: a worker reads or sets the state that a lane keeps from round to
+# round. Such a push opens no round and is not counted.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
@@ -12,9 +12,7 @@ from bpsx.server.store cimport Entry
 
 
 cdef inline int push_state(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
-    """Keep what is in the body, if there is one, and answer with what is kept. -1 if it makes no
-    sense.
-    """
+    """Load the state from the body, if there is one, and reply with the state. -1: malformed."""
     cdef Header reply
     cdef Result *r
     cdef char *memory

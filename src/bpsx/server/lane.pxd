@@ -1,4 +1,4 @@
-# The state of one lane: a thread's share of a server. Nothing here is shared with other lanes.
+# State of a lane, which is a server thread with a share of the keys. Lanes share nothing of it.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -12,51 +12,51 @@ cdef enum:
     N_DTYPES = 32
     MAX_SLOTS = 1 << 22
     MAX_PARTITION_BYTES = 1099511627776
-    RECEIVE_AT_ONCE = 16        # then what was batched is sent
+    RECEIVE_AT_ONCE = 16        # messages received before batched replies are sent
 
-cdef struct Out:                # small answers on their way to one worker
+cdef struct Out:                # batch of small replies to one worker
     char *frame
     size_t size
 
-# with BYTEPS_SERVER_ENABLE_SCHEDULE: a message that waits for its turn
+# With BYTEPS_SERVER_ENABLE_SCHEDULE: a received message that has not been handled.
 cdef struct Pending:
     Message *message
-    int64_t urgency
-    int64_t arrived             # when it came
-    uint64_t order
+    int64_t urgency             # highest priority of its pushes
+    int64_t arrived             # time of arrival, ns
+    uint64_t order              # sequence number of its arrival
 
 cdef struct Lane:
     Endpoint *endpoint
     uint64_t job
     uint32_t epoch
-    uint32_t workers            # that speak to us
-    uint32_t processes          # for how many each of them speaks
-    bint asynchronous           # pushes may ask to be added to a value of the lane's
-    bint fixed_order
-    bint scheduled
-    char *scratch               # for compressed keys, one after the other
+    uint32_t workers            # senders: one per worker, or one per machine
+    uint32_t processes          # workers for which each sender speaks
+    bint asynchronous           # pushes may be added to a value that the lane keeps
+    bint fixed_order            # sum in the order of ranks
+    bint scheduled              # handle the most urgent message first
+    char *scratch               # working memory of the codecs, for one key at a time
     uint64_t scratch_bytes
     int64_t spin_ns
     Entry **entries             # by slot
-    Slabs slabs                 # where they are
+    Slabs slabs                 # memory of the entries
     uint32_t n_entries
-    Out *outs                   # by rank
+    Out *outs                   # by sender
     Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded
     void *owner                 # the Python object that loads kernels
     Pending *pending
     uint32_t n_pending
     uint32_t pending_capacity
     uint64_t arrivals
-    int64_t news                # `gone`, `joined` or `stopping` has changed
+    int64_t news                # `gone` or `joined` has changed since the last notice()
     int64_t stopping
-    int64_t *gone               # by sender: the rank of who has left the job, plus 1
+    int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint somebody_gone
-    int64_t *joined             # by rank: has called join(); rounds close without it
+    int64_t *joined             # by sender: has called join(), so rounds close without it
     bint somebody_joined
-    Watch *watch                # NULL: nobody wants to know
+    Watch *watch                # counters and trace; NULL: neither is wanted
     # Counters
     int64_t rounds
-    int64_t bytes               # of closed rounds
+    int64_t bytes               # bytes of the results of closed rounds
     int64_t messages_in
     int64_t messages_out
     int64_t malformed

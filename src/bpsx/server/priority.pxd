@@ -1,5 +1,4 @@
-# BYTEPS_SERVER_ENABLE_SCHEDULE: messages that have come wait here, and the most urgent is taken
-# first.
+# Priority queue of received messages, for BYTEPS_SERVER_ENABLE_SCHEDULE.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport realloc
@@ -15,7 +14,7 @@ cdef inline bint more_urgent(Pending *a, Pending *b) noexcept nogil:
 
 
 cdef inline int64_t urgency_of(Message *m) noexcept nogil:
-    """The highest priority in a message; control records go first."""
+    """Return the highest priority in a message; control records go first."""
     cdef Header h
     cdef char *body = NULL
     cdef size_t at = 0
@@ -46,8 +45,7 @@ cdef inline bint keep_pending(Lane *lane, Message *m) noexcept nogil:
     lane.arrivals += 1
     i = lane.n_pending
     lane.n_pending += 1
-    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves
-    # little.
+    # Sorted, the most urgent last. Messages arrive mostly in order of urgency, so few are moved.
     while i > 0 and more_urgent(&lane.pending[i - 1], &item):
         lane.pending[i] = lane.pending[i - 1]
         i -= 1

@@ -1,5 +1,4 @@
-# What a lane has to do when it hears of a key for the first time: kernels for its element type, and
-# for its compression.
+# Registration of a key at a lane: kernels for its element type, and state for its compression.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport realloc
 from libc.string cimport memset
@@ -13,14 +12,14 @@ from bpsx.server.store cimport Entry, entry_new
 
 
 cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
-    """Fetch a dtype's kernels the first time that a key needs them.
+    """Load a dtype's kernels when the first key needs them.
 
-    Without them nobody gets his sum, and the lane ends.
+    If that fails, no worker can get its sum, so the lane ends.
     """
     from bpsx.dtypes import BY_CODE
 
     if dtype not in BY_CODE:
-        return False            # nonsense, or another version's
+            return False            # malformed, or of another version
     try:
         (<object>lane.owner).load(dtype)
         return True
@@ -31,7 +30,7 @@ cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
 
 
 cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) except *:
-    """Give an entry what its compression needs. Raises ConfigError for what is none."""
+    """Create the state of a key's compression. Raises ConfigError for an invalid codec."""
     from bpsx.compression.spec import make, parse, stream
     from bpsx.dtypes import BY_CODE, BY_NAME
     from bpsx.planning.placement import PARTS_PER_TENSOR
@@ -50,9 +49,9 @@ cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) excep
 cdef inline bint make_packed(
     Lane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes
 ) noexcept with gil:
-    """Load what a compressed key needs. False if `codec` makes no sense.
+    """Load what a compressed key needs. False if `codec` is invalid.
 
-    Without memory or kernels nobody gets his sum, and the lane ends.
+    Without memory or kernels no worker can get its sum, so the lane ends.
     """
     from bpsx.errors import ConfigError
 
@@ -86,9 +85,9 @@ cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
-    """A worker announces a key.
+    """Handle a worker's announcement of a key. -1 if it is malformed.
 
-    All announcements of a slot must agree; the scheduler has seen to that.
+    All announcements of a slot must agree, which the scheduler has ensured.
     """
     cdef Entry *e
     cdef Kernels *k
@@ -115,7 +114,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     if lane.entries[h.slot] == NULL:
         return -1
     if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
-        lane.entries[h.slot].refused = True     # whoever pushes is told so
+        lane.entries[h.slot].refused = True     # pushes of this key get an error reply
         return -1
     if lane.watch != NULL:
         note_key(lane.watch, h, name)

@@ -1,13 +1,13 @@
-# What a lane knows about its keys: who has pushed what in the open round. Pure: no sockets, no
+# A lane's state of its keys: which worker has pushed what in the open round. Pure: no sockets, no
 # clock.
 #
-# A round of a key opens with its first push and closes when each worker has pushed once. The sum is
-# built as pushes come, or, with fixed order, by rank: a push then waits, held, until all lower
-# ranks have been added.
+# A round of a key opens with its first push and closes when each worker has pushed once. The lane
+# adds pushes as they arrive. With fixed order it adds them by rank, and holds a push until all
+# lower ranks have been added.
 #
-# Rounds are counted per worker: each push says the how many-th of its sender for this key it is.
-# The counts part where somebody has taken part in fewer rounds (join) and where nobody waits for
-# anybody (asynchronous training).
+# Each worker counts its own rounds: a push carries the number of its sender's earlier pushes of
+# this key. The workers' counts differ after join(), because a joined worker takes part in fewer
+# rounds. They also differ in asynchronous training, where workers do not wait for each other.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -21,21 +21,22 @@ from bpsx.transports.abi cimport Landing, Message
 
 cdef enum Verdict:
     ACCEPTED = 0                # counted; the round is still open
-    CLOSED = 1                  # counted, and it was the last one
-    REPEATED = 2                # this worker has pushed in this round already: ignore
+    CLOSED = 1                  # counted, and it completes the round
+    REPEATED = 2                # this worker has pushed in this round already; ignore it
     MALFORMED = 3               # wrong round, length, dtype or key
-    FAILED = 4                  # counted, but the round has failed: its body is not wanted
+    FAILED = 4                  # counted, but the round has failed and ignores its body
 
 cdef struct Share:
     # One worker's part in the open round.
-    # which of its rounds of this key the worker is in; outlives the open round
+    # Number of the worker's current round of this key; outlives the open round.
     uint32_t round
     bint pushed
-    uint64_t cookie
-    Message *message            # held until its turn in fixed order; NULL: nothing held
-    char *body
-    uint64_t length             # of a compressed one
-    Landing landing             # where the answer shall lie
+    uint64_t cookie             # echoed in the reply
+    # Held until its turn in fixed order; NULL: none is held, or `body` is a copy.
+    Message *message
+    char *body                  # body of the held push; NULL: none
+    uint64_t length             # bytes of `body`
+    Landing landing             # where the worker wants the reply's body
 
 cdef struct Entry:
     uint64_t key
@@ -43,45 +44,45 @@ cdef struct Entry:
     uint8_t dtype
     Kernels *kernels
     uint32_t pushed             # workers that have pushed in this round
-    uint32_t added              # of which this many are in the sum
-    uint32_t next_rank          # in fixed order: whose turn it is
+    uint32_t added              # workers whose push is in the sum
+    uint32_t next_rank          # in fixed order: the next rank to add
     uint32_t divisor
-    bint broadcast
-    bint seeding                # the result becomes `value`
+    bint broadcast              # `divisor` is then the root's rank
+    bint seeding                # the broadcast's result becomes `value`
     uint32_t opener             # the rank that opened the round and so chose the operation
     int status                  # < 0: the round has failed
     uint32_t detail_a, detail_b
-    bint named                  # the details are workers' ranks; else senders'
+    bint named                  # detail_a and detail_b are workers' ranks, not senders'
     Share *shares               # by rank
     Message *first              # the first large push: its body is the accumulator and the result
-    # Memory of the open round. Freed at its end: a key may never be pushed again.
+    # Memory of the open round. Freed at its end, because the key may never be pushed again.
     char *small                 # a small key's accumulator and result, nbytes
-    # accumulator of the wide type, for half and 8-bit types of three and more workers
+    # Accumulator in the wide type, for half and 8-bit types summed over three or more workers.
     char *wide
-    char *sum                   # where the result is: first.body or small
-    # Of a compressed key, else NULL; see core/codec/state.pxd:
+    char *sum                   # the result: first.body or small
+    # State of a compressed key, else NULL; see core/codec/state.pxd:
     Packed *packed
     Kernels *wide_kernels       # of the wide type
-    char *acc                   # the sum, elements of the wide type; of the open round, too
+    char *acc                   # sum of the open round, elements of the wide type
     double rate                 # the learning rate of the open round
-    uint64_t counter            # the largest that a push of the open round began with
-    bint alike                  # ... and all did
-    bint refused                # its compression is not known here: nothing is summed
-    # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
+    uint64_t counter            # largest counter of the open round's pushes
+    bint alike                  # all pushes of the open round had the same counter
+    bint refused                # unknown compression: nothing is summed
+    # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
-    uint32_t rounds             # that have ended
-    # For those who watch (server/trace.pxd):
-    int64_t opened_ns           # the open round's first push
-    int64_t latest_ns           # ... and its latest one, by this worker
-    uint32_t latest
-    int64_t closing_ns
-    uint8_t recorded            # the recordings that the round belongs to
+    uint32_t rounds             # rounds that have ended
+    # For the trace (server/trace.pxd), times in ns:
+    int64_t opened_ns           # first push of the open round
+    int64_t latest_ns           # latest push of the open round
+    uint32_t latest             # sender of the latest push
+    int64_t closing_ns          # when the replies began
+    uint8_t recorded            # recordings to which the round belongs
 
 
 cdef inline Entry *entry_new(
     Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers,
 ) noexcept nogil:
-    """Entry with its shares, which lives as long as `slabs`; NULL when there is no memory."""
+    """Create an entry with its shares; its memory is part of `slabs`. NULL: no memory."""
     cdef Entry *e = <Entry *>take_record(slabs, sizeof(Entry) + workers * sizeof(Share))
     if e == NULL:
         return NULL
@@ -99,7 +100,7 @@ cdef inline void free_memory(char **where) noexcept nogil:
 
 
 cdef inline void free_round(Entry *e) noexcept nogil:
-    """Free what the open round has needed. Its result must have been handed over."""
+    """Free the memory of the open round. Its result must have been handed over."""
     free_memory(&e.small)
     free_memory(&e.wide)
     free_memory(&e.acc)
@@ -107,16 +108,16 @@ cdef inline void free_round(Entry *e) noexcept nogil:
 
 
 cdef inline void entry_free(Entry *e) noexcept nogil:
-    """Free all that the entry refers to. Its own memory is the slabs'."""
+    """Free all that the entry refers to; the entry itself belongs to the slabs."""
     free_round(e)
     free(e.value)
     packed_free(e.packed)
 
 
 cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
-    """Forget the round that has been answered: who pushed is one round further.
+    """Open the next round, after the replies; the workers that pushed advance by one round.
 
-    Messages must have been taken out before.
+    Held messages must have been removed before.
     """
     cdef uint32_t rank
     for rank in range(workers):
@@ -186,7 +187,7 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
 
 
 cdef inline void note_landing(Entry *e, uint32_t rank, const Message *m) noexcept nogil:
-    """Of a push that counts. `m`: its message, if the body is the message's own."""
+    """Store a counted push's landing. `m`: its message, if the body is the message's own."""
     e.shares[rank].landing.at = 0
     if m != NULL:
         e.shares[rank].landing = m.landing
@@ -199,11 +200,10 @@ cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *kept) noexcept nogil:
-    """Add one push to the sum; *kept says that the message now belongs to the entry.
+    """Add a push to the sum; *kept says that the message now belongs to the entry.
 
-    0, or -1 when there is no memory.
-
-    The first large push becomes the accumulator as it is.
+    The first large push becomes the accumulator, without a copy. Return 0, or -1 if there is no
+    memory.
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
@@ -229,8 +229,9 @@ cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *ke
 
 
 cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
-    """Do what `add` does with the last worker's push where that never comes: the others were
-    joined, and count as zeros.
+    """Finish the sum without the last worker's push, which `add` would have finished.
+
+    The missing workers have joined and count as zeros.
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
