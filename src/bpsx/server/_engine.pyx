@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""A server's lane: receive, sum, answer, all on one thread, without the GIL while it works."""
+"""A lane of a server: receives, sums and replies on one thread, without the GIL while it works."""
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
@@ -34,7 +34,7 @@ from bpsx.secret import lane_proof
 
 
 cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
-    """Prove to a worker that we know the job secret."""
+    """Reply to a worker's greeting with a proof of the job secret."""
     cdef bytes proof
     if h.length != NONCE_BYTES:
         return -1
@@ -50,7 +50,7 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
 cdef void hold(
     CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
-    """Fixed order, and it is not this rank's turn: keep its push."""
+    """Hold a push until its rank's turn in fixed order."""
     cdef Share *share = &e.shares[rank]
     share.length = length
     if e.packed != NULL:
@@ -79,7 +79,7 @@ cdef void add_share(
 
 
 cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
-    """Fixed order does not wait for who has called join()."""
+    """Skip ranks that have called join(), for which fixed order must not wait."""
     if not lane.somebody_joined:
         return
     while (
@@ -91,7 +91,7 @@ cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
 
 
 cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
-    """Add what was held for as long as the next rank's push is there."""
+    """Add held pushes as long as the next rank's is there."""
     cdef Share *share
     cdef bint kept
     while e.status == 0:
@@ -124,10 +124,10 @@ cdef void drop_held(CLane *lane, Entry *e) noexcept nogil:
 cdef void contribute(
     CLane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
-    """Bring an accepted push into the round's result."""
+    """Add an accepted push to the round's result."""
     if e.broadcast:
         if h.sender == e.divisor:
-            e.added = lane.workers          # nothing else will be added, and nothing divided
+            e.added = lane.workers          # nothing else is added, and nothing is divided
             if m != NULL and body == m.body and body != NULL:
                 e.first = m
                 e.sum = body
@@ -152,7 +152,7 @@ cdef void contribute(
 
 
 cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
-    """Whether a worker that has left had not pushed in the open round."""
+    """Whether a worker that has left has not pushed in the open round; *who: its rank."""
     cdef uint32_t rank
     for rank in range(lane.workers):
         if atomic_load(&lane.gone[rank]) and not e.shares[rank].pushed:
@@ -162,7 +162,7 @@ cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
 
 
 cdef bint complete(CLane *lane, Entry *e) noexcept nogil:
-    """Whether everybody has pushed in the open round but those who have called join()."""
+    """Whether all workers have pushed in the open round, except those that called join()."""
     cdef uint32_t rank
     if e.pushed == lane.workers:
         return True
@@ -175,7 +175,7 @@ cdef bint complete(CLane *lane, Entry *e) noexcept nogil:
 
 
 cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
-    """Fail the open round and all later ones: `who` will never push again."""
+    """Fail the open round and all later ones: worker `who` will never push again."""
     e.status = E_LEFT
     e.detail_a = who
     fail_round(lane, e)
@@ -188,8 +188,9 @@ cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
 
 
 cdef int turn_away(CLane *lane, Entry *e, Header *h, int status) noexcept nogil:
-    """Such a round never closes: whatever a worker pushes from now on, in whatever round of its
-    own, is answered so.
+    """Reply to a push with an error, because no round of its key can close.
+
+    The worker's count of rounds advances, so each later push gets the same reply.
     """
     send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.detail_a, 0)
     if h.round == e.shares[h.sender].round:
@@ -204,7 +205,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef int64_t begin = 0
     cdef int rc
     if lane.dropped:
-        return -1               # this lane is ending, and the scheduler will tell why
+        return -1               # the lane is ending; the scheduler will report why
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
@@ -243,7 +244,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
 
 
 cdef void handle(CLane *lane, Message *m) noexcept nogil:
-    """Work through the records of one message. The message is the lane's no more afterwards."""
+    """Handle the records of a message. Afterwards the lane must not use the message."""
     cdef Header h
     cdef char *body = NULL
     cdef size_t at = 0
@@ -270,8 +271,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
         else:
             more = -1
         if kept:
-            # the last record, and the message may have been answered and let go with its round
-            # already
+            # The pushed record was the last one. The round may have closed already, and then the
+            # message may have been released.
             break
     if more < 0:
         lane.malformed += 1
@@ -294,7 +295,7 @@ cdef Message *receive(CLane *lane) noexcept nogil:
 
 
 cdef int turn(CLane *lane) noexcept nogil:
-    """Receive and handle some messages; returns how many."""
+    """Receive and handle some messages; return how many were handled."""
     cdef int n = 0
     cdef Message *m
     if not lane.scheduled:
@@ -321,9 +322,9 @@ cdef int turn(CLane *lane) noexcept nogil:
 
 
 cdef void notice(CLane *lane) noexcept nogil:
-    """Somebody has left: the rounds that lack him can never close.
+    """Handle changes of `gone` and `joined`.
 
-    Or has joined: those that lacked only him close.
+    Rounds that need a worker that has left fail. Rounds that lack only joined workers close.
     """
     cdef uint32_t i, who = 0
     cdef Entry *e
@@ -371,9 +372,9 @@ cdef void run(CLane *lane) noexcept nogil:
 
 @cython.no_gc_clear
 cdef class Lane:
-    """One lane over one endpoint.
+    """A lane over one endpoint.
 
-    :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread.
+    :meth:`run` blocks until :meth:`stop`. Any thread may call the other methods.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
@@ -412,7 +413,7 @@ cdef class Lane:
             raise MemoryError(f"no memory for {workers} workers")
 
     def load(self, dtype: int) -> None:
-        """Make sure that the kernels of a dtype code are there.
+        """Load the kernels of a dtype code, unless they are loaded.
 
         Raises :class:`KeyError` for an unknown code.
         """
@@ -421,25 +422,25 @@ cdef class Lane:
         fill_in(&self.c.kernels[dtype], found)
 
     def keep(self, what) -> None:
-        """Compiled code lives as long as its owner."""
+        """Keep the owner of compiled code alive as long as this lane."""
         self.kept.append(what)
 
     def break_with(self, why: Exception) -> None:
-        """What :meth:`run` shall raise."""
+        """Set the exception that :meth:`run` raises at its end."""
         self.broken = why
 
     def log(self, text: str) -> None:
         self.logger(text)
 
     def prove(self, nonce: bytes) -> bytes:
-        """The answer to a worker's greeting: see :func:`bpsx.secret.lane_proof`."""
+        """Return the proof for a worker's nonce; see :func:`bpsx.secret.lane_proof`."""
         return lane_proof(self.secret, self.c.job, getattr(self.endpoint, "address", ""), nonce)
 
     def run(self) -> None:
-        """Work until stopped.
+        """Serve until stopped.
 
-        Raises what makes going on useless, since somebody would wait for ever: :class:`MemoryError`
-        when there is no memory for a message, or why an element type's kernels could not be loaded.
+        Raises if a worker would otherwise wait for ever: :class:`MemoryError` if there is no memory
+        for a message, or the error with which an element type's kernels could not be loaded.
         """
         with nogil:
             run(&self.c)
@@ -449,23 +450,25 @@ cdef class Lane:
             raise MemoryError("no memory for a message")
 
     def gone(self, rank: int) -> None:
-        """Worker ``rank`` has left the job in good order: rounds that lack it, or the sender
-        that speaks for it, fail.
+        """Worker ``rank`` has left the job in good order.
+
+        Rounds that lack it, or the sender that speaks for it, fail.
         """
         atomic_store(&self.c.gone[rank // self.c.processes], rank + 1)
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def joined(self, rank: int) -> None:
-        """Worker ``rank`` has called join(), and with it all for whom its sender speaks: from
-        now on rounds close without them.
+        """Worker ``rank`` has called join(), as have all workers for which its sender speaks.
+
+        Rounds now close without them.
         """
         atomic_store(&self.c.joined[rank // self.c.processes], 1)
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def all_joined(self) -> None:
-        """Everybody is back: whatever arrives after this call meets no mark of :meth:`joined`."""
+        """All workers are back: forget :meth:`joined` before any message that arrives later."""
         cdef int i
         for i in range(self.c.workers):
             atomic_store(&self.c.joined[i], 0)
@@ -477,8 +480,9 @@ cdef class Lane:
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def counters(self) -> dict:
-        """What this lane has done: rounds closed, bytes summed (of results), messages, and what
-        it refused.
+        """Return this lane's counters.
+
+        Rounds closed, bytes of their results, messages, and the messages refused.
         """
         return {
             "rounds": self.c.rounds, "bytes": self.c.bytes, "messages_received": self.c.messages_in,

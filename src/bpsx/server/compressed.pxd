@@ -1,6 +1,6 @@
-# Compressed keys: pushes are decoded into an accumulator of the wide type, and the sum is encoded
-# again for the workers, with a residual of the lane's own if the workers have one (arXiv
-# 1905.10936: two-way compression).
+# Sums of compressed keys: a lane decodes pushes into an accumulator of the wide type, and encodes
+# the sum for the workers. It keeps a residual of its own if the workers have one (two-way
+# compression, arXiv 1905.10936).
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -12,7 +12,7 @@ from bpsx.server.store cimport Entry, Share
 
 
 cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
-    """Keep a push until its turn comes. False when there is no memory."""
+    """Copy a push, to hold it until its turn. False: no memory."""
     share.body = <char *>malloc(max(length, <uint64_t>1))
     if share.body == NULL:
         return False
@@ -28,7 +28,7 @@ cdef inline void fail_for(Entry *e, int status, uint32_t sender, uint32_t other)
 
 
 cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) noexcept nogil:
-    """A push begins with its sender's counter. False if it is too short for that."""
+    """Compare the counter with which a push begins. False: the push is too short for one."""
     cdef uint64_t counter = 0
     if length < sizeof(counter):
         return False
@@ -43,7 +43,7 @@ cdef inline void add_packed(
 ) noexcept nogil:
     """Decode a push into the accumulator.
 
-    What makes no sense fails the round, on all workers: the sum is spoilt.
+    A malformed push fails the round on all workers, because the sum is spoilt.
     """
     cdef Packed *p = e.packed
     cdef double rate = 0
@@ -66,7 +66,7 @@ cdef inline void add_packed(
     if p.counted and not compare_counters(e, body, length):
         fail_for(e, E_CODEC, sender, sender)
         return
-    # a decoder may read a little further, and a message may end where the memory does
+    # Copy: a decoder may read a little beyond the end, where the message's memory may end.
     memcpy(p.wire, body, length)
     if p.decode(
         p.wire, length, e.acc, <uint8_t *>lane.scratch + p.aside, p.options, p.n, e.added > 0
@@ -79,8 +79,7 @@ cdef inline void add_packed(
 cdef inline char *encode_sum(Lane *lane, Entry *e) noexcept nogil:
     """Divide the sum and encode it.
 
-    Returns memory for the caller to free, of `e.packed.size` bytes and SLACK; NULL when there is
-    none.
+    Return memory of `e.packed.size` bytes and SLACK, which the caller frees. NULL: no memory.
     """
     cdef Packed *p = e.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
@@ -89,7 +88,8 @@ cdef inline char *encode_sum(Lane *lane, Entry *e) noexcept nogil:
     if e.divisor > 1:
         e.wide_kernels.divide(e.acc, p.n, e.divisor)
     if p.counted:
-        p.counter = e.counter - 1           # the answer has what was pushed, and `pack` counts on
+        # The reply has the pushes' counter; `pack` increments it.
+        p.counter = e.counter - 1
         p.options[ALIKE] = p.sparse and e.alike
     pack(p, e.acc, wire, lane.scratch, e.rate, False)
     return <char *>wire

@@ -1,5 +1,5 @@
-# From a closed round to the workers. Large results are one buffer for all; small ones are batched
-# per worker.
+# Replies of a closed round. All workers share the buffer of a large result; small results are
+# batched per worker.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -17,11 +17,11 @@ from bpsx.server.compressed cimport encode_sum
 from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
 from bpsx.transports.abi cimport Landing, Message
 
-# A result on its way to several workers: the message that holds it is let go with the last of them.
+# A result on its way to several workers. Its memory is released with the last of them.
 cdef struct Result:
     Lane *lane
-    Message *message            # or NULL, and it lies in
-    char *memory                # ... which is freed
+    Message *message            # message that holds the result, or NULL
+    char *memory                # else memory that holds it, to be freed
     int64_t references
 
 
@@ -44,7 +44,7 @@ cdef inline void frame_done(void *data, void *hint) noexcept nogil:
 
 
 cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
-    """Send what has been batched for a worker."""
+    """Send the batch of a worker."""
     cdef Out *out = &lane.outs[rank]
     if out.frame == NULL:
         return
@@ -65,9 +65,9 @@ cdef inline void flush_all(Lane *lane) noexcept nogil:
 
 
 cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
-    """Batch a record for a worker.
+    """Add a record to a worker's batch.
 
-    Without memory it is lost and counted, which ends the lane and so the job.
+    Without memory the record is lost and counted, which ends the lane and so the job.
     """
     cdef Out *out = &lane.outs[rank]
     cdef size_t size = HEADER_BYTES + padded(h.length)
@@ -119,9 +119,9 @@ cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogi
 
 
 cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:
-    """A result that lies in message `m`.
+    """Create a result that is in message `m`.
 
-    Without memory it is lost and counted, which ends the lane and so the job.
+    Without memory the result is lost and counted, which ends the lane and so the job.
     """
     cdef Result *r = <Result *>malloc(sizeof(Result))
     if r == NULL:
@@ -139,7 +139,7 @@ cdef inline void send_result(
     Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
     const Landing *landing
 ) noexcept nogil:
-    """`landing`: of the push that this answers, or NULL."""
+    """Send a large result. `landing`: that of the push which this answers, or NULL."""
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = length
@@ -175,9 +175,9 @@ cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length)
 
 
 cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
-    """Encode the sum, once, and answer with that.
+    """Encode the sum once, and send it to all workers of the round.
 
-    Without memory it is lost and counted, which ends the lane and so the job.
+    Without memory the result is lost and counted, which ends the lane and so the job.
     """
     cdef uint32_t rank
     cdef char *wire = encode_sum(lane, e)
@@ -203,14 +203,14 @@ cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
 
 
 cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
-    """Tell everybody who has pushed in the open round that it has failed.
+    """Reply with an error to each worker that has pushed in the open round.
 
-    Not before the round is whole, or the workers' counts of rounds would part; except when it will
-    never be.
+    Call it when the round is complete, or when it never will be. Earlier, the workers' counts of
+    rounds would diverge.
     """
     cdef uint32_t rank
     if (e.status == E_MISMATCH or e.status == E_CODEC) and not e.named:
-        # whoever speaks for a machine is its last worker
+        # The sender of a machine is its last worker.
         e.detail_a = (e.detail_a + 1) * lane.processes - 1
         e.detail_b = (e.detail_b + 1) * lane.processes - 1
         e.named = True
@@ -223,7 +223,7 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
 
 
 cdef inline void end_broadcast(Entry *e) noexcept nogil:
-    """Fail a broadcast whose root was joined; keep what became the lane's value."""
+    """Finish a broadcast: fail if its root had joined, else store a seeding value in the lane."""
     if e.status == 0 and not e.shares[e.divisor].pushed:
         e.status = E_JOINED
         e.detail_a = e.divisor
@@ -235,7 +235,7 @@ cdef inline void end_broadcast(Entry *e) noexcept nogil:
 
 
 cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
-    """Everybody has pushed who will: answer them, and open the next round."""
+    """Reply to the workers of a complete round, and open the next round."""
     if e.broadcast:
         end_broadcast(e)
     elif e.status == 0:

@@ -1,4 +1,4 @@
-# What a lane writes into its Watch. Called by the lane's thread, and only where there is a Watch.
+# Trace of a lane: writes to its Watch. Called by the lane's thread, only if there is a Watch.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -17,17 +17,17 @@ ctypedef unsigned long long big
 
 
 cdef inline void note_message(Watch *w, Message *m) noexcept nogil:
-    """A message is about to be worked through."""
+    """Record that a message is about to be handled."""
     w.now = now_ns()
     if w.arrived == 0:
-        w.arrived = w.now           # it did not have to wait for its turn
+        w.arrived = w.now           # the message did not wait in the priority queue
     w.received += m.head_size + m.body_size
 
 
 cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
-    """A key has been announced for the first time.
+    """Record a key's name, when the key is announced for the first time.
 
-    Without memory its name stays unknown, and nothing else happens.
+    Without memory the name stays unknown, with no other effect.
     """
     cdef Named *n = <Named *>take_record(&w.slabs, sizeof(Named) + h.length)
     if n == NULL:
@@ -48,7 +48,7 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
 
 
 cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
-    """A push has been counted. Returns when its sum begins, if that is to be recorded, else 0."""
+    """Record a counted push. Return the time its sum begins if that is to be recorded, else 0."""
     cdef Watch *w = lane.watch
     if e.pushed == 1:
         e.opened_ns = w.now
@@ -74,7 +74,7 @@ cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body)
 
 
 cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
-    """A push is in the sum."""
+    """Record that a push was added to the sum."""
     cdef Watch *w = lane.watch
     cdef bint wide = e.wide != NULL and 1 < e.added < lane.workers and not e.broadcast
     if begin:
@@ -94,9 +94,9 @@ cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexce
 
 
 cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
-    """A round is whole: its answers are about to be sent.
+    """Record that a round is complete and its replies are about to be sent.
 
-    The result may be gone afterwards, so its values are told now.
+    Prints the result's values here, because the result may be freed afterwards.
     """
     cdef Watch *w = lane.watch
     cdef uint32_t rank
@@ -120,7 +120,7 @@ cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
 
 
 cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
-    """An asynchronous push has been added and answered: a round of its own."""
+    """Record an asynchronous push, added and answered, as a round of its own."""
     cdef Watch *w = lane.watch
     cdef uint8_t flags = recording(w, e.rounds)
     if w.messages:
@@ -136,7 +136,7 @@ cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noex
 
 
 cdef inline void note_closed(Lane *lane, Entry *e) noexcept nogil:
-    """The answers have been handed over."""
+    """Record that the round's replies were handed to the transport."""
     cdef int64_t now
     if e.recorded and watched(lane.watch):
         now = now_ns()
