@@ -25,7 +25,7 @@ class Lane:
         secret: bytes = b"",
     ) -> None: ...
     def load(self, dtype: int) -> None:
-        """Load the kernels of a dtype code, unless they are loaded.
+        """Load the kernels of a dtype code into this lane.
 
         Raises :class:`KeyError` for an unknown code.
         """

@@ -413,7 +413,7 @@ cdef class Lane:
             raise MemoryError(f"no memory for {workers} workers")
 
     def load(self, dtype: int) -> None:
-        """Load the kernels of a dtype code, unless they are loaded.
+        """Load the kernels of a dtype code into this lane.
 
         Raises :class:`KeyError` for an unknown code.
         """

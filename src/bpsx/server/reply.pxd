@@ -139,7 +139,7 @@ cdef inline void send_result(
     Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
     const Landing *landing
 ) noexcept nogil:
-    """Send a large result. `landing`: that of the push which this answers, or NULL."""
+    """Send a large result. `landing`: that of the push it replies to, or NULL."""
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = length

@@ -120,7 +120,7 @@ cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
 
 
 cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
-    """Record an asynchronous push, added and answered, as a round of its own."""
+    """Record an asynchronous push, with its reply, as a round of its own."""
     cdef Watch *w = lane.watch
     cdef uint8_t flags = recording(w, e.rounds)
     if w.messages:

@@ -31,8 +31,8 @@ cdef struct Message:
     uint64_t wrapper            # for a transport that wraps another: marks its own messages
     Landing landing             # where the reply's body goes; recv's caller sets `at` to 0 first
 
-# Ownership on send: `head` is copied when head_done is NULL. Otherwise head and body stay the
-# caller's memory, which must not change until their done callbacks have run. Each callback runs
+# Ownership on send: `head` is copied when head_done is NULL. A head or body with a done callback
+# stays the caller's memory, which must not change until the callback has run. Each callback runs
 # exactly once, also when send fails and when the endpoint is closed.
 cdef struct Endpoint:
     void *self

@@ -66,7 +66,7 @@ cdef class Memory:
     """Memory that this module allocates and registers. Forked children do not have it."""
 
     cdef close(self):
-        """Deregister and unmap. Does nothing in a forked child, which has neither of both."""
+        """Deregister and unmap. A forked child has neither memory nor adapter, and does neither."""
         if self.mr != NULL and self.pid == getpid():
             ibv_dereg_mr(self.mr)
         if self.at != NULL and self.pid == getpid():

@@ -144,7 +144,7 @@ cdef void shared_wake(void *self) noexcept nogil:
 cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef State *s = <State *>self
     cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
-    if l == NULL or l.dead:             # bodies for other peers are copied into the segment
+    if l == NULL or l.dead:             # a live link copies bodies into the segment
         s.inner.lend(s.inner.self, peer, at, n)
 
 
