@@ -1,4 +1,4 @@
-"""Who is in the job: the scheduler (hub) and each node's link to it.
+"""Job membership: the scheduler (hub) and each node's control link to it.
 
-Control only; no gradient passes through here.
+Control messages only; gradients never pass through this package.
 """

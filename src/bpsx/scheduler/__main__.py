@@ -28,7 +28,7 @@ def main() -> int:
         return 2
 
     def interrupt(number: signal.Signals) -> None:
-        signal.signal(number, signal.SIG_DFL)  # another one ends at once
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         hub.interrupt(number.name)
 
     heed_signals("scheduler", interrupt, lambda: hub.serving, config.term_grace)

@@ -1,7 +1,7 @@
-"""A node's link to the scheduler: joins the job, then one thread reads, writes and watches.
+"""A node's link to the scheduler: it joins the job, then one thread reads, writes and watches.
 
-The thread needs the GIL only to handle control messages. Liveness does not depend on it: ZeroMQ's
-I/O threads answer heartbeats.
+The thread needs the GIL only to handle control messages. Liveness does not depend on the GIL:
+ZeroMQ's I/O threads answer heartbeats.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Link:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
-        self.address = ""  # the same, numeric, once it is known
+        self.address = ""  # numeric address of the scheduler, once resolved
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
+        # An explicit address: pyzmq leaks some memory each time it makes one up.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED,
             f"inproc://monitor.{id(self)}",
@@ -61,12 +61,13 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._joined = False
-        self._descriptor = -1  # of the connection on which the hub spoke to us
-        self._refusals = 0  # handshakes that have failed in a row
-        # the end of a connection that follows is that of one which never was
+        # of the connection on which the hub's last message came; -1 before the first
+        self._descriptor = -1
+        self._refusals = 0  # handshakes that failed in a row
+        # A handshake failed; the next disconnect event is for that connection, which never counted.
         self._refused = False
         self._thread: threading.Thread | None = None
-        self._early: list[dict[str, Any]] = []  # read by `news`, not for its caller
+        self._early: list[dict[str, Any]] = []  # messages that `news` read, for `start` to handle
         self.goodbye = threading.Event()
 
     # ---- joining
@@ -74,14 +75,15 @@ class Link:
     def join(
         self, role: str, rank: int, host: str, lanes: list[str], again: bool = False
     ) -> dict[str, Any]:
-        """Introduce this node and wait for everybody else; returns the WELCOME message.
+        """Introduce this node and wait for all others; returns the WELCOME message.
 
-        ``again``: this process has been in a job before.
+        ``again``: whether this process was in a job before.
 
-        Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who
-        is missing.
+        Raises :class:`RendezvousError` when the scheduler refuses the node, or at the deadline,
+        naming the missing nodes. Raises :class:`JobOverError` when the job has already begun or
+        ended.
         """
-        # A little later than the scheduler, whose list of who is missing is better than ours.
+        # Wait one second longer than the scheduler, whose list of missing nodes is more complete.
         end = time.monotonic() + self._config.rendezvous_timeout + 1
         address = scheduler_address(self._config)
         self.address = join_host_port(address, self._config.root_port)
@@ -102,7 +104,7 @@ class Link:
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
-        # when the scheduler, once heard and now gone, counts as dead
+        # Deadline after which a scheduler that was heard before and is now gone counts as dead.
         alone = never = float("inf")
         while True:
             message = self._receive(min(end, report, alone) - time.monotonic())
@@ -110,8 +112,8 @@ class Link:
             if self._disconnected():
                 message = self._last_word(message)
                 if message is not None and message["type"] == "WELCOME":
-                    # The job has begun without us: nobody would ever tell us anything on the
-                    # connection that libzmq makes now.
+                    # The job began without this node: the scheduler sends nothing on the connection
+                    # that libzmq makes now.
                     raise RendezvousError(
                         f"{who}: the {self.where} is gone: its connection broke just as the job"
                         " began"
@@ -120,8 +122,8 @@ class Link:
                     alone,
                     never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace,
                 )
-                # The connection broke while the job was gathering; libzmq makes a new one, on which
-                # nobody knows us yet.
+                # The connection broke while the job was gathering. libzmq makes a new one, on which
+                # the scheduler does not know this node yet.
                 self._socket.send(hello)
                 if message is None:
                     continue
@@ -144,7 +146,7 @@ class Link:
                     )
                 )
             if message is None:
-                if now < report:  # only something about the connection
+                if now < report:  # woken by a connection event only
                     continue
                 report = now + 10
                 log.warning(
@@ -169,7 +171,7 @@ class Link:
                 return message
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message; None after ``timeout`` seconds or when the connection has broken."""
+        """Return the next message; None after ``timeout`` seconds or on a connection event."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -181,11 +183,11 @@ class Link:
         return messages.decode(frame.bytes)
 
     def _last_word(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
-        """``message`` and what has come after it on a connection that has broken: the one that ends
-        the gathering, else the latest.
+        """Read what is left on a broken connection, starting from ``message``.
 
-        Before the next HELLO nothing can come on another connection; what came on this one may
-        still be on its way through ZeroMQ.
+        Returns the WELCOME or REFUSED among it, which ends the gathering, else the latest message.
+        Nothing can come on another connection before the next HELLO, but messages of this one may
+        still be on their way through ZeroMQ.
         """
         while (
             message is None or message["type"] not in ("WELCOME", "REFUSED")
@@ -194,7 +196,9 @@ class Link:
         return message
 
     def _disconnected(self) -> bool:
-        """Whether the connection has broken on which the hub spoke to us last, or before it did."""
+        """Whether the connection of the hub's last message has broken, or any if there was none
+        yet.
+        """
         found = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
@@ -212,17 +216,18 @@ class Link:
         return why_silent(address, self._config.root_port)
 
     def _explain_refusals(self, who: str, address: str) -> None:
-        """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes.
+        """Raise :class:`RendezvousError` if the peer that fails our handshakes is a ZeroMQ socket.
 
-        Else it may be a proxy before one that is starting.
+        If not, it may be a proxy in front of a scheduler that is still starting.
         """
         self._refusals = 0
         if speaks_zeromq(address, self._config.root_port):
             raise RendezvousError(f"{who}: the {self.where} {no_secret_in_common(self._config)}")
 
     def news(self) -> dict[str, Any] | None:
-        """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the
-        scheduler is gone.
+        """Return a message that has already arrived, or None; LOST if the scheduler is gone.
+
+        For use between :meth:`join` and :meth:`start`.
         """
         message = self._receive(0)
         if message is None and self._disconnected():
@@ -244,7 +249,7 @@ class Link:
         """Start the thread.
 
         It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every
-        second, and ``watch``'s function when its descriptor becomes readable.
+        second, and the function of ``watch`` when its descriptor becomes readable.
         """
         thread = threading.Thread(
             target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True
@@ -253,7 +258,7 @@ class Link:
         self._thread = thread
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message to the hub, in order."""
+        """Send a message to the hub. Messages keep their order."""
         if not self._stopping:
             self._outbox.append(messages.encode(kind, **fields))
             self._ring()
@@ -284,7 +289,7 @@ class Link:
                     next_tick = time.monotonic() + TICK
                     tick()
             except Exception as e:
-                # This thread is what turns a death elsewhere into an error here: it must not die
+                # This thread turns a death elsewhere into an error here, so it must not die
                 # silently itself.
                 log.exception("control thread: unexpected error")
                 lost(f"internal error on the control thread: {e!r}")
@@ -292,12 +297,12 @@ class Link:
             self._socket.send(self._outbox.popleft())
 
     def _turn(self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None]) -> None:
-        """One round: what was to be sent, what has come, whether the hub is there."""
+        """Send queued messages, handle received ones, then check that the hub is still there."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._outbox:
             self._socket.send(self._outbox.popleft())
-        # Messages before the monitor: the hub's last word comes before the end of its connection.
+        # Read messages before the monitor: the hub sends its last message before it disconnects.
         while self._socket.poll(0):
             message = messages.decode(self._socket.recv())
             if message["type"] == "GOODBYE":
@@ -310,12 +315,12 @@ class Link:
             self.goodbye.set()
 
     def leave(self, failure: str, timeout: float) -> bool:
-        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time.
+        """Send BYE and wait for the reply.
 
-        Idempotent.
+        ``timeout``: seconds; with heartbeats, the wait lasts at least as long as the scheduler may
+        be silent. A node that leaves without the reply looks like one that died.
 
-        ``timeout``: seconds; where connections are probed, at least as long as the scheduler may be
-        silent. Who leaves without the answer looks like one that has died.
+        Returns whether the reply came, or the hub was gone, in time. Idempotent.
         """
         if not self.goodbye.is_set():
             self.send("BYE", failure=failure)
@@ -325,9 +330,11 @@ class Link:
         )
 
     def give_up(self, failure: str) -> None:
-        """Leave the job between :meth:`join` and :meth:`start`, and have the others hear why.
+        """Leave the job between :meth:`join` and :meth:`start`, and send the other nodes the
+        reason.
 
-        Waits a little for the answer: a connection that ends first would be all that they hear of.
+        Waits up to 2 seconds for the reply: if the connection ended first, the others would learn
+        only that.
         """
         if not self._joined:
             return
@@ -340,9 +347,9 @@ class Link:
                     return
 
     def stop(self) -> None:
-        """End the thread, flush what is to be sent, close.
+        """End the thread, flush queued messages and close the sockets.
 
-        Idempotent. Not from the control thread.
+        Idempotent. Must not be called from the control thread.
         """
         self._stopping = True
         if self._thread is not None:

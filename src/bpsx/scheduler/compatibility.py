@@ -1,5 +1,4 @@
-"""What a node that introduces itself must have in common with those who are there, whatever their
-roles.
+"""Checks that a new node's options match those of the nodes already there, whatever their roles.
 
 Pure.
 """
@@ -17,10 +16,9 @@ _SAME = ("BYTEPS_ENABLE_ASYNC", "DMLC_ENABLE_RDMA")
 def disagreement(
     role: str, config: Mapping[str, Any], others: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> str:
-    """Why a node with these options cannot work with ``others``, pairs of role and options; empty
-    if it can.
+    """Return why a node with these options cannot work with ``others``; empty if it can.
 
-    All have been checked by themselves.
+    ``others``: pairs of role and options. Each set of options has been checked on its own.
     """
     for other, theirs in others:
         if config["BPSX_ENCRYPT"] != theirs["BPSX_ENCRYPT"]:

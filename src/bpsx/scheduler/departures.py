@@ -1,11 +1,11 @@
-"""Who had come while the job was gathering, and is gone or was turned away.
+"""Nodes that came while the job was gathering, and then disappeared or were refused.
 
-Pure; the hub lends its clock.
+Pure; the hub passes the time in.
 
-A process whose connection broke, or one that was started again, comes back within moments. One that
-does not has died, and those who wait for it shall hear so now rather than at the rendezvous
-deadline. One that was refused for its options has ended, and is waited for in the same way:
-somebody may start it again with others.
+A process whose connection broke, or that was started again, comes back within moments. One that
+does not has died, and the waiting nodes should learn so now instead of at the rendezvous deadline.
+A node that was refused for its options has ended. The job waits for it in the same way, as it may
+be started again with other options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 @dataclass
 class _Missed:
-    """``rank`` of a server: -1, any server may take its place.
+    """A missed node.
 
-    ``since`` is stamped at the first look.
+    ``rank``: -1 for a server, as any server may take its place. ``since``: time of the first
+    :meth:`Vanished.due` that saw it.
     """
 
     role: str
@@ -28,20 +29,20 @@ class _Missed:
 
 
 class Vanished:
-    """The nodes that are missed. One thread owns it."""
+    """The missed nodes. Owned by one thread."""
 
     def __init__(self) -> None:
         self._missed: list[_Missed] = []
 
     def miss(self, role: str, rank: int, host: str, text: str) -> None:
-        """A node has gone; ``text`` says which."""
+        """A node is gone; ``text`` names it."""
         self._missed.append(_Missed(role, rank if role == "worker" else -1, host, text))
 
     def turn_away(self, role: str, rank: int, host: str, text: str) -> None:
-        """A node for whom there is a place was refused; ``text`` says which, and why.
+        """A node whose place is free was refused; ``text`` names it and gives the reason.
 
-        It may try again and again: that is one miss, whose clock runs on. A server's further tries
-        are known by the host, so of several servers there that are refused one is missed.
+        Repeated tries count as one miss, whose clock keeps running. A server's repeated tries are
+        recognized by its host, so several refused servers of one host count as one.
         """
         for one in self._of(role, rank):
             if role == "worker" or one.host == host:
@@ -50,13 +51,13 @@ class Vanished:
         self.miss(role, rank, host, text)
 
     def back(self, role: str, rank: int, host: str, lacking: int) -> None:
-        """A node has come: it, or one in its place, is not missed any more.
+        """A node has come: it, or the one that it replaces, is no longer missed.
 
-        ``lacking``: servers for whom there is still a place.
+        ``lacking``: number of servers still missing.
         """
         same = self._of(role, rank)
-        # A worker's place is one, however many died in it. A server on another host than those who
-        # are missed is one that had not come yet, as long as there are such.
+        # A worker's place is a single one, however many died in it. A server on another host than
+        # the missed ones had not come yet, as long as servers are lacking.
         if role == "server":
             same = [m for m in same if m.host == host][:1] or same[: max(0, len(same) - lacking)]
         for one in same:
@@ -68,8 +69,10 @@ class Vanished:
         ]
 
     def due(self, now: float, grace: float) -> tuple[float, str] | None:
-        """When the first of them counts as dead (``grace`` seconds after ``now`` or the look that
-        saw it first), and what to say then.
+        """When the first missed node counts as dead, and the text to send then; None without any.
+
+        A node counts as dead ``grace`` seconds after the first call that saw it; ``now``: this
+        call's time.
         """
         for one in self._missed:
             one.since = now if one.since is None else one.since

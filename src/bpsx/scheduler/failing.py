@@ -1,9 +1,8 @@
-"""A node that cannot start tells the scheduler why, before it has introduced itself; the others
-hear it instead of waiting.
+"""Tells the scheduler why a node cannot start, so that the other nodes need not wait for it.
 
-``python -m bpsx.scheduler.failing`` does the telling, with the reason on its standard input: the
-node may lack memory or threads, and ZeroMQ ends a process in which it cannot start its own. Best
-effort: what goes wrong is left out.
+``python -m bpsx.scheduler.failing`` sends the message, with the reason on its standard input. A
+separate process does so because the node may lack memory or threads, and ZeroMQ aborts a process in
+which it cannot start its own threads. Best effort: errors are ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from bpsx.scheduler.sockets import open_socket
 from bpsx.system.address import is_ipv6, tcp_url
 from bpsx.system.host import own_host, scheduler_address
 
-#: For all of it, and for the scheduler's answer.
+#: Limits for the whole process, and for the scheduler's reply.
 _LONGEST_SECONDS, _ANSWER_MS = 10.0, 3000
 _MOST_REASON = 4000
-#: Options that say who and where a node is. Others may be what is wrong.
+#: Options that identify and locate a node. Others are left out, as they may be the invalid ones.
 _NEEDED = {
     "DMLC_PS_ROOT_URI",
     "DMLC_PS_ROOT_PORT",
@@ -47,10 +46,9 @@ _NEEDED = {
 def tell(role: str, error: BaseException, config: Config | None = None) -> None:
     """Tell the scheduler that this process, a ``role``, cannot start because of ``error``.
 
-    Raises nothing; takes seconds at most.
+    ``config``: the node's, if it could be read; otherwise the environment locates the scheduler.
 
-    ``config``: of the node, if it has come so far; else the environment says where the scheduler
-    is.
+    Raises nothing; takes at most 10 seconds.
     """
     with contextlib.suppress(Exception):
         known = _known(role) if config is None else config
@@ -83,7 +81,7 @@ def tell(role: str, error: BaseException, config: Config | None = None) -> None:
 
 @contextlib.contextmanager
 def told(role: str) -> Iterator[None]:
-    """A block whose errors keep a ``role`` from starting: the scheduler is told."""
+    """Context manager that tells the scheduler of an exception that stops a ``role``'s start."""
     try:
         yield
     except Exception as e:
@@ -108,7 +106,7 @@ def _message(config: Config, pid: int, reason: str) -> bytes:
 
 
 def main() -> int:
-    """Send what standard input says; 0 if the scheduler has answered."""
+    """Send the reason on standard input; returns 0 if the scheduler replied."""
     try:
         config = _known(child_environment()["DMLC_ROLE"])
         address = scheduler_address(config)

@@ -1,8 +1,8 @@
 """The scheduler: :class:`Membership` behind a ZeroMQ ROUTER socket.
 
-Which connection has died is known by its descriptor: libzmq names it in the monitor's DISCONNECTED
-event and on every message received. Descriptors are used again, so the monitor is always read
-before a message is handled.
+A dead connection is identified by its file descriptor. libzmq gives it in the monitor's
+DISCONNECTED event and with every message received. Descriptors are reused, so the hub always reads
+the monitor before it handles a message.
 """
 
 from __future__ import annotations
@@ -38,29 +38,33 @@ GRACE = 5.0
 
 
 class Interrupted(Exception):
-    """A signal asks the scheduler to end."""
+    """Raised between messages after a signal has asked the scheduler to end."""
 
 
-#: Seconds. Python heeds a signal that came just before a wait only when the wait ends.
+#: Longest wait in seconds. Python runs the handler of a signal that arrived just before a wait only
+#: when the wait ends.
 _LONGEST_WAIT = 1.0
 
 
 class Hub:
-    """One job's scheduler. :meth:`run` blocks until the job is over and returns the exit status."""
+    """One job's scheduler.
+
+    :meth:`run` blocks until the job is over and returns the exit status.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.ROUTER, config)
-        # A send to a node whose connection is gone says so: it may have died before its HELLO was
-        # read, with no event left to come.
+        # Makes a send to a node without a connection fail. Such a node may have died before its
+        # HELLO was read, in which case no disconnect event will name it.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.port = self._bind()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signal = ""
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | EVENTS)
         self._refusals = Refusals()
-        # ZeroMQ does not say which of the two it was.
+        # ZeroMQ does not say whether a connection broke or its heartbeats timed out.
         silent = (
             f", or it was silent for {config.heartbeat_timeout:g} s (PS_HEARTBEAT_TIMEOUT)"
             if config.heartbeat_interval > 0
@@ -69,7 +73,7 @@ class Hub:
         self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
         self._hint = ""
-        # nodes whose connections have ended, and whose last messages may be unread
+        # Nodes whose connections have ended; their last messages may still be unread.
         self._gone: list[bytes] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
         self._members = Membership(
@@ -125,8 +129,10 @@ class Hub:
         return int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0"))
 
     def announce(self) -> None:
-        """Say where we listen: in the log, in the file that the launcher named, and to the worker
-        that has started us.
+        """Publish the scheduler's address.
+
+        It goes to the log, to the port file that the launcher named, and to the worker that started
+        this scheduler.
         """
         self._tell_launcher("waiting")
         if self._config.port_file:
@@ -139,7 +145,7 @@ class Hub:
                 file.write(f"{self.port}\n")
             os.replace(draft, path)
         if self._config.lifeline_fd >= 0:
-            with contextlib.suppress(OSError):  # it may have gone
+            with contextlib.suppress(OSError):  # the worker may be gone
                 os.write(self._config.lifeline_fd, b"%d" % self.port)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
         if doubt := doubtful_name(self._config):
@@ -147,27 +153,28 @@ class Hub:
 
     def _tell_launcher(self, line: str) -> None:
         if self._config.state_fd >= 0:
-            with contextlib.suppress(OSError):  # it may have gone
+            with contextlib.suppress(OSError):  # the launcher may be gone
                 os.write(self._config.state_fd, f"{line}\n".encode())
 
     def interrupt(self, name: str) -> None:
-        """End because of the signal called ``name``; for its handler.
+        """End because of the signal called ``name``; for use in its handler.
 
-        It takes effect between messages: an exception out of the handler could tear one apart, and
-        its frames would be taken for the next one's.
+        It takes effect between messages. An exception raised in the handler could interrupt the
+        reading of a message, and the remaining frames would be taken for the next message's.
         """
         self._signal = name
         os.eventfd_write(self._wake, 1)
 
     @property
     def serving(self) -> bool:
-        """Whether a job runs that needs its scheduler."""
+        """Whether a running job needs this scheduler."""
         return self._members.state == "running"
 
     def orphaned(self) -> None:
-        """Who has started us is gone; for any thread.
+        """Handle the end of the worker that started this scheduler; for any thread.
 
-        A job that has begun knows by itself who is there.
+        It ends only a job that is still gathering: in a running job, the scheduler detects dead
+        nodes itself.
         """
         if self._members.state == "waiting":
             self.interrupt("the end of the worker that had started it")
@@ -204,8 +211,8 @@ class Hub:
                     )
             self._farewell()
         except Interrupted as e:
-            # A launcher that runs us has ended us, and says why; or it sees by this that somebody
-            # else has.
+            # A launcher that runs this scheduler either sent the signal and reports why itself, or
+            # learns from this line that another process sent it.
             ended_for_us = self._config.state_fd >= 0 and self._members.state in (
                 "waiting",
                 "running",
@@ -235,7 +242,7 @@ class Hub:
         return 0 if self._members.state == "done" else 1
 
     def _gather(self) -> None:
-        """Wait for everybody, saying now and then who is missing."""
+        """Wait for all nodes; report the missing ones every :data:`REPORT_EVERY` seconds."""
         end = time.monotonic() + self._config.rendezvous_timeout
         report = time.monotonic() + REPORT_EVERY
         while self._members.state == "waiting":
@@ -267,13 +274,13 @@ class Hub:
         }
 
     def _farewell(self) -> None:
-        """Give everybody time to hear how it ended and to go."""
+        """Give all nodes :data:`GRACE` seconds to receive the outcome and leave."""
         end = time.monotonic() + GRACE
         while not self._members.everybody_left() and time.monotonic() < end:
             self._turn(max(0.0, end - time.monotonic()))
 
     def _turn(self, timeout: float | None) -> None:
-        """Wait for something to happen and deal with it."""
+        """Wait up to ``timeout`` seconds for events and handle them."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -303,12 +310,12 @@ class Hub:
                 self._handle(ident.bytes, message)
 
     def _settle(self) -> None:
-        """All that has come has been read: act on the connections that have ended, and turn away
-        who is not wanted.
+        """All received messages have been read: handle ended connections, then HELLOs to be
+        refused.
         """
         if self._unwelcome and self._members.state == "waiting":
-            # A node in whose place somebody comes may have died right after its HELLO, and left no
-            # event that names it. A send tells.
+            # The node that holds the wanted place may have died right after its HELLO, without an
+            # event that names it. A send to it reveals that.
             status = self._status()
             self._send([(i, status) for i in list(self._members.nodes)])
         self._bury()
@@ -317,9 +324,9 @@ class Hub:
             self._handle(ident, message)
 
     def _read_monitor(self) -> None:
-        """Note whose connections have ended.
+        """Note which nodes' connections have ended.
 
-        Descriptors are used again: so this comes before each message.
+        Descriptors are reused, so call this before handling each message.
         """
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
@@ -332,8 +339,8 @@ class Hub:
                 self._gone.append(ident)
 
     def _bury(self) -> None:
-        """Act on the ends of connections, once all that came on them has been read: a goodbye may
-        be among it.
+        """Handle ended connections, once everything received on them has been read, as that may
+        include a BYE.
         """
         while self._gone:
             ident = self._gone.pop(0)
@@ -346,7 +353,9 @@ class Hub:
             self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
-        """The message in ``frames``; None, after a word in the log, if there is none."""
+        """Decode and check ``frames``; returns None, with a log entry, if they are no valid
+        message.
+        """
         try:
             if len(frames) != 1:
                 raise messages.BadMessage(f"{len(frames)} frames; one is expected")
@@ -403,7 +412,7 @@ class Hub:
         for ident, message in outputs:
             if message["type"] == "WARN":
                 log.warning("%s", message["text"])
-            if message is not last:  # what all are told is encoded once
+            if message is not last:  # a message for several nodes is encoded once
                 fields = dict(message)
                 last, data = message, messages.encode(fields.pop("type"), **fields)
             try:
@@ -411,7 +420,7 @@ class Hub:
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
-                # Not yet a death: its goodbye may be among what has not been read. What follows
-                # comes after what was to be said before: no server may hear of the end before the
-                # failure.
+                # Not handled as a death yet: the node's BYE may be among the unread messages.
+                # Handling it now would also send its messages before the rest of ``outputs``, and
+                # no server may get END before the failure.
                 self._gone.append(ident)

@@ -1,11 +1,12 @@
-"""Who has called ``join()``, and when everybody is back. Pure: the hub's one thread owns it.
+"""The barrier of ``join()``: which workers have joined, and when all have. Pure.
 
-A worker that has joined pushes nothing more; the lanes close rounds without it. When all have
-joined, first the servers forget their marks and say so, then the workers hear it: or a fast
-worker's next push could meet the mark of a slow one.
+Owned by the hub's only thread. A worker that has joined pushes nothing more, and the lanes close
+rounds without it. When all workers have joined, the servers first clear their marks of joined
+workers and confirm it; only then do the workers hear. Otherwise, a fast worker's next push could
+meet the mark of a slow worker.
 
-Where the processes of a machine sum among themselves, the machine's root keeps marks, too, and the
-servers are told once all of a machine have joined.
+Where the processes of a machine sum among themselves, the machine's root keeps marks, too. Servers
+then learn of the join once all processes of a machine have joined.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 
 
 class Joins:
-    """One gathering after another.
+    """A sequence of barriers.
 
-    ``joined`` are the ranks that have called ``join()`` in the present one, the last one last.
+    ``joined``: ranks that have called ``join()`` for the present one, in this order.
     """
 
     def __init__(self) -> None:
         self.joined: dict[int, None] = {}
         self.generation = 0
-        # holders of marks that have not forgotten their marks yet
+        # Servers and roots that have not cleared their marks yet.
         self._awaited: set[bytes] = set()
         self._clearing = False
         self._last = -1
@@ -36,12 +37,10 @@ class Joins:
         roots: Mapping[int, bytes] | None = None,
         processes: int = 1,
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        """Worker ``rank`` joins; ``live`` are the workers still in the job.
+        """Worker ``rank`` joins; returns the messages to servers and roots.
 
-        What servers and roots have to be told.
-
-        ``roots``: machine -> who speaks for its ``processes`` workers, where that is not each for
-        itself.
+        ``live``: ranks of the workers still in the job. ``roots``: machine -> the process that
+        speaks for its ``processes`` workers, unless each worker speaks for itself.
         """
         if rank in self.joined:
             return []
@@ -57,11 +56,11 @@ class Joins:
     def left(
         self, live: Collection[int], servers: Iterable[bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        """A worker of an asynchronous job is gone: perhaps it was the last one awaited."""
+        """A worker of an asynchronous job is gone; it may have been the last one awaited."""
         return self._clear(live, servers) if live and self._all_here(live) else []
 
     def cleared(self, holder: bytes, generation: int) -> int | None:
-        """``holder`` has forgotten its marks. The rank that joined last, once all have."""
+        """``holder`` has cleared its marks; returns the last rank to join once all holders have."""
         if not self._clearing or generation != self.generation:
             return None
         self._awaited.discard(holder)
@@ -82,7 +81,7 @@ class Joins:
         self, live: Collection[int], holders: Iterable[bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
         self._clearing = True
-        # who died since is no root for anything
+        # A worker that has died since cannot be the root of a broadcast.
         self._last = [rank for rank in self.joined if rank in live][-1]
         self._awaited = set(holders)
         return [

@@ -1,11 +1,11 @@
-"""Who is in the job, and what follows from who comes, goes and waits.
+"""Job membership: how the job reacts when nodes come, leave, die or wait.
 
 Pure: events in, messages out; no sockets, no clock of its own.
 
-A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets
-WELCOME. It ends ``done`` when all workers have left in good order, or ``failed`` when somebody is
-gone without a goodbye; then everybody else is told who. An asynchronous job survives the death of
-workers, and fails for it at its end.
+A node is ``joined`` after a valid HELLO. When all nodes are, the job is ``running`` and every node
+gets WELCOME. The job ends ``done`` when all workers have left in good order, or ``failed`` when a
+node disappears without a BYE; all others then get its name. An asynchronous job survives the death
+of workers, and ends as ``failed`` because of it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bpsx.scheduler.stall_detector import Stalls
 
 Output = tuple[bytes, dict[str, Any]]
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
-#: Different sets of options that are remembered as checked.
+#: Number of different option sets whose check results are cached.
 _MOST_OPTIONS = 64
-#: How the failure begins of a worker whose script ends by this exception.
+#: Prefix of the failure text of a worker whose script ended with this exception.
 _FOR_WANT = "ended by PeerLeftError"
 
 
 class Membership:
     """The state of the job.
 
-    One thread owns it; every method returns the messages to send, as (node, message).
+    Owned by one thread. Every method returns the messages to send, as (node, message).
     """
 
     def __init__(
@@ -58,43 +58,44 @@ class Membership:
         self.failure = ""
         self._roster = Roster()
         self.nodes = self._roster.nodes
-        # some process has been in an earlier job, and may have kept things from it
+        # Some process was in an earlier job, and may have kept things from it.
         self.again = False
-        self.processes = 1  # workers for whom one of them speaks to the servers
-        # no worker waits for another, so the job goes on when one dies
+        self.processes = 1  # workers per machine when only its root speaks to the servers, else 1
+        # No worker waits for another, so the job continues when one dies.
         self.asynchronous = False
-        self.epoch = 0  # how often the job has begun anew after a stall
-        self.refused: dict[str, str] = {}  # who was turned away, and why
-        # options as they were given -> what makes no sense in them
+        self.epoch = 0  # number of resets after a stall
+        self.refused: dict[str, str] = {}  # node that was refused or could not start -> reason
+        # Options as given -> the names and values of the invalid ones.
         self._options: dict[str, list[str]] = {}
         self.vanished = Vanished()
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
-        # machine -> who speaks for its processes, where one does
+        # Machine -> its root's connection, where only the root speaks to the servers.
         self._roots: dict[int, bytes] = {}
         self._left_unjoined: dict[int, Node] = {}
         self._nobody_left_early = True
-        # workers -> errors that they have not said they heard
+        # Worker -> number of errors that it has not confirmed with HEARD.
         self._unheard: dict[bytes, int] = {}
-        # goodbyes that wait until all have heard
+        # BYEs deferred until all workers have confirmed their errors.
         self._leaving: list[tuple[bytes, dict[str, Any]]] = []
-        self._dead: list[str] = []  # workers that an asynchronous job has survived
-        # ... and then ended, for lack of them not "done", though the others were
+        self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
+        # The job then ended: as "failed" because of those deaths, though the other workers left
+        # well.
         self.survived = False
-        self.blamed: Node | None = None  # whose end was the first that should not have been
+        self.blamed: Node | None = None  # the node whose end was the first unexpected one
 
     # ---- coming
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A node introduces itself."""
+        """Handle a node's HELLO."""
         why = self._refusal(ident, m)
         if why:
             return self._refuse(ident, m, why)
         if ident in self.nodes:
             return []
         known = self._roster.same(m)
-        if known is not None:  # it lost its connection while the job was gathering
+        if known is not None:  # its connection broke while the job was gathering
             self._roster.drop(known.ident)
         rank = m["rank"] if m["role"] == "worker" else self._roster.count("server")
         node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
@@ -113,14 +114,14 @@ class Membership:
         return self._start() if complete else []
 
     def would_refuse(self, ident: bytes, m: dict[str, Any]) -> bool:
-        """Whether HELLO ``m`` would be turned away now."""
+        """Whether HELLO ``m`` would be refused now."""
         return bool(self._refusal(ident, m))
 
     def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
-        """Turn a node away.
+        """Refuse a node.
 
-        Who waits for one in its place shall hear of it: the node has proven the secret, if the job
-        has one.
+        If the job waits for its place, the reason is shown to those that wait: the node has proven
+        that it knows the secret, if the job has one.
         """
         if self._lacks(m):
             self.refused[_place(m)] = f"refused: {why}"
@@ -130,7 +131,7 @@ class Membership:
         return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
 
     def cannot_start(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A node that has not introduced itself says why it never will.
+        """Handle CANNOT: a node that has not sent HELLO says why it cannot start.
 
         Unless it is started again, the job cannot form.
         """
@@ -142,26 +143,26 @@ class Membership:
         return [(ident, {"type": "GOODBYE"})]
 
     def _lacks(self, m: dict[str, Any]) -> bool:
-        """Whether the job still waits for what HELLO ``m`` wants to be, whoever that is."""
+        """Whether the job still waits for a node in the place that ``m`` asks for."""
         if self.state != "waiting" or m["role"] not in ("worker", "server"):
             return False
         if m["role"] == "server":
             return self._roster.count("server") < self.num_server
         here = self._roster.workers
-        # Before the first worker only they themselves know how many a machine has.
+        # Before the first worker has come, only a worker itself knows the number per machine.
         theirs = m["config"].get("BYTEPS_LOCAL_SIZE")
         each = self.local_size if here or not isinstance(theirs, int) else theirs
         return 0 <= m["rank"] < min(self.num_worker * each, MOST_WORKERS) and m["rank"] not in here
 
     def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
-        """Why a node may not join, or nothing."""
+        """Return why a node may not join; empty if it may."""
         if m["protocol"] != PROTOCOL:
             return (
                 f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the"
                 " same bpsx everywhere"
             )
         given = repr(sorted(m["config"].items()))
-        # most nodes give the same: a check reads every option many times
+        # Most nodes give the same options, and one check reads every option many times.
         if given not in self._options:
             if len(self._options) >= _MOST_OPTIONS:
                 self._options.clear()
@@ -230,21 +231,21 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Worker processes in the job."""
+        """Number of worker processes in the job."""
         return self.num_worker * self.local_size
 
     def _of(self, role: str) -> list[Node]:
         return self._roster.all_workers() if role == "worker" else self._roster.servers()
 
     def missing(self) -> list[str]:
-        """The nodes that have not come yet, for people."""
+        """The missing nodes, as text for messages."""
         ranks, _ = self._roster.absent(self.size, self.size)
         return [
             self._with_reason(f"worker {r}", f"worker {r}") for r in ranks
         ] + self._missing_servers()
 
     def missing_text(self, most: int = 8) -> str:
-        """The same in a line, cut when long; empty when the job is complete."""
+        """The missing nodes in one line, cut when long; empty when the job is complete."""
         ranks, count = self._roster.absent(self.size, most)
         listed = [self._with_reason(f"worker {r}", f"worker {r}") for r in ranks]
         if count > len(ranks):
@@ -260,11 +261,11 @@ class Membership:
         return f"{text} ({self.refused[place]})" if place in self.refused else text
 
     def present(self) -> list[str]:
-        """Who is here, for people."""
+        """The nodes that are present, as text for messages."""
         return [str(n) for role in ("worker", "server") for n in self._of(role)]
 
     def present_text(self, most: int = 8) -> str:
-        """Some of them in a line."""
+        """Some of the present nodes in one line."""
         count = self._roster.count("worker") + self._roster.count("server")
         listed = [str(n) for n in self._roster.some(most)]
         return ", ".join(listed) + (f" and {count - most} more" if count > most else "")
@@ -308,10 +309,10 @@ class Membership:
         told: list[Output] = [
             (s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers
         ]
-        return told + [(w.ident, roster) for w in workers]  # they know their ranks
+        return told + [(w.ident, roster) for w in workers]  # workers know their ranks
 
     def _shares(self) -> list[float]:
-        """What part of all bytes each server should sum."""
+        """The fraction of all bytes that each server should sum."""
         servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in self._of("server")]
         if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
             return [weight / sum(w for _, w in servers) for _, weight in servers]
@@ -324,7 +325,7 @@ class Membership:
     def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A worker declares a tensor.
 
-        One that it declares before it hears that the job begins anew is void.
+        A declaration sent before the worker got RESET is void.
         """
         node = self.nodes.get(ident)
         if (
@@ -358,10 +359,10 @@ class Membership:
         return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
 
     def _tell_error(self, idents: Collection[bytes] | Any, message: dict[str, Any]) -> list[Output]:
-        """An error of several workers.
+        """Send an error to several workers.
 
-        None of them may leave before all have heard it: what servers say of one that has left would
-        be there first, and tell the others of the consequence instead of the cause.
+        None of them may leave before all have confirmed it. Otherwise, the servers' reports about a
+        worker that left could arrive first and name the consequence instead of the cause.
         """
         out = [(ident, message) for ident in idents]
         for ident, _ in out:
@@ -369,7 +370,7 @@ class Membership:
         return out
 
     def heard(self, ident: bytes) -> list[Output]:
-        """A worker has heard of an error."""
+        """A worker confirms that it received an error."""
         if self._unheard.get(ident, 0) > 1:
             self._unheard[ident] -= 1
             return []
@@ -383,7 +384,7 @@ class Membership:
         return [out for ident, m in leaving for out in self.bye(ident, m)]
 
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
-        """A worker says what has changed in what it has pushed and waits for."""
+        """A worker reports what has changed in the tensors that it has pushed and waits for."""
         node = self.nodes.get(ident)
         if (
             node is None
@@ -394,21 +395,21 @@ class Membership:
         ):
             return []
         self._stalls.report(node.rank, m["new"], m["over"], now, m["busy"], m["calls"])
-        if not m["last"]:  # what follows from it is said of the whole report
+        if not m["last"]:  # warn and look for deadlocks only once the report is complete
             return []
         text = self._stalls.warning(node.rank)
         out: list[Output] = [(ident, {"type": "WARN", "text": text})] if text else []
         return out + self._end_deadlock()
 
     def doubt(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A worker cannot say which of its later push_pulls belong to which of the others'."""
+        """A worker cannot tell which of its later push_pulls match which of the others'."""
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state != "running":
             return []
         return self._fail(f"the job has to end after an error: {node}: {m['text']}", m["status"])
 
     def join(self, ident: bytes) -> list[Output]:
-        """A worker has run out of data and waits until all have."""
+        """A worker has no more data and waits until all workers have joined."""
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state != "running":
             return []
@@ -420,8 +421,9 @@ class Membership:
         return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
 
     def _make_known(self, machine: int) -> list[Output]:
-        """A root that has joined adds for its neighbours what it does not push itself: tell it of
-        what only they have declared.
+        """Send a joined root the tensors that only its neighbours have declared.
+
+        A root that has joined sums for its neighbours even what it does not push itself.
         """
         root = machine * self.processes + self.processes - 1
         if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
@@ -445,7 +447,7 @@ class Membership:
         }
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A server, or a machine's root, has forgotten who had joined."""
+        """A server or a machine's root has cleared its marks of joined workers."""
         last = self._joins.cleared(ident, m["generation"])
         if last is None:
             return []
@@ -459,7 +461,7 @@ class Membership:
         ]
 
     def _end_join(self) -> list[Output]:
-        """Nobody can wait for a worker that has left: who has joined hears so."""
+        """Workers in ``join()`` cannot wait for a worker that has left: send them UNJOINED."""
         if not self._left_unjoined or self.asynchronous or not self._joins.joined:
             return []
         text = (
@@ -475,23 +477,22 @@ class Membership:
     def _here(self) -> tuple[Collection[int], list[bytes]]:
         """The ranks of the workers and the servers that are still in the job.
 
-        Without asynchronous training all workers count.
+        Without asynchronous training, all workers count.
         """
         return self._roster.live if self.asynchronous else range(self.size), list(
             self._roster.live_servers
         )
 
     def waits(self, rank: int) -> list[tuple[str, int, float]]:
-        """What worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
+        """The push_pulls that worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
         return self._stalls.waits(rank)
 
     def _end_deadlock(self) -> list[Output]:
-        """Fail what nobody will ever get, and with it all that is under way anywhere: the job
-        begins anew.
+        """Reset the job on a deadlock: fail the push_pulls that can never end, and all others under
+        way.
 
-        Some have pushed what others have not, so counts of pushes mean nothing any more. From this
-        message on every worker counts from zero, under new keys, and no push from before can meet
-        one from after.
+        Some workers have pushed what others have not, so push counts no longer match. From RESET
+        on, every worker counts from zero under new keys, and no earlier push can meet a later one.
         """
         stuck = self._stalls.deadlock()
         if not stuck or self.registry is None:
@@ -505,8 +506,8 @@ class Membership:
             " often? (For batches that run out earlier on some there is join():"
             " docs/train/uneven-and-elastic.md.)"
         )
-        # Workers that are not at the same point of their scripts would go on one behind the other;
-        # and servers of an asynchronous job keep values by key, which would be lost.
+        # Workers at different points of their scripts would continue one step apart. Servers of an
+        # asynchronous job keep values by key, which would be lost.
         apart = self._stalls.out_of_step()
         if apart or self.asynchronous:
             return self._fail(
@@ -515,14 +516,14 @@ class Membership:
         self.epoch += 1
         self.registry.clear()
         self._stalls.clear()
-        # Who has joined, too: it would push an old declaration again some day.
+        # Send it to workers in join(), too: they could later push an old declaration again.
         reset = {"type": "RESET", "epoch": self.epoch, "status": Status.STALL, "text": text}
         return self._tell_error([w.ident for _, w in sorted(self._roster.live.items())], reset)
 
     def _awaited(self, keys: Sequence[tuple[str, int]]) -> str:
-        """What a worker has pushed in vain, and who has not pushed the first.
+        """The tensors that a worker has pushed in vain, and a worker that has not pushed the first.
 
-        :class:`~bpsx.errors.StallError` reads it.
+        :class:`~bpsx.errors.StallError` parses this text.
         """
         assert self.registry is not None
         described = [self.registry.describe(*key) for key in keys]
@@ -533,7 +534,7 @@ class Membership:
     # ---- going
 
     def bye(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A node leaves; with a ``failure`` it leaves work undone."""
+        """A node leaves; a ``failure`` means that it leaves unfinished work."""
         node = self.nodes.get(ident)
         if node is None:
             return [(ident, {"type": "GOODBYE"})]
@@ -552,7 +553,7 @@ class Membership:
         node.early = node.role == "worker" and self._nobody_left_early and not m["failure"]
         self._nobody_left_early = self._nobody_left_early and not node.early
         if m["failure"] and self.state == "running":
-            # Who failed for want of one that had left is not the first cause.
+            # A worker that failed because another one had left is not the first cause.
             early = (
                 [w for w in self._of("worker") if w.early]
                 if m["failure"].startswith(_FOR_WANT)
@@ -570,7 +571,7 @@ class Membership:
         return out + self._after_leaving(node)
 
     def gone(self, ident: bytes, why: str) -> list[Output]:
-        """A node's connection is lost."""
+        """A node's connection has ended."""
         node = self.nodes.get(ident)
         if node is None or node.left:
             return []
@@ -580,7 +581,7 @@ class Membership:
             return []
         said = [m for i, m in self._leaving if i == ident]
         self._unheard.pop(ident, None)
-        if said:  # it had said goodbye, and did not wait for the answer
+        if said:  # it had sent BYE and did not wait for the reply
             self._leaving = [(i, m) for i, m in self._leaving if i != ident]
             return [out for out in self.bye(ident, said[0]) if out[0] != ident]
         self._let_go(node)
@@ -588,7 +589,7 @@ class Membership:
         return out + self._let_leave() + self._after_leaving(node)
 
     def _let_go(self, node: Node) -> None:
-        """A node takes part in nothing any more."""
+        """Remove a node from all of the job's accounts."""
         self._roster.leave(node)
         if node.role == "worker":
             self._stalls.leave(node.rank)
@@ -598,7 +599,7 @@ class Membership:
                 self._left_unjoined[node.rank] = node
 
     def abort(self, text: str) -> list[Output]:
-        """The scheduler itself has to end."""
+        """End the job because the scheduler itself has to end."""
         if self.state in ("done", "failed"):
             return []
         kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
@@ -606,8 +607,10 @@ class Membership:
         return [(ident, {"type": kind, field_: text, "ended": True}) for ident, _ in out]
 
     def _lost(self, node: Node, text: str) -> list[Output]:
-        """A node is gone that should not be: the end of the job, unless it is asynchronous and
-        lacks only a worker.
+        """Handle a node's unexpected end.
+
+        It ends the job, unless the job is asynchronous, the node is a worker, and other workers are
+        left.
         """
         self.blamed = self.blamed or node
         workers = list(self._roster.live.values())
@@ -618,9 +621,9 @@ class Membership:
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _fail(self, text: str, status: int = Status.PEER_LOST) -> list[Output]:
-        """The job is over: tell everybody who is left.
+        """End the job as failed: send LOST to all remaining nodes.
 
-        ``status``: what their push_pulls end with.
+        ``status``: code with which their push_pulls end.
         """
         self.state = "failed"
         self.failure = text
@@ -650,23 +653,23 @@ class Membership:
         return out
 
     def everybody_left(self) -> bool:
-        """Whether nobody has to be told anything any more."""
+        """Whether all nodes of an ended job have left, so that no message is due any more."""
         return self.state in ("done", "failed") and not (
             self._roster.live or self._roster.live_servers
         )
 
 
 def _place(m: dict[str, Any]) -> str:
-    """What HELLO ``m`` wants to be; servers get their numbers later."""
+    """The place that HELLO ``m`` asks for; servers get their numbers later."""
     return f"worker {m['rank']}" if m["role"] == "worker" else str(m["role"])
 
 
 def newcomer(m: dict[str, Any]) -> str:
-    """Who sends HELLO ``m``, for people."""
+    """Name of the sender of HELLO ``m``, as text for messages."""
     return f"{_place(m)} ({m['host']}, pid {m['pid']})"
 
 
 def names(items: Sequence[str], most: int = 8) -> str:
-    """A list for people, cut when long."""
+    """Join ``items`` to text for messages, cut after ``most``."""
     text = ", ".join(items[:most])
     return text + (f" and {len(items) - most} more" if len(items) > most else "")

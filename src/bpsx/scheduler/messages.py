@@ -1,9 +1,9 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO (or CANNOT, in its place), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE;
-the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT,
-ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE. For those who look on, a node sends CLOCK, STATS,
-TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
+A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE. The hub
+sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED,
+UNJOINED, LEFT, LOST, END, GOODBYE. For observers, a node sends CLOCK, STATS, TRACED and an observer
+sends OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import json
 from typing import Any
 
 PROTOCOL = 5
-MAX_BYTES = 64 << 20  # the places of a tensor with the most partitions fit
-#: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to
+MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
+#: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
 MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
-#: Most tensors that one WAITING speaks of. A report may take several; "last" ends it.
+#: Most tensors in one WAITING. A report may take several messages; "last" marks the last one.
 MOST_ITEMS = 4096
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
-#: type -> field -> (type, least, most); for strings and lists the bounds are on the length.
+#: Message type -> field -> (type, least, most). For strings and lists, the bounds are on the
+#: length.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": {
         "protocol": _POSITION,
@@ -71,16 +72,19 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
 
 
 class BadMessage(ValueError):
-    """Bytes on the control link that are no valid message."""
+    """Raised for bytes on the control link that are no valid message."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """A message as bytes."""
+    """Encode a message."""
     return json.dumps({"type": kind, **fields}, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The message in ``data``: an object with a string ``type``. Raises :class:`BadMessage`."""
+    """Decode a message: an object with a string ``type``.
+
+    Raises :class:`BadMessage`.
+    """
     if len(data) > MAX_BYTES:
         raise BadMessage(f"{len(data)} bytes; at most {MAX_BYTES}")
     try:
@@ -93,7 +97,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def check(message: dict[str, Any]) -> None:
-    """Whether a node's message has the fields of its type, in range.
+    """Check that a node's message has the fields of its type, each in range.
 
     Raises :class:`BadMessage` naming the field.
     """

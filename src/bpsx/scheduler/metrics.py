@@ -1,5 +1,4 @@
-"""A job's metrics in Prometheus' text format 0.0.4, and the port on which the scheduler serves
-them.
+"""A job's metrics in Prometheus' text format 0.0.4, and the scheduler's HTTP server for them.
 
 :func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text.
 docs/run/metrics.md explains each metric.
@@ -27,9 +26,10 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric(NamedTuple):
-    """One metric. ``source``: the name under which nodes report it; empty: computed here.
+    """One metric.
 
-    ``scale`` turns it into base units.
+    ``source``: the name under which nodes report it; empty if it is computed here. ``scale``:
+    factor from the reported unit to the base unit.
     """
 
     name: str
@@ -155,12 +155,12 @@ METRICS: tuple[Metric, ...] = (
 
 
 def escaped(value: str) -> str:
-    """A label's value as it stands between quotes."""
+    """Escape a label's value for use between quotes."""
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def exposition(view: Mapping[str, Any]) -> str:
-    """The job's metrics as text."""
+    """Format the job's metrics as text."""
     lines: list[str] = []
     for metric in METRICS:
         samples = [(labels, value * metric.scale) for labels, value in _samples(metric, view)]
@@ -215,48 +215,48 @@ def _computed(name: str, node: Mapping[str, Any], labels: Labels) -> Iterator[tu
             )
 
 
-#: Connections to the metrics' port at once.
+#: Most simultaneous connections to the metrics port.
 _MOST_CLIENTS = 32
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # A second scheduler on the port is an error, not a sharer.
+    # A second scheduler must not share the port silently.
     allow_reuse_port = False
 
     def __init__(self, host: str, port: int, observers: Observers) -> None:
         self.address_family = AF_INET6 if is_ipv6(host) else AF_INET
         self.observers = observers
-        self._open: dict[Any, None] = {}  # requests, the oldest first
+        self._open: dict[Any, None] = {}  # open requests, oldest first
         self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Each has a thread and a descriptor: of more than a few at once the oldest are closed."""
+        """Close the oldest connection above the limit: each holds a thread and a descriptor."""
         with self._lock:
             self._open[request] = None
             late = next(iter(self._open)) if len(self._open) > _MOST_CLIENTS else None
             if late is not None:
                 del self._open[late]
         if late is not None:
-            with contextlib.suppress(OSError):  # its thread ends, and closes it
+            with contextlib.suppress(OSError):  # its thread then ends and closes it
                 late.shutdown(SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget it, and close it."""
+        """Forget the request and close it."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is none of our troubles."""
+        """Log a failed request at debug level: a client that went away is no error here."""
         log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 10  # an idle connection does not hold a thread for ever
+    timeout = 10  # seconds; an idle connection must not hold a thread for ever
 
     def do_GET(self) -> None:
         if self.path.split("?")[0] not in ("/metrics", "/"):
@@ -279,7 +279,8 @@ class Exporter:
     def __init__(
         self, host: str, port: int, observers: Observers, ports: Sequence[int] = ()
     ) -> None:
-        """Port 0: the first free one of ``ports``, else of the system's choice.
+        """Listen on ``host``:``port``; port 0 means the first free one of ``ports``, else any free
+        one.
 
         Raises :class:`~bpsx.errors.TransportError` if it cannot listen there.
         """
@@ -304,11 +305,11 @@ class Exporter:
     def serving(
         cls, where: tuple[str, int] | None, observers: Observers, ports: Sequence[int] = ()
     ) -> Exporter | None:
-        """One at ``where`` (host, port), or none."""
+        """An exporter at ``where`` (host, port), or None."""
         return cls(*where, observers, ports) if where is not None else None
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and wait for the thread to end."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

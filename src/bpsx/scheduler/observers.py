@@ -1,12 +1,11 @@
-"""Those who look at a job without being in it: ``bpsx-run top``, ``bpsx-run trace``, the metrics
-port.
+"""Observers of a job: ``bpsx-run top``, ``bpsx-run trace``, the metrics port.
 
 Events in, messages out; no sockets.
 
-An observer is no member. It asks (OBSERVE) and gets the job's present state (VIEW); when it stops
-asking, nobody has to be told. Nodes send their statistics (STATS) for as long as the last WATCH
-said, which is renewed while somebody asks. So a job that nobody looks at carries none of this
-traffic, and an observer that dies leaves nothing behind.
+An observer is not a member of the job. It sends OBSERVE and gets the job's present state (VIEW);
+when it stops asking, no cleanup is needed. Nodes send their statistics (STATS) for as long as the
+last WATCH said; the hub renews it while observers ask. So a job without observers carries none of
+this traffic, and an observer that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from typing import Any
 from bpsx.scheduler.membership import Membership, Output
 from bpsx.scheduler.messages import PROTOCOL
 
-#: How long nodes report after they were asked to, and how old that request may be before it is
-#: repeated. Seconds.
+#: Seconds for which nodes report after a WATCH, and age in seconds after which it is renewed.
 LEASE, RENEW = 10.0, 3.0
-#: Finished recordings that are remembered.
+#: Number of finished recordings that are kept.
 _MOST_TRACED = 1024
 KINDS = frozenset(("OBSERVE", "STATS", "CLOCK", "TRACED"))
 
 
 class Observers:
-    """What nodes have told about themselves, for who asks.
+    """The statistics that nodes have reported, for observers.
 
     The hub's thread calls :meth:`handle`; :meth:`view` may be called from any thread.
     """
@@ -42,7 +40,7 @@ class Observers:
         self._started = time.time()
 
     def handle(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
-        """A message of a kind in :data:`KINDS`, checked."""
+        """Handle a checked message of a kind in :data:`KINDS`; returns the messages to send."""
         if m["type"] == "CLOCK":
             return [(ident, {"type": "CLOCK", "at": m["at"], "wall": time.time_ns()})]
         if m["type"] == "OBSERVE":
@@ -94,7 +92,7 @@ class Observers:
         return self.watch_for(LEASE)
 
     def watch_for(self, seconds: float) -> list[Output]:
-        """Have all nodes report."""
+        """Return the messages that make all nodes report for ``seconds``."""
         return (
             [(n.ident, {"type": "WATCH", "seconds": seconds}) for n in self._live()]
             if self._members.state == "running"
@@ -102,7 +100,7 @@ class Observers:
         )
 
     def view(self, now: float) -> dict[str, Any]:
-        """The job as it is known now: plain data."""
+        """The present state of the job as plain data."""
         members = self._members
         nodes = []
         for node in sorted(members.nodes.values(), key=lambda n: (n.role != "worker", n.rank)):

@@ -1,8 +1,8 @@
-"""What each tensor name means, for the whole job. Pure: the hub's one thread owns it.
+"""Tensor declarations of the whole job. Pure; owned by the hub's only thread.
 
 The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same
-dtype, same compression. The first to declare causes the placement; whoever differs causes a
-mismatch, which everybody is told who has declared it or will.
+dtype, same compression. The first declaration causes the placement. A later one that differs is a
+mismatch, reported to every worker that has declared the tensor or will.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from bpsx.planning.placement import PARTS_PER_TENSOR, Place, Placement
 
 @dataclass
 class Declared:
-    """One generation of a name."""
+    """One generation of a name: the n-th declaration of it on each worker."""
 
     nbytes: int
     dtype: int
     shape: tuple[int, ...]
-    codec: str  # how it is compressed, as spec.py says it; "": not at all
-    ranks: dict[int, None]  # the workers that have declared it, the first one first
+    codec: str  # compression as spec.py writes it; "" for none
+    ranks: dict[int, None]  # ranks of the workers that have declared it, in this order
     places: list[Place] = field(default_factory=list)
     failure: str = ""
-    status: int = 0  # a Status of the failure; 0: none
+    status: int = 0  # errors.Status of `failure`; 0: none
 
     def describe(self) -> str:
-        """Shape, dtype and compression, for people."""
+        """Dtype, shape and compression, as text for messages."""
         dtype = BY_CODE[self.dtype].name if self.dtype in BY_CODE else f"dtype {self.dtype}"
         return f"{dtype} of shape {self.shape}" + (
             f", compressed with {self.codec}" if self.codec else ""
@@ -40,13 +40,13 @@ class Registry:
     """All declared tensors."""
 
     def __init__(self, placement: Placement, partition_bytes: int, processes: int = 1) -> None:
-        """``processes``: of each machine, if the last of them speaks for all to the servers."""
+        """``processes``: workers per machine if the last of them speaks for all to the servers."""
         self._placement = placement
         self._partition_bytes = partition_bytes
         self._processes = processes
         self._tensors: dict[tuple[str, int], Declared] = {}
-        self._placed = 0  # tensors that have got places, ever
-        # root -> what only its neighbours have declared
+        self._placed = 0  # number of tensors placed so far, never reset
+        # Root -> tensors that only its neighbours have declared.
         self._unadopted: dict[int, dict[tuple[str, int], Declared]] = {}
 
     def declare(
@@ -59,12 +59,10 @@ class Registry:
         shape: Sequence[int],
         codec: str = "",
     ) -> tuple[Declared, list[int]]:
-        """Worker ``rank`` declares a tensor.
+        """Record that worker ``rank`` declares a tensor.
 
-        Returns what is known of it now and the ranks that have to be told.
-
-        With ``failure`` set, those ranks have to hear that; else the one rank has to hear the
-        places.
+        Returns its state and the ranks to notify. If ``failure`` is set, those ranks must receive
+        the failure; otherwise the one rank must receive the places.
         """
         wanted = Declared(nbytes, dtype, tuple(shape), codec, {rank: None})
         known = self._tensors.get((name, generation))
@@ -102,7 +100,7 @@ class Registry:
         return known, told
 
     def _note(self, rank: int, name: str, generation: int, declared: Declared) -> None:
-        """Remember what a machine's root will have to adopt when it joins."""
+        """Update the list of tensors that a machine's root must adopt when it joins."""
         if self._processes == 1:
             return
         root = rank // self._processes * self._processes + self._processes - 1
@@ -112,8 +110,9 @@ class Registry:
             self._unadopted.setdefault(root, {})[name, generation] = declared
 
     def adopt(self, root: int) -> list[tuple[str, int, Declared]]:
-        """The tensors that only the neighbours of worker ``root`` have declared: from now on it
-        counts as having declared them.
+        """Return the tensors that only the neighbours of worker ``root`` have declared.
+
+        From then on, ``root`` counts as having declared them.
         """
         found = [
             (name, generation, d)
@@ -125,15 +124,15 @@ class Registry:
         return found
 
     def clear(self) -> None:
-        """All declarations are void: the next one of a name is the first.
+        """Void all declarations: the next declaration of a name is its first.
 
-        Their keys are not used again.
+        Keys are not reused.
         """
         self._tensors.clear()
         self._unadopted.clear()
 
     def describe(self, name: str, generation: int) -> str:
-        """A declared tensor, for people."""
+        """Name, dtype, shape and compression of a declared tensor, as text for messages."""
         known = self._tensors.get((name, generation))
         return repr(name) + (f" ({known.describe()})" if known is not None else "")
 

@@ -1,4 +1,4 @@
-"""Who was turned away at the scheduler's door, told to people now and then."""
+"""Counts and reports the connections that the scheduler's socket refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zmq
 from bpsx.scheduler.sockets import REFUSED
 
 log = logging.getLogger("bpsx.scheduler")
-#: ZeroMQ's events that :meth:`Refusals.event` has to see.
+#: ZeroMQ monitor events that :meth:`Refusals.event` has to see.
 EVENTS = REFUSED | zmq.EVENT_ACCEPTED
 EVERY_SECONDS = 10.0
 _MOST_KEPT = 4096
@@ -23,10 +23,9 @@ _PATIENCE = 3
 
 
 class Refusals:
-    """Counts connections whose handshake failed and warns of them, at most once in
-    :data:`EVERY_SECONDS`.
+    """Counts failed handshakes and warns of them at most once in :data:`EVERY_SECONDS`.
 
-    One thread.
+    Not thread-safe.
     """
 
     def __init__(self, every: float = EVERY_SECONDS) -> None:
@@ -36,18 +35,16 @@ class Refusals:
         self._told = 0
         self._next = 0.0
         self._failed = False
-        self._peers: dict[int, str] = {}  # by descriptor
+        self._peers: dict[int, str] = {}  # descriptor -> peer address
 
     def event(self, event: Mapping[str, Any]) -> bool:
-        """Take a monitor's event. True if it says that a connection is gone that had been let
-        in.
-        """
+        """Handle a monitor event; returns True if it ends a connection that had been accepted."""
         kind, value = event["event"], int(event["value"])
         if kind == zmq.EVENT_ACCEPTED:
             if len(self._peers) < _MOST_KEPT:
                 self._peers[value] = _peer_of(value)
         elif kind & REFUSED:
-            # the same connection's end follows, with its descriptor
+            # The disconnect event of the same connection follows, with its descriptor.
             self._failed = True
         elif kind == zmq.EVENT_DISCONNECTED:
             who, failed, self._failed = self._peers.pop(value, _UNKNOWN), self._failed, False
@@ -57,9 +54,9 @@ class Refusals:
         return False
 
     def hint(self) -> str:
-        """For those who wait in vain: perhaps one of these is whom they miss.
+        """Text for nodes that wait in vain: a refused connection may be the missing node.
 
-        Empty if there was none.
+        Empty if none was refused.
         """
         if not self.count:
             return ""
@@ -72,8 +69,8 @@ class Refusals:
         self.count += 1
         self._last = self._last if who == _UNKNOWN else who
         now = time.monotonic()
-        # Who closes at once is gone before we have looked where he was; he comes again, and a line
-        # without an address helps nobody.
+        # A peer that closes at once is gone before its address can be read. It usually connects
+        # again, and a warning without an address does not help.
         if now < self._next or (who == _UNKNOWN and self.count - self._told < _PATIENCE):
             return
         more, told_before = self.count - self._told - 1, bool(self._told)
@@ -91,7 +88,7 @@ class Refusals:
 
 
 def _peer_of(descriptor: int) -> str:
-    """The address at the other end of a descriptor that is ZeroMQ's; it may be gone already."""
+    """Peer address of a descriptor that ZeroMQ owns; the connection may be closed already."""
     with contextlib.suppress(OSError):
         borrowed = socket.socket(fileno=descriptor)
         try:

@@ -1,4 +1,4 @@
-"""The nodes of a job, found by what they are: each look-up costs the same however many there are.
+"""The job's nodes, indexed so that a look-up costs the same whatever their number.
 
 Pure.
 """
@@ -31,7 +31,10 @@ class Node:
 
 
 class Roster:
-    """All nodes that are or were in the job. ``nodes``: by connection; ``workers``: by rank."""
+    """All nodes that are or were in the job.
+
+    ``nodes``: by connection; ``workers``: by rank.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, Node] = {}
@@ -41,12 +44,12 @@ class Roster:
         self._servers: dict[tuple[str, int, tuple[str, ...]], Node] = {}
         self._configs: dict[tuple[str, str], dict[bytes, Node]] = {}
         self._absent: list[int] = []  # heap of ranks that may be missing
-        self._absent_of = 0  # ... of this many workers
+        self._absent_of = 0  # number of workers for which `_absent` was built
 
     # ---- coming and going
 
     def add(self, node: Node) -> None:
-        """A node has come."""
+        """Add a node."""
         self.nodes[node.ident] = node
         self._configs.setdefault(_kind(node), {})[node.ident] = node
         if node.role == "worker":
@@ -56,7 +59,7 @@ class Roster:
             self.live_servers[node.ident] = node
 
     def drop(self, ident: bytes) -> Node | None:
-        """Forget a node, which has gone before the job began."""
+        """Remove a node that disappeared before the job began; returns it if it was known."""
         node = self.nodes.pop(ident, None)
         if node is None:
             return None
@@ -72,7 +75,7 @@ class Roster:
         return node
 
     def leave(self, node: Node) -> None:
-        """A node has left a job that had begun."""
+        """Mark a node as having left a job that had begun."""
         node.left = True
         if node.role == "worker":
             self.live.pop(node.rank, None)
@@ -90,7 +93,7 @@ class Roster:
         return [self.workers[rank] for rank in sorted(self.workers)]
 
     def count(self, role: str) -> int:
-        """How many nodes of a role there are or were."""
+        """Number of nodes of a role, those that have left included."""
         return len(self.workers) if role == "worker" else len(self._servers)
 
     def a_worker(self) -> Node | None:
@@ -98,20 +101,23 @@ class Roster:
         return next(iter(self.workers.values()), None)
 
     def kinds(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(role, options) of the nodes, each that there is once."""
+        """The distinct (role, options) pairs of the nodes."""
         firsts = (next(iter(nodes.values())) for nodes in self._configs.values())
         return ((node.role, node.config) for node in firsts)
 
     def same(self, m: Mapping[str, Any]) -> Node | None:
-        """The node that HELLO ``m`` comes from, if it is known. In containers all pids are 1."""
+        """The known node that sent HELLO ``m``, or None.
+
+        In containers all pids may be 1, so a server is also identified by its lanes.
+        """
         if m["role"] == "server":
             return self._servers.get(_identity(m["host"], m["pid"], m["lanes"]))
         node = self.workers.get(m["rank"])
         return node if node is not None and (node.host, node.pid) == (m["host"], m["pid"]) else None
 
     def absent(self, workers: int, most: int) -> tuple[list[int], int]:
-        """The lowest ranks of ``workers`` that are missing, at most ``most``, and how many are
-        missing.
+        """The lowest missing ranks of ``workers``, at most ``most``, and the number of missing
+        workers.
         """
         if workers != self._absent_of:
             self._absent, self._absent_of = list(range(workers)), workers
@@ -125,7 +131,7 @@ class Roster:
         return found, workers - len(self.workers)
 
     def some(self, most: int) -> list[Node]:
-        """A few of the nodes that are here, workers first."""
+        """At most ``most`` of the present nodes, workers first."""
         workers = list(islice(self.workers.values(), most))
         return workers + list(islice(self._servers.values(), most - len(workers)))
 

@@ -1,9 +1,8 @@
-"""The control link's sockets, alike on both ends: bounded, probed, and encrypted with keys that
-come from the job secret.
+"""The control link's sockets: bounded, probed with heartbeats, and encrypted with CURVE.
 
-The scheduler's key pair is derived from the secret (CURVE). Its public key never travels, so
-whoever can begin a handshake knows the secret, and a scheduler that can answer it knows the secret,
-too: nobody else has to be asked. A node's own keys are made up anew.
+Both ends use the same settings. The scheduler's key pair is derived from the job secret. Its public
+key never travels, so a node that can begin a handshake knows the secret, and a scheduler that can
+answer it does, too; no other authentication is needed. A node's own key pair is random.
 """
 
 from __future__ import annotations
@@ -20,28 +19,26 @@ from bpsx.scheduler.messages import MAX_BYTES, MAX_BYTES_TO_HUB
 from bpsx.system.address import is_ipv6
 
 Socket = Any
-#: A connection that has not proven anything after this long is closed. Longer than a node's ways
-#: through a busy machine, short for who holds it open.
+#: Time limit for a connection's handshake, in milliseconds. Long enough for a node on a busy
+#: machine, short for a peer that only holds the connection open.
 HANDSHAKE_MS = 10_000
-#: How long the kernel's queue of connections may be that we have not accepted yet; it has its own,
-#: lower bound on some machines.
+#: Length of the kernel's queue of connections not accepted yet. Some kernels impose a lower limit.
 BACKLOG = 4096
 REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-#: Handshakes that must fail in a row before a scheduler counts as one that refuses us.
+#: Number of handshakes that must fail in a row before the scheduler counts as refusing this node.
 REFUSALS = 3
 _PURPOSE = "control link: scheduler's key"
-_SIGNATURE = b"\xff\0\0\0\0\0\0\0\x01\x7f"  # how every ZeroMQ peer begins
+_SIGNATURE = b"\xff\0\0\0\0\0\0\0\x01\x7f"  # first bytes that every ZeroMQ peer sends
 
 
 def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
-    """A socket that bounds the size of a message, never drops one, and probes its connections as
-    ``config`` says.
+    """Open a socket that bounds message sizes, never drops a message, and sends heartbeats.
 
-    A ROUTER is the scheduler's end.
+    ``kind``: ROUTER for the scheduler's end. ``config`` sets the heartbeats and the secret.
 
     Raises :class:`~bpsx.errors.TransportError` if this ZeroMQ was built without CURVE,
     :class:`~bpsx.errors.ConfigError` for a wrong secret.
@@ -60,8 +57,8 @@ def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
     if config.heartbeat_interval > 0:
         opened.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
         opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
-        # Heartbeats queue behind data that the kernel cannot deliver, so what stays unacknowledged
-        # ends the connection, too.
+        # Heartbeats queue behind data that the kernel cannot deliver, so data that stays
+        # unacknowledged must end the connection, too.
         opened.setsockopt(zmq.TCP_MAXRT, max(1, int(config.heartbeat_timeout * 1000)))
     if kind == zmq.ROUTER:
         opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -77,8 +74,10 @@ def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
 
 
 def speaks_zeromq(host: str, port: int, timeout: float = 2.0) -> bool:
-    """Whether a ZeroMQ socket listens there: then a handshake that fails was refused, and not
-    broken off by a proxy without a scheduler behind it.
+    """Whether a ZeroMQ socket listens at ``host``:``port``.
+
+    If so, a failed handshake was refused, and not broken off by a proxy without a scheduler behind
+    it.
     """
     try:
         with socket.socket(
@@ -95,7 +94,7 @@ def speaks_zeromq(host: str, port: int, timeout: float = 2.0) -> bool:
 
 
 def no_secret_in_common(config: Config) -> str:
-    """What to tell people about a scheduler that breaks off our handshakes, after its name."""
+    """Text, to follow the scheduler's name, for a scheduler that breaks off our handshakes."""
     given = "ours comes from " + ("BPSX_SECRET" if config.secret else "BPSX_SECRET_FILE")
     ours = given if config.secret_bytes else "we have none: set BPSX_SECRET or BPSX_SECRET_FILE"
     return f"does not share our job secret ({ours}), or it is no scheduler of this version of bpsx"

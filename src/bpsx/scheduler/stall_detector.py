@@ -1,12 +1,12 @@
-"""Which push_pulls do not end, and whether the job can still go on. Pure.
+"""Detects push_pulls that do not end, and whether the job can still go on. Pure.
 
-A worker reports the tensors that it has pushed and not got back, and which of them its script waits
-for. A tensor that a worker has not reported has not been pushed there. One such case is a slow
-worker: a warning. If *every* worker waits for something that another one has not pushed, the job
-cannot go on.
+A worker reports the tensors that it has pushed and not received back, and which of them its script
+waits for. A tensor that a worker has not reported has not been pushed there. One such case is a
+slow worker, and causes a warning. If *every* worker waits for a tensor that another worker has not
+pushed, the job is deadlocked.
 
-Reports are differences, and every structure here is updated by what changed: a message costs time
-in proportion to what it says, however many workers and tensors there are.
+Reports are differences, and every structure here is updated by what changed. So a message costs
+time in proportion to its length, whatever the number of workers and tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from itertools import islice
 from typing import Any
 
 Key = tuple[str, int]
-#: A warning about the same tensor is repeated after so many warning intervals.
+#: A warning about the same tensor is repeated after this many warning intervals.
 REPEAT = 10
-#: A worker has to wait so many times longer while another of its threads, which has used bpsx, does
-#: not.
+#: A worker must wait this many times longer while another of its threads that has used bpsx does
+#: not wait.
 PATIENCE = 10
 _MOST_NAMED = 8
 
@@ -33,13 +33,16 @@ class _Wait:
 
     round: int
     since: float
-    waited: float | None  # since when the script waits for it; None: it does not
+    waited: float | None  # start of the script's wait for it; None if the script does not wait
     full: bool = False  # all workers have been seen to push it
 
 
 @dataclass(slots=True)
 class _Pushed:
-    """A tensor's workers. ``fresh``: those whose wait is not marked full."""
+    """The workers that report a tensor.
+
+    ``fresh``: those whose wait is not marked full.
+    """
 
     ranks: set[int] = field(default_factory=set)
     fresh: list[int] = field(default_factory=list)
@@ -51,7 +54,8 @@ class _Worker:
     """One worker's reports."""
 
     waits: OrderedDict[Key, _Wait] = field(default_factory=OrderedDict)  # oldest first
-    vain: list[tuple[float, Key]] = field(default_factory=list)  # heap; some are out of date
+    # heap of (start of wait, key); may hold outdated items
+    vain: list[tuple[float, Key]] = field(default_factory=list)
     reported: float = 0.0
     busy: bool = False
     calls: int = 0  # push_pulls that its script has asked for
@@ -60,25 +64,28 @@ class _Worker:
 
 
 class Stalls:
-    """Reports by rank and what follows from them. ``warn_after``, ``deadlock_after``: seconds."""
+    """The reports by rank, and the warnings and deadlocks that follow from them.
+
+    ``warn_after``, ``deadlock_after``: seconds.
+    """
 
     def __init__(self, warn_after: float, deadlock_after: float) -> None:
         self._warn_after = warn_after
         self._deadlock_after = deadlock_after
-        self._workers: dict[int, _Worker] = {}  # those that are neither gone nor in join()
+        self._workers: dict[int, _Worker] = {}  # workers neither gone nor in join()
         self._pushed: dict[Key, _Pushed] = {}
-        # number of workers that report a tensor -> tensors
+        # Number of workers that report a tensor -> tensors.
         self._by_count: dict[int, set[Key]] = {}
         self._stuck: set[int] = set()
 
     # ---- who counts
 
     def enter(self, rank: int) -> None:
-        """Worker ``rank`` takes part from now on."""
+        """Add worker ``rank``."""
         self._workers.setdefault(rank, _Worker())
 
     def leave(self, rank: int) -> None:
-        """Worker ``rank`` is waited for no longer: it has left, died, or called join()."""
+        """Remove worker ``rank``: it has left, died, or called join()."""
         if rank not in self._workers:
             return
         for key in list(self._workers[rank].waits):
@@ -89,7 +96,7 @@ class Stalls:
             self._fill(key)
 
     def clear(self) -> None:
-        """Forget all reports: nothing that they are about is under way any more."""
+        """Forget all reports: their push_pulls have all ended."""
         for worker in self._workers.values():
             worker.waits.clear()
             worker.vain.clear()
@@ -108,12 +115,12 @@ class Stalls:
         busy: bool = False,
         calls: int = 0,
     ) -> None:
-        """What has changed on worker ``rank``.
+        """Record what has changed on worker ``rank``.
 
         ``new``: pushed tensors, oldest first: [name, generation, round, seconds since the push,
         seconds that the script has waited for it or -1]. ``over``: [name, generation] of those that
-        have ended. ``busy``: a thread that has used bpsx does not wait. ``calls``: how many
-        push_pulls the script has asked for since the job began or began anew.
+        have ended. ``busy``: whether a thread that has used bpsx does not wait. ``calls``: number
+        of push_pulls that the script has asked for since the job began or was reset.
         """
         worker = self._workers.get(rank)
         if worker is None:
@@ -138,7 +145,7 @@ class Stalls:
         self._look(rank)
 
     def _count(self, key: Key, pushed: _Pushed, rank: int, more: bool) -> None:
-        """One worker more or less reports ``key``."""
+        """Record that one worker more, or one less, reports ``key``."""
         before = len(pushed.ranks)
         if not more and pushed.candidates is not None:
             heappush(pushed.candidates, rank)
@@ -160,8 +167,8 @@ class Stalls:
         self._count(key, pushed, rank, False)
         if not all_had:
             return
-        # Who was in the same round had pushed what the others wait for; who was in an earlier one,
-        # and had only not said yet that it was over, had not.
+        # A worker in the same round had pushed what the others wait for. A worker in an earlier
+        # round had not; its report that this round was over had just not come yet.
         for other in pushed.ranks:
             theirs = self._workers[other].waits[key]
             if theirs.full and theirs.round != wait.round:
@@ -171,7 +178,9 @@ class Stalls:
                     heappush(self._workers[other].vain, (theirs.waited, key))
 
     def _fill(self, key: Key) -> None:
-        """All have pushed ``key``: nobody waits for it in vain, also once some have it back."""
+        """All workers have pushed ``key``: a wait for it is not in vain, even once some have it
+        back.
+        """
         fresh, self._pushed[key].fresh = self._pushed[key].fresh, []
         for rank in fresh:
             wait = self._workers[rank].waits.get(key) if rank in self._workers else None
@@ -181,7 +190,7 @@ class Stalls:
                     self._look(rank)
 
     def _look(self, rank: int) -> None:
-        """Note whether the worker waited in vain for long enough when it reported last."""
+        """Update whether the worker had waited in vain for long enough at its last report."""
         worker = self._workers[rank]
         while worker.vain:
             since, key = worker.vain[0]
@@ -196,10 +205,11 @@ class Stalls:
     # ---- what follows
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
-        """The oldest tensors that worker ``rank`` has pushed longer ago than ``warn_after`` seconds
-        (by default: than a warning takes), at most 8: (tensor, round, seconds).
+        """The oldest tensors that worker ``rank`` pushed more than ``warn_after`` seconds ago, at
+        most 8.
 
-        For any thread.
+        ``warn_after`` defaults to the warning interval. Returns (tensor, round, seconds). For any
+        thread.
         """
         limit = self._warn_after if warn_after is None else warn_after
         worker = self._workers.get(rank)
@@ -210,11 +220,10 @@ class Stalls:
         return [item for item in found if item[2] >= limit]
 
     def warning(self, rank: int) -> str:
-        """What to tell worker ``rank``, which has just reported, of its oldest tensor; mostly
-        nothing.
+        """The warning, mostly empty, for worker ``rank`` about its oldest tensor, after its report.
 
-        A worker hears of a stall once, and again after :data:`REPEAT` intervals; of another one
-        after one interval at the earliest.
+        A worker gets a warning of a stall once, and again after :data:`REPEAT` intervals; of
+        another stall after one interval at the earliest.
         """
         worker = self._workers.get(rank)
         if worker is None or not worker.waits:
@@ -245,7 +254,7 @@ class Stalls:
         return lacking
 
     def _who_lacks(self, key: Key) -> str:
-        """Which workers have not pushed ``key``, and what that looks like."""
+        """Text that names the workers that have not pushed ``key``, and the likely reason."""
         pushed, lacking = self._pushed[key], self.lacking(key)
         count = len(self._workers) - len(pushed.ranks)
         parts, waiting = [], False
@@ -262,8 +271,8 @@ class Stalls:
         return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
 
     def deadlock(self) -> dict[int, list[Key]]:
-        """What each worker has pushed in vain, if all have waited in vain for long enough; else
-        nothing.
+        """The tensors that each worker has pushed in vain, if all have waited so long enough; else
+        empty.
         """
         if len(self._workers) < 2 or len(self._stuck) < len(self._workers):
             return {}
@@ -273,7 +282,7 @@ class Stalls:
         }
 
     def out_of_step(self) -> str:
-        """Which workers have asked for the fewest and for the most push_pulls; empty if all for
+        """Text naming the workers with the fewest and the most push_pulls; empty if all have
         equally many.
         """
         ordered = sorted(self._workers.items(), key=lambda item: item[1].calls)

@@ -1,4 +1,4 @@
-"""What to tell people while a process waits for the scheduler, or the scheduler for the others."""
+"""Messages for people while a node waits for the scheduler, or the scheduler for the nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMERIC = frozenset("0123456789.:[]%abcdefABCDEF")
 
 
 def why_silent(address: str, port: int) -> str:
-    """What is known of a scheduler at ``address`` (numeric) that does not answer.
+    """Explain why the scheduler at ``address`` (numeric) does not reply.
 
     Takes up to two seconds.
     """
@@ -37,9 +37,7 @@ def why_silent(address: str, port: int) -> str:
 
 
 def loopback_hint(config: Config) -> str:
-    """For a scheduler that waits in vain: that others than this machine cannot reach it; empty if
-    they can.
-    """
+    """Hint for a scheduler that waits in vain on a loopback address; empty on other addresses."""
     if not is_loopback(config.root_uri):
         return ""
     return (
@@ -49,8 +47,9 @@ def loopback_hint(config: Config) -> str:
 
 
 def doubtful_name(config: Config) -> str:
-    """A warning for a scheduler whose own name stands for loopback, as in Debian's /etc/hosts;
-    empty if all is well.
+    """Warning if the scheduler's own host name resolves to loopback, as in Debian's /etc/hosts.
+
+    Empty if all is well.
     """
     host = config.root_uri
     if (
@@ -67,7 +66,7 @@ def doubtful_name(config: Config) -> str:
 
 
 def introduce(config: Config, where: str) -> None:
-    """Say to standard error what this process is, and for whom it waits.
+    """Print to standard error what this process is and which nodes it waits for.
 
     ``where``: the scheduler's address.
     """
