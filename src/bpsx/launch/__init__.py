@@ -1,3 +1,5 @@
-"""Starts processes: one role on this machine (:mod:`bpsx.launch.roles`) or a whole job here
-(:mod:`bpsx.launch.local`).
+"""Launchers: one role of a job on this machine, or a whole job.
+
+:mod:`bpsx.launch.single_role` runs the one role, :mod:`bpsx.launch.local` a whole job here or over
+ssh.
 """

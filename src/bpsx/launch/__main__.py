@@ -13,8 +13,8 @@ from bpsx.launch.cli import LOCAL, REMOTE, SHARED, SSH, parser, split
 from bpsx.launch.roles import Plan, overlooked, runnable
 from bpsx.launch.single_role import run_role
 
-#: Words that are no command of the user's, if first: the module's ``main(arguments) -> status``
-#: takes over.
+#: First words that are subcommands, not a user's command: the module's ``main(arguments) ->
+#: status`` takes over.
 SUBCOMMANDS = {
     "doctor": "bpsx.launch.doctor",
     "top": "bpsx.launch.top",
@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
         return run_role(command, options.grace)
     if not command:
         parse.error(f"{'--local' if options.local else 'a hostfile'} needs the workers' COMMAND")
-    from bpsx.launch.local import Job  # a server or a single worker has no use for it
+    from bpsx.launch.local import Job  # imported late: a server or a single worker does not need it
 
     if options.local:
         plan = Plan(tuple(command), **_given(options, (*LOCAL, *SHARED)))
@@ -80,8 +80,9 @@ def _remote(options: Any, command: tuple[str, ...], refuse: Any) -> Any:
 
 
 def _open_standard_streams() -> None:
-    """Occupy 0, 1 and 2 where the caller closed them, or a pipe of ours would get such a number and
-    be taken for the output.
+    """Open 0, 1 and 2 where the caller closed them.
+
+    Otherwise, one of the launcher's pipes could get such a number and be taken for the output.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -89,7 +90,7 @@ def _open_standard_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (without the program's name; default: this process's).
+    """Run the command line ``arguments``, without the program's name; by default, this process's.
 
     Returns the exit status.
     """

@@ -1,4 +1,4 @@
-"""What ``bpsx-run doctor`` looks at: each function adds what it finds to a :class:`Report`.
+"""The checks of ``bpsx-run doctor``: each function adds its findings to a :class:`Report`.
 
 Nothing here imports a framework.
 """
@@ -33,8 +33,8 @@ from bpsx.system.address import (
 from bpsx.system.host import own_host
 from bpsx.transports.reach import unreachable
 
-#: Documentation addresses: no such host exists, but a route to it says which address faces the rest
-#: of the world.
+#: Documentation addresses. No such host exists, but the route to it reveals the address that faces
+#: the rest of the world.
 _SOMEWHERE = ("192.0.2.1", "2001:db8::1")
 _FRAMEWORKS = ("torch", "tensorflow", "mxnet", "cupy")
 _ANSWER_SECONDS = 5.0
@@ -43,21 +43,21 @@ _FEW_FILES = 1024
 
 @dataclass
 class Report:
-    """What was found, by section; what is wrong, with what to do; and what is worth a look."""
+    """Findings by section, problems with their remedies, and hints."""
 
     found: dict[str, dict[str, str | float | bool]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
 
     def add(self, section: str, name: str, value: object) -> None:
-        """Add a line. Numbers and booleans stay what they are, for programs."""
+        """Add a finding. Numbers and booleans keep their type, for programs."""
         self.found.setdefault(section, {})[name] = (
             value if isinstance(value, bool | int | float) else str(value)
         )
 
 
 def software(report: Report) -> None:
-    """Versions: bpsx, Python, libraries, frameworks."""
+    """Report the versions of bpsx, Python, libraries and frameworks."""
     import zmq
 
     report.add("software", "bpsx", f"{__version__} in {Path(__file__).parents[1]}")
@@ -83,7 +83,7 @@ def software(report: Report) -> None:
 
 
 def _version(module: str) -> str:
-    """Of the package that holds ``module``, without importing it; empty if there is none."""
+    """Version of the package that holds ``module``, found without importing it; else empty."""
     try:
         if importlib.util.find_spec(module) is None:
             return ""
@@ -100,7 +100,7 @@ def _version(module: str) -> str:
 
 
 def devices(report: Report) -> None:
-    """GPUs and RDMA devices."""
+    """Report GPUs and RDMA devices."""
     report.add("devices", "CUDA", _gpus() or "none found (no nvidia-smi, or it shows no GPU)")
     found = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 
 
 def network(report: Report, config: Config | None) -> None:
-    """Interfaces, the scheduler, and the address that this machine would go by."""
+    """Report interfaces, the scheduler, and the address that this machine would use."""
     for name, addresses in _interfaces().items():
         state, speed = (
             _read(Path("/sys/class/net") / name / "operstate"),
@@ -168,7 +168,7 @@ def network(report: Report, config: Config | None) -> None:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """The addresses of each."""
+    """Interface name -> its addresses."""
     found: dict[str, list[str]] = {}
     for _, name in socket.if_nameindex():
         try:
@@ -182,7 +182,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _on(address: str) -> str:
-    """``address`` and the interface that has it."""
+    """``address``, followed by the interface that has it."""
     return address + "".join(
         f" on {name}" for name, addresses in _interfaces().items() if address in addresses
     )
@@ -254,7 +254,7 @@ def _scheduler(report: Report, config: Config) -> None:
     try:
         with socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
             pass
-        with Observer(config) as observer:  # whether it lets us in, too
+        with Observer(config) as observer:  # also checks that the scheduler accepts the job secret
             view = observer.ask()
         report.add("network", "scheduler answers", f"yes, the job is {view['state']}")
         lanes(report, view["nodes"])
@@ -270,8 +270,9 @@ def _scheduler(report: Report, config: Config) -> None:
 
 
 def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Whether this machine reaches every lane of the servers among ``nodes``, as in a scheduler's
-    VIEW.
+    """Report which lanes of the servers in ``nodes`` this machine cannot reach.
+
+    ``nodes``: as in a scheduler's VIEW.
     """
     names = {
         lane: f"server {n['rank']} at {lane}"
@@ -318,7 +319,7 @@ def _own(report: Report, config: Config, why: str) -> None:
 
 
 def limits(report: Report) -> None:
-    """What the system lets a process have."""
+    """Report the system's limits for a process: open files, memory, cores."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     report.add("limits", "open files", _limit(soft))
     report.add("limits", "open files, at most", _limit(hard))
@@ -348,13 +349,13 @@ def _limit(value: int, shift: int = 0) -> int | str:
 def _cgroup_memory(machine: int) -> int | str:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(Path(path))
-        if text.isdigit() and int(text) < machine:  # the old kind writes a huge number for none
+        if text.isdigit() and int(text) < machine:  # cgroup v1 writes a huge number for no limit
             return int(text) >> 20
     return "unlimited"
 
 
 def options(report: Report) -> Config | None:
-    """The variables that are set, and the configuration that they make; None if they make none."""
+    """Report the variables that are set; returns the configuration, or None if it is invalid."""
     environment = child_environment()
     for option in OPTIONS:
         if text := environment.get(option.env, "").strip():
@@ -370,7 +371,7 @@ def options(report: Report) -> Config | None:
     ]
     try:
         config = Config()
-    except ConfigError:  # said above
+    except ConfigError:  # `faults` has reported it
         return None
     report.hints += config.unknown
     return config
@@ -386,7 +387,7 @@ def _value(option: Option, text: str) -> object:
 
 
 def folders(report: Report, environment: Mapping[str, str] | None = None) -> None:
-    """Where compiled kernels and sockets go."""
+    """Report the folders for compiled kernels and sockets."""
     for name, make in (("compiled kernels", cache_dir), ("sockets", runtime_dir)):
         try:
             report.add("folders", name, make(environment))

@@ -1,4 +1,4 @@
-"""The options of ``bpsx-run`` and what its help says."""
+"""The options and the help text of ``bpsx-run``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-#: Options by what they need. Names as attributes.
+#: Option names, as attributes, grouped by the mode that they need.
 LOCAL = ("workers", "servers", "processes")
 REMOTE = ("hostfile", "worker_hostfile", "server_hostfile")
 SSH = ("scheduler_ip", "env", "username", "ssh_port", "ssh", "interface", "python", "directory")
@@ -112,7 +112,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-#: What other launchers call options of ours.
+#: Options of other launchers -> bpsx-run's own, for error messages.
 _ELSEWHERE = {
     "-n": "--workers",
     "-np": "--workers",
@@ -130,7 +130,7 @@ _ELSEWHERE = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors name the option that was probably meant."""
+    """An argument parser whose errors suggest the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         prefix = "unrecognized arguments: "
@@ -152,7 +152,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of what stands before COMMAND."""
+    """Return the parser of the options before COMMAND."""
     made = _Parser(
         "bpsx-run",
         usage=_USAGE,
@@ -242,8 +242,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options and the command. argparse would take a ``--`` that belongs to the command for its
-    own.
+    """Split ``arguments`` into bpsx-run's options and the command.
+
+    argparse would take a ``--`` that belongs to the command as its own.
     """
     valued = {
         word

@@ -1,6 +1,4 @@
-"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a job
-of its own.
-"""
+"""``bpsx-run doctor``: report findings on this machine, and try a push_pull in a job of its own."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from bpsx.launch.checks import Report
 
 _TRY_SECONDS = 120.0
 _TOLD = 10
-#: Where things are kept holds for the trial, too; all else of the job's variables is left out of
-#: it.
+#: Variables that apply to the trial, too: they say where files are kept. The trial drops all other
+#: variables of the job.
 _KEPT = ("BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH")
 _OURS = ("DMLC_", "BYTEPS_", "BPSX_", "PS_")
 
@@ -31,8 +29,9 @@ def _trial_environment() -> dict[str, str]:
 
 
 def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
-    """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing
-    to sum.
+    """Run a job of a scheduler, a server and two workers on loopback.
+
+    With a single worker, the server would have nothing to sum.
     """
     python = [sys.executable, "-P", "-m"]
     job = ["--local", "--workers", "2", "--servers", "1", "--processes", "1", "--grace", "2"]
@@ -74,7 +73,8 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
             "wrong sums" if result and not result["right"] else f"failed with status {status}",
         )
         lines = err.splitlines()
-        # Of tracebacks the last lines, which name the error; without any, the end of what was said.
+        # Quote the last lines of tracebacks, which name the error; without any, the end of the
+        # output.
         telling = [
             line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)
         ] or lines[-_TOLD:]
@@ -85,7 +85,7 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
 
 
 def examine() -> Report:
-    """All findings."""
+    """Run all checks."""
     report = Report()
     checks.software(report)
     checks.devices(report)
@@ -98,7 +98,7 @@ def examine() -> Report:
 
 
 def text(report: Report) -> str:
-    """The report for people."""
+    """Format the report as text."""
     lines = []
     for section, entries in report.found.items():
         lines += [f"{section}:", *(f"  {name}: {_shown(value)}" for name, value in entries.items())]
@@ -108,7 +108,7 @@ def text(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    """The last line: it must not hide hints that stand above it."""
+    """Return the last line, which must point to any hints above it."""
     if report.problems:
         return f"{_things(report.problems)} wrong"
     return (
@@ -127,7 +127,7 @@ def _shown(value: object) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 if all is well."""
+    """Run ``bpsx-run doctor``; returns the exit status: 0 if there is no problem, else 1."""
     parser = argparse.ArgumentParser(
         "bpsx-run doctor",
         description="Report what was found on this machine and try a push_pull to itself.",

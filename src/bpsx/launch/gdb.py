@@ -1,8 +1,8 @@
-"""``python -m bpsx.launch.gdb COMMAND``: the command under gdb, for BYTEPS_ENABLE_GDB=1.
+"""``python -m bpsx.launch.gdb COMMAND``: run a command under gdb, for BYTEPS_ENABLE_GDB=1.
 
-A crash prints the backtraces of all threads to standard error and ends the command. The exit status
-is the command's, 128 + n for signal n. Signals go to the command, not to gdb, which would take them
-as meant for itself.
+After a crash, gdb prints the backtraces of all threads to standard error and ends the command. The
+exit status is the command's, or 128 + n for signal n. Signals go to the command, not to gdb, which
+would handle them as its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from bpsx.launch.roles import cannot_run, child_setup, heeded
 
-#: Signals after which a backtrace is worth having; all others are the command's own business.
+#: Signals that cause a backtrace. All others are passed to the command.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"
-# An old gdb that does not know one of these goes on. Some containers do not allow to disable
-# address randomization.
+# An old gdb that does not know one of these settings continues. Disabling address randomization
+# stays off, as some containers do not allow it.
 _BEFORE = (
     "set debuginfod enabled off",
     "set confirm off",
@@ -64,15 +64,15 @@ def _file(name: str, text: str) -> int:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run ``command`` under gdb. Returns its exit status.
+    """Run ``command`` under gdb; returns its exit status.
 
-    For the main thread of a process that does nothing else.
+    Only for the main thread of a process that does nothing else.
     """
     signals = heeded()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
     output = os.dup(1)
-    # gdb splits arguments at blanks, and shells do worse. So a script holds them; it also parts the
-    # command's output from gdb's.
+    # gdb splits arguments at blanks, and a shell between would interpret more. So a script holds
+    # the arguments. The script also separates the command's output from gdb's.
     program = _file("command", f"exec {shlex.join(command)} >&{output} {output}>&-\n")
     script = _file("gdb", _SCRIPT)
     gdb = [
@@ -88,8 +88,8 @@ def run(command: Sequence[str]) -> int:
         f"/proc/self/fd/{program}",
     ]
     try:
-        # In a session of its own, or a terminal's Ctrl-C would be for gdb. So it cannot read from
-        # the terminal.
+        # gdb gets its own session, or the terminal's Ctrl-C would go to gdb. In that session it
+        # cannot read from the terminal.
         child = subprocess.Popen(
             gdb,
             stdin=subprocess.DEVNULL if os.isatty(0) else None,

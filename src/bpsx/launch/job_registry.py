@@ -1,8 +1,8 @@
-"""A record of each job that ``bpsx-run --local`` runs for this user, so that ``bpsx-run top`` and
-``trace`` find it.
+"""Records of the jobs that this user's ``bpsx-run`` runs here, for ``bpsx-run top`` and ``trace``.
 
-The record is a file in the launcher's memory, mode 0600: it may hold the job's secret. It goes with
-the launcher, even one that was killed. Others of this user read it through ``/proc``.
+A record is a memory file (memfd) of the launcher with mode 0600, as it may hold the job's secret.
+It disappears with the launcher, even with one that was killed. Other processes of this user read it
+through ``/proc``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _NAME = "bpsx-job"
-_LINK = f"/memfd:{_NAME} (deleted)"  # how the kernel shows such a file's descriptor
+_LINK = f"/memfd:{_NAME} (deleted)"  # how the kernel shows the descriptor of such a file
 
 
 @dataclass(frozen=True)
 class Record:
-    """A running job: the launcher's process, the scheduler's address, how to be let in."""
+    """A running job: the launcher's process, the scheduler's address, the job secret."""
 
     pid: int
     address: str
@@ -45,12 +45,12 @@ def write(address: str, port: int, secret: str, command: Sequence[str]) -> int:
 
 
 def remove(descriptor: int) -> None:
-    """Take a record away."""
+    """Remove a record."""
     os.close(descriptor)
 
 
 def _records(process: Path) -> Iterator[Record]:
-    """The records that a process holds; none if it may not be looked at, or has ended meanwhile."""
+    """The records that a process holds; none if it may not be inspected or has ended meanwhile."""
     with contextlib.suppress(OSError):
         if process.stat().st_uid != os.getuid():
             return
@@ -58,12 +58,12 @@ def _records(process: Path) -> Iterator[Record]:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if os.readlink(descriptor) == _LINK:
                     record = Record(**json.loads(descriptor.read_text()))
-                    # and not a copy in a child between fork and exec
+                    # Skip copies of the descriptor in a child between fork and exec.
                     if record.pid == int(process.name):
                         yield record
 
 
 def running() -> list[Record]:
-    """This user's local jobs, the oldest first."""
+    """This user's local jobs, oldest first."""
     found = [record for process in Path("/proc").glob("[0-9]*") for record in _records(process)]
     return sorted(found, key=lambda record: record.started)

@@ -1,6 +1,4 @@
-"""Looking at a running job from outside: finding it, asking its scheduler, and the command
-``bpsx-run trace``.
-"""
+"""Observing a running job: find it, query its scheduler, and the command ``bpsx-run trace``."""
 
 from __future__ import annotations
 
@@ -32,13 +30,15 @@ from bpsx.system.address import is_ipv6, join_host_port, tcp_url
 from bpsx.system.host import scheduler_address
 from bpsx.telemetry import timeline
 
-#: How long a scheduler may take to answer, and nodes to write their timelines. Seconds.
+#: Time limits, in seconds: for the scheduler's reply, and for the nodes to write their timelines.
 ANSWER, WRITTEN = 5.0, 30.0
 
 
 def find(scheduler: str | None, job: int | None) -> Config:
-    """Where the job's scheduler is: named, else by DMLC_PS_ROOT_URI and _PORT, else the one local
-    job of this user's (or that of launcher ``job``).
+    """Locate a job's scheduler.
+
+    The order is: ``scheduler`` ("HOST:PORT"), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, this user's
+    only local job. ``job``: process id of the launcher of a local job, to choose among several.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -80,14 +80,15 @@ def find(scheduler: str | None, job: int | None) -> Config:
 
 
 class Observer:
-    """A connection to a job's scheduler that takes no part in the job.
+    """An observer's connection to a job's scheduler. An observer is not part of the job.
 
-    A context manager; for one thread.
+    A context manager; not thread-safe.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises :class:`~bpsx.errors.RendezvousError` if the scheduler's name cannot be
-        resolved.
+        """Connect to the scheduler that ``config`` names.
+
+        Raises :class:`~bpsx.errors.RendezvousError` if its name cannot be resolved.
         """
         self.where = join_host_port(config.root_uri, config.root_port)
         self._config, self._refusals = config, 0
@@ -100,16 +101,16 @@ class Observer:
         self._socket.connect(tcp_url(address, config.root_port))
 
     def ask(self, *, trace: int = 0, timeout: float = ANSWER) -> dict[str, Any]:
-        """The job's present state: the VIEW that ``scheduler/observers.py`` makes.
+        """Return the job's present state: the VIEW that ``scheduler/observers.py`` makes.
 
-        ``trace``: have all nodes record for so many seconds; -1: that they end what they were told
-        so.
+        ``trace``: make all nodes record for this many seconds; -1 ends recordings started that way.
+        ``timeout``: seconds.
 
-        Raises :class:`~bpsx.errors.RendezvousError` when no answer comes in time, or the scheduler
+        Raises :class:`~bpsx.errors.RendezvousError` when no reply comes in time, or the scheduler
         refuses.
         """
         while self._socket.poll(0):
-            self._socket.recv_multipart()  # late answers
+            self._socket.recv_multipart()  # late replies to earlier requests
         self._socket.send(messages.encode("OBSERVE", protocol=messages.PROTOCOL, trace=trace))
         end = time.monotonic() + timeout
         while True:
@@ -136,10 +137,10 @@ class Observer:
             return True
 
     def _await_answer(self, end: float, timeout: float) -> None:
-        """Wait until there is a message.
+        """Wait for a message until ``end``.
 
-        Raises :class:`~bpsx.errors.RendezvousError` at the ``end``, or soon if the scheduler does
-        not let us in.
+        Raises :class:`~bpsx.errors.RendezvousError` at ``end``, or earlier if the scheduler fails
+        our handshakes.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -177,7 +178,7 @@ class Observer:
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which job is meant."""
+    """Add the options that select a job."""
     parser.add_argument(
         "--scheduler",
         metavar="HOST:PORT",
@@ -216,7 +217,10 @@ def _trace_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``bpsx-run trace``. Returns the exit status; raises :class:`~bpsx.errors.BpsxError`."""
+    """Run ``bpsx-run trace``; returns the exit status.
+
+    Raises :class:`~bpsx.errors.BpsxError`.
+    """
     parser = _trace_parser()
     options = parser.parse_args(arguments)
     if options.merge is not None:
@@ -228,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _record(observer: Observer, seconds: int) -> int:
-    """Have the job's processes record and wait until they have written."""
+    """Make the job's processes record, and wait until they have written their timelines."""
     view = observer.ask(trace=seconds)
     if view["state"] != "running":
         raise RendezvousError(

@@ -1,4 +1,4 @@
-"""Which lanes of a job's servers this machine cannot reach, for ``bpsx-run top``."""
+"""Finds the servers' lanes that this machine cannot reach, for ``bpsx-run top``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SECONDS = 3.0
 
 
 class Lanes:
-    """Tries each lane once, without waiting. For one thread."""
+    """Probes each lane once, without blocking. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._probes: dict[tuple[int, str], Probe] = {}  # by server and address
+        self._probes: dict[tuple[int, str], Probe] = {}  # (server rank, address) -> probe
 
     def of(self, view: Mapping[str, Any]) -> list[str]:
-        """The unreachable lanes of a scheduler's VIEW, as far as known, with the reason."""
+        """The lanes of a scheduler's VIEW known to be unreachable so far, with the reason."""
         for node in view["nodes"]:
             for lane in (
                 node["lanes"] if node["role"] == "server" and node["state"] != "left" else ()
@@ -32,5 +32,5 @@ class Lanes:
 
     @property
     def pending(self) -> bool:
-        """Whether a lane has not answered yet and may still do so."""
+        """Whether a probe is still running."""
         return any(probe.pending for probe in self._probes.values())

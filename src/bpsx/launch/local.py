@@ -1,10 +1,11 @@
-"""Processes as children, until all of them have ended: a whole job on this machine, its workers
-only, or an ssh for each process elsewhere.
+"""Runs a job's processes as children until all have ended.
 
-One thread waits for everything at once (output, ended children, signals, deadlines). Children lead
-sessions of their own, so that a signal reaches what they started, too, and the terminal's Ctrl-C
-comes from here only. An ended child is not reaped before the end of the job: until then its id
-belongs to it, and no signal can hit a stranger.
+The children are a whole job on this machine, its workers only, or one ssh for each remote process.
+
+One thread waits for all events: output, ended children, signals, deadlines. Each child leads its
+own session, so that a signal reaches its descendants, too, and the terminal's Ctrl-C arrives only
+through bpsx-run. An ended child is reaped only at the end of the job. Until then its process id
+stays taken, and a signal cannot reach an unrelated process.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from bpsx.launch.roles import ENDING, Process, Processes, cannot_run, child_setu
 from bpsx.launch.ssh.client import Far
 from bpsx.system.host import SCRIPT_SIGNALS
 
-#: How often the scheduler's port file is looked for. It is there before one could notice, and
+#: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
 #: watching a folder is not portable.
 _LOOK = 0.01
-#: How long output stays open for what ended children have left behind, such as a resource tracker
-#: that tidies up.
+#: Seconds for which output stays open after all children have ended, for what they left behind,
+#: such as a resource tracker that cleans up.
 _LINGER = 2.0
-#: How long what was killed may take to be gone. It is a moment, but where nobody reaps orphans they
-#: stay for ever.
+#: Seconds to wait for killed processes to disappear. It usually takes a moment, but where no
+#: process reaps orphans they stay for ever.
 _DYING = 1.0
 _PIPE = 4096
 
@@ -57,7 +58,7 @@ class Child:
     overdue: str = ""
 
     def look(self) -> bool:
-        """Whether it has ended since the last look. Does not reap."""
+        """Check, without reaping it, whether it has ended since the last call."""
         if self.status is not None:
             return False
         found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -70,7 +71,10 @@ class Child:
         return True
 
     def send(self, number: int) -> None:
-        """Signal it and what it started, which may have outlived it."""
+        """Signal its process group, with descendants that outlive it.
+
+        Over ssh, signals other than SIGKILL go to the remote process.
+        """
         if self.far and number != signal.SIGKILL:
             return self.far.send(number)
         if self.process.returncode is None:  # not reaped
@@ -79,7 +83,7 @@ class Child:
         return None
 
     def vanished(self) -> bool:
-        """Whether nothing is left of what it started. Once it has been reaped itself."""
+        """Whether its process group is empty. For use once the child itself has been reaped."""
         try:
             os.killpg(self.process.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -87,7 +91,7 @@ class Child:
         return False
 
     def story(self) -> str:
-        """How it ended."""
+        """Text that says how it ended."""
         assert self.status is not None
         if self.far and not self.far.told:
             return f"{self.name} {self.overdue}{self.far.story(self.status)}"
@@ -102,10 +106,9 @@ class Child:
 
 
 class Ending:
-    """Which signal children that should be ending get, and when: SIGTERM after a grace time,
-    SIGKILL ``kill_after`` s later.
+    """Schedule of the signals for children that should end. Pure.
 
-    Pure.
+    SIGTERM is due after a grace time, SIGKILL ``kill_after`` seconds later.
     """
 
     def __init__(self, grace: float, kill_after: float) -> None:
@@ -115,15 +118,16 @@ class Ending:
         self.due: float | None = None
 
     def begin(self, now: float, grace: float | None = None) -> None:
-        """Have SIGTERM due in ``grace`` seconds (default: the usual ones), unless it is due earlier
-        or has been taken.
+        """Make SIGTERM due in ``grace`` seconds, unless it is due earlier or has been taken.
+
+        ``grace`` defaults to the constructor's.
         """
         if self._signal is signal.SIGTERM:
             due = now + (self._grace if grace is None else grace)
             self.due = due if self.due is None else min(self.due, due)
 
     def take(self, now: float) -> signal.Signals | None:
-        """The signal that is due, once."""
+        """Return the signal that is due, once; else None."""
         if self.due is None or now < self.due:
             return None
         number = self._signal
@@ -133,9 +137,9 @@ class Ending:
 
 
 class Job:
-    """Runs what a plan names, once. ``commands`` replaces the commands of roles.
+    """Runs the processes of a plan, once. Only for the main thread.
 
-    For the main thread.
+    ``commands``: role -> command that replaces the plan's.
     """
 
     def __init__(
@@ -143,24 +147,25 @@ class Job:
     ) -> None:
         self._plan = plan
         self._commands = commands or {}
-        self._complete = False  # whether all have been started
-        self._state_fd = -1  # from which the scheduler's state can be read
+        self._complete = False  # whether all processes have been started
+        self._state_fd = -1  # descriptor from which the scheduler's state is read
         self._state: list[bytes] = []
-        self._verdict: str | None = None  # what it had told when we first ended anybody
+        # What the scheduler had written when an overdue child first got a signal.
+        self._verdict: str | None = None
         self._children: list[Child] = []
         self._ended: list[Child] = []
-        self._ending = Ending(plan.grace, plan.kill_after)  # of workers
-        self._helpers = Ending(plan.grace, plan.kill_after)  # of scheduler and servers
-        self._stop: list[int] = []  # signals that told us to stop
+        self._ending = Ending(plan.grace, plan.kill_after)  # for workers
+        self._helpers = Ending(plan.grace, plan.kill_after)  # for scheduler and servers
+        self._stop: list[int] = []  # signals that told bpsx-run to stop
         self._record: int | None = None
-        # what went wrong here, and the exit status for it
+        # Why the job could not be started, and the exit status for it.
         self._trouble: tuple[str, int] | None = None
 
     def run(self) -> int:
         """Run the job to its end.
 
-        Returns the largest exit status of who ended by itself; raises ConfigError before anything
-        is started.
+        Returns the largest exit status of the children that ended by themselves. Raises ConfigError
+        before any process is started.
         """
         self._plan.check()
         config = Config()
@@ -186,7 +191,7 @@ class Job:
 
     def _start_all(self) -> None:
         name = self._plan.command[0]
-        # found out now, before the others have been started for nothing
+        # Check now, before starting other processes in vain.
         if shutil.which(name) is None:
             code = errno.EACCES if "/" in name and os.path.exists(name) else errno.ENOENT
             return self._give_up(*cannot_run(self._plan.command, OSError(code, os.strerror(code))))
@@ -204,7 +209,7 @@ class Job:
         return None
 
     def _make_record(self, environment: Mapping[str, str], port: int) -> None:
-        """Let bpsx-run top find the job. It runs without, too."""
+        """Record the job for bpsx-run top. The job runs without the record, too."""
         if self._stop or self._trouble:
             return
         try:
@@ -218,7 +223,7 @@ class Job:
             self._pump.say(f"bpsx-run top will not find this job: {error}")
 
     def _start_scheduler(self, scheduler: Process) -> int:
-        """Start it and return the port on which it listens."""
+        """Start the scheduler; returns its port."""
         timeout = Config(scheduler.environment).rendezvous_timeout
         if scheduler.request:
             self._start(scheduler)
@@ -234,7 +239,7 @@ class Job:
             if self._plan.port:
                 self._start(scheduler, state)
                 return self._plan.port
-            # gone once the port is known
+            # The folder is needed only until the port is known.
             with tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
                 file = Path(folder, "port")
                 self._start(
@@ -244,7 +249,7 @@ class Job:
                     ),
                     state,
                 )
-                # Renamed into place, so it is complete.
+                # The file is renamed into place, so it is complete once it exists.
                 return self._await_port(
                     lambda: int(file.read_text()) if file.exists() else 0, timeout
                 )
@@ -308,7 +313,7 @@ class Job:
     # Running
 
     def _step(self, longest: float | None = None) -> None:
-        """Wait for anything to happen, at most ``longest`` seconds, and deal with it."""
+        """Wait at most ``longest`` seconds for events, and handle them."""
         now = time.monotonic()
         waits = [
             max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None
@@ -320,22 +325,22 @@ class Job:
     def _look(self, now: float) -> None:
         ended = [child for child in self._children if child.look()]
         if any(child.far for child in ended):
-            self._pump.step(0)  # what it said before it ended
+            self._pump.step(0)  # read its last messages
         for child in ended:
             if child.far and not child.far.up and not self._stop and not self._ending.due:
-                # without one of its hosts no job can form
+                # No job can form without one of its hosts.
                 self._give_up(child.story(), child.status or 1)
-        # Of those who ended in the same instant: who was killed, then a worker, is more likely the
+        # Of children that ended at the same time, a killed one, then a worker, is the likelier
         # cause.
         self._ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
         done = self._complete and all(
             child.status is not None for child in self._children if child.role == "worker"
         )
-        # In an asynchronous job the others go on without a worker.
+        # In an asynchronous job, the other workers continue without a lost one.
         fatal = any(
             child.status and not (self._asynchronous and child.role == "worker") for child in ended
         )
-        # Who waits for a job to form that can form no longer would wait in vain.
+        # Children that wait for a job that cannot form any more would wait in vain.
         in_vain = (
             not self._stop and (done or any(child.status for child in ended)) and self._forming()
         )
@@ -359,29 +364,31 @@ class Job:
             self._ending.begin(now, self._term_grace if self._stop[-1] == signal.SIGTERM else None)
         elif fatal or early:
             self._ending.begin(now)
-        if done or early:  # no worker needs the others any more, or will
+        if done or early:  # workers do not need scheduler and servers any more, or never will
             self._helpers.begin(now)
 
     def _end_all(self, now: float) -> None:
-        """End everybody, and at once."""
+        """Make SIGTERM due now for all children."""
         for ending in (self._ending, self._helpers):
             ending.begin(now, 0)
 
     def _forming(self) -> bool:
-        """Whether the scheduler is known to be waiting for others."""
+        """Whether the scheduler is known to be waiting for nodes."""
         return "waiting\n" in (told := self._hear()) and "running\n" not in told
 
     def _hear(self) -> str:
-        """All that the scheduler has told."""
+        """All text that the scheduler has written to the state descriptor."""
         if self._state_fd >= 0:
             with contextlib.suppress(BlockingIOError):
-                # whole lines; a signal's handler reads, too
+                # Whole lines, as a signal's handler reads, too.
                 self._state.append(os.read(self._state_fd, _PIPE))
         return b"".join(self._state).decode()
 
     def _blamed(self) -> tuple[Child | None, str]:
-        """Whom the scheduler names as the cause of the job's end, nobody if that is us; and of what
-        exception it died, if of one.
+        """The child that the scheduler names as the cause of the job's end, and its exception.
+
+        The child is None if there is none or bpsx-run itself was the cause. The exception is "" if
+        unknown.
         """
         verdict = self._hear() if self._verdict is None else self._verdict
         told = [line.split(" ", 4) for line in verdict.splitlines() if line.startswith("blame ")]
@@ -390,7 +397,7 @@ class Job:
         _, role, rank, pid, *cause = told[0]
         same = [child for child in self._children if child.role == role]
         if role == "worker":
-            # Not by pid: its command may be a shell script that runs it.
+            # Not by pid: a worker's command may be a shell script that runs the actual process.
             return (same[int(rank)], "".join(cause)) if int(rank) < len(same) else (None, "")
         return next((child for child in same if child.process.pid == int(pid)), None), ""
 
@@ -399,7 +406,8 @@ class Job:
             self._send_overdue(
                 number, [child for child in self._children if child.role == "worker"]
             )
-            self._helpers.begin(now, self._plan.kill_after)  # they outlive those they serve
+            # Scheduler and servers must outlive the workers that they serve.
+            self._helpers.begin(now, self._plan.kill_after)
         if number := self._helpers.take(now):
             self._send_overdue(
                 number, [child for child in self._children if child.role != "worker"]
@@ -420,7 +428,7 @@ class Job:
                 child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on at once: the loop may be in the middle of something."""
+        """Pass a signal on at once, as the loop may be in the middle of a step."""
         kill = number == signal.SIGINT and number in self._stop
         everybody = kill or (number in ENDING and (not self._complete or self._forming()))
         for child in self._children:
@@ -437,9 +445,7 @@ class Job:
     # Ending
 
     def _settle(self) -> None:
-        """Write out what the ended children have said, end what they left behind, and say what
-        failed.
-        """
+        """Write the children's last output, kill what they left behind, and report failures."""
         until = time.monotonic() + _LINGER
         while self._pump.sources and (left := until - time.monotonic()) > 0:
             self._pump.step(left)
@@ -453,14 +459,14 @@ class Job:
             self._pump.step(_LINGER)
 
     def _sweep(self) -> None:
-        """Leave nothing running, whatever happened."""
+        """Kill all processes that may be left, whatever happened."""
         for child in self._children:
             child.send(signal.SIGKILL)
         for child in self._children:
             child.process.wait()
         end = time.monotonic() + _DYING
         while time.monotonic() < end and not all(child.vanished() for child in self._children):
-            time.sleep(_LOOK)  # no event tells of the end of a child's child
+            time.sleep(_LOOK)  # the end of a grandchild causes no event
         self._pump.close()
         if self._state_fd >= 0:
             os.close(self._state_fd)
@@ -474,7 +480,7 @@ class Job:
             and not any(child.status for child in self._children if child.role == "worker")
         ):
             return 0
-        # How those ended whom we had to end says nothing about the cause.
+        # The status of a child that bpsx-run had to end says nothing about the cause.
         overdue = any(child.overdue for child in self._children)
         if self._stop:
             return (
@@ -485,11 +491,11 @@ class Job:
         return self._own() or int(overdue)
 
     def _own(self) -> int:
-        """The largest status of those who ended by themselves."""
+        """The largest status of the children that ended by themselves."""
         return max((child.status or 0 for child in self._children if not child.overdue), default=0)
 
     def _report(self) -> str:
-        """What failed, first things first."""
+        """Text that lists the failures, the cause first."""
         if self._trouble:
             return self._trouble[0]
         blamed, cause = self._blamed()
@@ -520,7 +526,7 @@ class Job:
         return "; ".join(parts)
 
     def _absent(self) -> str:
-        """Who has ended well while the job gathered, which it could not do any more then."""
+        """Text for a job that cannot form, as workers ended with status 0 before it had formed."""
         workers = [child for child in self._children if child.role == "worker"]
         gone = [child.name for child in workers if child.status == 0 and not child.overdue]
         if len(gone) == len(workers):
@@ -532,10 +538,11 @@ class Job:
 
 
 def _not_for(process: Process) -> tuple[signal.Signals, ...]:
-    """The signals that ``process`` ignores from its first instruction on: a batch system may send
-    them to every process of a job.
+    """The signals that ``process`` ignores from its first instruction on.
+
+    A batch system may send them to every process of a job.
     """
-    if process.request:  # ssh: what runs at its other end gets them through us
+    if process.request:  # ssh: the remote process gets them through bpsx-run
         return (*ENDING, *SCRIPT_SIGNALS)
     return () if process.role == "worker" else SCRIPT_SIGNALS
 
@@ -543,20 +550,20 @@ def _not_for(process: Process) -> tuple[signal.Signals, ...]:
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 
 @contextlib.contextmanager
 def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
-    """Have ``handler`` called for the signals that end a job.
+    """Context manager that calls ``handler`` for the signals that end a job.
 
-    Yields a descriptor to wait on: readable after these and after SIGCHLD.
+    Yields a descriptor that becomes readable after these signals and after SIGCHLD.
     """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     replaced = {number: signal.signal(number, handler) for number in heeded()}
-    # Not ignored either, as inherited from some callers: the kernel would throw exit statuses away.
+    # SIGCHLD must not stay ignored, as some callers leave it: the kernel would drop exit statuses.
     replaced[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, replaced)
     try:

@@ -1,6 +1,6 @@
-"""Which CPUs each worker process of a machine is bound to.
+"""CPU binding of a machine's worker processes.
 
-Reads the topology that the kernel shows; the rest is pure.
+:func:`topology` reads the kernel's description of the machine; the rest is pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core: its hardware threads that may be used, as logical CPU numbers in order, and
-    its NUMA node.
+    """A physical core.
+
+    ``cpus``: its usable hardware threads, as ascending logical CPU numbers. ``node``: its NUMA
+    node.
     """
 
     cpus: tuple[int, ...]
@@ -27,10 +29,10 @@ class Core:
 
 
 def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
-    """The cores of this machine as far as ``allowed`` goes (our affinity mask: a container may hold
-    a part), by node and number.
+    """The physical cores of this machine within ``allowed``, ordered by node and number.
 
-    A machine that does not show siblings or nodes counts as one thread per core, one node.
+    ``allowed``: this process's affinity mask, as a container may hold only a part. A machine that
+    does not show siblings or nodes counts as one thread per core and one node.
     """
     usable = frozenset(allowed)
     nodes = {cpu: number for number, cpus in _nodes(system) for cpu in cpus}
@@ -59,8 +61,9 @@ def _cpus(file: Path) -> frozenset[int]:
 
 
 def wanted(config: Config, processes: int) -> bool:
-    """Whether anything is bound at all: several processes would crowd the same cores; a single one
-    is bound only if asked.
+    """Whether any process is bound.
+
+    Several processes would compete for the same cores; a single one is bound only on request.
     """
     asked = (
         config.visible_cpu_cores
@@ -72,10 +75,11 @@ def wanted(config: Config, processes: int) -> bool:
 
 
 def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
-    """The CPUs of each of ``processes`` worker processes, by local rank; an empty set leaves a
-    process as it is.
+    """The CPUs of each of ``processes`` worker processes, by local rank.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what this machine cannot give.
+    An empty set leaves a process's affinity unchanged.
+
+    Raises :class:`~bpsx.errors.ConfigError` for what this machine cannot provide.
     """
     if not wanted(config, processes):
         return [frozenset()] * processes
@@ -106,15 +110,15 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
 
 
 def quotas(config: Config, processes: int, cores: int) -> list[int]:
-    """How many of ``cores`` physical cores each process gets.
+    """The number of physical cores, out of ``cores``, for each process.
 
-    All 0 where nobody asked for a number and there are fewer cores than processes.
+    All are 0 if no quota is set and there are fewer cores than processes.
     """
     others = processes - 1
     root, each = config.numa_root_quota, config.numa_default_quota
     if not root and not each and cores < processes:
         return [0] * processes
-    if root and root + others > cores:  # at least one for each of the others
+    if root and root + others > cores:  # at least one core for each of the other processes
         raise ConfigError(
             f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so allowed"
             f" are 0..{cores - others}"
@@ -132,8 +136,9 @@ def quotas(config: Config, processes: int, cores: int) -> list[int]:
 
 
 def _take(free: Sequence[Core], size: int) -> list[Core]:
-    """``size`` cores of one node where they fit, the fullest such node first; else of the emptiest
-    nodes.
+    """Choose ``size`` cores of one node if possible, from the node with the fewest that fit.
+
+    Otherwise choose from the nodes with the most free cores.
     """
     by_node: dict[int, list[Core]] = {}
     for core in free:
@@ -171,7 +176,7 @@ def _all(cores: Sequence[Core]) -> frozenset[int]:
 
 
 def text(cpus: Iterable[int]) -> str:
-    """The CPUs as the kernel writes them: ``0-3,8``."""
+    """Format CPUs as the kernel does: ``0-3,8``."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][-1] == cpu - 1:

@@ -1,8 +1,7 @@
-"""The children's output on its way to ours: line by line, with the child's name in front, without
-losing a byte or waiting for one.
+"""Merges the children's output line by line, each line prefixed with the child's name.
 
-Bytes throughout: nothing is decoded. Nothing here blocks, so that signals and deadlines are served
-while a reader of ours stalls.
+It loses no byte, and an unfinished line delays no other. Bytes are never decoded. Nothing here
+blocks, so that signals and deadlines are served while the reader of bpsx-run's output stalls.
 """
 
 from __future__ import annotations
@@ -14,27 +13,27 @@ import select
 from collections.abc import Callable, Mapping
 
 _COLOURS = {"worker": 36, "server": 35, "scheduler": 33}
-#: A pipe that polls as writable takes this much without blocking (PIPE_BUF). O_NONBLOCK would
-#: change our caller's descriptor, too.
+#: Bytes that a pipe that polls as writable takes without blocking (PIPE_BUF). O_NONBLOCK would
+#: change the caller's descriptor, too.
 _PIECE = 4096
 _READ = 65536
-#: What may wait for a reader of ours before the children have to.
+#: Bytes that may wait for bpsx-run's reader before the children have to wait.
 _BACKLOG = 1 << 20
-#: A line longer than this is broken: a child that never ends its line must not fill our memory.
+#: A longer line is broken: a child that never ends its line must not fill bpsx-run's memory.
 _LONGEST = 1 << 20
-#: What the job's processes log about each other's end by Ctrl-C.
+#: Messages that the job's processes log about each other's end by Ctrl-C.
 _INTERRUPTED = re.compile(
     rb"bpsx (worker \d+|server|scheduler) ERROR: .*ended by KeyboardInterrupt\s*$"
 )
 
 
 def is_live(descriptor: int, environment: Mapping[str, str]) -> bool:
-    """Whether ``descriptor`` is a terminal that moves its cursor."""
+    """Whether ``descriptor`` is a terminal that can move its cursor."""
     return os.isatty(descriptor) and environment.get("TERM") != "dumb"
 
 
 def label(name: str, role: str, colour: bool) -> bytes:
-    """``[worker 0] ``, in the role's colour if asked."""
+    """Format the prefix ``[worker 0] ``, in the role's colour if ``colour``."""
     text = f"[{name}] "
     return (f"\x1b[{_COLOURS[role]}m{text}\x1b[0m" if colour else text).encode()
 
@@ -42,8 +41,8 @@ def label(name: str, role: str, colour: bool) -> bytes:
 class Prefixer:
     """Puts ``label`` before each line. Pure.
 
-    With ``live`` a carriage return ends a line, too, so that progress bars move; else they would
-    show up when they are done.
+    With ``live``, a carriage return ends a line, too, so that progress bars move. Otherwise they
+    would show up only when they are done.
     """
 
     def __init__(self, label: bytes, live: bool = False) -> None:
@@ -52,7 +51,7 @@ class Prefixer:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that ``data`` completes."""
+        """Return the lines that ``data`` completes."""
         lines = (
             (self._rest + data).splitlines(keepends=True)
             if self._live
@@ -66,13 +65,13 @@ class Prefixer:
         return b"".join([self._label + line for line in lines])
 
     def finish(self) -> bytes:
-        """The unfinished last line, finished."""
+        """Return the unfinished last line with an end."""
         rest, self._rest = self._rest, b""
         return self._label + rest + b"\n" if rest else b""
 
 
 class Overheard(Prefixer):
-    """A prefixer that also shows what it gets to ``listen``, as it comes."""
+    """A prefixer that also passes its input to ``listen`` as it arrives."""
 
     def __init__(self, label: bytes, live: bool, listen: Callable[[bytes], None]) -> None:
         super().__init__(label, live)
@@ -85,10 +84,9 @@ class Overheard(Prefixer):
 
 
 class Announcer(Prefixer):
-    """A prefixer that takes messages out: from ``marker`` to the end of that line, wherever it
-    stands.
+    """A prefixer that removes messages: from ``marker``, at any position, to the end of that line.
 
-    ``heard`` is called with each.
+    It calls ``heard`` with each message.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Announcer(Prefixer):
                 return b"".join(out)
             self._heard(message)
             data = rest
-        # The marker may be cut in two.
+        # The marker may be split between two reads.
         kept = next(
             (n for n in range(len(self._marker) - 1, 0, -1) if data.endswith(self._marker[:n])), 0
         )
@@ -131,7 +129,7 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 class Sink:
-    """One of our outputs and what waits to be written to it. Broken, it takes nothing any more."""
+    """One of bpsx-run's outputs, with the data queued for it. A broken sink drops its data."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -142,7 +140,7 @@ class Sink:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be written."""
+        """Whether queued data is left."""
         return bool(self._waiting)
 
     @property
@@ -160,7 +158,7 @@ class Sink:
         try:
             while self._waiting and self._poll.poll(0):
                 del self._waiting[: os.write(self.descriptor, bytes(self._waiting[:_PIECE]))]
-        except BlockingIOError:  # our caller made it non-blocking
+        except BlockingIOError:  # the caller made the descriptor non-blocking
             pass
         except OSError:
             self.broken = True
@@ -173,7 +171,7 @@ class Source:
     def __init__(
         self, descriptor: int, prefixer: Prefixer, sink: Sink, shown: Callable[[bytes], bytes]
     ) -> None:
-        """``shown``: what is left of whole lines."""
+        """``shown``: filter for whole lines before they go to ``sink``."""
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.sink = sink
@@ -181,9 +179,9 @@ class Source:
         self._prefixer, self._shown = prefixer, shown
 
     def read(self) -> bool:
-        """Move what is there, at most 64 KiB, to the sink.
+        """Move at most 64 KiB of available output to the sink.
 
-        Closes at the end. Returns whether there may be more.
+        Closes at the end of input. Returns whether there may be more.
         """
         try:
             data = os.read(self.descriptor, _READ)
@@ -195,7 +193,10 @@ class Source:
         return self.open
 
     def close(self) -> None:
-        """Close; a child that goes on writing finds a broken pipe, as it would without us."""
+        """Close the pipe.
+
+        A child that continues to write gets a broken pipe, as it would without bpsx-run.
+        """
         if self.open:
             self.open = False
             self.sink.write(self._shown(self._prefixer.finish()))
@@ -203,16 +204,20 @@ class Source:
 
 
 class Pump:
-    """Moves all children's output. ``wake`` is a descriptor that ends a wait. Not thread-safe."""
+    """Moves the output of all children. Not thread-safe.
+
+    ``wake``: descriptor that ends a wait.
+    """
 
     def __init__(self, wake: int, environment: Mapping[str, str]) -> None:
         self.sources: list[Source] = []
         self._wake = wake
         self._environment = environment
-        #: Whether Ctrl-C ends the job: then processes need not say of each other that it has.
+        #: Whether Ctrl-C ends the job. Messages in which processes report each other's end by it
+        #: are then dropped.
         self.interrupted = False
         out = Sink(1)
-        # One sink if both are the same terminal or file, or pieces of lines would mix.
+        # One sink if both are the same terminal or file; otherwise pieces of lines would mix.
         self._sinks = {1: out, 2: out if os.path.sameopenfile(1, 2) else Sink(2)}
 
     def add(
@@ -224,13 +229,10 @@ class Pump:
         messages: tuple[bytes, Callable[[bytes], None]] | None = None,
         listen: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's
-        ``name``.
+        """Forward ``descriptor`` to output ``target`` (1 or 2), prefixed with the child's ``name``.
 
-        Takes the descriptor over.
-
-        ``messages``: marker and receiver of an :class:`Announcer`. ``listen``: of an
-        :class:`Overheard`.
+        Takes ownership of the descriptor. ``messages``: marker and receiver for an
+        :class:`Announcer`. ``listen``: receiver for an :class:`Overheard`.
         """
         live = is_live(target, self._environment)
         mark = label(name, role, live and not self._environment.get("NO_COLOR"))
@@ -251,16 +253,16 @@ class Pump:
         )
 
     def say(self, line: str) -> None:
-        """Queue a line of our own for standard error."""
+        """Queue a line of bpsx-run's own for standard error."""
         self._sinks[2].write(f"bpsx-run: {line}\n".encode(errors="surrogateescape"))
 
     @property
     def written(self) -> bool:
-        """Whether everything that was queued has been written."""
+        """Whether all queued data has been written."""
         return not any(sink.waiting for sink in self._sinks.values())
 
     def step(self, timeout: float | None) -> None:
-        """Wait for something to move, at most ``timeout`` seconds, and move it."""
+        """Wait at most ``timeout`` seconds for input, output or a wake-up, and handle it."""
         readable = {s.descriptor: s for s in self.sources if not s.sink.full}
         poll = select.poll()
         for descriptor in (self._wake, *readable):
@@ -286,9 +288,10 @@ class Pump:
         self.sources = [s for s in self.sources if s.open]
 
     def close(self) -> None:
-        """Take what the pipes hold, for children that have ended, and close them."""
+        """Read what the pipes hold, for children that have ended, and close them."""
         for source in self.sources:
-            # pipes hold less; a stray process that writes on would keep us here for ever
+            # Pipes hold less than this. The bound stops a stray process that keeps writing from
+            # blocking the loop for ever.
             for _ in range(64):
                 if not source.read():
                     break

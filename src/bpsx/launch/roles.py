@@ -1,6 +1,4 @@
-"""What a process of each role needs: command, environment, CPUs, care; and the plan of
-``--local``.
-"""
+"""The processes of each role: command, environment, CPUs, setup; and the plan of ``--local``."""
 
 from __future__ import annotations
 
@@ -27,18 +25,19 @@ from bpsx.system.role_process import module_command
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 LOOPBACK = "127.0.0.1"
-#: Once one has failed, the others have so long to end by themselves, then so long after SIGTERM:
-#: five seconds in all.
+#: Seconds that the others have to end by themselves once one has failed, then seconds from SIGTERM
+#: to SIGKILL: five in all.
 GRACE, KILL_AFTER = 3.0, 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process to start. ``cpus``: those it may run on, empty for ours.
+    """A process to start.
 
-    With ``request`` it is an ssh whose other end, :mod:`bpsx.launch.ssh.agent`, gets the request as
-    its first line of input; ``host`` names that end, ``marker`` begins what it says.
+    ``cpus``: CPUs that it may run on; empty for the same as bpsx-run. With ``request``, the process
+    is an ssh; its remote end, :mod:`bpsx.launch.ssh.agent`, gets the request as its first line of
+    input. ``host``: name of that end. ``marker``: prefix of the messages from it.
     """
 
     name: str
@@ -52,49 +51,48 @@ class Process:
 
 
 class Processes(Protocol):
-    """What :class:`~bpsx.launch.local.Job` runs. Times in seconds."""
+    """Interface of the plans that :class:`~bpsx.launch.local.Job` runs. Times in seconds."""
 
     @property
     def command(self) -> Sequence[str]:
-        """What has to be there before anything is started."""
+        """The command that must exist before any process is started."""
 
     @property
     def port(self) -> int:
-        """The scheduler's port; 0: it takes a free one."""
+        """The scheduler's port; 0 if the scheduler takes a free one."""
 
     @property
     def grace(self) -> float:
-        """How long the others may take to end by themselves."""
+        """Seconds that the others have to end by themselves."""
 
     @property
     def kill_after(self) -> float:
-        """How long after SIGTERM SIGKILL comes."""
+        """Seconds from SIGTERM to SIGKILL."""
 
     @property
     def forgiving(self) -> bool:
-        """Whether workers that end well without having joined a job are no failure."""
+        """Whether workers may end with status 0 without having joined a job."""
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot work, before anything is started."""
+        """Raise ConfigError for an invalid plan, before any process is started."""
 
     def environment(self, role: str, index: int, port: int, /) -> dict[str, str]:
-        """What the ``index``-th process of ``role`` gets, with the scheduler at ``port``."""
+        """The environment of the ``index``-th process of ``role``; ``port``: the scheduler's."""
 
     def scheduler(self) -> Process | None:
-        """The scheduler, unless there is none."""
+        """The scheduler, or None."""
 
     def others(self, port: int) -> list[Process]:
-        """All others, workers last, with the scheduler at ``port``."""
+        """All other processes, workers last, with the scheduler at ``port``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole job on this machine, with ``processes`` workers on each of ``workers`` imitated
-    machines.
+    """A whole job on this machine: ``workers`` imitated machines with ``processes`` workers each.
 
-    Times in seconds.
+    Times are in seconds. ``port`` 0 lets the scheduler take a free port.
 
-    ``port`` 0: the scheduler takes a free one. Raises ConfigError if it cannot be a job.
+    Raises ConfigError if workers lack a server.
     """
 
     command: tuple[str, ...]
@@ -116,9 +114,7 @@ class Plan:
             )
 
     def environment(self, role: str, index: int, port: int, local_rank: int = 0) -> dict[str, str]:
-        """The environment of the ``index``-th process of ``role``, with the scheduler at
-        ``port``.
-        """
+        """The environment of the ``index``-th process of ``role``; ``port``: the scheduler's."""
         changes = {
             "DMLC_ROLE": role,
             "DMLC_PS_ROOT_URI": LOOPBACK,
@@ -128,7 +124,7 @@ class Plan:
             "DMLC_NUM_SERVER": str(self.servers),
             "BYTEPS_LOCAL_RANK": str(local_rank),
             "BYTEPS_LOCAL_SIZE": str(self.processes),
-            # Who asks for one worker and a server means to use it.
+            # A user who asks for one worker and a server means to use the server.
             "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0",
             "BPSX_ANNOUNCE": "0",
             **secret_unless_given(self.secret),
@@ -146,7 +142,7 @@ class Plan:
             changes["BYTEPS_TRACE_DIR"] = os.path.join(
                 Config().trace_dir or "traces", f"worker-{index}"
             )
-            # each would start a thread for every core, and get in the others' way
+            # Otherwise each worker would start a thread for every core and slow down the others.
             if not is_set("OMP_NUM_THREADS"):
                 changes["OMP_NUM_THREADS"] = str(
                     max(1, len(os.sched_getaffinity(0)) // (self.workers * self.processes))
@@ -154,13 +150,16 @@ class Plan:
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
-        """Raise ConfigError for a malformed variable now, and once, instead of in each child."""
+        """Raise ConfigError for a malformed variable now and once, instead of in each child."""
         for role in ("scheduler", "server", "worker") if self.servers else ("worker",):
             verify(self.environment(role, 0, self.port))
         debugged(self.command, Config())
 
     def scheduler(self) -> Process | None:
-        """See :class:`Processes`. Several processes need one to find each other, servers or not."""
+        """See :class:`Processes`.
+
+        Several processes need a scheduler to find each other, even without servers.
+        """
         if not self.servers and self.processes == 1:
             return None
         return Process(
@@ -189,7 +188,7 @@ class Plan:
         ]
 
 
-#: Variables that say on a machine of a real job what these options of ``--local`` say.
+#: Variables of a real job's machine -> the options of ``--local`` that replace them.
 _OVERLOOKED = {
     "DMLC_NUM_WORKER": "workers",
     "DMLC_NUM_SERVER": "servers",
@@ -199,9 +198,9 @@ _OVERLOOKED = {
 
 
 def overlooked(plan: Plan, chosen: Container[str]) -> list[str]:
-    """What somebody should know who has set a variable that ``--local`` does not heed.
+    """Warnings about variables that have no effect with ``--local``.
 
-    ``chosen``: options that were given, and so were meant.
+    ``chosen``: options given on the command line, which need no warning.
     """
     config, found = Config(), []
     wanted = {
@@ -225,22 +224,22 @@ def overlooked(plan: Plan, chosen: Container[str]) -> list[str]:
 
 
 def secret_unless_given(secret: str) -> dict[str, str]:
-    """The variable for a secret of a job that we start, unless the user has chosen one."""
+    """The job secret's variable for a job that bpsx-run starts, unless the user has set one."""
     return {} if is_set("BPSX_SECRET") or is_set("BPSX_SECRET_FILE") else {"BPSX_SECRET": secret}
 
 
 def unbuffered() -> dict[str, str]:
-    """Into a pipe, Python would print when it is done."""
+    """The variable that stops Python from buffering its output into a pipe until it ends."""
     return {} if is_set("PYTHONUNBUFFERED") else {"PYTHONUNBUFFERED": "1"}
 
 
 def verify(environment: dict[str, str]) -> None:
-    """Raise ConfigError for what is malformed or missing in a process's environment."""
+    """Raise ConfigError for malformed or missing variables in a process's environment."""
     Config(environment).check()
 
 
 def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
-    """``command``, under gdb if BYTEPS_ENABLE_GDB asks for it.
+    """Return ``command``, run under gdb if BYTEPS_ENABLE_GDB is set.
 
     Raises ConfigError if there is no gdb.
     """
@@ -254,8 +253,9 @@ def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals that are passed on: all but those that our caller told us to ignore, as ``nohup``
-    does.
+    """The signals that bpsx-run passes on.
+
+    These are all but those that its caller ignores, as ``nohup`` does.
     """
     return tuple(s for s in ENDING + SCRIPT_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN)
 
@@ -263,11 +263,13 @@ def heeded() -> tuple[signal.Signals, ...]:
 def child_setup(
     mask: Iterable[int], cpus: Iterable[int] = (), ignored: Iterable[int] = ()
 ) -> Callable[[], None]:
-    """What a child does between fork and exec: die when this process dies, have ordinary signals
-    with ``mask`` blocked, keep to ``cpus``, ignore the signals in ``ignored``.
+    """Return a function for a child to run between fork and exec.
 
-    For a process with one thread, in which running Python after a fork is safe. The kernel means
-    the *thread* that forks when it says parent. Grandchildren do not inherit the wish.
+    The child dies when this process dies, gets default signal handlers with ``mask`` blocked, is
+    bound to ``cpus``, and ignores the signals in ``ignored``.
+
+    Only for a process with a single thread, where running Python after a fork is safe. "Parent" in
+    PR_SET_PDEATHSIG means the *thread* that forks. Grandchildren do not inherit the setting.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return partial(
@@ -290,10 +292,10 @@ def _set_up_child(
     ignored: Sequence[int],
 ) -> None:
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the wish was heard
+    if os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
     for number in signals:
-        # or a Ctrl-C of this very moment would run the launcher's handler in the child
+        # Otherwise a Ctrl-C at this moment would run the launcher's handler in the child.
         signal.signal(number, signal.SIG_DFL)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -303,8 +305,9 @@ def _set_up_child(
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
-    """``command``, with its first word as a path if it is a program in this folder that is not on
-    the PATH.
+    """Return ``command``, its first word made a path if it is a program of the current folder only.
+
+    A program on the PATH wins.
     """
     name = command[0]
     here = os.path.join(os.curdir, name)
@@ -319,7 +322,7 @@ def runnable(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _advice(name: str) -> str:
-    """What to write instead where ``name`` is a file that the shell would not run either."""
+    """Advice for ``name``, if it is a file that the shell would not run either."""
     if not os.path.isfile(name) or os.access(name, os.X_OK):
         return ""
     run = f"python {name}" if name.endswith(".py") else f"an interpreter and {name}"
@@ -332,13 +335,16 @@ def _advice(name: str) -> str:
 def cannot_run(
     command: Sequence[str], error: OSError, environment: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
-    """A message and the exit status that shells use for it. ``environment``: the command's, if it
-    is not this process's."""
+    """Return a message and the exit status that shells use for ``error``.
+
+    ``environment``: the command's, if it is not this process's.
+    """
     name = command[0]
     if advice := _advice(name):
         return f"cannot run {name!r}: Permission denied{advice}", 126
     if isinstance(error, PermissionError) and "/" not in name:
-        # exec also reports a folder of PATH that it may not search. A shell then says "not found".
+        # exec reports a PATH folder that it may not search in the same way; a shell then says "not
+        # found".
         folders = os.get_exec_path(environment)
         if not any(os.path.exists(os.path.join(folder, name)) for folder in folders):
             error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

@@ -1,4 +1,4 @@
-"""``python -m bpsx.launch.selftest``: a worker of ``bpsx-run doctor``'s job.
+"""``python -m bpsx.launch.selftest``: a worker of the job that ``bpsx-run doctor`` runs.
 
 Prints one line of JSON: whether sums are right, and times.
 """
@@ -18,12 +18,12 @@ _ROUNDS = 20
 
 
 def _exchange(name: str, elements: int) -> tuple[bool, float]:
-    """Whether all sums were right, and the median seconds of one push_pull."""
+    """Run push_pulls; returns whether all sums were right, and the median seconds of one."""
     rng = np.random.default_rng(elements)  # the same on all workers
     every = sum(range(1, bpsx.size() + 1))
     right, times = True, []
     for _ in range(_ROUNDS):
-        # whole numbers: sums are exact
+        # Whole numbers, so that sums are exact.
         part = rng.integers(-1000, 1000, elements).astype(np.float32)
         tensor = part * np.float32(bpsx.rank() + 1)
         start = time.perf_counter()
@@ -34,7 +34,7 @@ def _exchange(name: str, elements: int) -> tuple[bool, float]:
 
 
 def main() -> int:
-    """Returns 0 if every sum was right."""
+    """Run the self-test; returns 0 if every sum was right, else 1."""
     start = time.perf_counter()
     bpsx.init()
     joined = time.perf_counter() - start

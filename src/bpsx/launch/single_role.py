@@ -1,8 +1,8 @@
-"""What ``bpsx-run`` does on one machine of a job: the one role that the environment names; as a
-worker, all processes of the machine.
+"""``bpsx-run`` on one machine of a job: runs the role that the environment names.
 
-A worker's command is a child, not an ``exec`` in our place: signals, exit status and binding are
-the same for one process and for several.
+For a worker, it runs all processes of the machine. A worker's command is a child, not an ``exec``
+in place of bpsx-run. So signals, exit status and binding are the same for one process and for
+several.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bpsx.launch.torch_variables import free_port, torch_variables
 from bpsx.secret import make
 from bpsx.system.role_process import MODULES, module_command
 
-_SI_KERNEL = 0x80  # how the terminal's Ctrl-C says that it is not kill()
+_SI_KERNEL = 0x80  # si_code of the terminal's Ctrl-C, as opposed to kill()
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -44,8 +44,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 class Machine:
     """The worker processes of this machine, for :class:`~bpsx.launch.local.Job`.
 
-    A job of one machine without servers has no scheduler anywhere, so ``alone`` brings one along,
-    on loopback.
+    A single-machine job without servers has no scheduler elsewhere, so ``alone`` adds one on
+    loopback.
     """
 
     command: tuple[str, ...]
@@ -55,7 +55,7 @@ class Machine:
     grace: float = GRACE
     kill_after: float = KILL_AFTER
     port: int = 0
-    forgiving: bool = True  # the scheduler is ours; nobody has said that the command uses it
+    forgiving: bool = True  # bpsx-run adds the scheduler itself, and the command need not use it
     secret: str = field(default_factory=make, repr=False)
     store_port: int = field(default_factory=free_port)
 
@@ -67,7 +67,7 @@ class Machine:
             "BYTEPS_LOCAL_SIZE": str(self.size),
         }
         if role == "scheduler":
-            changes["BPSX_ANNOUNCE"] = "0"  # it is ours, and we say for whom the job waits
+            changes["BPSX_ANNOUNCE"] = "0"  # bpsx-run itself says what the job waits for
         if self.alone:
             changes |= {
                 "DMLC_PS_ROOT_URI": LOOPBACK,
@@ -115,7 +115,7 @@ class Machine:
 def run_role(command: Sequence[str], grace: float | None = None) -> int:
     """Run the role that the environment names, until it ends.
 
-    Returns its exit status; raises ConfigError.
+    Returns its exit status. Raises ConfigError.
     """
     config = Config()
     if config.role is None:
@@ -128,14 +128,14 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
         return _run_own(config)
     if not command:
         raise ConfigError("no COMMAND: DMLC_ROLE=worker runs one, as in bpsx-run python train.py")
-    # Who names a local rank starts the others, too.
+    # If the local rank is set, another launcher starts the other processes.
     size = config.local_size if is_set("BYTEPS_LOCAL_RANK") else local_size(config)
     if size == 1 or is_set("BYTEPS_LOCAL_RANK"):
         return _run_single(command, config)
-    from bpsx.launch.local import Job  # a server or a single worker has no use for it
+    from bpsx.launch.local import Job  # imported late: a server or a single worker does not need it
 
-    # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says; so nobody has
-    # started a scheduler either.
+    # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says. So there is no
+    # scheduler either.
     alone = (
         config.num_worker == 1
         and config.local_reduce
@@ -148,7 +148,7 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
 
 
 def _run_own(config: Config) -> int:
-    """Run scheduler or server here, or a server as a child under gdb."""
+    """Run the scheduler or the server in this process, or the server as a child under gdb."""
     if config.role == "server" and config.enable_gdb:
         return run_command(debugged(module_command("server"), config), child_environment())
     return int(importlib.import_module(f"{MODULES[config.role]}.__main__").main())
@@ -162,7 +162,7 @@ def _run_single(command: Sequence[str], config: Config) -> int:
     )
     verify(environment)
     cpus: frozenset[int] = frozenset()
-    # of several that somebody else starts, each plans for all and takes its own
+    # Of several processes that another launcher starts, each plans for all and takes its own part.
     if numa.wanted(config, 1):
         cpus = numa.plan(config, config.local_size, numa.topology(os.sched_getaffinity(0)))[
             config.local_rank
@@ -174,23 +174,23 @@ def _run_single(command: Sequence[str], config: Config) -> int:
 def _torch_variables(config: Config, port: int) -> dict[str, str]:
     """PyTorch's variables for the worker of ``config``.
 
-    Of several machines, and where somebody else starts the other processes, none knows where worker
-    0 is and which of its ports are free (``port`` 0): the user says that, if PyTorch is to meet
-    without bpsx.
+    With several machines, or if another launcher starts the other processes, no process knows the
+    host of worker 0 and its free ports (``port`` 0). The user must then set these variables if
+    PyTorch is to rendezvous without bpsx.
     """
     store = (LOOPBACK, port) if port and config.num_worker == 1 else None
     return torch_variables(config.rank, config.size, config.local_rank, config.local_size, store)
 
 
 def _tell(config: Config, cpus: Mapping[int, frozenset[int]]) -> None:
-    """Say who runs where to those who want to read much."""
+    """Print each local rank's CPUs at log level info and below."""
     if config.log_level in ("trace", "debug", "info"):
         for rank, bound in ((r, c) for r, c in cpus.items() if c):
             print(f"bpsx-run: local rank {rank} runs on CPUs {numa.text(bound)}", file=sys.stderr)
 
 
 def local_size(config: Config) -> int:
-    """How many worker processes this machine shall have.
+    """The number of worker processes for this machine.
 
     Raises ConfigError if two variables disagree.
     """
@@ -215,7 +215,7 @@ def local_size(config: Config) -> int:
 
 
 def _gpus() -> int:
-    """How many GPUs this machine shows; 1 with a warning if it shows none."""
+    """The number of GPUs on this machine; 1 with a warning if none is found."""
     try:
         found = len(list(_GPUS.iterdir()))
     except OSError:
@@ -249,13 +249,13 @@ def _gpus() -> int:
 def run_command(
     command: Sequence[str], environment: dict[str, str], cpus: frozenset[int] = frozenset()
 ) -> int:
-    """Run ``command`` as a child in our place: same input, output and terminal, signals passed on.
+    """Run ``command`` as a child with the same input, output and terminal; pass signals on.
 
     Returns its exit status.
 
-    For the main thread of a process that does nothing else: leaves the signals blocked.
+    Only for the main thread of a process that does nothing else, as it leaves the signals blocked.
     """
-    # if inherited as ignored, the kernel throws exit statuses away
+    # If SIGCHLD is inherited as ignored, the kernel drops exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signals = heeded()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
@@ -273,9 +273,9 @@ def run_command(
 
 
 def _has_it_already(pid: int, received: signal.struct_siginfo) -> bool:
-    """Whether the signal is the terminal's, which sends it to the whole process group.
+    """Whether the signal came from the terminal, which sends it to the whole process group.
 
-    Twice would abort the child's cleaning up.
+    A second one would abort the child's cleanup.
     """
     try:
         return received.si_code == _SI_KERNEL and os.getpgid(pid) == os.getpgrp()

@@ -1,6 +1,6 @@
-"""``bpsx-run top``: who is in a running job, what moves, and for whom the others wait.
+"""``bpsx-run top``: the processes of a running job, their rates, and the slowest worker.
 
-Refreshed in a terminal, or as plain lines.
+Refreshed in a terminal, or printed as plain lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEAD = (
     "queue",
     "waiting",
 )
-#: Seconds waited per second below which a worker's lateness is not worth a word.
+#: A worker that delays the others less than this is not reported. Seconds per second.
 _NOTABLE = 0.01
 
 
@@ -48,8 +48,9 @@ class Rates:
         self._slowest: dict[str, Any] | None = None
 
     def of(self, view: Mapping[str, Any]) -> dict[str, Any]:
-        """The view with ``rates`` (per second, by counter) in each node that has reported twice,
-        and ``slowest``.
+        """Return the view with ``rates`` in each node that has reported twice, and ``slowest``.
+
+        ``rates``: counter -> change per second.
         """
         nodes, late = [], dict[int, list[float]]()
         for node in view["nodes"]:
@@ -69,16 +70,18 @@ class Rates:
             nodes.append(made)
             if not before or not before["at"] or seconds > 0:
                 self._before[who] = made
-        if late:  # some server has reported since the last look
+        if late:  # a server has reported since the last call
             self._slowest = slowest(late)
         return {**view, "nodes": nodes, "slowest": self._slowest}
 
 
 def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
-    """The worker for which rounds waited longest.
+    """The worker for which rounds waited longest, or None.
 
     ``late``: rank -> (rounds in which it was last, seconds that these waited for it), per second.
-    ``share``: of all rounds; ``behind``: seconds after the last but one, on average over these.
+
+    Returns ``rank``; ``share``: its fraction of all rounds; ``behind``: seconds after the last but
+    one worker, averaged over these rounds.
     """
     if not late:
         return None
@@ -90,7 +93,7 @@ def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
 
 
 def lines(view: Mapping[str, Any], where: str) -> list[str]:
-    """The table."""
+    """Format the table."""
     counts = ", ".join(
         f"{view[what]} {what if view[what] != 1 else what[:-1]}"
         for what in ("workers", "servers", "tensors")
@@ -129,7 +132,7 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal might take for a command: names come from the network."""
+    """Replace what a terminal might take for a command, as names come from the network."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -160,7 +163,7 @@ def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[bool]:
-    """The terminal's other screen, keys unbuffered; everything as it was afterwards.
+    """Switch to the terminal's alternate screen with unbuffered keys; restore both afterwards.
 
     Yields whether there are keys.
     """
@@ -179,7 +182,7 @@ def _screen() -> Iterator[bool]:
 
 
 def _pause(seconds: float, keys: bool) -> bool:
-    """Wait; False if q was pressed."""
+    """Wait; returns False if q was pressed."""
     if not keys:
         time.sleep(seconds)
         return True
@@ -227,7 +230,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``bpsx-run top``.
+    """Run ``bpsx-run top``.
 
     Returns the exit status: 0, or 1 when the job has failed or cannot be reached any more.
     """
@@ -246,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
-        # or the interpreter would complain again at its end
+        # Otherwise the interpreter would complain again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     print("\n".join(last))
@@ -254,7 +257,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[str]]:
-    """Refresh until q or the job's end; the exit status and what was shown last."""
+    """Refresh until q is pressed or the job ends; returns the exit status and the last output."""
     rates, lanes = Rates(), Lanes()
     shown: list[str] = []
     while True:
@@ -274,14 +277,14 @@ def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[st
 
 
 def _silence(observer: Observer, error: RendezvousError) -> tuple[int, str]:
-    """What it means that a scheduler which has answered does so no more; exit status and words."""
+    """Exit status and message for a scheduler that has stopped replying."""
     if observer.nobody_listens():
         return 0, "the job is over: its scheduler is gone"
     return 1, f"{error}, but its port is open: it is stopped, overloaded, or somebody else's by now"
 
 
 def _plain(observer: Observer, options: argparse.Namespace) -> int:
-    """Lines for pipes and programs."""
+    """Print plain lines, for pipes and programs."""
     rates, lanes = Rates(), Lanes()
     looks = 0
     while True:

@@ -1,7 +1,7 @@
-"""PyTorch's variables for the workers that bpsx-run starts, as torchrun sets them.
+"""PyTorch's variables, as torchrun sets them, for the workers that bpsx-run starts.
 
-With these ``init_process_group()`` of any backend works, and frameworks that ask the environment
-whether there are several processes, such as Accelerate, Transformers and Lightning, see the job.
+With these, ``init_process_group()`` of any backend works. Frameworks that look for several
+processes in the environment, such as Accelerate, Transformers and Lightning, recognize the job.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _TRIES = 50
 def torch_variables(
     rank: int, size: int, local_rank: int, local_size: int, store: tuple[str, int] | None = None
 ) -> dict[str, str]:
-    """The variables of worker ``rank`` of ``size``, which is process ``local_rank`` of
-    ``local_size`` on its machine.
+    """The variables of worker ``rank`` of ``size``.
 
-    ``store``: address and port of PyTorch's store, which worker 0 opens; None where this process
-    does not know it. MASTER_ADDR and MASTER_PORT of the user's win.
+    The worker is process ``local_rank`` of ``local_size`` on its machine.
+
+    ``store``: address and port of PyTorch's store, which worker 0 opens; None if this process does
+    not know it. MASTER_ADDR and MASTER_PORT of the user take precedence.
     """
     changes = {
         "RANK": str(rank),
@@ -31,19 +32,19 @@ def torch_variables(
         "LOCAL_WORLD_SIZE": str(local_size),
         "GROUP_RANK": str(rank // local_size),
         "GROUP_WORLD_SIZE": str(size // local_size),
-        # The store is worker 0's. A torchrun that has started us says otherwise.
+        # Worker 0 opens the store. An enclosing torchrun would have set this to True.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     return {**changes, **store_variables(store)}
 
 
 def store_variables(store: tuple[str, int] | None) -> dict[str, str]:
-    """Where PyTorch's store is, if it is not the user's; and the name of the run."""
+    """The address of PyTorch's store, unless the user has set one, and the run's id."""
     now = child_environment()
     ours = own_store(now)
     if store is None:
         return {} if ours else {"TORCHELASTIC_RUN_ID": run_id()}
-    # Those of a bpsx-run that has started us belong to another job.
+    # MASTER_ADDR and MASTER_PORT of an enclosing bpsx-run belong to another job.
     address, port = ("", "") if ours else (now.get("MASTER_ADDR", ""), now.get("MASTER_PORT", ""))
     if address and port:
         return {"TORCHELASTIC_RUN_ID": run_id()}
@@ -56,12 +57,12 @@ def store_variables(store: tuple[str, int] | None) -> dict[str, str]:
 
 
 def any_port() -> int:
-    """A port by chance, of those that Linux gives to nobody who does not name them."""
+    """A random port of those that Linux never assigns on its own."""
     return secrets.choice(STORE_PORTS)
 
 
 def free_port() -> int:
-    """A port of this machine that is free now."""
+    """A port that is free on this machine now."""
     for _ in range(_TRIES):
         port = any_port()
         with contextlib.suppress(OSError), socket.socket() as s:

@@ -196,9 +196,7 @@ class Link:
         return message
 
     def _disconnected(self) -> bool:
-        """Whether the connection of the hub's last message has broken, or any if there was none
-        yet.
-        """
+        """Whether the connection of the hub's last message, or any before the first, has broken."""
         found = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
@@ -330,8 +328,7 @@ class Link:
         )
 
     def give_up(self, failure: str) -> None:
-        """Leave the job between :meth:`join` and :meth:`start`, and send the other nodes the
-        reason.
+        """Leave the job between :meth:`join` and :meth:`start`, and send the others the reason.
 
         Waits up to 2 seconds for the reply: if the connection ended first, the others would learn
         only that.

@@ -310,8 +310,8 @@ class Hub:
                 self._handle(ident.bytes, message)
 
     def _settle(self) -> None:
-        """All received messages have been read: handle ended connections, then HELLOs to be
-        refused.
+        """Handle ended connections, then HELLOs to be refused; call once all messages have been
+        read.
         """
         if self._unwelcome and self._members.state == "waiting":
             # The node that holds the wanted place may have died right after its HELLO, without an
@@ -339,8 +339,9 @@ class Hub:
                 self._gone.append(ident)
 
     def _bury(self) -> None:
-        """Handle ended connections, once everything received on them has been read, as that may
-        include a BYE.
+        """Handle ended connections.
+
+        Call this once everything received on them has been read, as that may include a BYE.
         """
         while self._gone:
             ident = self._gone.pop(0)
@@ -353,9 +354,7 @@ class Hub:
             self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
-        """Decode and check ``frames``; returns None, with a log entry, if they are no valid
-        message.
-        """
+        """Decode and check ``frames``; returns None, with a log entry, if they are invalid."""
         try:
             if len(frames) != 1:
                 raise messages.BadMessage(f"{len(frames)} frames; one is expected")

@@ -279,8 +279,9 @@ class Exporter:
     def __init__(
         self, host: str, port: int, observers: Observers, ports: Sequence[int] = ()
     ) -> None:
-        """Listen on ``host``:``port``; port 0 means the first free one of ``ports``, else any free
-        one.
+        """Listen on ``host``:``port``.
+
+        Port 0 means the first free one of ``ports``, else any free one.
 
         Raises :class:`~bpsx.errors.TransportError` if it cannot listen there.
         """

@@ -116,9 +116,7 @@ class Roster:
         return node if node is not None and (node.host, node.pid) == (m["host"], m["pid"]) else None
 
     def absent(self, workers: int, most: int) -> tuple[list[int], int]:
-        """The lowest missing ranks of ``workers``, at most ``most``, and the number of missing
-        workers.
-        """
+        """The lowest missing ranks of ``workers``, at most ``most``, and the number missing."""
         if workers != self._absent_of:
             self._absent, self._absent_of = list(range(workers)), workers
         found: list[int] = []

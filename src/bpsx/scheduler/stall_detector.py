@@ -178,8 +178,9 @@ class Stalls:
                     heappush(self._workers[other].vain, (theirs.waited, key))
 
     def _fill(self, key: Key) -> None:
-        """All workers have pushed ``key``: a wait for it is not in vain, even once some have it
-        back.
+        """Mark waits for ``key`` full, as all workers have pushed it.
+
+        Such a wait is not in vain, even once some workers have the result.
         """
         fresh, self._pushed[key].fresh = self._pushed[key].fresh, []
         for rank in fresh:
@@ -205,8 +206,8 @@ class Stalls:
     # ---- what follows
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
-        """The oldest tensors that worker ``rank`` pushed more than ``warn_after`` seconds ago, at
-        most 8.
+        """The oldest tensors that worker ``rank`` pushed over ``warn_after`` seconds ago, at most
+        8.
 
         ``warn_after`` defaults to the warning interval. Returns (tensor, round, seconds). For any
         thread.
@@ -271,8 +272,8 @@ class Stalls:
         return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
 
     def deadlock(self) -> dict[int, list[Key]]:
-        """The tensors that each worker has pushed in vain, if all have waited so long enough; else
-        empty.
+        """The tensors that each worker has pushed in vain; empty unless all have waited long
+        enough.
         """
         if len(self._workers) < 2 or len(self._stuck) < len(self._workers):
             return {}
@@ -282,9 +283,7 @@ class Stalls:
         }
 
     def out_of_step(self) -> str:
-        """Text naming the workers with the fewest and the most push_pulls; empty if all have
-        equally many.
-        """
+        """Text naming the workers with the fewest and the most push_pulls; empty if they are equal."""
         ordered = sorted(self._workers.items(), key=lambda item: item[1].calls)
         (least, first), (most, last) = ordered[0], ordered[-1]
         if first.calls == last.calls:

@@ -1,1 +1,1 @@
-"""Roles on other hosts, over ssh."""
+"""Runs roles on other hosts over ssh."""

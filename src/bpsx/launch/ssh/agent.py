@@ -1,9 +1,9 @@
-"""``python -m bpsx.launch.ssh.agent``: the far end of an ssh.
+"""``python -m bpsx.launch.ssh.agent``: the remote end of an ssh connection.
 
-Runs one process as its input says, until that ends or the input does.
+Runs one process as its input says, until the process or the input ends.
 
-The input ends with the connection, and so does the process then: nothing outlives a launcher that
-was killed or a cable that was pulled.
+The input ends with the connection, and the agent then ends the process. So nothing outlives a
+launcher that was killed or a cable that was pulled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK = 0.02
 
 
 class Runner:
-    """Runs the process that ``request`` describes. ``say`` tells the other end."""
+    """Runs the process that ``request`` describes; ``say`` sends a message to the launcher."""
 
     def __init__(self, request: dict[str, Any], say: Callable[[str], None]) -> None:
         self._request = request
@@ -41,7 +41,7 @@ class Runner:
         self._input_open = True
 
     def run(self) -> int:
-        """Returns the exit status of the process, 128 + n if signal n ended it."""
+        """Run the process; returns its exit status, or 128 + n if signal n ended it."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with (
             signals(self._on_signal) as wake,
@@ -60,7 +60,7 @@ class Runner:
                     file = self._step(wake, file)
                 self._say(f"ended {self._child.status} {int(self._child.killed)}")
             finally:
-                self._child.send(signal.SIGKILL)  # and what it has left behind
+                self._child.send(signal.SIGKILL)  # and its descendants
                 self._child.process.wait()
         return int(self._child.status)
 
@@ -90,7 +90,7 @@ class Runner:
         return status
 
     def _step(self, wake: int, file: Path | None) -> Path | None:
-        """Wait for anything. Returns ``file`` while the port is still to be told."""
+        """Wait for an event and handle it; returns ``file`` until the port has been reported."""
         assert self._child
         poll = select.poll()
         poll.register(wake, select.POLLIN)
@@ -126,22 +126,23 @@ class Runner:
                 self._ending.begin(time.monotonic())
 
     def _pass_on(self, number: int) -> None:
-        """To the process alone: it is a bpsx-run, which passes signals on itself.
+        """Signal the process only, as it is a bpsx-run, which passes signals on itself.
 
-        Twice would abort its command's cleaning up.
+        A second signal would abort its command's cleanup.
         """
         if self._child:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._child.process.pid, number)  # not reaped yet, so it is the one
+                # not reaped yet, so the id is still its own
+                os.kill(self._child.process.pid, number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._pass_on(number)
 
 
 def main() -> int:
-    """Read the request and run it. Returns the exit status."""
+    """Read the request and run it; returns the exit status."""
     line = b""
-    while not line.endswith(b"\n"):  # unbuffered: what follows is for the poll
+    while not line.endswith(b"\n"):  # unbuffered, as poll() must see what follows
         data = os.read(0, 1)
         if not data:
             return 1

@@ -1,10 +1,10 @@
-"""Our end of the conversation with :mod:`bpsx.launch.ssh.agent`, which runs a process on another
-host: over the input and output of an ssh.
+"""The launcher's end of the protocol with :mod:`bpsx.launch.ssh.agent`.
 
-To there: one line of JSON that says what to run, then a line with a number for each signal to pass
-on; the end of input ends the process. From there, on standard output among the process's own:
-``up``, ``port N``, ``ended STATUS KILLED`` behind a marker that is made for each process. Secrets
-travel in the request, never on a command line.
+The protocol uses the input and output of an ssh. The launcher sends one line of JSON that says what
+to run, then a line with a number for each signal to pass on; the end of input ends the process. The
+agent replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``ended
+STATUS KILLED``, behind a marker that is unique to each process. Secrets travel in the request,
+never on a command line.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from typing import Any
 
 from bpsx.launch.roles import Process
 
-#: Requests hold environments; a pipe that takes a whole one needs no second thread.
+#: Pipe size in bytes. Requests hold environments; a pipe that takes a whole one needs no second
+#: thread.
 _PIPE = 1 << 20
-_COMPLAINTS = 4096  # bytes of ssh's standard error that are kept to explain why it failed
+_COMPLAINTS = 4096  # bytes of ssh's standard error that are kept to explain a failure
 
 
 def new_marker() -> bytes:
-    """A marker that the process's own output will not hold by chance."""
+    """Make a marker that the process's own output does not contain by chance."""
     return b"\x1e" + secrets.token_hex(8).encode() + b" "
 
 
 def request(marker: bytes, **what: Any) -> bytes:
-    """The first line of input.
+    """Encode the first line of input.
 
-    ``command``, ``environment``, ``directory`` ("" for any), ``path`` (a folder that comes first on
-    the PATH, "" for none), ``find_port``, ``kill_after``.
+    ``what``: ``command``, ``environment``, ``directory`` ("" for any), ``path`` (a folder put first
+    on the PATH, "" for none), ``find_port``, ``kill_after``.
     """
     return json.dumps({"marker": marker.decode(), **what}).encode() + b"\n"
 
 
 class Far:
-    """What we know of the far end of ``process``, whose ssh has been ``started``."""
+    """State of the remote end of ``process``; ``started`` is its ssh."""
 
     def __init__(self, process: Process, started: subprocess.Popen[bytes]) -> None:
         assert started.stdin
@@ -58,7 +59,7 @@ class Far:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._control, fcntl.F_SETPIPE_SZ, _PIPE)
         os.set_blocking(self._control.fileno(), False)
-        with contextlib.suppress(BrokenPipeError):  # has ended already, which its status will tell
+        with contextlib.suppress(BrokenPipeError):  # ssh has ended already; its status explains it
             if os.write(self._control.fileno(), self._process.request) != len(
                 self._process.request
             ):
@@ -67,7 +68,7 @@ class Far:
                 )
 
     def heard(self, message: bytes) -> None:
-        """Take in a message from there."""
+        """Handle a message from the agent."""
         match message.decode(errors="replace").split():
             case ["up"]:
                 self.up = True
@@ -78,12 +79,12 @@ class Far:
                 self.killed = killed == "1"
 
     def overheard(self, data: bytes) -> None:
-        """Take in what ssh, or the process once it is up, writes to standard error."""
+        """Handle standard error of ssh, or of the process once it is up."""
         if not self.up:
             self._complaints = (self._complaints + data)[-_COMPLAINTS:]
 
     def _remedy(self) -> str:
-        """What to do about ssh's complaint, as far as we know one."""
+        """Advice for ssh's error message, or ""."""
         if b"Host key verification failed" in self._complaints:
             return (
                 f". ssh does not know the key of {self.host}: connect once by hand (ssh"
@@ -97,17 +98,17 @@ class Far:
         return ""
 
     def send(self, number: int) -> None:
-        """Have a signal passed on."""
-        with contextlib.suppress(OSError, ValueError):  # gone, or closed
+        """Pass a signal to the process."""
+        with contextlib.suppress(OSError, ValueError):  # ended, or closed
             os.write(self._control.fileno(), b"%d\n" % number)
 
     def close(self) -> None:
-        """End the conversation, and the process with it."""
+        """Close the input, which ends the process."""
         with contextlib.suppress(OSError):
             self._control.close()
 
     def story(self, status: int) -> str:
-        """Why its end was not told."""
+        """Text that explains an end that the agent did not report."""
         if self.up:
             return f"was lost: the connection to {self.host} has ended" + (
                 "" if status == 128 + signal.SIGKILL else f" (ssh: status {status})"

@@ -1,7 +1,7 @@
-"""A job on several hosts, over ssh: which hosts, what each of them runs, and with which variables.
+"""A job on several hosts over ssh: the hosts, their roles, and the variables of each process.
 
-ssh is used as the user has set it up: keys, agent, ``~/.ssh/config``, and it checks host keys as it
-always does. It never asks anything.
+ssh runs with the user's own setup: keys, agent, ``~/.ssh/config``, and its usual host key checks.
+It never prompts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bpsx.secret import make
 from bpsx.system.address import is_loopback
 from bpsx.system.role_process import MODULES
 
-#: Variables that are handed on: ours, and those that make the same program compute the same
-#: elsewhere.
+#: Variables that are handed on: bpsx's, and those that make the same program compute the same on
+#: another host.
 _HANDED_ON = re.compile(
     r"(DMLC|BYTEPS|BPSX|PS|NCCL)_|(OMP_NUM_THREADS|KMP_AFFINITY|NVIDIA_VISIBLE_DEVICES|LD_LIBRARY_PATH|PYTHON(PATH|UNBUFFERED))$"
 )
-#: Of those, what is true of one process or machine only.
+#: Variables of these that apply to one process or machine only.
 _NOT_HANDED_ON = (
     "DMLC_ROLE",
     "DMLC_WORKER_ID",
@@ -42,7 +42,10 @@ _LINE = "host[:port] followed by any of: scheduler, server, server=N, worker, sl
 
 @dataclass(frozen=True)
 class Host:
-    """A host as ssh knows it. ``port`` 0: ssh's default. ``line``: where it was named."""
+    """A host as ssh knows it.
+
+    ``port``: 0 for ssh's default. ``line``: position in the hostfile, for messages.
+    """
 
     name: str
     port: int
@@ -51,7 +54,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who runs what. ``slots``: worker processes per host, 0 for what each host finds."""
+    """The hosts of each role.
+
+    ``slots``: worker processes per host; 0 lets each host decide.
+    """
 
     scheduler: Host
     servers: tuple[Host, ...]
@@ -79,7 +85,7 @@ def _host(word: str, line: str) -> Host:
 
 
 def _lines(file: str) -> Iterable[tuple[str, list[str]]]:
-    """Where it stands and its words, for each line of a hostfile that says something."""
+    """Position and words of each hostfile line that is not empty."""
     try:
         text = Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -97,10 +103,9 @@ def _number(word: str, line: str) -> int:
 
 
 def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
-    """The hosts in ``files``, pairs of a file and the role of all hosts in it ("" if its lines
-    say).
+    """Read the hosts in ``files``, pairs of a file and the role of all its hosts.
 
-    ``scheduler``: a host that is in none.
+    Role "" means that the file's lines name roles. ``scheduler``: its host, if no file names one.
     """
     schedulers = (
         [
@@ -148,13 +153,17 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
         )
     if not workers:
         raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; allowed is {_LINE}")
-    # beside each worker: together their links carry as much as with machines of their own
+    # Servers run beside the workers: together their links carry as much as those of separate
+    # machines.
     servers = servers or workers
     return Hosts((named or schedulers or servers)[0], tuple(servers), tuple(workers), *slots)
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Name and value of an ``--env``. Raises :class:`ValueError`, also for the job secret."""
+    """Split an ``--env`` argument into name and value.
+
+    Raises :class:`ValueError`, also for the job secret.
+    """
     match = re.fullmatch(r"([A-Za-z_]\w*)[=:](.*)", text, re.DOTALL | re.ASCII)
     if not match:
         raise ValueError(f"{text!r}: allowed is NAME=VALUE or NAME:VALUE")
@@ -171,7 +180,7 @@ def assignment(text: str) -> tuple[str, str]:
 class Remote:
     """A job over ssh, for :class:`~bpsx.launch.local.Job`.
 
-    ``address``: of the scheduler for the others, if not the host's name.
+    ``address``: the scheduler's address for the other hosts, if it is not the host's name.
     """
 
     hosts: Hosts
@@ -216,7 +225,7 @@ class Remote:
         return self.address or _bare(self.hosts.scheduler)
 
     def environment(self, role: str, index: int, port: int) -> dict[str, str]:
-        """What the ``index``-th process of ``role`` gets besides what its host has."""
+        """The variables that the ``index``-th process of ``role`` gets besides its host's."""
         kept = {
             k: v
             for k, v in child_environment().items()
@@ -242,8 +251,9 @@ class Remote:
         return {**kept, **unbuffered(), **self.given, **changes}
 
     def _store(self) -> dict[str, str]:
-        """Where PyTorch's store is: on the first worker's host, if the others can reach that by its
-        name.
+        """The variables of PyTorch's store.
+
+        It is on the first worker's host if the others can reach that by its name.
         """
         first = self.hosts.workers[0]
         address = self._address if first == self.hosts.scheduler else _bare(first)
@@ -304,7 +314,10 @@ class Remote:
         )
 
     def _ssh(self, host: Host, environment: Mapping[str, str]) -> list[str]:
-        """The ssh command. What it names first counts, so the user's own options win."""
+        """Return the ssh command.
+
+        ssh uses the first value of an option, so the user's own options win.
+        """
         words = [
             *self.command,
             "-T",
@@ -321,7 +334,7 @@ class Remote:
             words += ["-p", str(port)]
         if self.username and "@" not in host.name:
             words += ["-l", self.username]
-        # Needed to find us, before the request is read.
+        # Needed to find bpsx before the request is read.
         path = (
             ["env", f"PYTHONPATH={environment['PYTHONPATH']}"]
             if environment.get("PYTHONPATH")
