@@ -310,8 +310,9 @@ class Hub:
                 self._handle(ident.bytes, message)
 
     def _settle(self) -> None:
-        """Handle ended connections, then HELLOs to be refused; call once all messages have been
-        read.
+        """Handle ended connections, then HELLOs to be refused.
+
+        Call this once all messages have been read.
         """
         if self._unwelcome and self._members.state == "waiting":
             # The node that holds the wanted place may have died right after its HELLO, without an

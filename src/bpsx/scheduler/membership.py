@@ -488,8 +488,7 @@ class Membership:
         return self._stalls.waits(rank)
 
     def _end_deadlock(self) -> list[Output]:
-        """Reset the job on a deadlock: fail push_pulls that can never end, and all others under
-        way.
+        """Reset the job on a deadlock: fail the push_pulls that can never end, and all others.
 
         Some workers have pushed what others have not, so push counts no longer match. From RESET
         on, every worker counts from zero under new keys, and no earlier push can meet a later one.

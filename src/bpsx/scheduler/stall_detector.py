@@ -206,11 +206,10 @@ class Stalls:
     # ---- what follows
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
-        """The oldest tensors that worker ``rank`` pushed over ``warn_after`` seconds ago, at most
-        8.
+        """The oldest tensors that worker ``rank`` pushed over ``warn_after`` seconds ago.
 
-        ``warn_after`` defaults to the warning interval. Returns (tensor, round, seconds). For any
-        thread.
+        ``warn_after`` defaults to the warning interval. Returns at most 8 items (tensor, round,
+        seconds). For any thread.
         """
         limit = self._warn_after if warn_after is None else warn_after
         worker = self._workers.get(rank)
@@ -272,9 +271,7 @@ class Stalls:
         return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
 
     def deadlock(self) -> dict[int, list[Key]]:
-        """The tensors that each worker has pushed in vain; empty unless all have waited long
-        enough.
-        """
+        """The tensors that each worker has pushed in vain; empty unless all waited long enough."""
         if len(self._workers) < 2 or len(self._stuck) < len(self._workers):
             return {}
         return {
@@ -283,7 +280,7 @@ class Stalls:
         }
 
     def out_of_step(self) -> str:
-        """Text naming the workers with the fewest and the most push_pulls; empty if they are equal."""
+        """Text naming the workers with the fewest and the most push_pulls; empty if equal."""
         ordered = sorted(self._workers.items(), key=lambda item: item[1].calls)
         (least, first), (most, last) = ordered[0], ordered[-1]
         if first.calls == last.calls:

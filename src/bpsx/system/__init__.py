@@ -1,1 +1,1 @@
-"""The operating system: hosts, processes, logs."""
+"""Operating system services: hosts, processes, signals, logs."""

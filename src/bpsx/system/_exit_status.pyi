@@ -1,8 +1,7 @@
-"""See ``_exit_status.pyx``."""
+"""Interface of ``_exit_status.pyx``."""
 
 def set_exit_status(status: int) -> bool:
-    """Let the process, once the interpreter has finalised, end with ``status`` where it would with
-    0.
+    """Make the process exit with ``status`` after finalization, where it would exit with 0.
 
-    What was said first counts. Returns whether that is what counts.
+    The first call wins. Returns whether ``status`` is the one that takes effect.
     """

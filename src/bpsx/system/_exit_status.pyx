@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The process's exit status, which can be changed only after all of Python's exit functions."""
+"""Sets the process's exit status, which takes effect after all of Python's exit functions."""
 
 cdef extern from *:
     """
@@ -21,10 +21,11 @@ cdef int exit_status = 0
 
 
 def set_exit_status(int status) -> bool:
-    """Let the process, once the interpreter has finalised, end with ``status`` where it would with
-    0.
+    """Make the process exit with ``status`` after finalization, where it would exit with 0.
 
-    What was said first counts. Returns whether that is what counts.
+    The first call wins. Returns whether ``status`` is the one that takes effect.
+
+    Raises :class:`RuntimeError` if the process takes no more exit functions.
     """
     global exit_status
     if exit_status:

@@ -1,4 +1,4 @@
-"""Host and port handling: what a user may write, what a socket gives back, which address is ours.
+"""Hosts and ports: parsing, formatting, resolving, and finding this machine's addresses.
 
 No ZeroMQ here.
 """
@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
-# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued
-# in it delays what comes next (0016).
+# Default send buffers, in bytes. On loopback, data in flight stays in the caches
+# (docs/decisions/0003); on a link, data queued in the buffer delays later data (0016).
 _LOOPBACK_SEND_BUFFER = 448 << 10
 _NETWORK_SEND_BUFFER = 224 << 10
 
@@ -24,17 +24,17 @@ def is_ipv6(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """``host`` as it stands in a URL: IPv6 literals in brackets."""
+    """Format ``host`` for a URL: IPv6 literals in brackets."""
     return f"[{host.strip('[]')}]" if is_ipv6(host) else host
 
 
 def join_host_port(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 literal."""
+    """Format ``host:port``, with brackets around an IPv6 literal."""
     return f"{bracketed(host)}:{port}"
 
 
 def tcp_url(host: str, port: int | str) -> str:
-    """ZeroMQ's spelling of a TCP address."""
+    """Format a TCP address for ZeroMQ."""
     return f"tcp://{bracketed(host)}:{port}"
 
 
@@ -48,10 +48,9 @@ def is_loopback(host: str) -> bool:
 
 
 def send_buffer(host: str, given: int | None) -> int:
-    """Bytes of the send buffer of a connection one end of which is ``host``: those ``given``, else
-    what suits the address.
+    """Send buffer in bytes for a connection with ``host`` at one end; 0 lets the system decide.
 
-    0: the system decides.
+    ``given`` takes precedence; None means the default for the address.
     """
     if given is not None:
         return given
@@ -59,7 +58,7 @@ def send_buffer(host: str, given: int | None) -> int:
 
 
 def resolve(host: str, port: int) -> str:
-    """The address that ``host`` stands for. Raises :class:`OSError` if there is none."""
+    """Resolve ``host`` to an address. Raises :class:`OSError` if there is none."""
     infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return str(infos[0][4][0])
 
@@ -86,8 +85,9 @@ def interface_address(name: str, v6: bool = False) -> str:
 
 
 def inet6_addresses() -> list[tuple[str, str]]:
-    """Interface and address, for each IPv6 address of this machine that others may reach without
-    naming an interface, and loopback's.
+    """(interface, address) of each IPv6 address of this machine, loopback's included.
+
+    Leaves out link-local addresses, which others cannot reach without naming an interface.
     """
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
@@ -101,7 +101,7 @@ def inet6_addresses() -> list[tuple[str, str]]:
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """The source address from which this machine reaches ``host``: no packet is sent."""
+    """The source address from which this machine reaches ``host``. Sends no packet."""
     family = socket.AF_INET6 if is_ipv6(resolve(host, port)) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         s.connect((host.strip("[]"), port or 9))
@@ -109,10 +109,9 @@ def own_address_towards(host: str, port: int) -> str:
 
 
 def is_here(address: str) -> bool:
-    """Whether ``host:port`` is on this machine, so that what is sent there passes no link: it is
-    spoken to from that very address.
+    """Whether ``host:port`` is on this machine, so that data to it crosses no link.
 
-    Sends nothing.
+    That is so if this machine's source address towards it is the same address. Sends no packet.
     """
     host, _, port = address.rpartition(":")
     try:

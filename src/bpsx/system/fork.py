@@ -1,8 +1,8 @@
-"""What a forked child must not keep.
+"""Closes a session's connections in forked children.
 
-A connection ends when its last holder closes it: a child that outlives its parent, such as a data
-loader's worker after a kill -9, would hide the death from everybody else until the heartbeats miss
-it.
+A connection ends only when its last holder closes it. A child that outlives its parent, such as a
+data loader's worker after a kill -9, would hide the death from all other nodes until the heartbeats
+time out.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import os
 import socket
 from collections.abc import Iterable
 
-#: Peers of this process: (host, port) as the kernel writes them. Read in forked children only.
+#: Peers of this process's connections: (host, port) as the kernel writes them. Only forked children
+#: read it.
 _peers: set[tuple[str, int]] = set()
 _hooked = False
 
 
 def keep_from_children(addresses: Iterable[str]) -> None:
-    """From now on a child made by ``os.fork`` closes what it inherits of connections to
-    ``addresses``, each ``host:port``.
+    """Make future children of ``os.fork`` close inherited connections to ``addresses``.
 
-    For the process's one session; the next one's addresses take the place of these. Not thread-safe
-    against a fork. Children that run another program have never had these connections.
+    ``addresses``: each ``host:port``; they replace those of an earlier session, as a process has
+    one session at a time. Not thread-safe against a fork. Children that run another program never
+    inherit these connections.
     """
     global _hooked, _peers
     pairs = [address.rpartition(":")[::2] for address in addresses]
@@ -36,8 +37,10 @@ def keep_from_children(addresses: Iterable[str]) -> None:
 
 
 def _close_inherited() -> None:
-    """Put the null device in the place of each such connection: the numbers stay taken, since
-    ZeroMQ's objects in the child know them.
+    """Replace each inherited connection with the null device.
+
+    The descriptor numbers stay taken, as the child's copies of ZeroMQ's objects still refer to
+    them.
     """
     if not _peers:
         return
@@ -49,7 +52,7 @@ def _close_inherited() -> None:
 
 
 def _peer(descriptor: int) -> tuple[str, int] | None:
-    """Whom a descriptor is connected to; None if it is no TCP connection."""
+    """The peer of a descriptor; None if it is no TCP connection."""
     try:
         found = socket.socket(fileno=descriptor)
     except OSError:

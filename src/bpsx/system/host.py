@@ -1,4 +1,4 @@
-"""This machine: which address is ours, and how its malloc shall behave."""
+"""This machine: its address, limits, signals and malloc settings."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def scheduler_address(config: Config) -> str:
-    """The scheduler's address as a number.
+    """Resolve the scheduler's address.
 
-    A name that does not resolve yet, as of a pod that is still starting, is tried until the
-    rendezvous deadline; then :class:`~bpsx.errors.RendezvousError`.
+    A name that does not resolve yet, as of a pod that is still starting, is retried until the
+    rendezvous deadline.
+
+    Raises :class:`~bpsx.errors.RendezvousError` at the deadline.
     """
     now = time.monotonic()
     end, report = now + config.rendezvous_timeout, now + 5
@@ -63,8 +65,9 @@ def scheduler_address(config: Config) -> str:
 
 
 def own_host(config: Config) -> str:
-    """The address to listen on and to be known by: named, or of the named interface, or the one
-    that faces the scheduler.
+    """The address at which this node listens and that it advertises.
+
+    It is DMLC_NODE_HOST, else the address of DMLC_INTERFACE, else the one that faces the scheduler.
     """
     if config.node_host:
         if config.root_uri and is_loopback(config.node_host) and not is_loopback(config.root_uri):
@@ -91,8 +94,12 @@ def own_host(config: Config) -> str:
 
 
 def machine() -> str:
-    """What processes have in common that can sum in shared memory: the booted system, the network
-    namespace and the folder in which they meet. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Identity of the machine: equal for processes that can sum in shared memory.
+
+    It names the booted system, the network namespace and the folder of the processes' sockets.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.stat("/proc/self/ns/net").st_ino
@@ -103,11 +110,9 @@ def machine() -> str:
 
 
 def require_trust(config: Config, address: str) -> None:
-    """Refuse a job at ``address`` that others than this machine can reach and that has no secret.
+    """Refuse a job without a secret at an ``address`` that other machines can reach.
 
-    Raises :class:`~bpsx.errors.ConfigError`.
-
-    With ``BPSX_INSECURE=1`` it is a warning.
+    Raises :class:`~bpsx.errors.ConfigError`. With ``BPSX_INSECURE=1``, it logs a warning instead.
     """
     if config.secret_bytes or is_loopback(address):
         return
@@ -127,28 +132,26 @@ def require_trust(config: Config, address: str) -> None:
 
 
 def allow_descriptors() -> None:
-    """Let this process have as many connections as the system allows at all."""
+    """Raise this process's limit of open files and connections to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-#: Signals that only a script gives a meaning to, as a batch system's warning does.
+#: Signals that have a meaning only for scripts, such as a batch system's warning.
 SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def heed_signals(
     role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float
 ) -> None:
-    """Decide what signals do to a scheduler or a server, which workers may still need.
+    """Install the signal handlers of a scheduler or a server, which workers may still need.
 
-    For the main thread.
-
-    SIGINT calls ``end``, unless our caller ignores it. So does SIGTERM, at once unless
-    ``serving()``, else after ``grace`` seconds or with the second one: a batch system sends it to
-    every process of a job, and workers save then. SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and
-    do nothing here. ``end`` runs in a signal handler.
+    Only for the main thread. SIGINT calls ``end``, unless the caller ignores SIGINT. SIGTERM calls
+    ``end`` at once unless ``serving()``, else after ``grace`` seconds or on the second SIGTERM: a
+    batch system sends it to every process of a job, and workers then save. SIGHUP, SIGUSR1 and
+    SIGUSR2 are for scripts and are ignored. ``end`` runs in a signal handler.
     """
     waiting = False
 
@@ -157,7 +160,7 @@ def heed_signals(
         if number == signal.SIGTERM and not waiting and grace and serving():
             waiting = True
             signal.setitimer(signal.ITIMER_REAL, grace)
-            # Not the log: this may have interrupted it.
+            # Not through the log, which this handler may have interrupted.
             os.write(
                 2,
                 f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
@@ -167,27 +170,28 @@ def heed_signals(
             end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-        # Scripts ignore SIGINT for their background jobs.
+        # Shells ignore SIGINT for background jobs.
         if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, at)
     for number in SCRIPT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # who started us may have blocked them until now
+    # The parent may have blocked them until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)
 
 
 def require_descriptors(role: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless this process may open the files and
-    connections that ``role`` needs at the least.
+    """Check that this process may open the files and connections that ``role`` needs at least.
 
-    Libraries that run out of them abort, hang, or fail far from the cause.
+    Libraries that run out of descriptors abort, hang, or fail far from the cause.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
     try:
         taken = len(os.listdir("/proc/self/fd"))
-    except OSError:  # there is not even one left, or no /proc
+    except OSError:  # no descriptor is left, or no /proc
         taken = limit if limit < _LEAST_DESCRIPTORS else 0
     if taken + _LEAST_DESCRIPTORS > limit:
         raise errors.ConfigError(
@@ -199,14 +203,12 @@ def require_descriptors(role: str) -> None:
 
 @functools.cache
 def _mallopt() -> Any:
-    """glibc's function, or None. Looked up once: every look-up leaves some memory behind."""
+    """Return glibc's ``mallopt``, or None. Cached, as every look-up leaks some memory."""
     return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
-    """Call ``orphaned``, on a thread of its own, when the other end of the socket ``lifeline``
-    closes.
-    """
+    """Call ``orphaned``, on its own thread, when the peer of the socket ``lifeline`` closes."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
@@ -218,7 +220,7 @@ def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
 
 
 def keep_memory(megabytes: int) -> None:
-    """Tell glibc's malloc to keep freed memory up to this much. Elsewhere nothing happens."""
+    """Make glibc's malloc keep up to this much freed memory. Without glibc, do nothing."""
     mallopt = _mallopt()
     if megabytes and mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)

@@ -1,4 +1,7 @@
-"""Logging: one format, to standard error, by ``BYTEPS_LOG_LEVEL`` and ``BYTEPS_LOG_HIDE_TIME``."""
+"""Logging in one format to standard error.
+
+``BYTEPS_LOG_LEVEL`` and ``BYTEPS_LOG_HIDE_TIME`` configure it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ from bpsx.config import Config
 _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
 
-#: What was said before there was anybody to say it to.
+#: Messages logged before any handler was configured.
 _early: list[tuple[logging.Logger, str, tuple[object, ...]]] = []
 
 
 def early(logger: logging.Logger, text: str, *values: object) -> None:
-    """Log at level INFO, for imports, which come before :func:`configure`: if nobody listens yet,
-    when somebody does.
+    """Log at level INFO from an import, which may run before :func:`configure`.
 
-    Thread-safe.
+    Without a handler, the message is kept until :func:`configure`. Thread-safe.
     """
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(text, *values)
@@ -27,7 +29,7 @@ def early(logger: logging.Logger, text: str, *values: object) -> None:
 
 
 def configure(config: Config, who: str) -> None:
-    """Set up the ``bpsx`` loggers for the process called ``who`` and report dubious variables.
+    """Set up the ``bpsx`` loggers for the process called ``who``, and log dubious variables.
 
     A second call changes level and name.
     """
@@ -41,7 +43,7 @@ def configure(config: Config, who: str) -> None:
     handler.bpsx = True  # type: ignore[attr-defined]
     logger.addHandler(handler)
     logger.propagate = False
-    # PS_VERBOSE tells of connections whatever BYTEPS_LOG_LEVEL is.
+    # PS_VERBOSE shows connections whatever BYTEPS_LOG_LEVEL is.
     logging.getLogger("bpsx.connections").setLevel(
         logging.INFO if config.verbose else logging.NOTSET
     )

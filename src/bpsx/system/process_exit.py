@@ -1,7 +1,7 @@
 """Callbacks for the end of this process, also where ``atexit`` does not run.
 
-A child that :mod:`multiprocessing` has forked ends in ``os._exit`` after its target has returned.
-Only finalizers of :mod:`multiprocessing` run there.
+A forked child of :mod:`multiprocessing` ends with ``os._exit`` after its target has returned. Only
+finalizers of :mod:`multiprocessing` run there.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 
-_OURS = 10  # multiprocessing's order: before it ends and joins this process's own children
+_OURS = 10  # exit priority in multiprocessing: before it ends and joins this process's own children
 _LAST = -100
-_hooked_in = 0  # the process in which the finalizers are registered
+_hooked_in = 0  # pid of the process in which the finalizers are registered
 _status = 0
 
 
 def in_child() -> bool:
-    """Whether :mod:`multiprocessing` started this process, by whatever method."""
+    """Whether :mod:`multiprocessing` started this process, by any method."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 
@@ -25,22 +25,20 @@ def in_child() -> bool:
 def hook_child(leave: Callable[[], None]) -> None:
     """In a child of :mod:`multiprocessing`, call ``leave`` when its target has ended.
 
-    Elsewhere do nothing.
-
-    Calls after the first one in a process do nothing either.
+    In other processes, and after the first call in a process, it does nothing.
     """
     global _hooked_in, _status
     if _hooked_in == os.getpid() or not in_child():
         return
     from multiprocessing.util import Finalize
 
-    _hooked_in, _status = os.getpid(), 0  # the parent's is none of ours
+    _hooked_in, _status = os.getpid(), 0  # do not inherit the parent's status
     Finalize(None, leave, exitpriority=_OURS)
     Finalize(None, _end, exitpriority=_LAST)
 
 
 def uncaught() -> BaseException | None:
-    """The exception that ends this process, None if there is none or it is :class:`SystemExit`.
+    """The exception that ends this process; None without one, or for :class:`SystemExit`.
 
     For exit callbacks.
     """
@@ -53,9 +51,7 @@ def uncaught() -> BaseException | None:
 
 
 def end_child_with(status: int) -> None:
-    """Have this child of :mod:`multiprocessing` end with ``status`` although its target has ended
-    well.
-    """
+    """Make this child of :mod:`multiprocessing` exit with ``status`` on success."""
     global _status
     _status = status
 

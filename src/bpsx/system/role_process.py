@@ -1,9 +1,8 @@
-"""A job's scheduler and servers, started by its workers where no launcher has: as processes that
-end with the job.
+"""Starts a job's scheduler and servers from its workers, if no launcher has started them.
 
-They end as all schedulers and servers do, when the job is over. Before it has begun, nobody would
-tell them that their worker is gone: so each holds one end of a pair of sockets, the lifeline, whose
-other end only that worker has.
+They end as all schedulers and servers do, when the job is over. Before the job has begun, they
+could not learn that their worker is gone. So each holds one end of a socket pair, the lifeline,
+whose other end only that worker holds.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from bpsx.config import child_environment
 from bpsx.errors import RendezvousError
 from bpsx.system.host import SCRIPT_SIGNALS
 
-#: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
+#: Roles that are modules of bpsx: each has a ``__main__`` with ``main() -> int``.
 MODULES = {"scheduler": "bpsx.scheduler", "server": "bpsx.server"}
 
 
 def module_command(role: str) -> list[str]:
-    """The command that runs ``role``.
+    """Return the command that runs ``role``.
 
-    ``-P``: the folder we happen to be in may hold a ``queue.py``.
+    ``-P`` keeps the current folder off the path, which may hold a ``queue.py``.
     """
     return [sys.executable, "-P", "-m", MODULES[role]]
 
@@ -40,13 +39,15 @@ class Companions:
         os.register_at_fork(after_in_child=self._let_go)
 
     def start_scheduler(self, host: str, environment: dict[str, str], timeout: float) -> int:
-        """Start a scheduler that listens on ``host``, with ``environment`` beside our own; returns
-        its port.
+        """Start a scheduler on ``host``; returns its port.
 
-        Waits for the end of an earlier job's, which all workers have left. Raises
-        :class:`~bpsx.errors.RendezvousError` if it does not listen within ``timeout`` seconds.
+        ``environment``: variables added to this process's own. Waits for an earlier job's scheduler
+        to end, as all workers have left it.
+
+        Raises :class:`~bpsx.errors.RendezvousError` if it does not listen within ``timeout``
+        seconds.
         """
-        for earlier in self._processes:  # BPSX_METRICS_PORT has to be free
+        for earlier in self._processes:  # it may still hold BPSX_METRICS_PORT
             with contextlib.suppress(subprocess.TimeoutExpired):
                 earlier.wait(timeout)
         process = self._start(
@@ -69,18 +70,17 @@ class Companions:
         return int(port)
 
     def start_server(self, environment: dict[str, str]) -> None:
-        """Start a server with ``environment`` beside our own."""
+        """Start a server with ``environment`` added to this process's own."""
         self._start("server", environment)
 
     def _start(self, role: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        # reaps those of an earlier job
+        # poll() reaps the processes of an earlier job.
         self._processes = [p for p in self._processes if p.poll() is None]
         ours, theirs = socket.socketpair()
         self._lifelines.append(ours)
         with theirs:
-            # In a session of its own, so that a signal to the workers' process group leaves it the
-            # time to tell how the job has ended.
-            # until it ignores them
+            # A session of its own: a signal to the workers' process group then leaves the process
+            # time to report how the job ended. The signals stay blocked until it ignores them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)
             try:
                 process = subprocess.Popen(
@@ -101,15 +101,15 @@ class Companions:
         return process
 
     def release(self) -> None:
-        """Cut the lifelines: what was started has a job that has begun, or will never have one.
+        """Close the lifelines: the job has begun, or will never begin.
 
-        Not right after init: a server may be slower.
+        Not to be called right after init, as a server may be slower to join.
         """
         for lifeline in self._lifelines:
             lifeline.close()
         self._lifelines = []
 
     def _let_go(self) -> None:
-        """In a forked child: it must not hold a lifeline, and the processes are its siblings."""
+        """In a forked child: close the lifelines and forget the processes, its siblings."""
         self.release()
         self._processes = []

@@ -1,6 +1,6 @@
-"""Children that multiprocessing starts by 'spawn' or 'forkserver'.
+"""Detects children that multiprocessing starts by 'spawn' or 'forkserver'.
 
-They import their parent's script anew, and would run an ``init()`` in it.
+They import their parent's script again, and would run an ``init()`` in it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from bpsx.errors import JobOverError
 
 
 def is_importing() -> bool:
-    """Whether this process is such a child and still imports its parent's script. multiprocessing
-    has no public way to ask.
+    """Whether this process is such a child and is still importing its parent's script.
+
+    multiprocessing has no public way to ask.
     """
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def explained(error: JobOverError, rank: int) -> JobOverError:
-    """``error`` with its likely cause, if this process, which wanted to be worker ``rank``, is a
-    child of multiprocessing's.
+    """Return ``error`` with its likely cause added, if this process is a child of multiprocessing.
+
+    ``rank``: of the worker that this process wanted to be.
     """
-    # a fork server imports, too, and has no such parent
+    # A fork server's child also imports the script, and has no such parent.
     is_child = is_importing() or multiprocessing.parent_process() is not None
     return JobOverError(f"{error}. {_cause(rank)}") if is_child else error
 
 
 def check(rank: int) -> None:
-    """Raise :class:`~bpsx.errors.JobOverError` if this process would ask for the place of its
-    parent, worker ``rank``.
+    """Raise :class:`~bpsx.errors.JobOverError` if this process would take its parent's place.
+
+    ``rank``: the parent's.
     """
     if is_importing():
         raise JobOverError(f"worker {rank}: its place in the job is taken. {_cause(rank)}")

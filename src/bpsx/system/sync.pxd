@@ -1,4 +1,4 @@
-# Mutex, condition variable, atomics and clock for code that runs without the GIL.
+# Monitor (mutex and condition variable), atomics and monotonic clock for code without the GIL.
 from libc.stdint cimport int64_t
 
 cdef extern from *:

@@ -1,8 +1,8 @@
-"""Tracebacks of errors that leave bpsx, without bpsx's own frames; and warnings, at the script's.
+"""Removes bpsx's own frames from tracebacks of its errors, and warns at the script's line.
 
-An error shows the script's frames, down to the line with the call of bpsx.
-``BPSX_FULL_TRACEBACKS=1`` shows all. Only ``__traceback__`` of the exceptions is changed, so
-handlers, debuggers and pytest see the same as the terminal.
+An error shows the script's frames, down to the line that calls bpsx. ``BPSX_FULL_TRACEBACKS=1``
+shows all frames. Only ``__traceback__`` of the exceptions changes, so handlers, debuggers and
+pytest see the same as the terminal.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from bpsx.errors import BpsxError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-#: What is cut. Other exceptions are somebody else's, or a defect of bpsx, whose report needs all
-#: frames.
+#: Exceptions whose tracebacks are shortened. Others come from other code, or are a defect of bpsx,
+#: whose report needs all frames.
 CUT = (BpsxError, KeyboardInterrupt)
-#: Packages through which bpsx calls itself: their frames alone are no reason to show what is below
-#: a call of bpsx.
+#: Packages through which bpsx calls itself. Their frames alone are no reason to show the frames
+#: below a call of bpsx.
 _FRAMEWORKS = {"torch", "tensorflow", "keras", "mxnet", "numpy", "numba", "cupy"}
 _NOT_THE_SCRIPTS = _FRAMEWORKS | {"bpsx", "contextlib", "functools"}
 
 
 def shorten(error: BaseException) -> None:
-    """Take bpsx's frames out of ``error``'s traceback, and out of those of the errors that led to
-    it.
+    """Remove bpsx's frames from the traceback of ``error`` and of the errors that led to it.
 
     For the function at which the error leaves bpsx: ``except CUT as error: shorten(error); raise``.
     A bare ``raise`` adds no frame of its own.
@@ -45,7 +44,7 @@ def shorten(error: BaseException) -> None:
 
 
 def public(function: _Function) -> _Function:
-    """``function``, whose errors show the caller's frames only."""
+    """Decorate ``function`` so that its errors show the caller's frames only."""
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
@@ -60,8 +59,9 @@ def public(function: _Function) -> _Function:
 
 
 def public_methods(cls: _Class) -> _Class:
-    """``cls`` with its public methods and properties, ``__init__`` and ``__call__`` made
-    :func:`public`.
+    """Apply :func:`public` to a class's public methods and properties.
+
+    ``__init__`` and ``__call__`` are included.
     """
     for name, value in list(vars(cls).items()):
         if (
@@ -82,8 +82,11 @@ def public_methods(cls: _Class) -> _Class:
 
 
 def script_frame() -> tuple[types.FrameType | None, int]:
-    """The script's frame that has led here, past however many of bpsx's and a framework's, or None;
-    and how many frames are between it, or the outermost one, and the caller of this function."""
+    """Return the script's frame that led here, or None, and its distance from the caller.
+
+    Frames of bpsx and of frameworks are skipped. The distance is the number of frames between the
+    caller of this function and the script's frame, or the outermost one without a script's.
+    """
     level, frame = 0, sys._getframe(1)
     while _root(frame) in _NOT_THE_SCRIPTS:
         if frame.f_back is None:
@@ -100,7 +103,7 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 def _root(frame: types.FrameType) -> str:
     """The top-level package of the code in ``frame``."""
     if frame.f_code.co_filename == "<string>" and frame.f_code.co_name.startswith("bpsx_"):
-        return "bpsx"  # what TensorFlow makes up to call our operations
+        return "bpsx"  # TensorFlow generates this code to call bpsx's operations
     return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
@@ -111,7 +114,7 @@ def _frames(traceback: types.TracebackType | None) -> Iterator[types.TracebackTy
 
 
 def _has_foreign(traceback: types.TracebackType | None) -> bool:
-    """Whether code of the user's is in it, as a closure that an optimizer has called."""
+    """Whether it contains user code, such as a closure that an optimizer calls."""
     roots = {_root(entry.tb_frame) for entry in _frames(traceback)}
     return any(
         r != "bpsx" and r not in _FRAMEWORKS and r not in sys.stdlib_module_names for r in roots
