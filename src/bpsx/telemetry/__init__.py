@@ -1,1 +1,1 @@
-"""What a job tells about itself: timelines, rates, metrics."""
+"""A job's telemetry: timelines, rates, statistics, clock synchronization."""

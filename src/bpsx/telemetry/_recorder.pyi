@@ -1,13 +1,13 @@
-"""Reads what a core or a lane writes about itself; see ``_recorder.pyx``."""
+"""Reads the trace records and statistics of a core or a lane; see ``_recorder.pyx``."""
 
 from collections.abc import Iterable
 from typing import Any
 
 def monotonic_ns() -> int:
-    """The clock of trace records."""
+    """The clock of trace records, in ns."""
 
 class Watcher:
-    """One core's or lane's trace records, debug prints and statistics. Any thread."""
+    """Trace records, debug prints and statistics of one core or lane. Thread-safe."""
 
     def __init__(
         self,
@@ -21,24 +21,25 @@ class Watcher:
         window: tuple[int, int] | None = None,
         stages: Iterable[tuple[int, str]] = (),
     ) -> None:
-        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what to
-        print; ``sample``: the key whose values are printed, -1 for all; ``window``: (first, last)
-        step to record; ``stages``: pairs (code, name).
+        """``who``: name of the process, for prints. ``workers``: number of workers, for a lane.
+
+        ``messages``, ``keys``: what to print. ``sample``: key whose values are printed, -1 for all.
+        ``window``: (first, last) step to record. ``stages``: pairs (code, name).
         """
     def abi(self) -> Any:
         """A capsule named ``bpsx.Watch``."""
     def live(self, on: bool) -> None:
-        """Begin or end to record every push_pull that starts from now on."""
+        """Start or stop recording every push_pull that begins from now on."""
     def close_window(self) -> None:
-        """No more steps of the window are wanted."""
+        """Stop recording steps of the window."""
     def take(self) -> bytes:
         """The records written since the last call, 48 bytes each."""
     def names(self) -> list[tuple[int, str, int, int]]:
         """Keys that a lane has seen since the last call: [(key, name, dtype code, bytes)]."""
     @property
     def lost(self) -> int:
-        """Records for which there was no room."""
+        """Number of records dropped for lack of room."""
     def stats(self) -> dict[str, int]:
         """A lane's statistics."""
     def late(self) -> list[tuple[int, int]]:
-        """By rank: (rounds in which it pushed last, nanoseconds that they waited for it alone)."""
+        """By rank: (rounds in which it pushed last, ns that these waited for it alone)."""

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Reads what a core or a lane writes about itself: see ``core/trace/recorder.pxd``."""
+"""Reads the trace records and statistics of a core or a lane: see ``core/trace/recorder.pxd``."""
 import threading
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -16,26 +16,28 @@ from bpsx.core.trace.recorder cimport (
 
 
 def monotonic_ns() -> int:
-    """The clock of trace records."""
+    """The clock of trace records, in ns."""
     return now_ns()
 
 
 cdef class Watcher:
-    """One core's or lane's trace records, debug prints and statistics.
+    """Trace records, debug prints and statistics of one core or lane.
 
-    Made before the core or lane, which writes; the methods read and may be called from any thread.
+    Created before the core or lane, which writes them; the methods read them and may be called from
+    any thread.
     """
     cdef Watch c
     cdef object lock
-    cdef int64_t keys_seen      # Named *: the newest that `names` has returned
+    cdef int64_t keys_seen  # Named *: the newest key that `names` has returned
 
     def __cinit__(
         self, str who, *, int workers=0, bint show_time=True, bint messages=False, bint keys=False,
         sample=None, window=None, stages=()
     ):
-        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what
-        to print; ``sample``: the key whose values are printed, -1 for all; ``window``: (first,
-        last) step to record; ``stages``: pairs (code, name).
+        """``who``: name of the process, for prints. ``workers``: number of workers, for a lane.
+
+        ``messages``, ``keys``: what to print. ``sample``: key whose values are printed, -1 for all.
+        ``window``: (first, last) step to record. ``stages``: pairs (code, name).
         """
         self.lock = threading.Lock()
         encoded = who.encode()
@@ -68,18 +70,19 @@ cdef class Watcher:
         return PyCapsule_New(&self.c, b"bpsx.Watch", NULL)
 
     def live(self, bint on) -> None:
-        """Begin or end to record every push_pull that starts from now on."""
+        """Start or stop recording every push_pull that begins from now on."""
         atomic_store(&self.c.live, on)
         self._look()
 
     def close_window(self) -> None:
-        """No more steps of the window are wanted."""
+        """Stop recording steps of the window."""
         self.c.window = False
         self._look()
 
     def take(self) -> bytes:
-        """The records that have been written since the last call, as they lie in memory:
-        ``Record`` of ``core/trace/recorder.pxd``, 48 bytes each.
+        """The records written since the last call, as they lie in memory.
+
+        Each is a ``Record`` of ``core/trace/recorder.pxd``, 48 bytes.
         """
         cdef Block *b
         cdef Block *following
@@ -101,7 +104,7 @@ cdef class Watcher:
                     self.c.taken = n
                 if following == NULL:
                     break
-                # The writer has left this block, and it did so full: nothing in it is unread.
+                # The writer leaves a block only when it is full, so nothing in it is unread.
                 self.c.taken = 0
                 atomic_store(<int64_t *>&self.c.head, <int64_t>following)
                 free(b)
@@ -126,12 +129,13 @@ cdef class Watcher:
 
     @property
     def lost(self) -> int:
-        """Records for which there was no room."""
+        """Number of records dropped for lack of room."""
         return self.c.lost
 
     def stats(self) -> dict:
-        """A lane's statistics: bytes received and sent, rounds that are open, nanoseconds from
-        first to last push of all rounds.
+        """A lane's statistics: bytes received and sent, open rounds, and waiting time.
+
+        ``waited_ns``: ns from the first to the last push, summed over all rounds.
         """
         return {
             "bytes_received": self.c.received, "bytes_sent": self.c.sent,
@@ -139,9 +143,7 @@ cdef class Watcher:
         }
 
     def late(self) -> list:
-        """By rank: (rounds in which this worker was the last to push, nanoseconds that they
-        waited for it alone).
-        """
+        """By rank: (rounds in which it pushed last, ns that these waited for it alone)."""
         return [(self.c.late[i].rounds, self.c.late[i].ns) for i in range(<int>self.c.n_late)]
 
     def __dealloc__(self):

@@ -1,9 +1,9 @@
-"""The scheduler's clock, as well as a node can know it. Pure.
+"""Estimates the scheduler's clock on a node. Pure.
 
-A node sends its own time, the scheduler answers with its wall clock, and the answer comes back
-after a round trip. What the scheduler said was true at some moment within it; the middle is the
-best guess, and half the round trip bounds the error. Of a burst of round trips the shortest counts.
-Bursts are repeated, since clocks drift; in between, the offset is interpolated.
+A node sends its own time, and the scheduler replies with its wall clock. That wall clock was read
+at some moment of the round trip: the middle is the best guess, and half the round trip bounds the
+error. Of a burst of round trips, the shortest counts. Bursts are repeated, since clocks drift;
+between them, the offset is interpolated.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass
 
-#: Bursts kept. More would be older than any record that is still to be written.
+#: Most bursts kept. Further ones would be older than any record that is still to be written.
 _MOST = 4096
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """At ``at`` (own monotonic clock) the other clock was ahead by ``offset``, give or take
-    ``error``.
+    """One estimate: at ``at`` (own monotonic clock), the other clock was ahead by ``offset``.
 
-    All in ns.
+    ``error``: bound of the offset's error. All in ns.
     """
 
     at: int
@@ -29,9 +28,9 @@ class Estimate:
 
 
 class Clock:
-    """Turns own monotonic times into the scheduler's wall-clock times.
+    """Converts the node's monotonic times into the scheduler's wall-clock times.
 
-    One thread adds, any may ask.
+    One thread may add estimates, any thread may read them.
     """
 
     def __init__(self) -> None:
@@ -39,10 +38,10 @@ class Clock:
         self._best: Estimate | None = None
 
     def exchange(self, sent: int, theirs: int, received: int) -> None:
-        """One round trip of the present burst: own clock before and after, the other's in between,
-        ns.
+        """Add a round trip to the present burst. Times in ns.
 
-        Nonsense is ignored.
+        ``sent``, ``received``: own clock before and after; ``theirs``: the other clock in between.
+        Impossible values are ignored.
         """
         if not 0 <= sent <= received:
             return
@@ -52,18 +51,18 @@ class Clock:
             self._best = found
 
     def settle(self) -> None:
-        """The burst is over: its shortest round trip counts."""
+        """End the burst and keep its shortest round trip."""
         if self._best is not None and len(self._bursts) < _MOST:
             self._bursts.append(self._best)
         self._best = None
 
     @property
     def known(self) -> bool:
-        """Whether there has been any answer."""
+        """Whether any reply has come."""
         return bool(self._bursts or self._best)
 
     def estimates(self) -> list[Estimate]:
-        """All that is known, in order of time."""
+        """All estimates, ordered by time."""
         best = self._best
         return sorted(self._bursts + ([best] if best is not None else []), key=lambda e: e.at)
 
@@ -74,9 +73,9 @@ class Clock:
 
 
 def offset_at(estimates: list[Estimate], at: int) -> int:
-    """The offset at own time ``at``: between the estimates next to it, or that of the nearest.
+    """The offset at own time ``at``: interpolated between neighbours, or the nearest one's.
 
-    ``estimates`` is in order of time, not empty.
+    ``estimates``: ordered by time, not empty.
     """
     i = bisect(estimates, at, key=lambda e: e.at)
     if i == 0 or i == len(estimates):

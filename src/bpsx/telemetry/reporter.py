@@ -1,9 +1,7 @@
-"""What a worker or server tells about itself: timelines into files, statistics to the scheduler.
+"""Reports of a worker or server: timelines into files, statistics to the scheduler.
 
-One :class:`Reporter` per process.
-
-The control thread drives it (:meth:`Reporter.handle`, :meth:`Reporter.tick`); the verbs may be
-called from any thread.
+There is one :class:`Reporter` per process. The control thread drives it (:meth:`Reporter.handle`,
+:meth:`Reporter.tick`); the verbs may be called from any thread.
 """
 
 from __future__ import annotations
@@ -29,31 +27,31 @@ from bpsx.telemetry._recorder import Watcher, monotonic_ns
 from bpsx.telemetry.clock_sync import Clock, Estimate
 
 log = logging.getLogger("bpsx.trace")
-#: Round trips of one look at the scheduler's clock, and seconds between two looks while something
-#: is recorded.
+#: Round trips per burst of clock queries, and seconds between bursts during a recording.
 BURST, BURST_EVERY = 8, 10.0
-#: Once a tensor has passed the last step, others get this long to follow before the file is written
-#: without them.
+#: Once a tensor has passed the last step, the others have this many seconds to follow before the
+#: file is written without them.
 PATIENCE = 10.0
 Send = Callable[..., None]
 
 
 class _Recording:
-    """Records on their way into one file."""
+    """Trace records of one recording, to be written to one file."""
 
     def __init__(self, flag: int, path: Path) -> None:
         self.flag, self.path = flag, path
-        # what is here, if only the fact that there is nothing, is not in the file
+        # Whether the file lacks data; also true of an empty recording that has no file yet.
         self.unwritten = True
         self.first_done = 0.0
         self._chunks: list[bytes] = []
-        # tensor, or key on a server -> its last step that is over
+        # Tensor, or key on a server -> its last finished step.
         self._latest: dict[int | str, int] = {}
 
     def add(self, data: bytes, names: dict[int, str] | None = None) -> None:
-        """Take those of ``data`` that belong here.
+        """Add the records of ``data`` that belong to this recording.
 
-        ``names``: partitions count under their tensor's name, as on a worker.
+        ``names``: key -> tensor, so that partitions count under their tensor's name, as on a
+        worker.
         """
         found = np.frombuffer(data, timeline.LAYOUT)
         found = found[found["flags"] & self.flag != 0]
@@ -61,7 +59,7 @@ class _Recording:
             return
         self._chunks.append(found.tobytes())
         self.unwritten = True
-        # By arrays: this runs while the training script wants the interpreter.
+        # NumPy arrays, as this runs while the training script needs the GIL.
         keys, where = np.unique(found["key"], return_inverse=True)
         steps = np.zeros(len(keys), np.uint32)
         whole = (found["what"] == timeline.TOTAL) | (found["what"] == timeline.ROUND)
@@ -76,8 +74,10 @@ class _Recording:
         return b"".join(self._chunks)
 
     def over(self, now: float, last: int) -> bool:
-        """Whether there is something to be written, and all tensors have passed step ``last``, or
-        some have and the others had time to.
+        """Whether there are unwritten records and the recording is complete.
+
+        It is complete when all tensors have passed step ``last``, or :data:`PATIENCE` seconds after
+        the first has.
         """
         done = [step >= last for step in self._latest.values()]
         if not self.unwritten or not any(done):
@@ -87,8 +87,7 @@ class _Recording:
 
 
 class Reporter:
-    """Owns the :class:`~bpsx.telemetry._recorder.Watcher` objects of a process and what becomes of
-    their records.
+    """Owns the :class:`~bpsx.telemetry._recorder.Watcher` objects of a process and their records.
 
     Thread-safe.
     """
@@ -104,8 +103,10 @@ class Reporter:
         workers: int = 0,
         processes: int = 1,
     ) -> None:
-        """``writers``: cores or lanes of this process; ``workers``: who speaks to this server, each
-        for ``processes`` of a machine.
+        """``writers``: number of cores or lanes in this process.
+
+        ``workers``: number of workers that speak to this server, each for ``processes`` of its
+        machine.
         """
         self._config = config
         self._processes = processes
@@ -143,31 +144,33 @@ class Reporter:
         self._lock = threading.RLock()
         self._window = _Recording(timeline.WINDOW, self._path) if config.trace_on else None
         self._live: _Recording | None = None
-        # of one that was asked for from elsewhere; 0: until it is stopped
+        # End of a recording that another process requested; 0 if it runs until it is stopped.
         self._live_until = 0.0
         self._live_files = 0
-        self._steps: dict[str, int] = {}  # of a single worker, which has no core that counts
+        # push_pulls of a single worker, which has no core that counts
+        self._steps: dict[str, int] = {}
         self._writing: threading.Thread | None = None
         self._on_sigterm: Callable[[int, FrameType | None], None] | None = None
         self._watched_until = 0.0
         self._send: Send | None = None
         self._stats: Callable[[], dict[str, Any]] = dict
         self._next_burst = 0.0
-        self._expected = 0  # answers of the present burst
+        self._expected = 0  # outstanding replies of the present burst
 
     def attach(self, send: Send, stats: Callable[[], dict[str, Any]], job: int) -> None:
-        """From now on there is a link to the scheduler of job ``job``.
+        """Attach the link to the scheduler of job ``job``.
 
-        ``stats`` returns numbers by name.
+        ``send`` sends a message; ``stats`` returns numbers by name.
         """
-        # the number itself is nobody's business
+        # Only a hash of the job's number is published.
         self._about["job"] = hashlib.sha256(f"timeline of {job}".encode()).hexdigest()[:12]
         self._send, self._stats = send, stats
         if self._window is not None:
-            self._ask_burst(time.monotonic())  # now: the job may be over before the first tick
+            # not at the first tick, as the job may be over by then
+            self._ask_burst(time.monotonic())
 
     def name(self, tensor: str, keys: Iterable[int]) -> None:
-        """These keys are partitions of ``tensor``."""
+        """Register ``keys`` as partitions of ``tensor``."""
         keys = list(keys)
         self.names.update(dict.fromkeys(keys, tensor))
         log.debug(
@@ -177,8 +180,9 @@ class Reporter:
         )
 
     def copied(self, tensor: str, begin: int, nbytes: int) -> None:
-        """A single worker's push_pull of ``tensor``, begun at
-        :func:`~bpsx.telemetry._recorder.monotonic_ns` ``begin``, has ended.
+        """Record that a single worker's push_pull of ``tensor`` has ended.
+
+        ``begin``: its start, from :func:`~bpsx.telemetry._recorder.monotonic_ns`.
         """
         with self._lock:
             step = self._steps[tensor] = self._steps.get(tensor, 0) + 1
@@ -189,7 +193,7 @@ class Reporter:
                 ):
                     if recording is None:
                         continue
-                    key = 2**64 - 1 - zlib.crc32(tensor.encode())  # none of a server's
+                    key = 2**64 - 1 - zlib.crc32(tensor.encode())  # no server's key
                     self.names[key] = tensor
                     recording.add(
                         timeline.pack(
@@ -200,7 +204,7 @@ class Reporter:
     # ---- the control thread
 
     def handle(self, message: dict[str, Any]) -> bool:
-        """A message from the scheduler; whether it was one for us."""
+        """Handle a message from the scheduler; returns whether it was for the reporter."""
         kind = message["type"]
         if kind == "CLOCK":
             self._clock.exchange(int(message["at"]), int(message["wall"]), monotonic_ns())
@@ -219,7 +223,7 @@ class Reporter:
         return True
 
     def tick(self) -> None:
-        """Once a second."""
+        """Do the periodic work; called once a second."""
         now = time.monotonic()
         if now < self._watched_until:
             self._report()
@@ -254,21 +258,23 @@ class Reporter:
             )
 
     def _late(self) -> list[tuple[int, int]]:
-        """By rank, over all lanes: (rounds in which it pushed last, ns that they waited for it
-        alone).
+        """By rank, summed over all lanes: (rounds in which it pushed last, ns of waiting for it).
+
+        The time counts only while it alone was awaited.
         """
         lanes = [w.late() for w in self.watchers]
         found = [(sum(x[0] for x in column), sum(x[1] for x in column)) for column in zip(*lanes)]
-        # Whoever speaks for a machine is its last worker.
+        # A machine's last worker, its root, speaks to the servers for all of the machine.
         return [each for late in found for each in [(0, 0)] * (self._processes - 1) + [late]]
 
     # ---- recording
 
     def start(self, seconds: float = 0.0) -> bool:
-        """Record every push_pull (round, on a server) that begins from now on: for ``seconds``, or
-        until :meth:`stop`.
+        """Record every push_pull (round, on a server) that begins from now on.
 
-        False if that is being done already.
+        ``seconds``: duration; 0 records until :meth:`stop`.
+
+        Returns False if such a recording runs already.
         """
         with self._lock:
             if self._live is not None:
@@ -286,18 +292,18 @@ class Reporter:
             return True
 
     def _trace_for(self, seconds: float) -> None:
-        """Somebody elsewhere wants a recording for ``seconds``; less than 0: it is enough."""
+        """Handle a request for a recording of ``seconds`` from an observer; less than 0 ends it."""
         if seconds < 0:
             with self._lock:
-                if self._live_until:  # not one that this process's script has begun
+                if self._live_until:  # not a recording that this process's script has started
                     self._end_live()
         elif not self.start(seconds) and self._send is not None:
             self._send("TRACED", path="", records=0)
 
     def stop(self) -> Path | None:
-        """End what :meth:`start` began; the path of the file, which is complete then.
+        """End the recording of :meth:`start`; returns the path of its complete file.
 
-        None if nothing was being recorded, or it could not be written: see the log.
+        Returns None if nothing was being recorded, or the file could not be written (see the log).
         """
         with self._lock:
             path = self._end_live()
@@ -318,7 +324,7 @@ class Reporter:
         return recording.path
 
     def close(self) -> None:
-        """Write what is not written yet. Idempotent. Does not raise."""
+        """Write all unwritten recordings. Idempotent. Does not raise."""
         if (
             self._on_sigterm is not None
             and threading.current_thread() is threading.main_thread()
@@ -333,17 +339,17 @@ class Reporter:
             for recording in (self._window, self._live):
                 if recording is not None and recording.unwritten:
                     recording.unwritten = False
-                    # Not by a thread: at the end of the interpreter none can be started.
+                    # Not on a thread, as none can be started while the interpreter finalizes.
                     self._write(recording, recording.data, None)
             self._live = None
-            # They know the session, and it knows us: a ring that only the garbage collector would
-            # break, late.
+            # They refer to the session, and the session to this reporter: a cycle that the garbage
+            # collector would break only late.
             self._send, self._stats = None, dict
 
     def close_on_sigterm(self) -> None:
-        """Let SIGTERM, if nobody handles it, write the timelines before it ends the process.
+        """Make SIGTERM, if it has no handler, write the timelines before it ends the process.
 
-        Only when one is asked for, and in the main thread.
+        It does so only if a timeline is configured, and only in the main thread.
         """
         if (
             self._window is None
@@ -353,7 +359,7 @@ class Reporter:
             return
 
         def end(number: int, _: FrameType | None) -> None:
-            # a forked child has the handler, too, but not the timeline
+            # A forked child inherits the handler, but not the timeline.
             if os.getpid() == self._about["pid"]:
                 self.close()
             signal.signal(number, signal.SIG_DFL)
@@ -363,7 +369,7 @@ class Reporter:
         signal.signal(signal.SIGTERM, end)
 
     def _drain(self) -> None:
-        """Fetch what the writers have recorded. The lock is held."""
+        """Fetch what the writers have recorded. The caller holds the lock."""
         for watcher in self.watchers:
             for key, name, _, _ in watcher.names():
                 self.names[key] = name
@@ -373,7 +379,7 @@ class Reporter:
                     recording.add(data, None if self._about["role"] == "server" else self.names)
 
     def _finish(self, recording: _Recording) -> None:
-        """Have a recording written, by a thread of its own: it may be long. The lock is held."""
+        """Write a recording, which may be long, on its own thread. The caller holds the lock."""
         recording.unwritten, recording.first_done = False, 0.0
         self._writing = threading.Thread(
             target=self._write, args=(recording, recording.data, self._writing), name="bpsx-trace"
@@ -385,7 +391,7 @@ class Reporter:
             before.join()
         estimates = self._clock.estimates()
         aligned = bool(estimates)
-        # a single worker, or the job ended before the scheduler could answer: the own wall clock
+        # A single worker, or the job ended before the scheduler replied: use the own wall clock.
         if not aligned:
             now = monotonic_ns()
             estimates = [Estimate(now, time.time_ns() - now, 0)]

@@ -1,4 +1,4 @@
-"""How fast tensors come home, and how many bytes that takes on the wire."""
+"""Throughput of tensors, and of bytes on the wire."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from collections.abc import Mapping
 
 
 class Speed(tuple[float, float]):
-    """(milliseconds since the epoch, MB/s of tensors that came home), as BytePS has it.
+    """(milliseconds since the epoch, MB/s of tensors whose results have arrived), as in BytePS.
 
-    MB are 10^6 bytes.
-
-    ``sent`` and ``received``: MB/s on the wire in the same time, headers included: less than the
-    tensors' where those are compressed.
+    MB are 10^6 bytes. ``sent`` and ``received``: MB/s on the wire in the same time, headers
+    included. They are less than the tensors' rate where tensors are compressed.
     """
 
     sent: float
     received: float
 
     def __new__(cls, ms: float, home: float, sent: float = 0.0, received: float = 0.0) -> Speed:
-        """All as attributes and the first two as the tuple's."""
+        """All values become attributes, and the first two the tuple's items."""
         made = super().__new__(cls, (ms, home))
         made.sent, made.received = sent, received
         return made
 
     def __repr__(self) -> str:
-        """With what the tuple does not show."""
+        """Include the attributes that the tuple does not show."""
         return (
             f"Speed(ms={self[0]!r}, home={self[1]!r}, sent={self.sent!r},"
             f" received={self.received!r})"
         )
 
     def __getnewargs__(self) -> tuple[float, float, float, float]:
-        """For copies."""
+        """Arguments for copies."""
         return *self, self.sent, self.received
 
 
 class Speedometer:
-    """Speeds since the last look; those of the look before, while nothing has been under way
-    since.
+    """Speeds since the last call of :meth:`read`.
+
+    If no push_pull has been under way since, they are those of that call.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Speedometer:
         self._rates = (0.0, 0.0, 0.0)
 
     def read(self, counters: Mapping[str, int]) -> Speed:
-        """``counters``: of :meth:`bpsx._core.Core.counters`."""
+        """Return the speeds. ``counters``: from :meth:`bpsx._core.Core.counters`."""
         before, self._last = self._last, dict(counters)
         grown = {
             key: counters[key] - before.get(key, 0)

@@ -1,9 +1,9 @@
-"""Trace records become Chrome's trace JSON, and the files of a job become one.
+"""Converts trace records to Chrome's trace JSON, and merges the files of a job.
 
 Pure, apart from reading and writing the files.
 
-``python -m bpsx.telemetry.timeline merge DIR [-o FILE]`` joins what the processes of a job have
-written.
+``python -m bpsx.telemetry.timeline merge DIR [-o FILE]`` merges the files that the processes of a
+job have written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bpsx.planning.stages import Stage
 from bpsx.telemetry.clock_sync import Estimate, offset_at
 
 _RECORD = struct.Struct("<qqQQIIBBhI")
-#: The same for NumPy.
+#: The same layout for NumPy.
 LAYOUT = [
     ("begin", "<i8"),
     ("end", "<i8"),
@@ -35,7 +35,7 @@ LAYOUT = [
 ]
 TOTAL, RECEIVE, SUM, SEND, ROUND = 0, 64, 65, 66, 67
 WINDOW, LIVE = 1, 2
-#: What a record is of, by its code: the stages by their own names, and what only servers do.
+#: Code of a record -> name: the stages by their own names, and the steps of servers.
 NAMES: dict[int, str] = {
     **{s.value: s.name for s in Stage if s is not Stage.END},
     RECEIVE: "RECEIVE",
@@ -44,7 +44,7 @@ NAMES: dict[int, str] = {
     ROUND: "ROUND",
 }
 FILE = "comm.json"
-#: What may be the matter with a timeline without events.
+#: Likely reason for a timeline without events, for messages.
 NO_EVENTS = (
     "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its own count of"
     " push_pulls"
@@ -66,21 +66,20 @@ class Record(NamedTuple):
 
 
 def unpack(data: bytes) -> Iterator[Record]:
-    """The records in ``data``, which :meth:`bpsx.telemetry._recorder.Watcher.take` returned."""
+    """Decode the records in ``data``, from :meth:`bpsx.telemetry._recorder.Watcher.take`."""
     for fields in _RECORD.iter_unpack(data):
         yield Record(*fields[:9])
 
 
 def pack(begin: int, end: int, key: int, nbytes: int, step: int, what: int, flags: int) -> bytes:
-    """A record made in Python."""
+    """Encode a record made in Python."""
     return _RECORD.pack(begin, end, key, nbytes, step, 0, what, flags, 0, 0)
 
 
 def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
-    """A complete event.
+    """Return a complete event (Chrome's phase "X").
 
-    ``ts`` and ``end`` in microseconds: whole ones, so that what is nested stays nested and no digit
-    is lost.
+    ``ts`` and ``end``: whole microseconds, so that nested events stay nested and no digit is lost.
     """
     name = f"Comm.{tensor}"
     args: dict[str, Any] = {"name": name, "step": r.step, "bytes": r.nbytes}
@@ -88,7 +87,7 @@ def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
     if r.what == TOTAL:
         tid = "total"
     elif r.what in (RECEIVE, SUM):
-        # Of one key and worker these follow each other; of one key alone a push may arrive while
+        # Records of one key and worker follow each other. Of one key alone, a push may arrive while
         # another one is summed.
         tid += f" worker {r.peer}"
         args["worker"] = r.peer
@@ -111,21 +110,21 @@ def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
 def events(
     records: Sequence[Record], names: Mapping[int, str], estimates: list[Estimate]
 ) -> list[dict[str, Any]]:
-    """Events in order of time.
+    """Convert records to events, ordered by time.
 
-    ``names``: key -> tensor; ``estimates`` of the scheduler's clock, in order, at least one.
+    ``names``: key -> tensor. ``estimates``: of the scheduler's clock, in order, at least one.
 
-    A push_pull that was submitted while an earlier one of the same tensor was under way is drawn
-    from that one's end on: events of one row must not overlap. ``args.submitted`` has the time
-    then.
+    A push_pull submitted while an earlier one of the same tensor was under way is drawn from that
+    one's end on, as events of one row must not overlap. ``args.submitted`` then has its submission
+    time.
     """
     made = []
     busy: dict[str, int] = {}
     for r in sorted(records, key=lambda r: r.end if r.what == TOTAL else r.begin):
         tensor = names.get(r.key, f"key {r.key}")
-        # Each end by itself: the scheduler's time grows with our own, so what is nested stays
-        # nested. (One offset for both would shift neighbours that begin at different times against
-        # each other.)
+        # Convert begin and end separately: the scheduler's time is monotonic in our own, so nested
+        # events stay nested. One offset for both would shift neighbours that begin at different
+        # times against each other.
         ts, end = ((t + offset_at(estimates, t)) // 1000 for t in (r.begin, r.end))
         made.append(event(r, tensor, ts, end))
         if r.what == TOTAL:
@@ -138,7 +137,7 @@ def events(
 
 
 def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
-    """The whole file: one event per line; ``about`` says whose it is."""
+    """Format the whole file, one event per line; ``about`` identifies the process."""
     lines = ",\n".join(json.dumps(e, separators=(", ", ": ")) for e in made)
     return (
         f'{{"traceEvents": [\n{lines}\n],\n"displayTimeUnit": "ms",\n"otherData":'
@@ -147,9 +146,9 @@ def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file whole or not at all: who dies half-way leaves the one that was there.
+    """Write the file atomically: a crash half-way leaves the earlier file.
 
-    File and new folders are the user's alone.
+    File and new folders are accessible to the user only.
 
     Raises :class:`OSError`.
     """
@@ -173,11 +172,12 @@ def _make_folder(folder: Path) -> None:
 
 
 def write_own(path: Path, text: str, about: dict[str, Any]) -> Path:
-    """:func:`write`, unless another process of the same job has its timeline at ``path``: machines
-    that share a file system have equal local ranks.
+    """:func:`write`, unless another process of the same job has its timeline at ``path``.
 
-    Then it goes to a folder named after the role and rank. Returns the path. Raises
-    :class:`OSError`.
+    That happens where machines share a file system, as their local ranks are equal. The file then
+    goes to a folder named after role and rank. Returns the path.
+
+    Raises :class:`OSError`.
     """
     elsewhere = (
         path.parent.with_name(f"{about['role']}-{about['rank']}") / path.parent.name / path.name
@@ -186,7 +186,7 @@ def write_own(path: Path, text: str, about: dict[str, Any]) -> Path:
     _make_folder(path.parent)
     try:
         os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except FileExistsError:  # somebody of this job is writing there at this moment
+    except FileExistsError:  # another process of this job is writing there now
         write(elsewhere, text)
         return elsewhere
     try:
@@ -198,7 +198,7 @@ def write_own(path: Path, text: str, about: dict[str, Any]) -> Path:
 
 
 def _of_another(path: Path, about: dict[str, Any]) -> bool:
-    """Whether there is the timeline of another process of this very job."""
+    """Whether ``path`` holds the timeline of another process of the same job."""
     try:
         found = json.loads(path.read_text())["otherData"]
         return bool(
@@ -210,10 +210,11 @@ def _of_another(path: Path, about: dict[str, Any]) -> bool:
 
 
 def merge(folder: Path) -> dict[str, Any]:
-    """The job's timeline out of the files below ``folder``: one process per role and rank, one row
-    per tensor and partition.
+    """Merge the files below ``folder`` into the job's timeline.
 
-    Raises :class:`ValueError` naming a file that is none of ours, or if there is none.
+    It has one process per role and rank, and one row per tensor and partition.
+
+    Raises :class:`ValueError` if there is no file, or naming a file that bpsx did not write.
     """
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     titles: dict[tuple[int, int], str] = {}
@@ -256,11 +257,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def _process(
     pid: int, title: str, made: list[dict[str, Any]], first_tid: int
 ) -> list[dict[str, Any]]:
-    """One process's events with numbers for pid and tid, which all viewers take, and the names that
-    belong to them.
+    """One process's events with numeric pid and tid, which all viewers accept, and their names.
 
-    ``first_tid`` is beyond all pids: a viewer takes the thread whose tid is the pid for the
-    process's main thread, and says so.
+    ``first_tid`` is larger than all pids: a viewer labels a thread whose tid is the pid as the
+    process's main thread.
     """
     out: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}},
@@ -296,20 +296,18 @@ def _process(
 
 
 def _row(event: dict[str, Any]) -> tuple[str, str]:
-    """Tensor, and key or ``total``: what a row is for."""
+    """The row of an event: tensor, and key or ``total``."""
     return str(event["pid"]).removeprefix("Comm."), str(event["tid"])
 
 
 def _place(row: str) -> tuple[int, str]:
-    """Where a row stands among its tensor's: the total first, then by key, on servers with the
-    workers below.
-    """
+    """Sort key of a row within its tensor: total first, then by key, then by worker on servers."""
     key, _, rest = row.partition(" ")
     return (int(key) if key.isdigit() else -1, rest)
 
 
 def merge_to(folder: Path, path: Path) -> int:
-    """Merge the files below ``folder`` into ``path``; returns how many events.
+    """Merge the files below ``folder`` into ``path``; returns the number of events.
 
     Raises :class:`ValueError`, :class:`OSError`.
     """
@@ -319,10 +317,9 @@ def merge_to(folder: Path, path: Path) -> int:
 
 
 def tell_merge(folder: Path, output: Path | None, prefix: str) -> int:
-    """:func:`merge_to`, by default into ``merged.json``, and print what came of it; errors with
-    ``prefix``.
+    """Run :func:`merge_to` and print the result, or an error after ``prefix``.
 
-    Returns the exit status.
+    ``output``: by default, ``merged.json`` in ``folder``. Returns the exit status.
     """
     path = output or folder / "merged.json"
     try:
@@ -335,7 +332,7 @@ def tell_merge(folder: Path, output: Path | None, prefix: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``merge DIR [-o FILE]``. Returns the exit status."""
+    """Run ``merge DIR [-o FILE]``; returns the exit status."""
     import argparse
 
     parser = argparse.ArgumentParser(
