@@ -1,4 +1,4 @@
-"""Options of bpsx: the table, its reader, and what follows from both."""
+"""Options of bpsx: their table, the reader of the environment, and values derived from them."""
 
 from bpsx.config.config import (
     Config,

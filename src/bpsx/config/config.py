@@ -1,7 +1,7 @@
-"""The only reader of the environment.
+"""Reads all options from the environment; no other module reads bpsx's variables.
 
-A malformed value is a :class:`~bpsx.errors.ConfigError` that names the variable, the value and
-what is allowed. An unknown ``BYTEPS_*`` or ``BPSX_*`` name gets a warning with the nearest known
+A malformed value raises a :class:`~bpsx.errors.ConfigError` that names the variable, the value and
+what is allowed. An unknown ``BYTEPS_*`` or ``BPSX_*`` name causes a warning with the nearest known
 one; so does a ``DMLC_*`` or ``PS_*`` name that resembles a known one.
 """
 
@@ -20,22 +20,23 @@ from bpsx.config.parsers import folder
 from bpsx.errors import ConfigError
 
 _KNOWN = {option.env for option in OPTIONS}
-#: How much a name of a prefix that is not ours alone has to resemble an option, from 0 to 1.
+#: Least similarity, from 0 to 1, of a DMLC_* or PS_* name to an option for a warning. Other
+#: programs use these prefixes, too.
 _RESEMBLES = 0.8
 
 
 def environment(given: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """``given``, or the environment of this process."""
+    """Return ``given``, or the environment of this process."""
     return os.environ if given is None else given
 
 
 class Config:
     """The values of all options, as attributes named by :attr:`Option.field`.
 
-    Immutable after construction.
+    ``environ`` defaults to the process's environment; ``given`` overrides single fields.
 
-    ``environ`` defaults to the process's environment; ``given`` overrides single fields. Raises
-    :class:`~bpsx.errors.ConfigError`. Thread-safe once made.
+    Immutable after construction, and thread-safe from then on. Raises
+    :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, **given: Any) -> None:
@@ -61,7 +62,7 @@ class Config:
 
     @property
     def size(self) -> int:
-        """Workers in the job: machines times processes per machine."""
+        """Number of workers in the job: machines times processes per machine."""
         return int(self.num_worker * self.local_size)
 
     @property
@@ -71,7 +72,7 @@ class Config:
 
     @property
     def distributed(self) -> bool:
-        """Whether servers and a scheduler take part."""
+        """Whether the job needs a scheduler: it has several workers, or is told to use servers."""
         return bool(self.size > 1 or self.force_distributed or self.asynchronous)
 
     @property
@@ -81,8 +82,9 @@ class Config:
 
     @property
     def servers(self) -> int:
-        """Servers that take part: none on a single machine whose processes sum among themselves, as
-        with BytePS.
+        """Number of servers that take part.
+
+        As with BytePS, it is 0 on a single machine whose processes sum among themselves.
         """
         if (
             self.role == "worker"
@@ -95,9 +97,9 @@ class Config:
 
     @property
     def secret_bytes(self) -> bytes:
-        """The job secret; empty if there is none. Reads the file anew.
+        """The job secret; empty if there is none. Reads the file on each access.
 
-        Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it.
+        Raises :class:`~bpsx.errors.ConfigError` that says what is wrong with it.
         """
         if self.secret:
             return secret.accept(self.secret, "BPSX_SECRET")
@@ -105,9 +107,7 @@ class Config:
 
     @property
     def idle_servers(self) -> str:
-        """What to tell a worker whose scheduler and servers are configured and will not be used;
-        else "".
-        """
+        """Warning for a worker whose configured scheduler and servers will not be used; else ""."""
         if self.servers_used or self.root_uri is None or not self.num_server:
             return ""
         what = (
@@ -140,7 +140,7 @@ class Config:
             )
 
     def _server_faults(self) -> Iterable[str]:
-        """Whether there are as many as are needed."""
+        """Check that there are as many servers as needed."""
         if (
             self.role == "worker"
             and self.num_worker == 1
@@ -149,7 +149,7 @@ class Config:
         ):
             return
         yield from self._missing("num_server")
-        # A scheduler cannot know how many processes its one machine has.
+        # A scheduler cannot know the number of processes on its only machine.
         if self.num_server == 0 and not (self.role == "scheduler" and self.num_worker == 1):
             yield "DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine"
 
@@ -190,13 +190,13 @@ class Config:
             )
 
     def faults(self) -> Iterable[str]:
-        """What does not fit together for this role, one text each.
+        """The contradictions between options for this role, one text each.
 
-        Without a role: what fits none.
+        Without a role: those that hold for every role.
         """
         yield from self._missing("role")
         try:
-            _ = self.secret_bytes  # what is wrong with it shall be told first
+            _ = self.secret_bytes  # read first, to report its errors first
         except ConfigError as error:
             yield str(error)
         if self.trace_end <= self.trace_start:
@@ -222,7 +222,7 @@ class Config:
             yield from self._worker_faults()
 
     def check(self) -> None:
-        """Whether the values fit together for this role.
+        """Check that the values fit together for this role.
 
         Raises :class:`~bpsx.errors.ConfigError` for the first of :meth:`faults`.
         """
@@ -231,10 +231,9 @@ class Config:
 
 
 def faults(environ: Mapping[str, str] | None = None) -> list[str]:
-    """All that is wrong with the variables, where :class:`Config` and :meth:`Config.check` raise
-    for the first.
+    """All errors in the variables; :class:`Config` and :meth:`Config.check` raise only the first.
 
-    A role need not be named.
+    The role may be unset.
     """
     good = dict(environment(environ))
     found: dict[str, str] = {}
@@ -244,7 +243,7 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
         except ConfigError as error:
             found[option.env] = str(error)
             del good[option.env]
-    # What only follows from the lack of those says nothing new.
+    # Leave out faults that only follow from the variables removed above.
     more = [
         f
         for f in Config(good).faults()
@@ -254,22 +253,22 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def launched() -> Place | None:
-    """The place that another launcher than bpsx-run has given this process; None if none has.
+    """The place that a launcher other than bpsx-run has given this process; None without one.
 
-    Raises :class:`~bpsx.errors.ConfigError` where only a part of its variables is there.
+    Raises :class:`~bpsx.errors.ConfigError` if only some of the launcher's variables are set.
     """
     return place(os.environ)
 
 
 def is_set(name: str) -> bool:
-    """Whether environment variable ``name`` is there and not empty."""
+    """Whether environment variable ``name`` is set and not empty."""
     return bool(os.environ.get(name, "").strip())
 
 
 def full_tracebacks() -> bool:
-    """The value of BPSX_FULL_TRACEBACKS now.
+    """The current value of BPSX_FULL_TRACEBACKS.
 
-    True for a malformed one, about which an error is to be shown.
+    A malformed value counts as true, since an error about it is about to be shown.
     """
     option = next(o for o in OPTIONS if o.field == "full_tracebacks")
     try:
@@ -279,7 +278,7 @@ def full_tracebacks() -> bool:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """The environment for a process that the launcher starts: ours with ``changes``."""
+    """The environment for a process that the launcher starts: this process's with ``changes``."""
     return {**os.environ, **changes}
 
 
@@ -288,12 +287,13 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
     if text is None or (text == "" and option.parse not in (str, folder)):
         return option.default() if callable(option.default) else option.default
     try:
-        # a path is bytes to the system; all else is sent to others, or compared
+        # Paths may be any bytes. All other values are sent to other processes, or compared, as
+        # UTF-8.
         if option.parse is not folder:
             text.encode()
         return option.parse(text.strip())
     except UnicodeEncodeError:
-        # its value may be secret
+        # The message leaves out the value, which may be secret.
         raise ConfigError(f"{option.env}: is no text in UTF-8") from None
     except ValueError as e:
         why = f"{e}" if option.parse is folder else f"allowed is {option.allowed}"
@@ -301,20 +301,22 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
 
 
 def _complain(source: Mapping[str, str]) -> Iterable[str]:
-    """Warnings about variables that will not do what their name promises."""
+    """Warnings about variables that have no effect."""
     for name in source:
         if name in NOT_USED:
             yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
         elif name.startswith(("BYTEPS_", "BPSX_")) and name not in _KNOWN:
-            # nobody shall switch that on by a guess
+            # BPSX_INSECURE must not be switched on because of a suggestion.
             near = difflib.get_close_matches(name, _KNOWN - {"BPSX_INSECURE"}, n=1)
             yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
     yield from _misspelt(source)
 
 
 def _misspelt(source: Mapping[str, str]) -> Iterable[str]:
-    """Warnings about DMLC_* and PS_* names that resemble an option. Other programs have such names,
-    too, so one that resembles none gets no warning."""
+    """Warnings about DMLC_* and PS_* names that resemble an option.
+
+    Other programs use such names, too, so a name that resembles none causes no warning.
+    """
     known = [name for name in _KNOWN if name.startswith(("DMLC_", "PS_"))]
     for name in source:
         if name.startswith(("DMLC_", "PS_")) and name not in _KNOWN and name not in NOT_USED:
@@ -323,12 +325,12 @@ def _misspelt(source: Mapping[str, str]) -> Iterable[str]:
 
 
 def frame_bound(config: Config | int) -> int:
-    """Bytes that one message on a data connection may have, by the options (or the value of
-    BYTEPS_PARTITION_BYTES) of who receives it.
+    """Largest message in bytes on a data connection, set by the receiver's options.
 
-    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over
-    time.
+    ``config``: the receiver's options, or its value of BYTEPS_PARTITION_BYTES. The bound limits
+    what an unauthenticated peer can make a lane buffer until its handshake times out.
     """
     nbytes = config if isinstance(config, int) else config.partition_bytes
-    # what is compressed has partitions twice as large, and topk that keeps all makes twice that
+    # Compressed tensors have partitions twice as large, and topk that keeps all elements doubles
+    # that.
     return max(64 << 20, 4 * int(nbytes))

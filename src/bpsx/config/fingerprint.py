@@ -1,4 +1,4 @@
-"""Options that must be the same on all workers, to be compared at rendezvous."""
+"""Options that must be the same on all workers, compared at rendezvous."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from bpsx.config import OPTIONS, TRANSPORT_NAMES, Config
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
-    """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or
-    1.
-    """
+    """Return the options that all workers must share, by variable; flags as 0 or 1."""
     names = (
         "num_worker",
         "num_server",
@@ -36,7 +34,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
 
 
 def wrong_options(shared: Mapping[str, Any]) -> list[str]:
-    """Which options of another process's :func:`fingerprint` are missing or not allowed."""
+    """The options of another process's :func:`fingerprint` that are missing or not allowed."""
     options = {o.env: o for o in OPTIONS if o.env in fingerprint(Config({}))}
     wrong = []
     for env, option in options.items():

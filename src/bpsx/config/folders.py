@@ -1,4 +1,4 @@
-"""Folders of this user: compiled kernels, sockets of running jobs."""
+"""Folders of this user: compiled kernels, and sockets of running jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _named(variable: str, source: Mapping[str, str]) -> str:
 
 
 def _temporary(options: str) -> str:
-    """The system's temporary folder. ``options`` name another one, for the error."""
+    """The system's temporary folder. ``options``: variables to set instead, for the error."""
     try:
         return tempfile.gettempdir()
     except OSError as e:
@@ -37,21 +37,23 @@ def _temporary(options: str) -> str:
 
 
 def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
-    """Where compiled kernels may be, best first."""
+    """Candidate folders for compiled kernels, best first."""
     if named := _named("BPSX_CACHE_DIR", source):
         yield Path(named)
         return
     above = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    # without HOME and an entry in passwd a user has no home folder, and ~ stays as it is
+    # Without HOME and an entry in passwd, a user has no home folder, and ~ stays unexpanded.
     if os.path.isabs(above):
         yield Path(above) / "bpsx"
-    # Looked up only if need be: that makes a file for a moment, which stays if we are killed in it.
+    # Looked up only if needed: gettempdir() creates a file for a moment, which stays if the process
+    # is killed then.
     yield Path(_temporary("BPSX_CACHE_DIR")) / f"bpsx-{os.getuid()}"
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """A folder for compiled kernels that this user may write to: made if need be, private to the
-    user.
+    """Return a private, writable folder for compiled kernels; creates it if needed.
+
+    Raises :class:`~bpsx.errors.ConfigError` if there is none.
     """
     tried = []
     for folder in _cache_places(environment(environ)):
@@ -61,7 +63,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         except OSError:
             continue
         found = folder.stat()
-        # Who may write there decides what code runs here.
+        # A user who may write there controls the code that runs here.
         if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
     raise ConfigError(
@@ -71,12 +73,12 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _above(source: Mapping[str, str]) -> str:
-    """The folder that holds this user's."""
+    """The folder that contains this user's runtime folder."""
     if named := _named("BYTEPS_SOCKET_PATH", source):
         return named
     session = source.get("XDG_RUNTIME_DIR", "")
-    # su, cron and containers pass the variable on without the folder, which is the login's and not
-    # ours to make.
+    # su, cron and containers pass the variable on without the folder. Login creates that folder, so
+    # bpsx must not.
     return (
         session
         if os.path.isabs(session) and os.access(session, os.W_OK | os.X_OK)
@@ -85,10 +87,11 @@ def _above(source: Mapping[str, str]) -> str:
 
 
 def kernel_cache() -> tuple[Path | None, str]:
-    """The folder of :func:`cache_dir`, or None and why there is none that can be used: compiled
-    kernels need not be kept.
+    """Return the folder of :func:`cache_dir`, or None and the reason why there is none.
 
-    Raises :class:`~bpsx.errors.ConfigError` if ``BPSX_CACHE_DIR`` names what is no folder.
+    Compiled kernels need not be kept, so having no folder is not an error.
+
+    Raises :class:`~bpsx.errors.ConfigError` if ``BPSX_CACHE_DIR`` does not name a folder.
     """
     try:
         return cache_dir(), ""
@@ -100,11 +103,12 @@ def kernel_cache() -> tuple[Path | None, str]:
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if
-    need be.
+    """Return the folder for sockets of running jobs; creates it if needed.
 
-    Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its
-    content could not be trusted.
+    It is called ``bpsx-<user id>``, belongs to this user and has mode 0700.
+
+    Raises :class:`~bpsx.errors.ConfigError` if another user owns it or may enter it, as its content
+    could not be trusted.
     """
     source = environment(environ)
     folder = Path(_above(source)) / f"bpsx-{os.getuid()}"

@@ -1,13 +1,12 @@
-"""BytePS' variables without a meaning here."""
+"""BytePS variables that have no effect in bpsx."""
 
-#: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a
-#: warning instead of silence.
+#: Variables that cause a warning, rather than being ignored silently.
 NOT_USED = frozenset(
     (
         "BYTEPS_GLOBAL_RANK",
         "BYTEPS_ORDERED_HOSTS",
         "BYTEPS_OMP_THREAD_PER_GPU",
-        "BYTEPS_MIXED_MODE_BOUND",  # the range of a hash, where bpsx looks at bytes
+        "BYTEPS_MIXED_MODE_BOUND",  # range of BytePS's hash; bpsx counts bytes instead
         "BYTEPS_SERVER_ENGINE_BLOCKING",
         "BYTEPS_ADDRESS_POOL_SIZE",
         "BYTEPS_IPC_COPY_NUM_THREADS",

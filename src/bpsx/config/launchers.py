@@ -1,4 +1,4 @@
-"""Other launchers' variables, and which place in a job they give this process."""
+"""Other launchers' variables, and the place in a job that they give this process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from bpsx.config.options import MOST_WORKERS
 from bpsx.errors import ConfigError
 
-#: What ends a message about variables that belong to another program: how to have a job of one.
+#: End of messages about variables that belong to another program: how to run a job of one process.
 ALONE = "for a job of this process alone, set DMLC_WORKER_ID=0"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of the variables in which a launcher tells a process its place; "" where it has
-    none.
-    """
+    """Names of the variables with which a launcher tells a process its place; "" for none."""
 
     name: str
     rank: str
@@ -28,8 +26,8 @@ class Launcher:
     local_size: str = ""
 
 
-#: The most specific first: mpirun and mpiexec start their daemons with srun, and their processes
-#: inherit the daemons' Slurm variables.
+#: The most specific launchers first. mpirun and mpiexec start their daemons with srun, so their
+#: processes inherit the daemons' Slurm variables.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
@@ -52,18 +50,17 @@ LAUNCHERS = (
     Launcher("PMIx", "PMIX_RANK", ""),
 )
 _TORCHRUN, _SLURM = LAUNCHERS[0], LAUNCHERS[5]
-#: Ports of a store that no variable names: below those that Linux gives to anybody who asks for
-#: one.
+#: Ports for a store that no variable names. They are below those that Linux assigns on its own.
 STORE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launcher has put a process, and the address of the store at which workers can meet.
+    """A process's place as given by a launcher, and the address of the store where workers meet.
 
-    ``local_rank`` and ``local_size`` are None where the launcher does not tell them;
-    ``master_addr`` is "" and ``master_port`` 0 where there is no store. ``run`` keeps the entries
-    of this job in the store apart from others'. ``told`` names the variables, for messages.
+    ``local_rank`` and ``local_size`` are None if the launcher does not give them; ``master_addr``
+    is "" and ``master_port`` 0 if there is no store. ``run`` separates the entries of this job in
+    the store from others'. ``told`` names the variables, for messages.
     """
 
     rank: int
@@ -78,11 +75,13 @@ class Place:
 
 
 def place(variables: Mapping[str, str]) -> Place | None:
-    """The place that another launcher gives this process; None if none does, or if bpsx's own
-    ``DMLC_WORKER_ID`` or ``BYTEPS_LOCAL_RANK`` is set, which win.
+    """The place that another launcher gives this process; None if there is none.
 
-    Raises :class:`~bpsx.errors.ConfigError` where only a part of the variables is there, and for
-    values that cannot be.
+    bpsx's own ``DMLC_WORKER_ID`` and ``BYTEPS_LOCAL_RANK`` take precedence: if one is set, there is
+    none.
+
+    Raises :class:`~bpsx.errors.ConfigError` if only some of the variables are set, and for
+    impossible values.
     """
     set_ = {name: text.strip() for name, text in variables.items() if text.strip()}
     if "DMLC_WORKER_ID" in set_ or "BYTEPS_LOCAL_RANK" in set_:
@@ -122,10 +121,10 @@ def _check_below(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
-    """Raise ConfigError if a part of the launcher's variables says that there are other processes.
+    """Raise ConfigError if an incomplete set of a launcher's variables shows several processes.
 
     Text that is no number belongs to another program. Slurm sets SLURM_PROCID also for a batch
-    script, which is one process, and sets SLURM_STEP_NUM_TASKS only for what srun starts.
+    script, which is one process, and sets SLURM_STEP_NUM_TASKS only for processes that srun starts.
     """
 
     def number(name: str) -> int:
@@ -155,7 +154,7 @@ def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
 
 
 def _check_same(found: Launcher, rank: int, size: int, variables: Mapping[str, str]) -> None:
-    """Raise ConfigError if a lone RANK or WORLD_SIZE says something else than ``found``."""
+    """Raise ConfigError if a lone RANK or WORLD_SIZE contradicts ``found``."""
     for name, of_found, number in (
         (_TORCHRUN.rank, found.rank, rank),
         (_TORCHRUN.size, found.size, size),
@@ -170,14 +169,14 @@ def _check_same(found: Launcher, rank: int, size: int, variables: Mapping[str, s
 def _local(
     found: Launcher, size: int, variables: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Local rank and local size, as far as the launcher tells them."""
+    """Local rank and local size, as far as the launcher gives them."""
     rank = count = None
     if found.local_rank in variables:
         rank = _number(found.local_rank, variables, MOST_WORKERS - 1)
     if found.local_size in variables:
         count = _number(found.local_size, variables, MOST_WORKERS, 1)
     if found is _SLURM:
-        # "2(x3)": three machines of two tasks. The list of uneven ones says more than one number.
+        # "2(x3)": three machines of two tasks. The list for uneven machines holds several numbers.
         even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
         count = int(even[1]) if even else None
     if rank is not None and count is not None:
@@ -190,7 +189,7 @@ def _local(
 
 
 def _slurm_store(variables: Mapping[str, str]) -> tuple[str, int, str]:
-    """Address, port and run of a store that all tasks of a step of srun's name alike.
+    """Address, port and run of a store, computed alike by all tasks of an srun step.
 
     Task 0 runs on the first node, unless tasks are distributed arbitrarily.
     """
@@ -204,7 +203,7 @@ def _slurm_store(variables: Mapping[str, str]) -> tuple[str, int, str]:
 
 
 def first_node(nodes: str) -> str:
-    """The first name in a list of nodes as Slurm writes it: "a1" of "a[1-3,7],b"."""
+    """The first name in a Slurm list of nodes: "a1" of "a[1-3,7],b"."""
     text = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", text[0]) if text else ""
 
@@ -234,8 +233,10 @@ def _tensorflow(variables: Mapping[str, str]) -> Place | None:
 
 
 def fields(ours: Place) -> dict[str, int] | None:
-    """The place in bpsx's own terms, by field of :class:`~bpsx.config.Config`; None if its ranks do
-    not go machine by machine, with as many processes on each."""
+    """Convert the place to fields of :class:`~bpsx.config.Config`.
+
+    Returns None unless ranks go machine by machine, with as many processes on each.
+    """
     rank, each = ours.local_rank, ours.local_size
     if rank is None or each is None or ours.size % each or ours.rank % each != rank:
         return None
@@ -248,14 +249,18 @@ def fields(ours: Place) -> dict[str, int] | None:
 
 
 def run_id(address: str = "", port: str = "") -> str:
-    """TORCHELASTIC_RUN_ID of a job of bpsx-run's; it names the address of PyTorch's store if that
-    is bpsx-run's choice.
+    """TORCHELASTIC_RUN_ID for a job of bpsx-run.
+
+    It contains the address of PyTorch's store if bpsx-run has chosen that.
     """
     return f"bpsx-run/{address}:{port}" if address else "bpsx-run"
 
 
 def own_store(variables: Mapping[str, str]) -> bool:
-    """Whether bpsx-run has chosen the address of PyTorch's store, so that worker 0 may open another
-    one instead, on a port that is certainly free and at its own address only."""
+    """Whether bpsx-run has chosen the address of PyTorch's store.
+
+    If so, worker 0 may open another store instead, on a port that is certainly free and at its own
+    address only.
+    """
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     return bool(address) and variables.get("TORCHELASTIC_RUN_ID") == run_id(address, port)

@@ -28,8 +28,8 @@ from bpsx.config.parsers import (
 class Option:
     """One option.
 
-    ``parse`` turns the variable's text into the value or raises :class:`ValueError` saying what is
-    allowed.
+    ``parse`` converts the variable's text to the value. It raises :class:`ValueError`, and
+    ``allowed`` then says what is valid.
     """
 
     field: str
@@ -58,7 +58,7 @@ NO_ENCRYPTION = (
     "BPSX_ENCRYPT=1: plain sockets and RDMA (DMLC_ENABLE_RDMA=tcp, 1) do not encrypt; ZeroMQ does:"
     " DMLC_ENABLE_RDMA=0"
 )
-#: Worker processes in a job: a server keeps a record of each for every partition.
+#: Most worker processes in a job. A server keeps a record of each for every partition.
 MOST_WORKERS = 65535
 
 
@@ -67,8 +67,10 @@ def _cores() -> int:
 
 
 def _default_lanes() -> int:
-    """Threads pay while there are cores for them; a worker or two share the machine in the
-    colocated case.
+    """A quarter of the cores, 1 to 4.
+
+    More threads help only while cores are free, and one or two workers may share the server's
+    machine.
     """
     return max(1, min(4, _cores() // 4))
 
@@ -885,8 +887,8 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 TORCHRUN = "torchrun"
-#: What ``torchrun`` tells the processes that it starts. Texts: other programs use some of these
-#: names for other things.
+#: Variables that ``torchrun`` sets for its processes. They are parsed as text, as other programs
+#: use some of these names for other things.
 TORCHRUN_OPTIONS: tuple[Option, ...] = (
     Option("rank", "RANK", str, "", "0..WORLD_SIZE-1", "rank() of this process.", TORCHRUN),
     Option("size", "WORLD_SIZE", str, "", "1..65535", "size() of the job.", TORCHRUN),

@@ -1,5 +1,4 @@
-"""How the text of an option becomes its value: each function returns the value or raises
-:class:`ValueError`.
+"""Parsers of option values: each converts text to a value or raises :class:`ValueError`.
 
 Pure.
 """
@@ -9,12 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-#: What :func:`flag` takes, for people.
+#: Allowed values of :func:`flag`, for messages.
 FLAG = "0 or 1 (also no, false, off, yes, true, on)"
 
 
 def integer(low: int, high: int = 2**62) -> Callable[[str], int]:
-    """A whole number from ``low`` to ``high``."""
+    """Parser of a whole number from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -26,12 +25,12 @@ def integer(low: int, high: int = 2**62) -> Callable[[str], int]:
 
 
 def zero_or(low: int, high: int) -> Callable[[str], int]:
-    """0, or a whole number from ``low`` to ``high``."""
+    """Parser of 0, or a whole number from ``low`` to ``high``."""
     return lambda text: 0 if int(text) == 0 else integer(low, high)(text)
 
 
 def number(low: float) -> Callable[[str], float]:
-    """A finite number, at least ``low``."""
+    """Parser of a finite number of at least ``low``."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -43,7 +42,7 @@ def number(low: float) -> Callable[[str], float]:
 
 
 def choice(*values: str) -> Callable[[str], str]:
-    """One of ``values``, in small letters or large."""
+    """Parser of one of ``values``, in lower or upper case."""
 
     def parse(text: str) -> str:
         if text.lower() not in values:
@@ -54,7 +53,7 @@ def choice(*values: str) -> Callable[[str], str]:
 
 
 def flag(text: str) -> bool:
-    """What :data:`FLAG` says; nothing is false."""
+    """Parse a flag as :data:`FLAG` says; empty text is false."""
     known = {
         "1": True,
         "true": True,
@@ -73,7 +72,7 @@ def flag(text: str) -> bool:
 
 
 def modules(text: str) -> str:
-    """Names of Python modules, separated by commas and nothing else."""
+    """Parse names of Python modules, separated by commas."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError
@@ -81,7 +80,7 @@ def modules(text: str) -> str:
 
 
 def ranks(text: str) -> tuple[int, ...] | None:
-    """Numbers from 0, separated by commas, none twice; None if there are none."""
+    """Parse distinct numbers from 0, separated by commas; None if there are none."""
     found = tuple(integer(0, 65534)(part.strip()) for part in text.split(",") if part.strip())
     if len(set(found)) != len(found):
         raise ValueError
@@ -89,7 +88,7 @@ def ranks(text: str) -> tuple[int, ...] | None:
 
 
 def host_port(text: str) -> tuple[str, int]:
-    """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
+    """Parse ``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
     host, _, port = text.rpartition(":")
     if (
         not port.isascii()
@@ -102,7 +101,7 @@ def host_port(text: str) -> tuple[str, int]:
 
 
 def port_range(text: str) -> range:
-    """``LOW-HIGH``, or one port."""
+    """Parse ``LOW-HIGH``, or one port."""
     low, dash, high = text.strip().partition("-")
     first, last = int(low), int(high) if dash else int(low)
     if not 1 <= first <= last <= 65535:
@@ -111,7 +110,7 @@ def port_range(text: str) -> range:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """Logical CPUs from text as the kernel writes it: ``0-3,8``. Raises :class:`ValueError`."""
+    """Parse logical CPUs as the kernel writes them: ``0-3,8``. Raises :class:`ValueError`."""
     found: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -123,23 +122,23 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def cpu_lists(text: str) -> str:
-    """``text`` as it is, if it is lists of CPUs with colons between them."""
+    """Check that ``text`` is lists of CPUs separated by colons; returns it unchanged."""
     for part in text.split(":") if text else ():
         cpu_list(part)
     return text
 
 
 def blacklist(text: str) -> str:
-    """``text`` as it is, if it is -1 or a list of CPUs."""
+    """Check that ``text`` is -1 or a list of CPUs; returns it unchanged."""
     if text != "-1":
         cpu_list(text)
     return text
 
 
 def folder(text: str) -> str:
-    """``~`` is the home folder also where no shell has seen it, as in a file of variables.
+    """Expand ``~`` to the home folder, also where no shell has, as in a file of variables.
 
-    Raises :class:`ValueError` if nobody knows that one.
+    Raises :class:`ValueError` if the home folder is unknown.
     """
     path = os.path.expanduser(text)
     if path.startswith("~"):

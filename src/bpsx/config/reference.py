@@ -1,4 +1,4 @@
-"""The page ``docs/reference/options.md``, generated from the table of options."""
+"""Generates the page ``docs/reference/options.md`` from the table of options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
 
 
 def reference() -> str:
-    """The page ``docs/reference/options.md``."""
+    """Return the page ``docs/reference/options.md``."""
     lines = [
         "# Options",
         "",
