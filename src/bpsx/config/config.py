@@ -1,4 +1,4 @@
-"""Reads all options from the environment; no other module reads bpsx's variables.
+"""Options from the environment. No other module reads the environment.
 
 A malformed value raises a :class:`~bpsx.errors.ConfigError` that names the variable, the value and
 what is allowed. An unknown ``BYTEPS_*`` or ``BPSX_*`` name causes a warning with the nearest known
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def distributed(self) -> bool:
-        """Whether the job needs a scheduler: it has several workers, or is told to use servers."""
+        """Whether a scheduler takes part, and servers unless :attr:`servers` is 0."""
         return bool(self.size > 1 or self.force_distributed or self.asynchronous)
 
     @property

@@ -20,8 +20,8 @@ from bpsx.launch.roles import cannot_run, child_setup, heeded
 
 #: Signals that cause a backtrace. All others are passed to the command.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"
-# An old gdb that does not know one of these settings continues. Disabling address randomization
-# stays off, as some containers do not allow it.
+# An old gdb that does not know one of these settings continues. Address randomization stays
+# enabled, as some containers do not allow gdb to disable it.
 _BEFORE = (
     "set debuginfod enabled off",
     "set confirm off",

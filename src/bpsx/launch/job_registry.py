@@ -1,4 +1,4 @@
-"""Records of the jobs that this user's ``bpsx-run`` runs here, for ``bpsx-run top`` and ``trace``.
+"""Records of the jobs that ``bpsx-run --local`` runs, for ``bpsx-run top`` and ``trace`` to find.
 
 A record is a memory file (memfd) of the launcher with mode 0600, as it may hold the job's secret.
 It disappears with the launcher, even with one that was killed. Other processes of this user read it

@@ -1,7 +1,7 @@
 """Merges the children's output line by line, each line prefixed with the child's name.
 
-It loses no byte, and an unfinished line delays no other. Bytes are never decoded. Nothing here
-blocks, so that signals and deadlines are served while the reader of bpsx-run's output stalls.
+It loses no byte and decodes none. Nothing here blocks, so that signals and deadlines are served
+while the reader of bpsx-run's output stalls.
 """
 
 from __future__ import annotations

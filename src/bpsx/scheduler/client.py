@@ -61,7 +61,7 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._joined = False
-        # of the connection on which the hub's last message came; -1 before the first
+        # Descriptor of the connection of the hub's last message; -1 before the first.
         self._descriptor = -1
         self._refusals = 0  # handshakes that failed in a row
         # A handshake failed; the next disconnect event is for that connection, which never counted.

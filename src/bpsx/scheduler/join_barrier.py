@@ -2,8 +2,8 @@
 
 Owned by the hub's only thread. A worker that has joined pushes nothing more, and the lanes close
 rounds without it. When all workers have joined, the servers first clear their marks of joined
-workers and confirm it; only then do the workers hear. Otherwise, a fast worker's next push could
-meet the mark of a slow worker.
+workers and confirm it; only then do the workers get ALL_JOINED. Otherwise, a fast worker's next
+push could meet the mark of a slow worker.
 
 Where the processes of a machine sum among themselves, the machine's root keeps marks, too. Servers
 then learn of the join once all processes of a machine have joined.

@@ -85,7 +85,7 @@ class Membership:
         self.survived = False
         self.blamed: Node | None = None  # the node whose end was the first unexpected one
 
-    # ---- coming
+    # ---- joining the job
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle a node's HELLO."""
@@ -120,8 +120,8 @@ class Membership:
     def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
         """Refuse a node.
 
-        If the job waits for its place, the reason is shown to those that wait: the node has proven
-        that it knows the secret, if the job has one.
+        If the job still waits for a node in its place, the waiting nodes get the reason: the
+        refused node has proven that it knows the secret, if the job has one.
         """
         if self._lacks(m):
             self.refused[_place(m)] = f"refused: {why}"
@@ -320,7 +320,7 @@ class Membership:
             [w.host for w in self._of("worker") if w.rank % self.processes == 0], servers
         )
 
-    # ---- while it runs
+    # ---- while the job runs
 
     def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A worker declares a tensor.
@@ -530,7 +530,7 @@ class Membership:
             described[0] += f", which worker {rank} has not pushed"
         return names(described, 4)
 
-    # ---- going
+    # ---- leaving
 
     def bye(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A node leaves; a ``failure`` means that it leaves unfinished work."""

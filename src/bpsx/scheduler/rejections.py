@@ -38,7 +38,7 @@ class Refusals:
         self._peers: dict[int, str] = {}  # descriptor -> peer address
 
     def event(self, event: Mapping[str, Any]) -> bool:
-        """Handle a monitor event; returns True if it ends a connection that had been accepted."""
+        """Handle a monitor event; returns True if it ends a connection that had been let in."""
         kind, value = event["event"], int(event["value"])
         if kind == zmq.EVENT_ACCEPTED:
             if len(self._peers) < _MOST_KEPT:

@@ -46,7 +46,7 @@ class Roster:
         self._absent: list[int] = []  # heap of ranks that may be missing
         self._absent_of = 0  # number of workers for which `_absent` was built
 
-    # ---- coming and going
+    # ---- changes
 
     def add(self, node: Node) -> None:
         """Add a node."""
@@ -82,7 +82,7 @@ class Roster:
         else:
             self.live_servers.pop(node.ident, None)
 
-    # ---- looking
+    # ---- queries
 
     def servers(self) -> list[Node]:
         """All servers, by rank."""

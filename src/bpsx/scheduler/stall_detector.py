@@ -54,7 +54,7 @@ class _Worker:
     """One worker's reports."""
 
     waits: OrderedDict[Key, _Wait] = field(default_factory=OrderedDict)  # oldest first
-    # heap of (start of wait, key); may hold outdated items
+    # Heap of (start of wait, key); may hold outdated items.
     vain: list[tuple[float, Key]] = field(default_factory=list)
     reported: float = 0.0
     busy: bool = False
@@ -78,7 +78,7 @@ class Stalls:
         self._by_count: dict[int, set[Key]] = {}
         self._stuck: set[int] = set()
 
-    # ---- who counts
+    # ---- participants
 
     def enter(self, rank: int) -> None:
         """Add worker ``rank``."""
@@ -104,7 +104,7 @@ class Stalls:
         self._by_count.clear()
         self._stuck.clear()
 
-    # ---- what they report
+    # ---- reports
 
     def report(
         self,
@@ -119,7 +119,7 @@ class Stalls:
 
         ``new``: pushed tensors, oldest first: [name, generation, round, seconds since the push,
         seconds that the script has waited for it or -1]. ``over``: [name, generation] of those that
-        have ended. ``busy``: whether a thread that has used bpsx does not wait. ``calls``: number
+        have ended. ``busy``: whether a thread that has used bpsx is not waiting. ``calls``: number
         of push_pulls that the script has asked for since the job began or was reset.
         """
         worker = self._workers.get(rank)
@@ -203,7 +203,7 @@ class Stalls:
         stuck = bool(worker.vain) and worker.reported - worker.vain[0][0] >= patience
         (self._stuck.add if stuck else self._stuck.discard)(rank)
 
-    # ---- what follows
+    # ---- warnings and deadlocks
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
         """The oldest tensors that worker ``rank`` pushed over ``warn_after`` seconds ago.

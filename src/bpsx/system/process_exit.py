@@ -51,7 +51,7 @@ def uncaught() -> BaseException | None:
 
 
 def end_child_with(status: int) -> None:
-    """Make this child of :mod:`multiprocessing` exit with ``status`` on success."""
+    """Make this multiprocessing child exit with ``status`` although its target succeeded."""
     global _status
     _status = status
 

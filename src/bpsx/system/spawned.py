@@ -24,7 +24,7 @@ def explained(error: JobOverError, rank: int) -> JobOverError:
 
     ``rank``: of the worker that this process wanted to be.
     """
-    # A fork server's child also imports the script, and has no such parent.
+    # The fork server itself imports the script, too, but has no `parent_process()`.
     is_child = is_importing() or multiprocessing.parent_process() is not None
     return JobOverError(f"{error}. {_cause(rank)}") if is_child else error
 

@@ -147,7 +147,7 @@ class Reporter:
         # End of a recording that another process requested; 0 if it runs until it is stopped.
         self._live_until = 0.0
         self._live_files = 0
-        # push_pulls of a single worker, which has no core that counts
+        # Tensor -> push_pulls of a single worker, which has no core that counts them.
         self._steps: dict[str, int] = {}
         self._writing: threading.Thread | None = None
         self._on_sigterm: Callable[[int, FrameType | None], None] | None = None
@@ -166,7 +166,7 @@ class Reporter:
         self._about["job"] = hashlib.sha256(f"timeline of {job}".encode()).hexdigest()[:12]
         self._send, self._stats = send, stats
         if self._window is not None:
-            # not at the first tick, as the job may be over by then
+            # Not at the first tick, as the job may be over by then.
             self._ask_burst(time.monotonic())
 
     def name(self, tensor: str, keys: Iterable[int]) -> None:

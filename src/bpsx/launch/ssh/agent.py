@@ -132,7 +132,7 @@ class Runner:
         """
         if self._child:
             with contextlib.suppress(ProcessLookupError):
-                # not reaped yet, so the id is still its own
+                # The process has not been reaped, so the id is still its own.
                 os.kill(self._child.process.pid, number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
