@@ -1,6 +1,6 @@
 """bpsx: gradient communication for distributed training.
 
-Importing does no work; :func:`init` starts it.
+Importing the package does no work; :func:`init` starts the communication.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The verbs too, before they are loaded."""
+    """List the public names, including the verbs that are not loaded yet."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:
-    """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the
-    core.
+    """Load a verb on first use.
+
+    The launcher and the scheduler import bpsx, and need neither NumPy nor the core.
     """
     if name not in __all__:
         raise AttributeError(

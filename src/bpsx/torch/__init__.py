@@ -1,7 +1,7 @@
 """bpsx for PyTorch: ``import bpsx.torch as bps``.
 
-BytePS's names and arguments: a script for ``byteps.torch`` runs with the import changed.
-Tensors on the CPU or a CUDA device; gradients leave during backward.
+Names and arguments are BytePS's: a script for ``byteps.torch`` runs with only the import changed.
+Tensors may be on the CPU or on a CUDA device. Gradients are pushed during the backward pass.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if _torch.distributed.is_available():
 else:
     from bpsx.api.verbs import init, resume
 
-#: BytePS's name for it.
+#: BytePS's name for :func:`push_pull_async_inplace`.
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
@@ -105,5 +105,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Public names only: BytePS's, and ours."""
+    """List only the public names."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,6 +1,4 @@
-"""push_pull on PyTorch tensors: turns a tensor into memory that bpsx can read and write, and
-back.
-"""
+"""push_pull of PyTorch tensors, and the checks and views that give bpsx their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from bpsx.torch.dynamo import eager
 from bpsx.torch.profiling import followed, profiled
 
 _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
-#: What to send instead of a dtype that cannot be summed.
+#: What to send instead of a tensor whose dtype cannot be summed, by dtype name.
 _INSTEAD = {
     "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
     **dict.fromkeys(
@@ -30,20 +28,22 @@ _INSTEAD = {
         "send torch.view_as_real(tensor), which shares its memory",
     ),
 }
-#: The names of the dtypes that are summed.
+#: Names of the dtypes that can be summed.
 SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
 
 
 class UnsupportedTensor(BpsxError, TypeError):
-    """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another
-    device, or overlapping itself.
+    """The argument is not a tensor, or bpsx cannot use its memory.
+
+    Unsupported are sparse, quantized and nested tensors, tensors on other devices than the CPU or a
+    GPU, and outputs whose elements overlap.
     """
 
 
 def check_tensor(tensor: Any, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor`` is dense, on the CPU or a GPU.
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is dense and on the CPU or a GPU.
 
-    ``what`` says whose it is.
+    ``what`` names the tensor in the message.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTensor(f"{what}: a torch.Tensor is needed, not {type(tensor).__name__}")
@@ -60,7 +60,7 @@ def check_tensor(tensor: Any, what: str) -> None:
 
 
 def check_rows(tensor: torch.Tensor, verb: str) -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor`` has rows."""
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` has at least one dimension."""
     if tensor.dim() == 0:
         raise UnsupportedTensor(
             f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)"
@@ -74,8 +74,9 @@ def check_device(tensor: torch.Tensor, what: str) -> None:
 
 
 def check_writable(tensor: torch.Tensor, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` if elements of ``tensor`` share memory, so that it cannot
-    hold a result.
+    """Raise :class:`UnsupportedTensor` if elements of ``tensor`` share memory.
+
+    Such a tensor cannot hold a result.
     """
     if tensor.is_contiguous():
         return
@@ -91,8 +92,10 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
 
 
 def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull()") -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor``, which can be sent, can also hold the
-    result, with autograd knowing of it.
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` can hold the result in place.
+
+    ``tensor`` has passed :func:`check_tensor`. A tensor that autograd computed is refused, because
+    autograd would not notice that its values are overwritten.
     """
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise UnsupportedTensor(
@@ -103,28 +106,27 @@ def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or
-    conjugation.
+    """Return whether the memory at ``data_ptr()`` holds the elements in order.
+
+    There must be no pending negation or conjugation.
     """
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, detached, if it is plain, else a contiguous copy."""
+    """Return ``tensor`` itself, detached, if it is plain; otherwise a contiguous copy."""
     detached = tensor.detach()
     return detached if is_plain(detached) else detached.resolve_conj().resolve_neg().contiguous()
 
 
 def mark_written(tensor: torch.Tensor) -> None:
-    """Let autograd notice that ``tensor`` is overwritten, in case it has saved it for a backward
-    pass.
-    """
+    """Tell autograd of a write to ``tensor``, which it may have saved for a backward pass."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def mark_all_written(tensors: list[torch.Tensor]) -> None:
-    """The same for many, none of which is an inference tensor."""
+    """Do as :func:`mark_written` for many tensors, none of which is an inference tensor."""
     if _MARKS_MANY:
         torch.autograd.graph.increment_version(tensors)
         return
@@ -133,10 +135,10 @@ def mark_all_written(tensors: list[torch.Tensor]) -> None:
 
 
 def _marks_many() -> bool:
-    """Newer releases of PyTorch take many tensors in one call."""
+    """Return whether this PyTorch's ``increment_version`` takes many tensors in one call."""
     try:
         torch.autograd.graph.increment_version([])
-    except (TypeError, AttributeError, RuntimeError):  # which of them depends on the release
+    except (TypeError, AttributeError, RuntimeError):  # which of these depends on the release
         return False
     return True
 
@@ -145,15 +147,15 @@ _MARKS_MANY = _marks_many()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """``float32`` and the like."""
+    """Return the name of the tensor's dtype, such as ``float32``."""
     return SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
 
 
 def summable(tensor: torch.Tensor, what: str) -> str:
-    """The name of ``tensor``'s dtype.
+    """Return the name of ``tensor``'s dtype.
 
-    Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not
-    summed.
+    Raises :class:`~bpsx.dtypes.UnsupportedDType` if the dtype cannot be summed; the message says
+    what to send instead.
     """
     name = SUMMED.get(tensor.dtype)
     if name is None:
@@ -166,12 +168,12 @@ def summable(tensor: torch.Tensor, what: str) -> str:
 
 
 def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
-    """A plain tensor as bpsx sees it."""
+    """Describe a plain tensor's memory to bpsx."""
     return view_at(tensor, tensor.nbytes, dtype, tuple(tensor.shape))
 
 
 def view_at(tensor: torch.Tensor, nbytes: int, dtype: str, shape: tuple[int, ...]) -> TensorView:
-    """A plain tensor's memory as elements of another type."""
+    """Describe a plain tensor's memory as elements of type ``dtype`` and shape ``shape``."""
     if not tensor.is_cuda:
         return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor)
     device = tensor.get_device()
@@ -180,9 +182,9 @@ def view_at(tensor: torch.Tensor, nbytes: int, dtype: str, shape: tuple[int, ...
 
 @functools.cache
 def streams_of(device: int) -> Callable[[], int]:
-    """Gives the stream that the calling thread works on.
+    """Return a function that gives the calling thread's current stream on ``device``.
 
-    The raw handle is had five times as fast where PyTorch has a function for it.
+    Where PyTorch has a function for the raw handle, that function is five times as fast.
     """
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if raw is not None:
@@ -202,7 +204,7 @@ def submit(
 ) -> Handle:
     """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor.
 
-    Both are checked dense tensors.
+    Both tensors are dense and have been checked.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
@@ -210,10 +212,10 @@ def submit(
         source, f"push_pull of {name!r}" if name else "push_pull"
     )
     plain = is_plain(source)
-    # the way of gradients, hundreds of them in a step: nothing that is not needed
+    # Hot path: a step has hundreds of gradients.
     if source is output and plain:
-        # A tensor of our own: who sets `source.data` meanwhile does not free the memory that is
-        # under way.
+        # A tensor object of our own: setting `source.data` meanwhile must not free the memory in
+        # flight.
         stage_in = stage_out = source.detach()
         staged = False
     else:
@@ -251,11 +253,12 @@ def _overwrite(output: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
-    """What an operation without a name is called: by what its tensor is, or by the shape of its
-    rows unless ``whole``.
+    """Return the name of an operation that was given none: its dtype and shape.
 
-    Calls of one name are matched in the order in which each worker makes them, so equal sequences
-    of calls meet. A counter would make a new name of every call, and what a name means is never
+    With ``whole`` false, the name has the shape of a row instead of the tensor's.
+
+    Operations of one name are matched in the order in which each worker calls them, so equal
+    sequences of calls match. A counter would create a new name on every call, and names are never
     forgotten.
     """
     return (
@@ -318,24 +321,26 @@ def push_pull_async(
     version: int = 0,
     priority: int = 0,
 ) -> Handle:
-    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype;
-    :func:`synchronize` returns that.
+    """Begin to sum ``tensor`` over all workers; :func:`synchronize` returns the result.
 
-    In asynchronous training: add it to the servers' value of ``name``, and get that (see
+    The result is a new tensor of the same shape, dtype and strides. In asynchronous training the
+    servers add ``tensor`` to their value of ``name``, and the result is that value (see
     ``docs/train/async.md``).
 
-    ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides,
-    also empty or 0-dimensional. Elements travel in logical order, so workers may lay it out
-    differently; a result has its input's strides. It must not change, nor be resized, until the
-    end. Its values are taken as they are, without autograd. Workers must agree on name, shape,
-    dtype and ``average``; without a name, calls of one shape and dtype are matched in the order in
-    which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger
-    ``priority`` goes first (32 bits, signed). ``version`` is BytePS's and ignored: bpsx counts
-    rounds itself.
+    Arguments:
+    - ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`. Any strides
+      are allowed; the tensor may be empty or 0-dimensional. Elements travel in logical order, so
+      the strides may differ between workers. The tensor must not be changed or resized until the
+      operation has ended. Its values are taken as they are, without autograd.
+    - ``average``: divide by ``size()``; integers round down.
+    - ``name``: workers must agree on name, shape, dtype and ``average``. Calls without a name are
+      matched by shape and dtype, in the order in which each worker makes them.
+    - ``version``: accepted for BytePS and ignored, because bpsx counts rounds itself.
+    - ``priority``: a larger priority goes first (32 bits, signed).
 
-    On a GPU, the sum is of what the current stream has queued before the call, nobody waits for
-    that, and what a stream queues after :func:`synchronize` was called on it comes after the
-    result. GPUs of one machine are added by NCCL, in the tensor's own type.
+    On a GPU, the sum covers the work that the current stream had queued before the call; the call
+    does not wait for that work. Work queued on a stream after :func:`synchronize` was called on it
+    sees the result. NCCL adds the tensors of one machine's GPUs, in the tensor's own dtype.
 
     Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are
     :class:`TypeError`), :class:`~bpsx.errors.ConfigError` for other arguments,
@@ -353,13 +358,13 @@ def push_pull_async_inplace(
     version: int = 0,
     priority: int = 0,
 ) -> Handle:
-    """As :func:`push_pull_async`, but the result replaces ``tensor``'s values.
+    """Do as :func:`push_pull_async`, but replace ``tensor``'s values by the result.
 
-    They are complete once :func:`synchronize` has returned.
+    The values are complete once :func:`synchronize` has returned.
 
-    The result goes to the memory that ``tensor`` has at the call. If ``tensor.data`` is set, or
-    ``tensor.set_()`` called, before the end, the sum is in the old memory, and what
-    :func:`synchronize` returns, ``tensor``, is not the sum.
+    The result goes to the memory that ``tensor`` has at the call. If ``tensor.data`` is set or
+    ``tensor.set_()`` is called before the end, the old memory receives the sum. :func:`synchronize`
+    still returns ``tensor``, which then does not hold the sum.
 
     Also raises :class:`UnsupportedTensor` if elements of ``tensor`` share memory (``expand``,
     overlapping ``as_strided``).
@@ -368,7 +373,7 @@ def push_pull_async_inplace(
 
 
 class _Options(NamedTuple):
-    """What push_pull was asked for, as its derivative needs it."""
+    """Arguments of a push_pull that its derivative needs."""
 
     average: bool
     name: str
@@ -377,17 +382,17 @@ class _Options(NamedTuple):
 
 
 class _PushPull(torch.autograd.Function):  # type: ignore[misc]
-    """The sum or average over workers; see :func:`push_pull` for what its derivative is."""
+    """Sum or average over the workers; :func:`push_pull` describes the derivative."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, options: _Options) -> torch.Tensor:
-        """Sum or average."""
+        """Return the sum or average."""
         ctx.options = options
         return _summed(tensor, options)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The same of the gradient, under a name of its own; differentiable again."""
+        """Push_pull the gradient, under a name of its own; differentiable again."""
         return (
             _differentiable(gradient, ctx.options._replace(name=f"{ctx.options.name}.grad")),
             None,
@@ -430,24 +435,25 @@ def push_pull(
     priority: int = 0,
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
-    """The sum or average of ``tensor`` over all workers, as a new tensor of its shape and dtype.
+    """Return the sum or average of ``tensor`` over all workers, as a new tensor.
 
-    ``compression`` is for the wire only.
+    Shape and dtype are those of ``tensor``; ``compression`` applies to the wire only.
 
-    Differentiable, any number of times. Every worker's loss counts: with y = c * sum over s of x_s,
-    where c is 1 for a sum and 1 / ``size()`` for an average, the gradient of worker s is that of
-    the losses' total, d(sum over r of L_r) / d x_s = c * sum over r of d L_r / d y_r. So backward
-    is a push_pull of the gradients with the same ``average``, under the name ``name + ".grad"``,
-    and all workers or none have to go through it. In asynchronous training there is no derivative:
-    the result does not require a gradient.
+    Differentiable, any number of times. Every worker's loss counts. Let y = c * sum over s of x_s,
+    where c is 1 for a sum and 1 / ``size()`` for an average. The gradient of worker s is that of
+    the losses' total: d(sum over r of L_r) / d x_s = c * sum over r of d L_r / d y_r. So backward
+    is a push_pull of the gradients with the same ``average``, under the name ``name + ".grad"``.
+    Either all workers run it or none. Asynchronous training has no derivative: the result does not
+    require a gradient.
 
-    A ``torch.sparse_coo`` tensor gives a coalesced one of the same shape. What travels is its
-    values and indices, of which each worker may have another number; it has no derivative. Raises
-    as :func:`push_pull_async` and :func:`synchronize`.
+    A ``torch.sparse_coo`` tensor gives a coalesced tensor of the same shape. Its values and indices
+    travel, and their number may differ between workers; it has no derivative. Raises as
+    :func:`push_pull_async` and :func:`synchronize`.
     """
     check_compression(compression, "push_pull")
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
-        from bpsx.torch.sparse import push_pull_sparse  # it is built on this module
+        # imported here: sparse.py imports this module
+        from bpsx.torch.sparse import push_pull_sparse
 
         _check_arguments(average, name, version, priority)
         return push_pull_sparse(tensor, average, name, compression)
@@ -466,7 +472,7 @@ def push_pull_inplace(
     version: int = 0,
     priority: int = 0,
 ) -> torch.Tensor:
-    """Replace ``tensor``'s values by their sum or average over all workers; returns ``tensor``.
+    """Replace ``tensor``'s values by their sum or average over all workers; return ``tensor``.
 
     Raises as :func:`push_pull`.
     """
@@ -478,11 +484,11 @@ def push_pull_inplace(
 
 @eager
 def poll(handle: Handle) -> bool:
-    """Whether ``handle``'s operation has ended.
+    """Return whether ``handle``'s operation has ended, without blocking.
 
-    Does not block. Call :func:`synchronize` before using the result all the same.
+    Call :func:`synchronize` before using the result all the same.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what is no handle.
+    Raises :class:`~bpsx.errors.ConfigError` if ``handle`` is not a handle.
     """
     check_handle(handle, "poll")
     return handle.done()
@@ -493,8 +499,8 @@ def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for ``handle`` and return its tensor. May be called again.
 
     Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`,
-    :class:`~bpsx.errors.StallError` and their kin, and :class:`~bpsx.errors.ConfigError` for what
-    is no handle.
+    :class:`~bpsx.errors.StallError` and other errors of :mod:`bpsx.errors` that made the operation
+    fail; :class:`~bpsx.errors.ConfigError` if ``handle`` is not a handle.
     """
     check_handle(handle, "synchronize")
     result: torch.Tensor = handle.wait()
@@ -503,10 +509,11 @@ def synchronize(handle: Handle) -> torch.Tensor:
 
 @eager
 def declare(name: str) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
+    """Fix the position of ``name`` in the order of declaration; return the position (0, 1, …).
 
-    Calling it again changes nothing.
+    Declaring a name again changes nothing.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
+    Raises :class:`~bpsx.errors.ConfigError` unless ``name`` is a string of 1 to 4096 bytes of
+    UTF-8.
     """
     return int(adapter.session().declare(name))

@@ -1,6 +1,4 @@
-"""DistributedOptimizer: gradients leave as backward produces them, and come home averaged before
-the step.
-"""
+"""DistributedOptimizer: pushes gradients during backward and averages them before the step."""
 
 from __future__ import annotations
 
@@ -37,67 +35,71 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
 ) -> _DistributedOptimizer:
     """Make ``optimizer`` average gradients over all workers before it steps.
 
-    Returns the same object, now of a subclass of its class.
+    Returns the same object, now of a subclass of its class. So ``isinstance``, ``param_groups``,
+    ``state_dict`` and learning-rate schedulers work as before.
 
-    So ``isinstance``, ``param_groups``, ``state_dict`` and learning-rate schedulers work as before.
-    Call it after ``init()`` and the same way on all workers. As backward finishes a gradient, the
-    gradient is pushed; ``step()`` waits for all of them, then steps. Parameters that come first in
-    ``named_parameters`` are the most urgent: the next forward pass needs them first.
+    Call it after ``init()`` and the same way on all workers. Each gradient is pushed as soon as
+    backward has finished it; ``step()`` waits for all of them, then steps. Parameters that come
+    first in ``named_parameters`` are the most urgent, because the next forward pass needs them
+    first.
 
-    ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at
-    least all parameters of ``optimizer``; by default they are called
-    ``push_pull.noname.<group>.<index>``, those of the second such optimizer
-    ``push_pull.noname.1.<group>.<index>``, and so on: make optimizers without names in the same
-    order on all workers. Names, order, shapes and dtypes must be the same on all workers; the first
-    step compares them, and a sample of the weights (``BPSX_CHECK_WEIGHTS``). Two distributed
-    optimizers that live at once need different names; one for the same parameters under the same
-    names takes the place of the earlier one, which can step no more. ``compression``: one of
-    :class:`Compression`, for the wire only. ``compression_params``: how servers and workers
-    compress gradients: a mapping as in ``docs/train/compression.md``, for example ``{"compressor":
-    "onebit", "ef": "vanilla"}``, for all parameters, the same on all workers; not together with
-    ``compression``. ``backward_passes_per_step``: gradients of so many backward passes are added up
-    locally before they are pushed; the result is averaged over workers, not over passes (divide the
-    loss if you want that).
+    Arguments:
+    - ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at
+      least all parameters of ``optimizer``. Names, order, shapes and dtypes must be the same on all
+      workers. The first step compares them, and a sample of the weights (``BPSX_CHECK_WEIGHTS``).
+      Default names are ``push_pull.noname.<group>.<index>``; the second such optimizer's are
+      ``push_pull.noname.1.<group>.<index>``, and so on. Create optimizers without names in the same
+      order on all workers. Two live distributed optimizers need different names. An optimizer for
+      the same parameters under the same names replaces the earlier one, which can step no more.
+    - ``compression``: one of :class:`Compression`, for the wire only.
+    - ``compression_params``: how servers and workers compress gradients: a mapping as in
+      ``docs/train/compression.md``, for example ``{"compressor": "onebit", "ef": "vanilla"}``. It
+      applies to all parameters and is the same on all workers. It excludes ``compression``.
+    - ``backward_passes_per_step``: number of backward passes whose gradients are added up locally
+      before they are pushed. The result is averaged over workers, not over passes; divide the loss
+      to average over passes.
 
-    **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way;
-    who writes to one then gets a :class:`GradientOrderError` at the wait, with its name. Not
-    noticed is who writes through ``grad.data``, or to a gradient that is a part of larger memory:
-    views of one flat buffer count their writes together, those of backward and bpsx included.
-    ``synchronize()`` waits for gradients. So does reading ``param_groups``, and a ``step()`` after
-    that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an overflow on
-    one worker is one on all. Read ``param_groups`` before the first or after the last backward of a
-    step.
+    **Looking at gradients.** Gradients are in flight from ``backward()`` to the end of ``step()``.
+    Writing to one then makes the wait raise a :class:`GradientOrderError` with the parameter's
+    name. Writes through ``grad.data`` are not noticed. Neither are writes to a gradient that is a
+    part of larger memory: views of one flat buffer share a write counter, which backward and bpsx
+    increment too. ``synchronize()`` waits for gradients. Reading ``param_groups`` does so as well,
+    and a ``step()`` after that neither waits nor pushes again. So ``torch.amp.GradScaler`` works
+    unchanged, and an overflow on one worker is an overflow on all. Read ``param_groups`` before the
+    first or after the last backward of a step.
 
-    **Parameters without a gradient.** Workers may use different parameters in a step: who has no
-    gradient counts as zeros. What no worker has used has no ``grad`` after the step, and does not
-    move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
-    same step; otherwise it raises :class:`~bpsx.errors.MismatchError` on all.
+    **Parameters without a gradient.** Workers may use different parameters in a step: a worker
+    without a gradient counts as zeros. A parameter that no worker has used has no ``grad`` after
+    the step and does not move, as in one process. Freeze and unfreeze parameters
+    (``requires_grad``) on all workers in the same step; otherwise the step raises
+    :class:`~bpsx.errors.MismatchError` on all workers.
 
-    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of
-    which each worker may have another number, or none; ``grad`` is then coalesced.
-    ``sparse_as_dense=True`` makes them dense first; for SparseAdam, which takes no others, ``grad``
-    is then made sparse again, of the rows that are not zero. A gradient must be sparse on all
-    workers that have one, or dense on all; otherwise ``step()`` raises
-    :class:`~bpsx.errors.MismatchError` on all. (One that has been dense so far is sent dense.) A
-    worker that has called :func:`bpsx.torch.join` cannot be left out of a sparse exchange:
-    :class:`~bpsx.errors.JoinedError`.
+    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices. Their
+    number may differ between workers and may be zero; ``grad`` is then coalesced.
+    ``sparse_as_dense=True`` makes them dense first. For SparseAdam, which accepts only sparse
+    gradients, ``grad`` is then made sparse again, from the rows that are not zero. A gradient must
+    be sparse on all workers that have one, or dense on all; otherwise ``step()`` raises
+    :class:`~bpsx.errors.MismatchError` on all workers. (A gradient that has been dense so far is
+    sent dense.) A worker that has called :func:`bpsx.torch.join` cannot be left out of a sparse
+    exchange: :class:`~bpsx.errors.JoinedError`.
 
-    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and
-    exchanges weights; see ``docs/train/async.md``. ``synchronize()`` does nothing there, and
-    ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
+    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on the worker's own
+    gradients and exchanges weights; see ``docs/train/async.md``. There ``synchronize()`` does
+    nothing, and ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` have
+    no effect.
 
-    Copies, deep or pickled, are plain optimizers of the class that this one had before: names and
-    hooks belong to the parameters here.
+    Copies, deep or pickled, are plain optimizers of the original class, because names and hooks
+    belong to the parameters of this optimizer.
 
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``.
     With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
     Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice or in use by another
-    live optimizer, parameters without a name, LBFGS, compression in asynchronous training;
+    live optimizer, parameters without a name, LBFGS, and compression in asynchronous training;
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters
     that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises
-    :class:`UnsupportedTensor` for gradients that cannot be sent and :class:`GradientOrderError` if
-    it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
+    :class:`UnsupportedTensor` for gradients that cannot be sent, and :class:`GradientOrderError` if
+    it runs again before ``step()``. ``step()`` raises the error that made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
     return distribute(
@@ -119,8 +121,9 @@ def distribute(
     average: bool = True,
     compression_params: Params = None,
 ) -> _DistributedOptimizer:
-    """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers,
-    which asynchronous training does not have.
+    """Do as :func:`DistributedOptimizer`; with ``average=False`` gradients are summed instead.
+
+    Asynchronous training does not support sums.
     """
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
@@ -168,7 +171,7 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
 def check_options(
     compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer"
 ) -> None:
-    """Raise :class:`ConfigError` for a compressor that is none, or for neither True nor False."""
+    """Raise :class:`ConfigError` unless both are a compressor and a bool."""
     check_compression(compression, verb)
     adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
 
@@ -176,7 +179,7 @@ def check_options(
 def mix_in(
     mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange
 ) -> torch.optim.Optimizer:
-    """Put ``mixin`` in front of ``optimizer``'s class and begin to exchange.
+    """Put ``mixin`` in front of ``optimizer``'s class and start the exchange of gradients.
 
     Returns the same object.
     """
@@ -198,7 +201,7 @@ def mix_in(
 if TYPE_CHECKING:
 
     class _Base:
-        """What the mixin finds below itself: the user's optimizer class."""
+        """Stands for the user's optimizer class, which follows the mixin in the method order."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             raise NotImplementedError
@@ -221,7 +224,7 @@ else:
 
 @public_methods
 class _DistributedOptimizer(_Base):
-    """Goes in front of the user's optimizer class; see :func:`DistributedOptimizer`."""
+    """Mixin in front of the user's optimizer class; see :func:`DistributedOptimizer`."""
 
     _exchange: Exchange
     _should_synchronize: bool
@@ -229,9 +232,9 @@ class _DistributedOptimizer(_Base):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As the base class's.
+        """The base class's parameter groups.
 
-        Whoever reads it may be about to look at gradients, so those under way are waited for.
+        Reading them waits for gradients in flight, since the reader may be about to use gradients.
         """
         self._exchange.look()
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
@@ -242,18 +245,17 @@ class _DistributedOptimizer(_Base):
         vars(self)["param_groups"] = groups
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's
-        parameters.
-        """
+        """Copy or pickle as a plain optimizer: hooks and names belong to this one's parameters."""
         line = type(self).__mro__
         plain = line[line.index(_DistributedOptimizer) + 1]
         return object.__new__, (plain,), super().__getstate__()
 
     def synchronize(self) -> None:
-        """Push what has not been pushed, and wait until every ``grad`` holds the average.
+        """Push the remaining gradients and wait until every ``grad`` holds the average.
 
-        For looking at gradients before the step (clipping, unscaling); then step inside
-        :meth:`skip_synchronize`. Raises what made a push fail, once all have ended.
+        Use it to read or change gradients before the step (clipping, unscaling); then call
+        ``step()`` inside :meth:`skip_synchronize`. Raises the error that made a push fail, once all
+        pushes have ended.
         """
         exchange = self._exchange
         if exchange.settled:
@@ -263,7 +265,7 @@ class _DistributedOptimizer(_Base):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` takes the gradients as they are: for after :meth:`synchronize`."""
+        """Context in which ``step()`` takes gradients as they are, after :meth:`synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -273,18 +275,17 @@ class _DistributedOptimizer(_Base):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are added up before a push.
 
-        Begins a new count for every parameter.
+        Restarts the count of every parameter.
         """
         self._exchange.set_passes(checked_passes(passes, "set_backward_passes_per_step"))
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate ``closure``, if given, wait for the averaged gradients, and step. Returns the
-        closure's result.
+        """Evaluate ``closure`` if given, wait for the averaged gradients, and step.
 
-        PyTorch's optimizers evaluate it once; one of another library may do so as often as it
-        likes, equally often on all
-        workers (SAM), and gets averages each time.
+        Returns the closure's result. PyTorch's optimizers evaluate the closure once. An optimizer
+        of another library (SAM) may evaluate it several times, equally often on all workers; it
+        gets averages each time.
         """
         if isinstance(self._exchange, AsyncExchange):
             return self._exchange.step(super().step, closure)
@@ -304,10 +305,12 @@ class _DistributedOptimizer(_Base):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Let the optimizer evaluate ``closure`` itself, as SAM does after it has moved the
-        weights:
-        each evaluation is followed by an exchange, so all workers must evaluate it equally
-        often."""
-        if self._exchange.under_way:  # gradients of a backward pass before step()
+        weights.
+
+        An exchange of gradients follows each evaluation, so all workers must evaluate the closure
+        equally often.
+        """
+        if self._exchange.under_way:  # left from a backward pass before step()
             self._settle()
 
         def averaged() -> Any:
@@ -345,10 +348,10 @@ class _DistributedOptimizer(_Base):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base class.
+        """Do as the base class.
 
-        If gradients are under way, they are waited for first and thrown away; do that on all
-        workers or none.
+        If gradients are in flight, it first waits for them and discards them. Do that on all
+        workers or on none.
         """
         exchange = self._exchange
         if exchange.under_way:
@@ -358,9 +361,12 @@ class _DistributedOptimizer(_Base):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the base class; the new parameters are the least urgent. They are called
-        ``push_pull.noname.<group>.<index>``, with this optimizer's
-        number, or the name of its first parameter if it has been given names."""
+        """Do as the base class; the new parameters are the least urgent.
+
+        Their generated names are ``push_pull.noname.<group>.<index>``, with this optimizer's
+        number. If the optimizer was given names, the generated name contains its first parameter's
+        name instead.
+        """
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         if self._exchange.choices:
@@ -373,11 +379,11 @@ class _DistributedOptimizer(_Base):
         exchange.add([(exchange.added_name(group, i), p) for i, p in params])
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class.
+        """Return the base class's state and the state of gradient compression.
 
-        With ``compression_params``, under "bpsx", what compression keeps of this worker's
-        gradients, and on worker 0 what the servers keep: about twice, or with momentum three times,
-        the gradients' size. Waits for gradients under way.
+        With ``compression_params``, the entry "bpsx" holds this worker's compression state; on
+        worker 0 it also holds the servers' state. That is about twice the gradients' size, or three
+        times with momentum. Waits for gradients in flight.
         """
         found = super().state_dict()
         wires = self._wires()
@@ -386,11 +392,11 @@ class _DistributedOptimizer(_Base):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class.
+        """Do as the base class, and restore the state of gradient compression.
 
-        What compression kept goes on only on the worker that has saved it; others begin anew, with
-        a warning, so for the same bits as without an interruption each worker saves and loads a
-        state of its own. Load it on all workers before the next step.
+        Only the worker that saved a compression state restores it; other workers start afresh, with
+        a warning. For results bitwise equal to an uninterrupted run, each worker saves and loads a
+        state of its own. Load the state on all workers before the next step.
         """
         super().load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         wires = self._wires()
@@ -398,9 +404,7 @@ class _DistributedOptimizer(_Base):
             checkpoint.load(state_dict.get(checkpoint.KEY, checkpoint.NOTHING), wires)
 
     def _wires(self) -> dict[str, str]:
-        """What compressed gradients are called on the wire, by parameter's name; none of them is
-        under way.
-        """
+        """Return wire names of compressed gradients by parameter name; none is in flight."""
         exchange = self._exchange
         if not exchange.choices or not exchange.active:
             return {}
@@ -419,14 +423,16 @@ class _DistributedOptimizer(_Base):
             return {}
         return {name: PREFIX + name for name in exchange.choices}
 
-    # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice:
-    # the base class's step runs them.
+    # Optimizer.__setstate__ (load_state_dict) would wrap step() and so run the user's step hooks
+    # twice: the base class's step() runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
 
 def takes_closure(optimizer: _DistributedOptimizer) -> bool:
-    """Whether the optimizer may evaluate a closure in another way than all of PyTorch's, which
-    begin with that."""
+    """Return whether the optimizer may evaluate a closure otherwise than PyTorch's optimizers do.
+
+    Those evaluate the closure once, first.
+    """
     line = type(optimizer).__mro__
     base = line[line.index(_DistributedOptimizer) + 1]
     owner = next(cls for cls in base.__mro__ if "step" in vars(cls))
@@ -434,14 +440,17 @@ def takes_closure(optimizer: _DistributedOptimizer) -> bool:
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
-    """The learning rate of a parameter as it is now. Does not keep the optimizer alive."""
+    """Return a function that gives a parameter's current learning rate.
+
+    The function does not keep the optimizer alive.
+    """
     ref, places = weakref.ref(optimizer), dict[int, int]()
 
     def rate(parameter: torch.Tensor) -> float:
         alive = ref()
         assert alive is not None
         groups: list[dict[str, Any]] = vars(alive)["param_groups"]
-        if id(parameter) not in places:  # groups are added, and not taken away
+        if id(parameter) not in places:  # groups are only added, never removed
             places.update(
                 {
                     id(p): i
@@ -455,7 +464,7 @@ def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
 
 
 def needs_sparse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it refuses gradients that are dense."""
+    """Return whether the optimizer refuses dense gradients."""
     return isinstance(optimizer, torch.optim.SparseAdam)
 
 
@@ -468,7 +477,10 @@ def _exchange_for(
     average: bool,
     choices: dict[str, adapter.Compression],
 ) -> Exchange:
-    """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
+    """Create the exchange of gradients, or of weights in asynchronous training.
+
+    Raises :class:`ConfigError`.
+    """
     config, what = adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
     if not config.asynchronous:
         exchange = Exchange(
@@ -504,7 +516,10 @@ def _exchange_for(
 
 
 class Names(list[tuple[str, torch.Tensor]]):
-    """Parameters with their names. ``ordinal``: the optimizer's number, if they are generated."""
+    """Parameters with their names.
+
+    ``ordinal``: the optimizer's number, if the names are generated.
+    """
 
     ordinal: int | None = None
 
@@ -514,7 +529,7 @@ def names_of(
     named: Iterable[tuple[str, torch.Tensor]] | None,
     verb: str = "DistributedOptimizer",
 ) -> Names:
-    """The optimizer's parameters with their names, most urgent first, each once.
+    """Return the optimizer's parameters with their names, most urgent first, each once.
 
     Raises :class:`ConfigError`.
     """
@@ -528,7 +543,8 @@ def names_of(
         names = Names((generated_name(ordinal, g, i), p) for g, i, p in ours.values())
         names.ordinal = ordinal
         return names
-    # Of these the parts would say nothing: the text is to name what was given.
+    # For these types the message names the type of the argument; the type of its items says
+    # nothing.
     whole = not isinstance(named, Iterable) or isinstance(
         named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module)
     )
@@ -550,7 +566,7 @@ def names_of(
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in ours:
-            # a shared parameter under several names counts once
+            # A shared parameter under several names counts once.
             first.setdefault(id(p), (name, p))
     unnamed = [
         f"group {g}, index {i}, shape {tuple(p.shape)}"
@@ -573,14 +589,14 @@ def names_of(
     return Names(first.values())
 
 
-#: How a learning-rate scheduler marks the step() that it has replaced: since PyTorch 2.4, before.
+#: Marks of a step() that a learning-rate scheduler has replaced: since PyTorch 2.4, and before.
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")
 
 
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
-    """A learning-rate scheduler made before replaces ``step`` on the object, which would hide ours.
+    """Remove the ``step`` that an earlier learning-rate scheduler put on the object.
 
-    Returns whether there was one.
+    It would hide the mixin's ``step``. Returns whether there was one.
     """
     patched = vars(optimizer).get("step")
     if patched is None:
@@ -595,14 +611,14 @@ def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _patch_step_again(optimizer: torch.optim.Optimizer) -> None:
-    """Do what the scheduler did, around our ``step``, so that it sees that steps are taken."""
+    """Wrap ``step`` as the scheduler did, so that the scheduler sees that steps are taken."""
     ref = weakref.ref(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         alive = ref()
         assert alive is not None
         alive._opt_called = True
-        if hasattr(alive, "_step_count"):  # that is where PyTorch before 2.4 looks
+        if hasattr(alive, "_step_count"):  # PyTorch before 2.4 looks there
             alive._step_count += 1
         return type(alive).step(alive, *args, **kwargs)
 
