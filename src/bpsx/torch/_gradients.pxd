@@ -1,4 +1,4 @@
-# What _settling.pyx sees of _gradients.pyx.
+# Declarations of _gradients.pyx for _settling.pyx.
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Item
@@ -6,7 +6,7 @@ from bpsx.torch.dlpack cimport Seen
 from bpsx.torch.rlock cimport Turn
 
 cdef enum:
-    UNCOUNTED = -1              # a version that nobody counts
+    UNCOUNTED = -1              # version of memory without a counter
 
 
 cdef class Managed:
@@ -14,30 +14,30 @@ cdef class Managed:
     cdef readonly object parameter, named
     cdef readonly str name
     cdef public object pushed           # a Pushed, a SparseSum or None
-    cdef object spare                   # a Pushed of an earlier step, to be used again; or None
+    cdef object spare                   # Pushed of an earlier step, for reuse; or None
     cdef public object hook
     cdef public object kind             # None: the workers have not agreed yet
-    # what an implicit wait has left in grad, and its version; or None
+    # gradient that an implicit wait has left in grad, and its version; or None
     cdef public object averaged
     cdef public int passes_left, sparse_dim
-    cdef public bint deferred           # a sparse gradient that is complete, and waits for that
-    # what has been pushed are zeros for a gradient that this worker has not had
+    cdef public bint deferred           # a sparse gradient waits until the workers agree
+    # this worker has no gradient and has pushed zeros
     cdef public bint stands_in
-    # it is dense and travels as it is: hooks need only look at its memory
+    # dense and uncompressed: hooks need only look at the gradient's memory
     cdef public bint quick
-    cdef public bint rivalled           # another optimizer sums its gradient, too
-    # the optimizer needs a sparse gradient; what has been pushed is dense
+    cdef public bint rivalled           # another optimizer sums the same gradient too
+    # the optimizer needs a sparse gradient, and a dense one has been pushed
     cdef public bint sparse_here
-    # False: no worker has a gradient in this step, as far as is known
+    # False: as far as is known, no worker has a gradient in this step
     cdef public bint wanted
 
 
 cdef class Pushed(Item):
     cdef readonly object gradient, ctx
     cdef readonly bint own
-    cdef readonly bint written      # known after the wait
+    cdef readonly bint written      # valid after the wait
     cdef object named
-    cdef Batch batch                # None: it has begun alone
+    cdef Batch batch                # None: it has started alone
     cdef int64_t version
     cdef bint waited
 
@@ -51,7 +51,7 @@ cdef class Failed:
 
 
 cdef class Batch:
-    # hooks may leave out what they check otherwise: see Exchange.accumulated
+    # hooks may skip the checks of Exchange.accumulated
     cdef public bint quick
     cdef object begin, begin_alone, begin_here, worth, streams, stream
     cdef Turn turn

@@ -1,4 +1,4 @@
-"""Gradients of a backward pass on their way; see ``_gradients.pyx``."""
+"""Gradients of a backward pass in flight; see ``_gradients.pyx``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,48 +8,44 @@ import torch
 
 from bpsx.plugin.adapter import Item, Streams
 
-#: A test may take all memory for the first GPU's. Then it is called with that of each gradient:
-#: address, bytes, PyTorch's storage.
+#: Test hook: if set, all memory counts as the first GPU's. It is called for each gradient with the
+#: address, the size in bytes and PyTorch's storage.
 ALL_ON_GPU: Callable[[int, int, Any], None] | None
 
 def is_dense_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is dense, and on a GPU that bpsx knows."""
+    """Return whether ``tensor`` is dense and on a GPU that bpsx supports."""
 
 def is_shared(gradient: torch.Tensor) -> bool:
-    """Whether other tensors have their elements in the same memory."""
+    """Return whether other tensors have their elements in the same memory."""
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor can live in the same memory, and so share its version counter."""
+    """Return whether no other tensor can share the memory, and so the version counter."""
 
 def version(tensor: torch.Tensor) -> int | None:
-    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody
-    counts.
-    """
+    """Return the version counter of ``tensor``'s memory; None if the memory has no counter."""
 
 class Managed:
-    """A parameter that is trained: its name on the wire, its urgency, the backward passes left
-    until it is pushed, and the push.
-    """
+    """A trained parameter: its wire name, urgency, remaining backward passes, and push."""
 
     #: A :class:`Pushed`, a :class:`bpsx.torch.sparse.SparseSum` or None.
     pushed: Any
     hook: Any
     #: None: the workers have not agreed yet.
     kind: Any
-    #: What an implicit wait has left in grad, and its version.
+    #: The gradient that an implicit wait has left in grad, and its version.
     averaged: tuple[torch.Tensor, int | None] | None
     passes_left: int
     sparse_dim: int
-    #: A sparse gradient that is complete, and waits for that.
+    #: A sparse gradient is complete and waits until the workers have agreed on its kind.
     deferred: bool
-    #: What has been pushed are zeros for a gradient that this worker has not had.
+    #: This worker has no gradient and has pushed zeros.
     stands_in: bool
     sparse_here: bool
-    #: It is dense and travels as it is: hooks need only look at its memory.
+    #: Dense and uncompressed: hooks need only look at the gradient's memory.
     quick: bool
-    #: Another optimizer sums its gradient, too.
+    #: Another optimizer sums the same gradient too.
     rivalled: bool
-    #: False: no worker has a gradient in this step, as far as is known.
+    #: False: as far as is known, no worker has a gradient in this step.
     wanted: bool
 
     def __init__(self, name: str, parameter: torch.Tensor, named: Any, passes: int) -> None: ...
@@ -60,15 +56,14 @@ class Managed:
     @property
     def name(self) -> str: ...
     def is_sparse(self) -> bool:
-        """Whether the gradient is sparse as it stands."""
+        """Return whether the current gradient is sparse."""
 
 class Pushed(Item):
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's.
+    """A gradient in flight, possibly waiting in a bucket.
 
-    It may have to wait for others of a batch.
-
-    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from
-    now on until the wait is noticed.
+    ``gradient``: receives the average. ``ctx``: the compressor's context. ``own``: no other tensor
+    has elements in its memory. Then the gradient is sent from its own memory, and a write to it
+    before the wait is noticed.
     """
 
     def __init__(self, gradient: torch.Tensor, ctx: Any, own: bool, handle: Any) -> None: ...
@@ -80,31 +75,35 @@ class Pushed(Item):
     def own(self) -> bool: ...
     @property
     def written(self) -> bool:
-        """Whether there was such a write. After :meth:`wait`."""
+        """Whether there was such a write. Valid after :meth:`wait`."""
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Return whether the push has ended, successfully or not, without blocking."""
     def wait(self) -> torch.Tensor:
-        """The sum. Raises what has made it fail."""
+        """Return the sum. Raises the error that made the push fail."""
 
 class Failed:
-    """The handle of a push that could not begin."""
+    """Handle of a push that could not start."""
 
     def __init__(self, failure: Exception) -> None: ...
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> Any: ...
 
 class Batch:
-    """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
+    """Bucket: gradients that one optimizer's hooks have added and that have not started yet.
 
-    ``begin``: of items, their GPU, what gives its current stream, and the stream that made them,
-    begins them as :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a
-    gradient and its name gives a :class:`Pushed`; ``begin_here``: begins an item on the host as
-    :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many bytes are
-    worth beginning.
+    Thread-safe.
+
+    Arguments:
+    - ``begin``: starts items, as :meth:`bpsx.session.session.Session.push_pull_all` does. It takes
+      the items, their GPU, a function that returns its current stream, and the stream that made
+      them.
+    - ``begin_alone``: takes a gradient and its names, and returns a :class:`Pushed`.
+    - ``begin_here``: starts an item on the host, as
+      :meth:`bpsx.session.session.Session.push_pull_known` does.
+    - ``worth``: returns the bucket size in bytes at which the bucket starts.
     """
 
-    #: Hooks may leave out what they check otherwise: see
-    #: :meth:`bpsx.torch.exchange.Exchange.accumulated`.
+    #: Hooks may skip the checks of :meth:`bpsx.torch.exchange.Exchange.accumulated`.
     quick: bool
     def __init__(
         self,
@@ -114,24 +113,26 @@ class Batch:
         worth: Callable[[], int],
     ) -> None: ...
     def add(self, managed: Managed, gradient: torch.Tensor) -> None:
-        """Sum a parameter's dense gradient on the GPU, and set its ``pushed``.
+        """Add a dense gradient on the GPU, and set the parameter's ``pushed``.
 
-        Raises why one cannot begin that has to alone.
+        Raises the error of a gradient that has to start alone and cannot.
         """
     def take(self, managed: Managed, gradient: torch.Tensor) -> bool:
-        """Sum a parameter's dense gradient and set its ``pushed``; on the GPU as :meth:`add` does.
-        False: it has to go the long way."""
-    def submit(self) -> None:
-        """Begin what there is.
+        """Add a dense gradient and set the parameter's ``pushed``; on the GPU as :meth:`add`.
 
-        Raises the first failure; whoever waits for that gradient is told, too.
+        Returns False if the gradient needs the slow path.
+        """
+    def submit(self) -> None:
+        """Start all gradients in the bucket.
+
+        Raises the first failure; the wait for that gradient raises it too.
         """
 
 class Hook:
-    """What autograd calls when it has added to a parameter's gradient.
+    """Gradient hook: autograd calls it after it has added to a parameter's gradient.
 
-    ``exchange`` and ``managed``: weak references to what ``accumulated`` is called with, but for
-    what :attr:`Batch.quick` allows.
+    ``exchange`` and ``managed``: weak references to the arguments of ``accumulated``.
+    :attr:`Batch.quick` lets the hook skip that call.
     """
 
     def __init__(
@@ -142,5 +143,5 @@ class Hook:
         accumulated: Callable[[Any, Any], None],
     ) -> None: ...
     def rival(self) -> None:
-        """Another hook sums the same gradient."""
+        """Note that another hook sums the same gradient."""
     def __call__(self, _: torch.Tensor) -> None: ...

@@ -1,10 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Gradients of a backward pass on their way: what a hook does for each of them, and for many
-together.
+"""Gradients of a backward pass in flight: the hook's work for each, and buckets of them.
 
-A step has hundreds, and a hook holds up the pass: in Python this took 30 us for each. Those that
-are made on a GPU begin together: each alone would cost a record on the stream, a lock, a wake-up
-and a collective. Of PyTorch nothing is needed to build this.
+A step has hundreds of gradients, and each hook delays the backward pass: in Python a hook took 30
+us. Gradients on a GPU start in buckets. Each alone would cost an event on the stream, a lock, a
+wake-up and a collective. The build needs nothing of PyTorch.
 """
 import contextlib
 from copy import copy
@@ -25,18 +24,18 @@ from bpsx.torch.dynamo import eager, set_compiler
 from bpsx.torch.ops import SUMMED, streams_of
 
 cdef enum:
-    # references to the memory of a tensor that is alone: its own, and that of who asks
+    # References to the storage of an unshared tensor: the tensor's own, and the caller's.
     ALONE = 2
 
-#: A test may take all memory for the first GPU's. Then it is called with that of each gradient:
-#: address, bytes, PyTorch's storage.
+#: Test hook: if set, all memory counts as the first GPU's. It is called for each gradient with the
+#: address, the size in bytes and PyTorch's storage.
 ALL_ON_GPU = None
 
 _strided, _Tensor = torch.strided, torch.Tensor
 _uses = getattr(torch._C, "_storage_Use_Count", None)
-#: NULL: this PyTorch has none, and is asked by its methods.
+#: NULL: this PyTorch has no table, and its methods are called instead.
 cdef Table *DLPACK = table_of(_Tensor)
-#: By DLPack's kind of number and bits.
+#: Dtype names by DLPack's kind of number and bits.
 cdef dict NAMES = {
     code << 8 | bits: name for code, bits,
     name in (
@@ -47,17 +46,17 @@ cdef dict NAMES = {
 
 
 cpdef bint is_dense_on_gpu(tensor) except -1:
-    """Whether ``tensor`` is dense, and on a GPU that bpsx knows."""
+    """Return whether ``tensor`` is dense and on a GPU that bpsx supports."""
     return tensor.layout is _strided and (tensor.is_cuda or ALL_ON_GPU is not None)
 
 
 cdef bint see(tensor, Seen *seen):
-    """What DLPack says of it. False where it cannot be asked."""
+    """Fill in DLPack's view of the tensor. False if there is none."""
     return DLPACK != NULL and type(tensor) is _Tensor and look(DLPACK, tensor, seen)
 
 
 cdef bint is_on_gpu(const Seen *seen):
-    """Whether it is on a GPU that bpsx knows."""
+    """Return whether the tensor is on a GPU that bpsx supports."""
     return (
         seen.lanes == 1
         and (seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None)
@@ -65,27 +64,29 @@ cdef bint is_on_gpu(const Seen *seen):
 
 
 cdef bint see_on_gpu(tensor, Seen *seen):
-    """As :func:`is_dense_on_gpu`, and what DLPack says of it.
+    """Do as :func:`is_dense_on_gpu`, and fill in DLPack's view of the tensor.
 
-    False also where it cannot be asked.
+    Returns False also if there is no such view.
     """
     return see(tensor, seen) and is_on_gpu(seen)
 
 
 cdef Py_ssize_t holders(memory):
-    """References to this object, which PyTorch keeps for the storage's life, its own among them:
-    their number differs between releases.
+    """Return the reference count of a storage's Python object.
+
+    PyTorch keeps the object for the storage's life. PyTorch's own references are included; their
+    number differs between releases.
     """
     return (<PyObject *>memory).ob_refcnt
 
 
 cdef bint is_only_ours(Pushed pushed):
-    """Whether nobody but the caller's one variable has it."""
+    """Return whether the caller's one variable holds the only reference."""
     return (<PyObject *>pushed).ob_refcnt == 1
 
 
 cdef Py_ssize_t holders_of_one():
-    """How many there are when the caller has got it from a tensor, and nobody else."""
+    """Return the reference count when only the caller has taken the storage from a tensor."""
     tensor = torch.empty(1, device="cpu")
     memory = tensor.untyped_storage()
     return holders(memory)
@@ -95,8 +96,9 @@ cdef Py_ssize_t NOT_HELD = holders_of_one()
 
 
 cdef bint shares(memory) except -1:
-    """Whether others than one tensor have this storage, or hold it, as what is under way does:
-    one tensor may be the gradient of two parameters.
+    """Return whether the storage has other users than one tensor.
+
+    A gradient in flight is such a user: one tensor may be the gradient of two parameters.
     """
     return (
         holders(memory) > NOT_HELD
@@ -105,47 +107,43 @@ cdef bint shares(memory) except -1:
 
 
 def is_shared(gradient) -> bool:
-    """Whether others have the gradient's elements in the same memory.
+    """Return whether other tensors have the gradient's elements in the same memory.
 
-    Autograd may give two parameters one gradient's memory: where both go into one sum through views
-    of them. The average of the first would come home into what the second has still to push.
+    Autograd may give two parameters the same gradient memory, if both enter one sum through views.
+    The average of the first would overwrite the second before it is pushed.
     """
     memory = gradient.untyped_storage()
     return shares(memory)
 
 
 cdef uint64_t place_of(tensor) except? 0:
-    """Where its elements begin."""
+    """Return the address of the tensor's first element."""
     cdef Seen seen
     return <uint64_t>address(&seen) if see(tensor, &seen) else tensor.data_ptr()
 
 
 def is_alone(tensor) -> bool:
-    """Whether no other tensor can live in the same memory, and so share its version counter."""
+    """Return whether no other tensor can share the memory, and so the version counter."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 cdef int64_t counted(tensor) except -2:
-    """How often a dense tensor has been written to."""
+    """Return the version counter of a dense tensor: the number of writes to it."""
     try:
         return tensor._version
-    # made in inference mode. To ask before costs every other tensor a call
+    # An inference tensor. Asking before would cost a call for every other tensor.
     except RuntimeError:
         return UNCOUNTED
 
 
 def version(tensor) -> int | None:
-    """How often ``tensor``, or another one in the same memory, has been written to; None if
-    nobody counts.
-    """
+    """Return the version counter of ``tensor``'s memory; None if the memory has no counter."""
     cdef int64_t found = counted(tensor) if tensor.layout is _strided else UNCOUNTED
     return None if found == UNCOUNTED else found
 
 
 cdef class Managed:
-    """A parameter that is trained: its name on the wire, its urgency, the backward passes left
-    until it is pushed, and the push.
-    """
+    """A trained parameter: its wire name, urgency, remaining backward passes, and push."""
 
     def __init__(self, str name, parameter, named, int passes) -> None:
         self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = (
@@ -153,20 +151,20 @@ cdef class Managed:
         )
 
     def is_sparse(self) -> bool:
-        """Whether the gradient is sparse as it stands."""
+        """Return whether the current gradient is sparse."""
         gradient = self.parameter.grad
         return gradient is not None and gradient.layout is torch.sparse_coo
 
 
 cdef name_of(const Seen *seen):
-    """The element type, or None: no such are summed."""
+    """Return the name of the element type, or None if it cannot be summed."""
     return NAMES.get(seen.code << 8 | seen.bits)
 
 
 cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
-    """Whether a gradient can be summed as it lies.
+    """Return whether a gradient can be summed in its own memory; if so, note that memory.
 
-    Then its memory is noted. ``seen``: what DLPack says of it, if it does.
+    ``seen``: DLPack's view of the tensor, or NULL.
     """
     gradient = pushed.gradient
     if seen != NULL:
@@ -179,7 +177,7 @@ cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
     memory = gradient.untyped_storage()
     if shares(memory):
         return False
-    # Kept by its storage: `gradient.data` may be set to other memory meanwhile.
+    # The storage keeps the memory alive: `gradient.data` may be set to other memory meanwhile.
     pushed.owner, pushed.dtype = memory, dtype
     if seen != NULL:
         if not has_shape(seen, pushed.shape):
@@ -195,12 +193,11 @@ cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
 
 
 cdef class Pushed(Item):
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's.
+    """A gradient in flight, possibly waiting in a bucket.
 
-    It may have to wait for others of a batch.
-
-    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from
-    now on until the wait is noticed.
+    ``gradient``: receives the average. ``ctx``: the compressor's context. ``own``: no other tensor
+    has elements in its memory. Then the gradient is sent from its own memory, and a write to it
+    before the wait is noticed.
     """
 
     def __init__(self, gradient, ctx, bint own, handle) -> None:
@@ -208,7 +205,7 @@ cdef class Pushed(Item):
         self.version = counted(gradient) if own else UNCOUNTED
 
     cdef follow(self, Pushed alone):
-        """It has begun alone after all. Nothing can interrupt this."""
+        """Take over the state of ``alone``, started outside the bucket. Not interruptible."""
         cdef bint late = self.version != UNCOUNTED and counted(self.gradient) != self.version
         self.batch, self.ctx, self.own, self.begun = None, alone.ctx, alone.own, alone.begun
         if not alone.own:
@@ -216,13 +213,14 @@ cdef class Pushed(Item):
 
     cdef handle(self):
         if self.begun is None:
-            with contextlib.suppress(Exception):    # the handle of what has failed says so
+            with contextlib.suppress(Exception):    # the handle of a failed push raises it
                 self.batch.submit()
         return self.begun
 
     cdef total(self):
-        """A tensor of the memory that was pushed: the gradient, unless ``gradient.data`` has
-        been set meanwhile.
+        """Return a tensor of the memory that was pushed.
+
+        That is the gradient, unless ``gradient.data`` has been set in the meantime.
         """
         if self.gradient.data_ptr() == self.address:
             return self.gradient
@@ -232,13 +230,13 @@ cdef class Pushed(Item):
         )
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Return whether the push has ended, successfully or not, without blocking."""
         return self.handle().done()
 
     def wait(self):
-        """The sum. Raises what has made it fail."""
+        """Return the sum. Raises the error that made the push fail."""
         handle = self.handle()
-        # the wait may itself write, to bring home what had to be laid out in another way
+        # The wait itself may write to the gradient, to copy a result back into its layout.
         if not self.waited:
             if (
                 self.version != UNCOUNTED
@@ -252,26 +250,27 @@ cdef class Pushed(Item):
 
 
 cdef class Failed:
-    """The handle of a push that could not begin."""
+    """Handle of a push that could not start."""
 
     def __init__(self, failure) -> None:
-        # without a traceback: who raises it keeps alive only what is his
+        # A copy without a traceback: raising it keeps only the caller's frames alive.
         self.failure = copy(failure)
 
     def done(self) -> bool:
-        """At once."""
+        """Return True."""
         return True
 
     def wait(self, timeout=None):
-        """Raises why."""
+        """Raise the failure."""
         raise copy(self.failure)
 
 
 cdef class Batch:
-    """What one optimizer's hooks have been given and have not begun yet.
+    """Bucket: gradients that one optimizer's hooks have added and that have not started yet.
 
-    It begins when it is worth it, when backward ends or turns to another stream, and when somebody
-    waits. Workers need not have the same in a batch: nobody waits here. Thread-safe.
+    The bucket starts when it is large enough, when backward ends or changes to another stream, and
+    when a gradient is waited for. Buckets may differ between workers, because starting one does not
+    wait for other workers. Thread-safe.
     """
 
     def __cinit__(self) -> None:
@@ -281,23 +280,27 @@ cdef class Batch:
         drop_turn(&self.turn)
 
     def __init__(self, begin, begin_alone, begin_here, worth) -> None:
-        """``begin``: of a list of :class:`bpsx.core._handle.Item`, their GPU, what gives its
-        current stream, and the stream that made them, begins them as
-        :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a gradient
-        and its name gives a :class:`Pushed`; ``begin_here``: begins an item on the host as
-        :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many
-        bytes are worth beginning.
+        """Create an empty bucket.
+
+        Arguments:
+        - ``begin``: starts items, as :meth:`bpsx.session.session.Session.push_pull_all` does. It
+          takes a list of :class:`bpsx.core._handle.Item`, their GPU, a function that returns its
+          current stream, and the stream that made them.
+        - ``begin_alone``: takes a gradient and its names, and returns a :class:`Pushed`.
+        - ``begin_here``: starts an item on the host, as
+          :meth:`bpsx.session.session.Session.push_pull_known` does.
+        - ``worth``: returns the bucket size in bytes at which the bucket starts.
         """
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.begin_here = begin_here
         self.waiting, self.device = [], -2
 
     def add(self, Managed managed not None, gradient) -> None:
-        """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to
-        be laid out in another way or shares its memory.
+        """Add a dense gradient on the GPU.
 
-        Raises why that cannot begin; what cannot begin with others is told by the wait.
-        ``managed.pushed`` of what goes with others is set before anything can interrupt.
+        A gradient that needs another layout or shares its memory starts at once, on the current
+        stream; raises its error if it cannot start. An error of a bucketed gradient is raised by
+        the wait. ``managed.pushed`` of a bucketed gradient is set before anything can interrupt.
         """
         cdef Seen seen
         cdef Pushed pushed = self.new_pushed(managed, gradient)
@@ -312,10 +315,9 @@ cdef class Batch:
             end_turn(&self.turn)
 
     cdef bint put(self, Managed managed, gradient, const Seen *seen) except -1:
-        """The same of one on the GPU, for a hook that has no time: it is looked at when the batch
-        begins.
+        """Add a gradient on the GPU with few checks; the rest follow when the bucket starts.
 
-        False: this one cannot wait for that.
+        Returns False if this gradient cannot wait for that.
         """
         cdef Pushed pushed
         if name_of(seen) is None or not is_contiguous(seen):
@@ -331,10 +333,10 @@ cdef class Batch:
         return True
 
     cdef bint put_here(self, Managed managed, gradient, const Seen *seen) except -1:
-        """Begin to sum one on the host, at once.
+        """Start the sum of a gradient on the host at once.
 
-        False: it has to go the long way, since it does not lie plain, shares its memory, or is not
-        known yet as what it is.
+        Returns False if the gradient needs the slow path: it is not plain, shares its memory, or
+        has not been declared yet with this shape and dtype.
         """
         cdef Pushed pushed
         if seen.device_type != ON_CPU or seen.lanes != 1 or elements(seen) == 0:
@@ -356,7 +358,7 @@ cdef class Batch:
     def take(self, Managed managed not None, gradient) -> bool:
         """Sum a parameter's dense gradient, on the GPU as :meth:`add` does.
 
-        False: on the host it has to go the long way, as :meth:`put_here` says.
+        Returns False if a gradient on the host needs the slow path; see :meth:`put_here`.
         """
         cdef Seen seen
         if is_dense_on_gpu(gradient):
@@ -399,7 +401,7 @@ cdef class Batch:
 
     cdef open_for(self, stream):
         self.stream, self.nbytes, self.most = stream, 0, self.worth()
-        # no backward pass: who pushes like that waits, or says that it is all
+        # Outside of a backward pass there is no callback: the caller then waits or submits itself.
         with contextlib.suppress(RuntimeError):
             torch.autograd.Variable._execution_engine.queue_callback(self.submit)
 
@@ -408,9 +410,9 @@ cdef class Batch:
             self.submit()
 
     def submit(self) -> None:
-        """Begin what there is.
+        """Start all gradients in the bucket.
 
-        Raises the first failure; whoever waits for that gradient is told, too.
+        Raises the first failure; the wait for that gradient raises it too.
         """
         failure = None
         take_turn(&self.turn)
@@ -424,10 +426,10 @@ cdef class Batch:
             try:
                 raise failure
             finally:
-                del failure     # which knows this frame
+                del failure     # it refers to this frame
 
     cdef begin_all(self, list waiting):
-        """Begin them. Returns a failure."""
+        """Start the gradients and return a failure, if any."""
         cdef Pushed pushed
         cdef list together
         failure = of_all = None
@@ -437,7 +439,7 @@ cdef class Batch:
                 self.begin(together, self.device, self.streams, self.stream)
         except Exception as e:
             of_all = e.with_traceback(None)
-        finally:        # also if it is interrupted: what has begun has, and the rest waits on
+        finally:        # also on an interruption: started ones are kept, the rest waits on
             for pushed in waiting:
                 if pushed.begun is None:
                     pushed.begun = of_all
@@ -449,9 +451,9 @@ cdef class Batch:
         return failure
 
     cdef list begin_odd(self, list waiting):
-        """Begin those that cannot go with others, before the sums of these are on their way.
+        """Start the gradients that need to go alone, before the sums of the others start.
 
-        Returns the rest.
+        Returns the others.
         """
         cdef Pushed pushed
         cdef list together = []
@@ -468,8 +470,9 @@ cdef class Batch:
         return together
 
     cdef bint goes_along(self, Pushed pushed) except -1:
-        """Whether what a hook has put off can go with the others; its memory may be other than
-        it was then.
+        """Return whether a deferred gradient can go with the others.
+
+        Its memory may have changed since the hook saw it.
         """
         cdef Seen seen
         return (
@@ -479,10 +482,10 @@ cdef class Batch:
         )
 
     cdef on_its_stream(self):
-        """A context in which the stream that made the gradients is the current one."""
+        """Return a context in which the stream that made the gradients is the current one."""
         if self.streams() == self.stream:
             return contextlib.nullcontext()
-        # PyTorch makes a new stream of the number 0, which is the default one's.
+        # For the number 0, the default stream's, PyTorch would create a new stream.
         return torch.cuda.stream(
             torch.cuda.ExternalStream(self.stream, device=self.device) if self.stream
             else torch.cuda.default_stream(self.device)
@@ -490,26 +493,29 @@ cdef class Batch:
 
 
 cdef class Hook:
-    """What autograd calls when it has added to a parameter's gradient.
+    """Gradient hook: autograd calls it after it has added to a parameter's gradient.
 
-    Keeps neither the exchange alive nor the parameter, on which it hangs.
+    It keeps alive neither the exchange nor the parameter on which it is registered.
     """
     cdef object exchange, managed, accumulated
     cdef Batch batch
-    #: The compiler leaves this alone.
+    #: Tells torch.compile not to trace it.
     _torchdynamo_disable = True
 
     def __init__(self, exchange, managed, Batch batch, accumulated) -> None:
-        """``exchange`` and ``managed``: weak references to what ``accumulated`` is called with,
-        but for what :attr:`Batch.quick` allows.
+        """Create the hook.
+
+        ``exchange`` and ``managed``: weak references to the arguments of ``accumulated``.
+        :attr:`Batch.quick` lets the hook skip that call.
         """
         self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(
             accumulated
         )
 
     def rival(self) -> None:
-        """Another hook sums the same gradient: each has to look at its memory at once, to see
-        whether it is under way.
+        """Note that another hook sums the same gradient.
+
+        Both hooks must then look at its memory at once, to see whether it is in flight.
         """
         cdef Managed managed = self.managed()
         if managed is not None:
@@ -518,7 +524,7 @@ cdef class Hook:
     def __call__(self, _) -> None:
         cdef Managed managed = self.managed()
         cdef Seen seen
-        if managed is None:             # the exchange, which owns it, is no more
+        if managed is None:             # the exchange, which owns it, is gone
             return
         if (
             self.batch.quick

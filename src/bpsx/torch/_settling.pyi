@@ -5,45 +5,40 @@ from typing import Any
 from bpsx.torch._gradients import Managed
 
 def pushed_of(managed: list[Managed]) -> list[Managed]:
-    """Those whose gradients are on their way."""
+    """Return the parameters whose gradients are in flight."""
 
 def missing_of(managed: list[Managed]) -> list[Managed]:
-    """Those that are trained, wanted and not on their way.
+    """Return the parameters that are trained, wanted and not in flight.
 
-    What could not begin is not, and goes again.
+    A push that could not start is dropped and counts as missing.
     """
 
 def restart(managed: list[Managed], passes: int) -> None:
-    """Forget backward passes that have been added up so far, and averages, whose memory may be
-    wanted.
-    """
+    """Reset the count of backward passes, and drop the references to averages."""
 
 def all_together(managed: list[Any]) -> bool:
-    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
+    """Return whether every gradient is this worker's own and in flight in a GPU bucket."""
 
 def settle(managed: list[Managed]) -> list[Managed]:
-    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer
-    looks.
+    """Wait for gradients that are :func:`all_together` and put them into ``grad``.
 
-    Returns those with which something is the matter, as they are: failed, written to, with other
-    memory.
+    Returns the parameters whose gradients need the slow path (failed, written to or reallocated).
     """
 
 def settle_here(managed: list[Managed]) -> list[Managed]:
-    """Wait for gradients on the host that hooks have begun quickly, and see that they are where the
-    optimizer looks.
+    """Wait for gradients that hooks have started quickly on the host, and put them into ``grad``.
 
-    Return the others, and those that failed, were written to or have other memory.
+    Returns the other parameters, and those whose gradient failed, was written to or reallocated.
     """
 
 def any_under_way(managed: list[Managed]) -> bool:
-    """Whether a gradient is on its way, or due to be."""
+    """Return whether a gradient is in flight or due to be pushed."""
 
 def used_of(managed: list[Managed]) -> list[bool]:
-    """Whether this worker has a gradient, of each."""
+    """Return for each parameter whether this worker has a gradient."""
 
 def frozen_of(managed: list[Managed]) -> list[Managed]:
-    """Those that this worker has frozen, and does not push."""
+    """Return the parameters that this worker has frozen and does not push."""
 
 def want_all(managed: list[Managed]) -> None:
-    """Some worker has a gradient of each."""
+    """Mark every parameter as having a gradient on some worker."""

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The wait for the gradients of a step, of which there may be thousands.
 
-What is asked of each of them, and how it ends.
+Contains the loops over all parameters: the queries before the wait, and the wait itself.
 """
 from libc.stdint cimport int64_t, uint64_t
 
@@ -12,12 +12,12 @@ from bpsx.torch.ops import mark_all_written
 
 
 def pushed_of(list managed) -> list:
-    """Those whose gradients are on their way."""
+    """Return the parameters whose gradients are in flight."""
     return [m for m in managed if (<Managed?>m).pushed is not None]
 
 
 def any_under_way(list managed) -> bool:
-    """Whether a gradient is on its way, or due to be."""
+    """Return whether a gradient is in flight or due to be pushed."""
     cdef Managed m
     for m in managed:
         if m.pushed is not None or m.deferred:
@@ -26,14 +26,14 @@ def any_under_way(list managed) -> bool:
 
 
 def used_of(list managed) -> list:
-    """Whether this worker has a gradient, of each."""
+    """Return for each parameter whether this worker has a gradient."""
     return [
         (<Managed?>m).pushed is not None or (<Managed>m).parameter.grad is not None for m in managed
     ]
 
 
 def frozen_of(list managed) -> list:
-    """Those that this worker has frozen, and does not push."""
+    """Return the parameters that this worker has frozen and does not push."""
     return [
         m for m in managed
         if (<Managed?>m).pushed is None and not (<Managed>m).parameter.requires_grad
@@ -41,16 +41,16 @@ def frozen_of(list managed) -> list:
 
 
 def want_all(list managed) -> None:
-    """Some worker has a gradient of each."""
+    """Mark every parameter as having a gradient on some worker."""
     cdef Managed m
     for m in managed:
         m.wanted = True
 
 
 def missing_of(list managed) -> list:
-    """Those that are trained, wanted and not on their way.
+    """Return the parameters that are trained, wanted and not in flight.
 
-    What could not begin is not, and goes again.
+    A push that could not start is dropped and counts as missing.
     """
     cdef Managed m
     cdef list found = []
@@ -63,10 +63,9 @@ def missing_of(list managed) -> list:
 
 
 def settle_here(list managed) -> list:
-    """Wait for gradients on the host that hooks have begun quickly, and see that they are where the
-    optimizer looks.
+    """Wait for gradients that hooks have started quickly on the host, and put them into ``grad``.
 
-    Return the others, and those that failed, were written to or have other memory.
+    Returns the other parameters, and those whose gradient failed, was written to or reallocated.
     """
     cdef Pushed pushed
     cdef Managed m
@@ -95,12 +94,12 @@ def settle_here(list managed) -> list:
     finally:
         mark_all_written(done)
     if core is not None:
-        core.reap()             # lets go of the gradients' memory, as each wait would
+        core.reap()             # releases the gradients' memory, as each wait would
     return odd
 
 
 cdef keep(Managed m, Pushed pushed, Handle handle):
-    """Keep the objects for the next step: new ones would make Python look for garbage all the time.
+    """Keep the objects for the next step: new ones would keep triggering garbage collection.
 
     Returns the core.
     """
@@ -112,9 +111,7 @@ cdef keep(Managed m, Pushed pushed, Handle handle):
 
 
 cdef bint is_as_pushed(Managed m) except -1:
-    """Whether a hook has begun its sum quickly on the host, and nothing has happened to the
-    gradient since.
-    """
+    """Return whether a hook started the sum quickly on the host, with the gradient unchanged."""
     cdef Pushed pushed
     if type(m.pushed) is not Pushed:
         return False
@@ -132,9 +129,7 @@ cdef bint is_as_pushed(Managed m) except -1:
 
 
 def restart(list managed, int passes) -> None:
-    """Forget backward passes that have been added up so far, and averages, whose memory may be
-    wanted.
-    """
+    """Reset the count of backward passes, and drop the references to averages."""
     cdef Managed m
     for m in managed:
         m.passes_left = passes
@@ -142,7 +137,7 @@ def restart(list managed, int passes) -> None:
 
 
 def all_together(list managed) -> bool:
-    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
+    """Return whether every gradient is this worker's own and in flight in a GPU bucket."""
     cdef Pushed pushed
     cdef Managed m
     for m in managed:
@@ -157,11 +152,9 @@ def all_together(list managed) -> bool:
 
 
 def settle(list managed) -> list:
-    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer
-    looks.
+    """Wait for gradients that are :func:`all_together` and put them into ``grad``.
 
-    Returns those with which something is the matter, as they are: failed, written to, with other
-    memory.
+    Returns the parameters whose gradients need the slow path (failed, written to or reallocated).
     """
     cdef Pushed pushed
     cdef Managed m
@@ -190,7 +183,7 @@ def settle(list managed) -> list:
             except Exception:
                 if not handle.has_ended():
                     raise                   # the wait was interrupted
-                odd.append(m)               # who tries again is told again
+                odd.append(m)               # the next wait raises the failure again
                 continue
             done.append(gradient)
             m.pushed = None

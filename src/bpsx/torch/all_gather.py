@@ -1,8 +1,8 @@
-"""What all workers hold, on every worker: one broadcast per worker, all under way at once.
+"""all_gather: one broadcast per worker, all in flight at once.
 
-Each worker's bytes leave it once and come home on every worker once, which is the least that can
-be. Where the number of rows differs, the numbers travel first; then rows, filled up to a capacity,
-so that a name gets to mean few shapes and not one for every number of rows.
+Each worker's bytes leave it once and arrive once on every worker, which is the minimum. Where the
+number of rows differs, the numbers travel first. Then rows follow, padded to a capacity. So a name
+has few shapes instead of one for every number of rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from bpsx.torch.ops import (
     unnamed,
 )
 
-#: Bytes of what workers tell each other about their rows: their number, and a description that has
-#: to be the same.
+#: Bytes of the header that workers exchange about their rows, and bytes of the row count at its
+#: start. The rest is a description that must be the same on all workers.
 _HEADER, _COUNT = 192, 8
 
 
 @public_methods
 class Gathering:
-    """An all_gather under way; a :class:`~bpsx.torch.ops.Handle` whose result is the list of
-    tensors, by rank.
+    """An all_gather in flight.
+
+    It is a :class:`~bpsx.torch.ops.Handle` whose result is the list of tensors, by rank.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Gathering:
         self._handles, self._outputs, self._stages = handles, outputs, stages
 
     def done(self) -> bool:
-        """Whether all parts have ended, well or not. Does not block."""
+        """Return whether all parts have ended, successfully or not, without blocking."""
         return all(h.done() for h in self._handles)
 
     def wait(self, timeout: float | None = None) -> Sequence[torch.Tensor]:
-        """The tensors, by rank.
+        """Return the tensors, by rank.
 
-        Raises what made the first part fail, or :class:`TimeoutError` after ``timeout`` seconds.
+        Raises the error that made the first part fail, or :class:`TimeoutError` after ``timeout``
+        seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         for handle in self._handles:
@@ -69,12 +71,12 @@ class Gathering:
 
 
 def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str) -> Gathering:
-    """Begin to fill ``outputs[r]`` with worker r's ``mine``: dense tensors of one shape and any
-    dtype, ``size()`` of them.
+    """Begin to fill ``outputs[r]`` with worker r's ``mine``.
 
-    ``mine`` may be ``outputs[rank()]``; it is copied otherwise, and may change at once. On the wire
-    the parts are called ``name.0``, ``name.1``, … Workers must agree on name, shape and dtype;
-    calls of one name are matched in order.
+    ``outputs``: ``size()`` dense tensors of one shape and any dtype. ``mine``: a tensor of that
+    shape and dtype, which may be ``outputs[rank()]``. Any other tensor is copied, and may change at
+    once. ``name``: the parts' wire names are ``name.0``, ``name.1``, … Workers must agree on name,
+    shape and dtype; calls of one name are matched in order.
     """
     ours = adapter.session()
     stages = [
@@ -100,10 +102,9 @@ def _gather_headers(count: int, kind: str, name: str) -> Gathering:
 
 
 def check_alike(kind: str, name: str, what: str) -> None:
-    """Raise :class:`~bpsx.errors.MismatchError`, on all workers, unless all of them give the same
-    ``kind``.
+    """Raise :class:`~bpsx.errors.MismatchError` on all workers unless ``kind`` is the same on all.
 
-    On the wire this is called ``name``.
+    ``name``: wire name of the exchange. ``what``: start of the error's message.
     """
     told = [_read(h)[1] for h in _gather_headers(0, kind, name).wait()]
     for rank, theirs in enumerate(told):
@@ -112,13 +113,13 @@ def check_alike(kind: str, name: str, what: str) -> None:
 
 
 class RowGathering:
-    """An all_gather of rows under way.
+    """An all_gather of rows in flight.
 
-    Two exchanges, one after the other: :meth:`advance` begins the second, as :meth:`done` does in
-    time.
+    It consists of two exchanges, one after the other. :meth:`advance` starts the second;
+    :meth:`done` does so once the first has ended.
 
-    ``tensors``: dense CPU tensors that have, on one worker, the same length of dimension 0;
-    otherwise, workers must agree on shapes and dtypes. ``kind``: text that has to be the same on
+    ``tensors``: dense CPU tensors with the same length of dimension 0 within a worker. Apart from
+    that length, workers must agree on shapes and dtypes. ``kind``: text that must be the same on
     all workers as well. Raises :class:`~bpsx.torch.UnsupportedTensor`.
     """
 
@@ -139,9 +140,9 @@ class RowGathering:
         self._handles: list[Handle] = []
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not.
+        """Return whether both exchanges have ended, successfully or not, without blocking.
 
-        Does not block; begins the second exchange if the first has ended.
+        Starts the second exchange if the first has ended.
         """
         if self._headers.done():
             self.advance()
@@ -150,9 +151,9 @@ class RowGathering:
         )
 
     def advance(self) -> None:
-        """Wait for the numbers of rows and begin to move the rows.
+        """Wait for the numbers of rows and start to move the rows.
 
-        What fails is raised by :meth:`wait`.
+        :meth:`wait` raises the failure, if any.
         """
         if self._counts or self._failure is not None:
             return
@@ -171,9 +172,10 @@ class RowGathering:
             self._failure = e
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """For each tensor, the workers' rows by rank.
+        """Return for each tensor the workers' rows, by rank.
 
-        Raises :class:`~bpsx.errors.MismatchError`, on all workers, if they differ otherwise.
+        Raises :class:`~bpsx.errors.MismatchError` on all workers if anything but the number of rows
+        differs.
         """
         self.advance()
         if self._failure is not None:
@@ -201,8 +203,8 @@ class RowGathering:
         if root == ours.rank:
             with torch.no_grad():
                 stage[:n].copy_(mine)
-                # What lies in new memory is nobody's business. As bytes: PyTorch before 2.3 cannot
-                # fill 8-bit floats.
+                # Do not send the contents of uninitialized memory. Zeroed as bytes: PyTorch before
+                # 2.3 cannot fill 8-bit floats.
                 stage[n:].view(torch.uint8).zero_()
         if n:
             self._handles.append(ours.broadcast(name, bytes_view(stage), root))
@@ -231,7 +233,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
-        """All workers' rows."""
+        """Return all workers' rows."""
         (parts,) = RowGathering([tensor], name).wait()
         begins = [0, *itertools.accumulate(len(p) for p in parts)]
         rank = adapter.session().rank
@@ -240,7 +242,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Sum or average over workers, of which this worker's rows are its own."""
+        """Return this worker's rows of the gradient's sum or average over workers."""
         padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
         return (
             push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[
@@ -254,15 +256,15 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
 @eager
 @counted("all_gather", several=True)
 def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every
-    worker.
+    """Return the rows of all workers' ``tensor``, in the order of ranks, as a new tensor.
 
-    ``tensor``: dense, on the CPU, of any dtype, of one dimension or more. Workers may have
-    different numbers of rows (lengths of dimension 0), also none, and must agree on the rest and on
-    ``name``; without a name, calls for one shape of row and dtype are matched in the order in which
-    each worker makes them. Differentiable (floating point): backward sums the gradients of all
-    workers, as every worker's loss counts, and keeps the own rows; all workers or none have to go
-    through it.
+    ``tensor``: dense, on the CPU, of any dtype, with at least one dimension. Workers may have
+    different numbers of rows (lengths of dimension 0), including none. They must agree on the other
+    dimensions, the dtype and ``name``. Calls without a name are matched by row shape and dtype, in
+    the order in which each worker makes them.
+
+    Differentiable (floating point). Every worker's loss counts, so backward sums the gradients of
+    all workers and keeps this worker's rows. Either all workers run it or none.
 
     Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype,
     :class:`UnsupportedTensor`, :class:`~bpsx.errors.ConfigError`, and what
@@ -275,8 +277,9 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def gathered_rows(tensor: torch.Tensor, name: str, average: bool = False) -> torch.Tensor:
-    """:func:`all_gather` of what is checked. ``average``: backward averages the gradients
-    instead.
+    """Do as :func:`all_gather`, with checked arguments.
+
+    ``average``: backward averages the gradients instead of summing them.
     """
     result: torch.Tensor = _AllGather.apply(tensor, name, average)
     return result

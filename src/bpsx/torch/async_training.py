@@ -1,6 +1,4 @@
-"""Asynchronous training of one optimizer: it steps on this worker's own gradients, and the change
-of the weights is what travels.
-"""
+"""Asynchronous training: an optimizer steps on its own gradients and exchanges weight changes."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ PREFIX = "Async."
 
 
 class AsyncExchange(Exchange):
-    """Moves the weights of one optimizer. No hooks: backward is this worker's own affair.
+    """Exchange of the weights of one optimizer, without gradient hooks.
 
-    The servers hold the weights. They begin as worker 0's at the first step, for which all workers
-    wait; no later step waits for anybody.
+    The servers hold the weights. At the first step they get worker 0's, and all workers wait for
+    that. Later steps do not wait for other workers.
     """
 
     asynchronous = True
@@ -30,16 +28,16 @@ class AsyncExchange(Exchange):
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], passes: int, what: str, ordinal: int | None
     ) -> None:
-        # by parameter: its weights before the step, then what the step has added
+        # By parameter: its weights before the step, then the change that the step has made.
         self._before: dict[int, torch.Tensor] = {}
         self._seeded: set[int] = set()
-        self._session: object = None  # in whose servers those are
-        # not waited for yet: an interruption leaves some
+        self._session: object = None  # session whose servers hold the weights
+        # Handles that have not been waited for; an interruption leaves some.
         self._waiting: list[Handle] = []
         super().__init__(names, None, passes, active=False, what=what, ordinal=ordinal)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
-        """Take charge of parameters, each less urgent than all before it."""
+        """Add parameters, each less urgent than all before it."""
         super().add(names, attach=False)
         for managed in self._managed:
             if managed.parameter.requires_grad:
@@ -50,11 +48,10 @@ class AsyncExchange(Exchange):
             adapter.session().declare(PREFIX + managed.name)
 
     def complete(self, discard: bool = False) -> None:
-        """Nothing: gradients are not exchanged."""
+        """Do nothing: gradients are not exchanged."""
 
     def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Let ``base`` step, push what that has added to each weight, and take what the servers
-        have then.
+        """Let ``base`` step, push each weight's change, and take the servers' weights.
 
         Raises the first failure, after the last push has ended.
         """
@@ -102,12 +99,12 @@ class AsyncExchange(Exchange):
         return result
 
     def _seed(self) -> None:
-        """Give the servers worker 0's weights, and every worker too.
+        """Give worker 0's weights to the servers and to every worker.
 
-        Only what is new since the last time.
+        Only parameters that are new since the last call are sent.
         """
         session = adapter.session()
-        if self._session is not session:  # after resume() the servers are others
+        if self._session is not session:  # after resume() the servers are new
             self._session, self._seeded = session, set()
         new = [
             m
@@ -126,7 +123,7 @@ class AsyncExchange(Exchange):
         self._finish(failures)
 
     def _finish(self, failures: list[Exception]) -> None:
-        """Wait for all that has been begun. Raises the first failure."""
+        """Wait for all started operations. Raises the first failure."""
         while self._waiting:
             failure = ended(self._waiting[0])
             del self._waiting[0]

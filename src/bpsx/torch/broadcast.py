@@ -1,4 +1,4 @@
-"""Making all workers start from one worker's weights and optimizer state."""
+"""Broadcast of one worker's weights and optimizer state to all workers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
 @public
 @counted("broadcast_parameters", several=True, argument="prefix")
 def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
-    """Overwrite tensors on all workers with what they hold on worker ``root_rank``, bit for bit.
+    """Overwrite tensors on all workers with worker ``root_rank``'s, bit for bit.
 
     ``params``: a mapping (``model.state_dict()``) or (name, tensor) pairs
-    (``model.named_parameters()``): dense CPU tensors of any dtype. All workers must give the same
-    names, shapes and dtypes; the order does not matter. On the wire a tensor is called ``prefix +
-    name``.
+    (``model.named_parameters()``) of dense CPU tensors of any dtype. All workers must give the same
+    names, shapes and dtypes; the order does not matter. ``prefix``: a tensor's wire name is
+    ``prefix + name``.
 
     Raises :class:`~bpsx.errors.ConfigError` (not names and tensors, a name twice, no such root),
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
@@ -54,20 +54,20 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter."
 ) -> None:
-    """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on
-    all workers.
+    """Give ``optimizer`` on all workers the state and options of worker ``root_rank``'s.
 
-    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet;
-    weights and gradients are not touched. State: tensors as in :func:`broadcast_parameters`, None,
-    bool, int, float, str, and tuples, lists and dictionaries of these; anything else raises
-    :class:`StateError` on all workers. The optimizers must be of one class (by name) and have
-    groups of as many parameters: otherwise :class:`~bpsx.errors.MismatchError` on all workers,
-    before anything is changed.
+    Afterwards ``state_dict()`` is equal everywhere, also before the first step; weights and
+    gradients are not touched. State may consist of tensors as in :func:`broadcast_parameters`,
+    None, bool, int, float, str, and tuples, lists and dictionaries of these. Anything else raises
+    :class:`StateError` on all workers. The optimizers must have the same class name and the same
+    number of parameters in each group. Otherwise :class:`~bpsx.errors.MismatchError` is raised on
+    all workers, before anything is changed.
 
-    Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` for
-    what is no optimizer.
+    Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` if
+    ``optimizer`` is not an optimizer.
     """
-    from bpsx.torch.all_gather import check_alike  # it is built on this module
+    # imported here: all_gather.py imports this module
+    from bpsx.torch.all_gather import check_alike
 
     verb, ours = "broadcast_optimizer_state", adapter.session()
     root = checked_root(root_rank, verb, ours.size)
@@ -88,7 +88,7 @@ def broadcast_optimizer_state(
     if ours.rank == root:
         try:
             packed = _pack(optimizer)
-        except BpsxError as e:  # the others wait for an answer: they get this one
+        except BpsxError as e:  # the other workers wait for a reply: send the error
             problem = str(e)
         except Exception as e:
             problem = f"worker {root}'s state cannot be sent: {type(e).__name__}: {e}"
@@ -138,10 +138,10 @@ def _check_prefix(prefix: Any, verb: str) -> None:
 
 
 class Overwriting:
-    """A broadcast under way: ``tensor``, which is checked, becomes what it is on worker ``root``.
+    """Broadcast in flight: ``tensor``, already checked, gets the values of worker ``root``'s.
 
-    If it is not plain memory, a copy travels and is copied back. Once waited for, the tensor is
-    complete. ``typed``: it travels as elements that servers can add to, not as bytes.
+    If the tensor is not plain memory, a copy travels and is copied back. The tensor is complete
+    after :meth:`wait`. ``typed``: send elements that servers can add to, instead of bytes.
     """
 
     def __init__(self, tensor: torch.Tensor, root: int, name: str, typed: bool = False) -> None:
@@ -152,11 +152,11 @@ class Overwriting:
         self._handle: Handle = ours.broadcast(name, view, root)
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not. Does not block."""
+        """Return whether the transfer has ended, successfully or not, without blocking."""
         return self._handle.done()
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
-        """The tensor. Raises what made the broadcast fail."""
+        """Return the tensor. Raises the error that made the broadcast fail."""
         self._handle.wait(timeout)
         if self._keeps:
             return self._tensor
@@ -169,14 +169,15 @@ class Overwriting:
 
 
 def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str) -> None:
-    """All at once; then wait for each."""
+    """Start all broadcasts at once, then wait for each."""
     for begun in [Overwriting(tensor, root, prefix + name) for name, tensor in pairs]:
         begun.wait()
 
 
 def bytes_view(tensor: torch.Tensor) -> TensorView:
-    """A tensor of a dtype that cannot be summed goes as bytes, with its element size as a last
-    dimension.
+    """Return a view for broadcast, as bytes if the dtype cannot be summed.
+
+    The byte view has the element size as its last dimension.
     """
     dtype = dtype_name(tensor)
     if dtype in BY_NAME:
@@ -186,7 +187,7 @@ def bytes_view(tensor: torch.Tensor) -> TensorView:
 
 
 class _Packed(NamedTuple):
-    """An optimizer's state as JSON and the tensors that it refers to, in order."""
+    """An optimizer's state as JSON, and the tensors that it refers to, in order."""
 
     structure: dict[str, Any]
     tensors: list[torch.Tensor]
@@ -197,7 +198,7 @@ def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
-    """Describe ``optimizer``; parameters are named by their place in the groups.
+    """Describe ``optimizer``; parameters are named by their position in the groups.
 
     Raises :class:`StateError`.
     """
@@ -226,7 +227,7 @@ def _unpack(
 ) -> None:
     """Write the root's state into ``optimizer``.
 
-    Not through ``load_state_dict``, which converts state to the parameters' dtype.
+    ``load_state_dict`` is not used, since it converts state to the parameters' dtype.
     """
     params = _all_params(optimizer)
     for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):

@@ -1,4 +1,4 @@
-"""How gradients begin their way."""
+"""Start of gradient exchanges, one by one or in buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bpsx.torch.profiling import followed, followed_together, profiled
 
 
 class Named(NamedTuple):
-    """What a gradient is called: on the wire, and in messages. Larger ``priority`` goes first."""
+    """Names of a gradient, on the wire and in messages. A larger ``priority`` goes first."""
 
     wire: str
     what: str
@@ -33,12 +33,14 @@ def push(
 ) -> Pushed:
     """Begin to sum a gradient over all workers.
 
-    Raises as :func:`bpsx.torch.ops.submit`, and for a tensor that cannot hold a result.
+    Raises as :func:`bpsx.torch.ops.submit`, and :class:`UnsupportedTensor` for a tensor that cannot
+    hold a result.
     """
     check_tensor(gradient, named.what)
     check_writable(gradient, named.what)
     own = not is_shared(gradient)
-    plain = gradient.detach()  # ours: `grad.data` may be set to other memory meanwhile
+    # our own tensor object: `grad.data` may be set to other memory meanwhile
+    plain = gradient.detach()
     wire, ctx = compression.compress(plain if own else plain.clone())
 
     def begin() -> Handle:
@@ -50,7 +52,10 @@ def push(
 
 
 def batch_of(average: bool) -> Batch:
-    """For one optimizer. ``average``: whether gradients become averages, or sums."""
+    """Create the bucket of one optimizer.
+
+    ``average``: average gradients over the workers instead of summing them.
+    """
 
     def begin(items: list[Item], gpu: int, streams: Streams, stream: int) -> None:
         def begin_all() -> None:

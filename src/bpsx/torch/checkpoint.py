@@ -1,5 +1,6 @@
-"""What compression keeps of gradients, as an entry of the optimizer's ``state_dict()``: tensors,
-numbers and strings only.
+"""The compression state of gradients as an entry of the optimizer's ``state_dict()``.
+
+The entry consists of tensors, numbers and strings only.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 
-#: The entry's key.
+#: Key of the entry.
 KEY = "bpsx"
 _VERSION = 1
-#: An entry of a run in which nothing had been compressed yet.
+#: Entry of a run in which nothing had been compressed yet.
 NOTHING: dict[str, Any] = {"version": _VERSION, "compression": {}}
 
 
 def save(wires: Mapping[str, str]) -> dict[str, Any]:
-    """The entry.
+    """Return the entry.
 
-    ``wires``: what each parameter's gradient is called on the wire, of those that are compressed;
-    none of them may be under way.
+    ``wires``: wire names of the compressed gradients by parameter name; none of them may be in
+    flight.
     """
     saved = adapter.session().compressing.save(wires.values())
     kept = {
@@ -38,9 +39,9 @@ def save(wires: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load(entry: Any, wires: Mapping[str, str]) -> None:
-    """Put back what :func:`save` has made; what is not in it begins anew.
+    """Restore what :func:`save` has saved; parameters without an entry start afresh.
 
-    Raises :class:`ConfigError` for what is no such entry, and as
+    Raises :class:`ConfigError` if ``entry`` is not such an entry, and as
     :meth:`bpsx.compression.manager.Compressing.restore`.
     """
     if (
@@ -62,5 +63,5 @@ def load(entry: Any, wires: Mapping[str, str]) -> None:
 
 def _arrays(state: Any) -> Any:
     if not isinstance(state, Mapping):
-        return state  # refused below
+        return state  # restore() refuses it
     return {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in state.items()}

@@ -1,6 +1,4 @@
-"""CrossBarrier: an optimizer whose step goes on in the next forward pass, module by module, as
-averages come home.
-"""
+"""CrossBarrier: an optimizer that updates modules in the next forward pass, one by one."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from bpsx.torch.optimizer import (
     takes_closure,
 )
 
-#: BytePS's name for it, which this module of its offers too.
+#: BytePS's name for :func:`push_pull_async_inplace`; BytePS's module of this name has it too.
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
@@ -61,8 +59,8 @@ __all__ = [
     "synchronize",
 ]
 
-# Their update of a parameter depends on others, by what they are known for; LBFGS is refused with
-# every distributed optimizer.
+# Optimizers whose update of a parameter is known to depend on other parameters. Every distributed
+# optimizer refuses LBFGS.
 _LOOK_ACROSS = {
     "SAM",
     "ASAM",
@@ -90,46 +88,46 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     num_steps: int = 10**6,
     sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
-    """As :func:`bpsx.torch.DistributedOptimizer`, but ``step()`` waits for nothing: each module of
-    ``model`` waits for its own averages in its next forward pass, and is updated then.
+    """Do as :func:`bpsx.torch.DistributedOptimizer`, but without waiting in ``step()``.
 
-    The first layers' gradients, which are made last, travel first and hide behind the forward pass
-    of the layers before them. Returns the same object, now of a subclass of its class.
+    Each module of ``model`` waits for its own averages in its next forward pass, and is updated
+    then. The first layers' gradients, which backward computes last, travel first. The other
+    gradients travel during the forward pass of the layers before them. Returns the same object, now
+    of a subclass of its class.
 
-    The optimizer: any whose update of a parameter depends on that parameter alone (SGD, Adam,
-    AdamW, RMSprop, …). Weights and state are bit for bit those of
-    :func:`~bpsx.torch.DistributedOptimizer`, with the options (learning rate, …) that the groups
-    had when ``step()`` was called, whatever a scheduler has made of them since. What an optimizer
-    counts in numbers or tensors of one element, in its groups or in attributes of its own, is
-    counted once per step. ``zero_grad()`` may come before or after ``step()`` or not at all.
+    The update of a parameter must depend on that parameter alone (SGD, Adam, AdamW, RMSprop, …).
+    Weights and state are bitwise those of :func:`~bpsx.torch.DistributedOptimizer`, with the
+    options (learning rate, …) that the groups had when ``step()`` was called, even if a scheduler
+    has changed them since. Counters in the optimizer's groups or attributes, as numbers or
+    one-element tensors, count once per step. ``zero_grad()`` may come before or after ``step()``,
+    or not at all.
 
-    **What is pending** between a ``step()`` and the forward pass is applied before anything looks
-    at it through ``model.state_dict()``, ``load_state_dict()`` of both, ``optimizer.state_dict()``,
-    ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in step ``num_steps``
-    and all that follow it. Whoever looks at the weights in another way after ``step()``
-    (``model.parameters()`` for a moving average or a penalty, ``functional_call`` with parameters
-    made from them) calls ``optimizer.synchronize()`` first.
+    **Pending updates** exist between a ``step()`` and the forward pass. They are applied before an
+    access through ``model.state_dict()``, ``load_state_dict()`` of both,
+    ``optimizer.state_dict()``, ``optimizer.state``, ``group["params"]``, or the next ``step()``.
+    From step ``num_steps`` on, updates are made at once. Before any other access to the weights
+    after ``step()``, call ``optimizer.synchronize()``. Examples are ``model.parameters()`` for a
+    moving average or a penalty, and ``functional_call`` with parameters made from them.
 
-    A module's update is made when the module is *called*. The forward passes before the first
-    ``step()`` are watched: parameters that are used though their module has not been called
-    (``MultiheadAttention.out_proj``) are served by the module that uses them, those of modules that
-    have not been called by the nearest module above that has. Later forward passes must use
-    parameters through the same modules; one that does not is told by
-    :class:`~bpsx.torch.GradientOrderError` in ``backward()``. A step that cannot be put off is
-    taken at once: within ``skip_synchronize()``, with step hooks, with a gradient scaler that is
-    fused into it.
+    A module is updated when it is *called*. The forward passes before the first ``step()`` are
+    watched. A parameter that is used without a call of its module (``MultiheadAttention.out_proj``)
+    is updated by the module that uses it. A parameter of a module that is never called is updated
+    by the nearest called module above. Later forward passes must use parameters through the same
+    modules; otherwise ``backward()`` raises :class:`~bpsx.torch.GradientOrderError`. A step that
+    cannot be deferred is made at once: within ``skip_synchronize()``, with step hooks, or with a
+    gradient scaler fused into the step.
 
-    ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse
-    gradients every step is taken at once, unless ``sparse_as_dense``; a parameter that no worker
-    has used in the first step has dense ones from then on. The other arguments and methods are
-    those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()``
-    applies what is pending and pushes nothing.
+    ``model`` may be copied while no update is pending; copies of model and optimizer are ordinary
+    ones. With sparse gradients every step is made at once, unless ``sparse_as_dense``. A parameter
+    that no worker has used in the first step has dense gradients from then on. The other arguments
+    and methods are those of :func:`~bpsx.torch.DistributedOptimizer`. ``synchronize()`` right after
+    ``step()`` applies the pending updates and pushes nothing.
 
     Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and
-    :class:`~bpsx.errors.ConfigError` for optimizers that look across parameters, compiled and
-    scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward
-    pass, or what else comes first, that waits for it; weights may then be of two different steps,
-    which a note on the exception says. Not thread-safe.
+    :class:`~bpsx.errors.ConfigError` for optimizers whose updates depend on several parameters,
+    compiled and scripted modules, and asynchronous training. The error that made a push fail is
+    raised by the first wait for it, in the forward pass or before. Weights may then be of two
+    different steps, which a note on the exception says. Not thread-safe.
     """
     check_optimizer(optimizer, "CrossBarrier")
     check_options(compression, sparse_as_dense, "CrossBarrier")
@@ -178,11 +176,11 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Barrier(Exchange):
-    """The exchange of gradients, and the updates that wait for it."""
+    """Exchange of gradients with the updates that wait for it."""
 
-    decides_early = True  # to ask is to wait for the slowest worker, in every step
-    outlives = True  # it serves a model, whose class may know the optimizer
-    has_quick_hooks = False  # each has to see whether its parameter's update is pending
+    decides_early = True  # asking would wait for the slowest worker in every step
+    outlives = True  # it updates a model, whose class may refer to the optimizer
+    has_quick_hooks = False  # each must check whether its parameter's update is pending
 
     def __init__(
         self,
@@ -194,21 +192,21 @@ class _Barrier(Exchange):
         sparse_as_dense: bool,
         what: str,
     ) -> None:
-        # by id of parameter: stepped, not updated
+        # Pending updates by id of parameter: stepped, not updated.
         self._pending: dict[int, tuple[Managed, Pushed]] = {}
-        self._stepped: Round | None = None  # in which it has been pushed
-        # of each group, when step() was called
+        self._stepped: Round | None = None  # round in which they were pushed
+        # Options of each group when step() was called.
         self._options: list[Noted] = []
-        # in how many the update has been made so far
+        # Number of parts in which the update has been made so far.
         self._parts = 0
-        # a step in several parts has shown that they do not depend on each other
+        # A step in several parts has shown that the parts do not depend on each other.
         self._parts_agree = False
-        # Of the optimizer, while something is pending, what an update needs: its own class, its
-        # attributes. Not the optimizer: that may go.
+        # The optimizer's own class and its attributes, which an update needs, while one is pending.
+        # The optimizer itself may be deleted meanwhile.
         self._held: tuple[Any, dict[str, Any]] | None = None
         self._gone = False
         self._steps_left = steps
-        self.idle = False  # no forward pass that could lead to gradients since step()
+        self.idle = False  # since step(), no forward pass that could lead to gradients
         super().__init__(
             names, compression, passes, active, sparse_as_dense, what=what, ordinal=names.ordinal
         )
@@ -218,19 +216,20 @@ class _Barrier(Exchange):
         self._serving = Serving(model, [m.parameter for m in self._managed], self)
 
     def know_more(self) -> None:
-        """Parameters have been added."""
+        """Take note of added parameters."""
         self._serving.add([m.parameter for m in self._managed])
 
     def detach(self) -> None:
-        """The optimizer is gone: take the hooks off, those on modules when nothing is pending any
-        more.
+        """Remove the hooks when the optimizer is deleted.
+
+        Module hooks stay until no update is pending.
         """
         super().detach()
         self._gone = True
         self._let_go()
 
     def forget(self) -> None:
-        """Take all hooks off, whatever is pending, and leave nothing to do later."""
+        """Remove all hooks, whatever is pending, and cancel later work."""
         self._pending.clear()
         self.detach()
         if self.finalizer is not None:
@@ -243,15 +242,15 @@ class _Barrier(Exchange):
             if self._gone:
                 self._serving.end()
 
-    # ---- what Serving and hooks call
+    # ---- called by Serving and by hooks
 
     @property
     def pending(self) -> bool:
-        """Whether there are updates to be made."""
+        """Whether updates are pending."""
         return bool(self._pending)
 
     def entered(self) -> None:
-        """A module is called."""
+        """Take note of a module call."""
         if self.idle and torch.is_grad_enabled():
             self.idle = False
 
@@ -266,10 +265,10 @@ class _Barrier(Exchange):
         self.idle = False
         super().accumulated(managed)
 
-    # ---- putting a step off
+    # ---- deferring a step
 
     def can_defer(self, optimizer: _CrossBarrier) -> bool:
-        """Whether this step may be put off. Counts it."""
+        """Return whether this step may be deferred; counts the step."""
         self.active = adapter.session().config.distributed  # resume() may have changed it
         last, self._steps_left = self._steps_left <= 1, max(self._steps_left - 1, 0)
         ours = vars(optimizer)
@@ -284,11 +283,10 @@ class _Barrier(Exchange):
         )
 
     def defer(self, optimizer: _CrossBarrier) -> bool:
-        """Push what is missing and note what to do when it has come home.
+        """Push the remaining gradients and record the updates to make when the averages arrive.
 
-        False, and nothing done, if gradients travel sparse, in two parts.
-
-        Raises the first failure, after the last push has ended.
+        Returns False, with nothing done, if gradients travel sparse, in two parts. Raises the first
+        failure, after the last push has ended.
         """
         with self.trainer.at_work():
             return self._defer(optimizer)
@@ -316,8 +314,8 @@ class _Barrier(Exchange):
         self._note(type(optimizer).__bases__[1], vars(optimizer))
         self._parts = 0
         self._serving.watch_no_more()
-        # A parameter that has been frozen with a gradient steps on with it, as in one process;
-        # nobody waits for that.
+        # A parameter frozen while it has a gradient is still updated, as in one process. That
+        # update waits for no average.
         with _as_in_step():
             self._step(
                 {
@@ -331,7 +329,7 @@ class _Barrier(Exchange):
         self.apply(self._serving.unserved)
         return True
 
-    # ---- making up for it
+    # ---- making the pending updates
 
     @property
     def busy(self) -> bool:
@@ -339,15 +337,16 @@ class _Barrier(Exchange):
         return self.pending or self.under_way
 
     def apply_all(self) -> None:
-        """Make all updates that are pending."""
+        """Make all pending updates."""
         if self._pending:
             self.apply([managed.parameter for managed, _ in self._pending.values()])
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for the averages of those of ``parameters`` that are pending, and update them, and
-        what else has come home by then: an update of many costs little more than one of few.
+        """Wait for the pending averages of ``parameters``, and update them.
 
-        Raises the first failure, when all has ended that was pending; nothing is then.
+        It also makes the updates whose averages have arrived by then: many updates at once cost
+        little more than a few. Raises the first failure, after all pending pushes have ended; then
+        no update is pending any more.
         """
         due = [id(p) for p in parameters if id(p) in self._pending]
         if due and self._stepped is not None:
@@ -356,11 +355,11 @@ class _Barrier(Exchange):
 
     def _apply(self, due: list[int], now: Round) -> None:
         self._heed(now)
-        # what interrupts this leaves everything as it was; what has failed is told below
+        # An interruption here leaves everything as it was; failures are raised below.
         for key in due:
             ended(self._pending[key][1])
         pending = [*(self._pending.pop(key) for key in due), *self._arrived()]
-        # zero_grad() may have come already
+        # zero_grad() may have been called already.
         before = [managed.parameter.grad for managed, _ in pending]
         now.failures += self._receive_all(pending)
         if any(now.failures):
@@ -382,13 +381,11 @@ class _Barrier(Exchange):
         self._let_go()
 
     def _arrived(self) -> list[tuple[Managed, Pushed]]:
-        """Take out what has come home.
+        """Take out the updates whose averages have arrived.
 
-        It comes by urgency, which is the order here: what follows one that has not is not looked
-        at.
-
-        The first step is made module by module, so that an optimizer that looks across parameters
-        is found out whatever the network does.
+        Averages arrive by urgency, which is the order here. So the search stops at the first one
+        that has not arrived. The first step is made module by module: an optimizer that depends on
+        several parameters is then detected whatever the network's timing.
         """
         if not self._parts_agree:
             return []
@@ -406,7 +403,7 @@ class _Barrier(Exchange):
         return failures
 
     def _note(self, base: Any, theirs: dict[str, Any]) -> None:
-        """Remember the optimizer as it is: its update is still to be made, in parts."""
+        """Save the optimizer's state for the update, which is still to be made in parts."""
         self._held = base, theirs
         self._attributes = Noted({k: v for k, v in theirs.items() if k not in OWN})
         self._options = [
@@ -415,8 +412,9 @@ class _Barrier(Exchange):
         ]
 
     def _step(self, which: set[int]) -> None:
-        """Let the optimizer's own class step on some parameters: a copy that knows only these, with
-        the options and attributes of then.
+        """Step on some parameters, through a copy of the optimizer that has only these.
+
+        The copy has the options and attributes of the time of ``step()``.
         """
         assert self._held is not None
         base, theirs = self._held
@@ -444,8 +442,8 @@ class _Barrier(Exchange):
         self._attributes.bring_back(vars(part), theirs, base.__name__, "of itself")
 
 
-#: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise
-#: when the interpreter takes itself apart.
+#: Barriers whose hooks may still be on a model. Hooks that outlive the modules they use print
+#: errors at the interpreter's exit.
 _alive: weakref.WeakSet[_Barrier] = weakref.WeakSet()
 
 
@@ -458,21 +456,21 @@ atexit.register(_forget_all)
 
 
 def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The groups, without being noticed."""
+    """Yield copies of the groups, without applying pending updates."""
     return (dict(dict.items(group)) for group in groups)
 
 
 @contextlib.contextmanager
 def _as_in_step() -> Iterator[None]:
-    """What the forward pass may have switched on does not concern an update."""
+    """Context without the modes that a forward pass may have switched on."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that lets what is pending be applied before anybody gets at its parameters.
+    """Parameter group that applies pending updates before an access to its parameters.
 
-    Looking at options applies nothing.
+    Access to options applies nothing.
     """
 
     owner: weakref.ref[_CrossBarrier]
@@ -489,13 +487,13 @@ class _Group(dict[str, Any]):
 
 @public_methods
 class _CrossBarrier(_DistributedOptimizer):
-    """Goes in front of the user's optimizer class; see :func:`CrossBarrier`."""
+    """Mixin in front of the user's optimizer class; see :func:`CrossBarrier`."""
 
     _barrier: _Barrier
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The optimizer's state, with what is pending applied."""
+        """The optimizer's state; reading it applies pending updates."""
         self._apply_pending()
         return cast("defaultdict[torch.Tensor, Any]", vars(self)["state"])
 
@@ -505,14 +503,16 @@ class _CrossBarrier(_DistributedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; what is pending is applied when their parameters are looked at, not
-        their options.
+        """The parameter groups.
+
+        Access to a group's parameters applies pending updates; access to its options does not.
         """
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         for i, group in enumerate(groups):
             if not isinstance(group, _Group):
                 groups[i] = wrapped = _Group(group)
-                # a strong one would keep the optimizer, and its hooks, until the garbage collection
+                # A strong reference would keep the optimizer and its hooks until garbage
+                # collection.
                 wrapped.owner = weakref.ref(self)
         return groups
 
@@ -526,8 +526,10 @@ class _CrossBarrier(_DistributedOptimizer):
             barrier.apply_all()
 
     def _look(self) -> None:
-        """Somebody gets at the parameters: gradients that have left are waited for too, as whoever
-        unscales or clips them expects.
+        """Prepare for an access to the parameters.
+
+        It also waits for gradients that have been pushed, as code that unscales or clips gradients
+        expects.
         """
         self._apply_pending()
         self._barrier.look()
@@ -558,10 +560,11 @@ class _CrossBarrier(_DistributedOptimizer):
         return result if closure is None else loss
 
     def synchronize(self) -> None:
-        """Right after ``step()``: apply what is pending.
+        """Apply pending updates; without any, wait for gradients.
 
-        Otherwise as with DistributedOptimizer: push what has not been pushed, and wait until every
-        ``grad`` holds the average.
+        Right after ``step()`` it only applies pending updates. Otherwise it does as
+        DistributedOptimizer: it pushes the remaining gradients and waits until every ``grad`` holds
+        the average.
         """
         self._barrier.apply_all()
         if not self._barrier.idle:
@@ -569,7 +572,7 @@ class _CrossBarrier(_DistributedOptimizer):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base class; gradients of a step that is pending still count."""
+        """Do as the base class; a pending step still uses its gradients."""
         barrier = self._barrier
         if barrier.under_way:
             barrier.apply_all()
@@ -581,21 +584,21 @@ class _CrossBarrier(_DistributedOptimizer):
         for group in _plain(vars(self)["param_groups"]):
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    # The memory is still to bring the average.
+                    # The old memory is still to receive the average.
                     parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class, with what is pending applied."""
+        """Do as the base class, after applying pending updates."""
         self._apply_pending()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class; what is pending is applied first."""
+        """Do as the base class, after applying pending updates."""
         self._apply_pending()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
+        """Do as DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
         super().add_param_group(param_group)
         self._barrier.know_more()
 

@@ -1,6 +1,4 @@
-"""The exchange of one optimizer's gradients: hooks that push as backward goes, and the wait before
-the step.
-"""
+"""Exchange of one optimizer's gradients: hooks push during backward, the step waits."""
 
 from __future__ import annotations
 
@@ -35,7 +33,8 @@ from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
 from bpsx.torch.unused_parameters import Users
 
-#: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
+#: Prefix of the push_pull in which workers agree on sparse gradients; the first parameter's name
+#: follows.
 KINDS = "Kinds of gradients from "
 
 
@@ -47,34 +46,39 @@ class Kind(Enum):
 
 
 class Exchange:
-    """Moves the gradients of one optimizer.
+    """Exchange of the gradients of one optimizer.
 
-    The hooks that it hangs on parameters do not keep it alive.
+    The gradient hooks that it registers on parameters do not keep it alive.
 
-    ``active``: whether there is anybody to exchange with; followed through ``suspend`` and
+    ``active``: whether there are other workers to exchange with; updated after ``suspend`` and
     ``resume`` at every step.
 
-    Whether a gradient is sparse is known to a worker that has one, and a worker that has none must
-    send what the others do. So until every parameter has had a gradient somewhere, :meth:`complete`
-    begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse. A
-    parameter that has no gradient on any worker keeps none, as it would in one process;
-    :class:`Users` tells. ``average``: whether gradients become averages, or sums. ``choices``: how
-    gradients are compressed, by name. ``rate``: a parameter's learning rate. ``what``: whose
-    gradients these are, for people. ``ordinal``: of the optimizer, if names are generated.
+    A worker with a gradient knows whether it is sparse. A worker without one must send the same
+    kind as the others. So until every parameter has had a gradient on some worker, :meth:`complete`
+    begins with a small sum of the kinds. A parameter that has no gradient on any worker keeps none,
+    as in one process; :class:`Users` finds that out.
+
+    Arguments:
+    - ``sparse_as_dense``: send every gradient dense.
+    - ``average``: average gradients over the workers instead of summing them.
+    - ``choices``: compression of each gradient, by parameter name.
+    - ``rate``: function that returns a parameter's learning rate.
+    - ``what``: name of the owner in messages.
+    - ``ordinal``: the optimizer's number, if its names are generated.
     """
 
     asynchronous = False
-    #: Whether it may keep the optimizer alive when nobody else does.
+    #: Whether it may keep the optimizer alive when there is no other reference to it.
     outlives = False
-    #: Whether a parameter that nobody has used in the first step counts as dense from then on, so
-    #: that no later step has to ask.
+    #: Whether a parameter that no worker used in the first step counts as dense from then on. Later
+    #: steps then need not ask.
     decides_early = False
-    #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of
-    #: those that go together.
+    #: Whether hooks of bucketed gradients may skip :meth:`accumulated`. In each backward pass all
+    #: of them but the first do.
     has_quick_hooks = True
 
-    #: Whether the optimizer takes sparse gradients only: what has travelled as a dense one becomes
-    #: sparse again.
+    #: Whether the optimizer accepts only sparse gradients. A gradient that travelled dense is then
+    #: made sparse again.
     sparse_again = False
 
     def __init__(
@@ -93,9 +97,9 @@ class Exchange:
         self.owner = ExchangeOwner(what, self, ordinal)
         self.trainer = Trainer()
         self.active = active
-        # every grad holds the average, and backward has added nothing since
+        # Every grad holds the average, and backward has added nothing since.
         self.synchronized = False
-        # ... because somebody has looked, not because synchronize() was called
+        # The wait was implicit: param_groups were read, synchronize() was not called.
         self.implicit = False
         self._compression, self._passes, self._as_dense, self._average = (
             compression or NoneCompressor,
@@ -106,19 +110,19 @@ class Exchange:
         self.choices, self._rate = choices or {}, rate
         self._batch = batch_of(average)
         self._managed: list[Managed] = []
-        self._known: set[int] = set()  # the parameters' ids
+        self._known: set[int] = set()  # ids of the parameters
         self._startup = StartupCheck(self.owner, self._managed)
-        self._session: object = None  # in which job the kinds were agreed
+        self._session: object = None  # session in which the kinds were agreed on
         self._begun = False  # backward has run since the last wait
         self._round: Round | None = None
-        self._late: Users | None = None  # the last step's, not heeded
-        # about the kinds of gradients
+        self._late: Users | None = None  # count of the last step, not evaluated yet
+        # Sum of the kinds of gradients, in flight.
         self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None
-        self.finalizer: Any = None  # detaches when the optimizer goes
+        self.finalizer: Any = None  # detaches when the optimizer is deleted
         self.add(names, attach=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
-        """Take charge of parameters, each less urgent than all before it."""
+        """Add parameters, each less urgent than all before it."""
         if self.active or self.asynchronous:
             self.owner.claim({name: p for name, p in names if id(p) not in self._known})
         for name, parameter in names:
@@ -132,7 +136,7 @@ class Exchange:
             self.attach()
 
     def added_name(self, group: int, index: int) -> str:
-        """The name of a parameter of a group that is added later."""
+        """Return the name of a parameter in a group that is added later."""
         return self.owner.added_name(group, index, self._managed[0].name if self._managed else "")
 
     def _declare(self, name: str, parameter: torch.Tensor) -> None:
@@ -156,7 +160,7 @@ class Exchange:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All that are exchanged, most urgent first."""
+        """All exchanged parameters, most urgent first."""
         return [m.parameter for m in self._managed]
 
     @property
@@ -169,8 +173,9 @@ class Exchange:
         )
 
     def check_knows(self, groups: list[dict[str, Any]]) -> None:
-        """Raise :class:`ConfigError` for a parameter in ``groups`` that is not exchanged: it would
-        differ between workers.
+        """Raise :class:`ConfigError` if ``groups`` has a parameter that is not exchanged.
+
+        Such a parameter would differ between workers.
         """
         for g, group in enumerate(groups):
             for i, parameter in enumerate(dict.__getitem__(group, "params")):
@@ -183,12 +188,13 @@ class Exchange:
                     )
 
     def attach(self) -> None:
-        """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no
-        hook on a frozen one).
+        """Register gradient hooks on parameters that require a gradient and have none yet.
+
+        PyTorch does not allow a hook on a frozen parameter.
         """
         if not self.active or self.owner.replaced_by:
             return
-        if not self.owner.names:  # there was nobody to exchange with when it was made
+        if not self.owner.names:  # there were no other workers at its creation
             self.owner.claim({m.name: m.parameter for m in self._managed})
         ref = weakref.ref(self)
         for managed in self._managed:
@@ -203,7 +209,7 @@ class Exchange:
                 managed.hook = managed.parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
-        """Take the hooks off, and free the names."""
+        """Remove the hooks and release the names."""
         self.owner.release()
         for managed in self._managed:
             if managed.hook is not None:
@@ -211,17 +217,19 @@ class Exchange:
                 managed.hook = None
 
     def set_passes(self, passes: int) -> None:
-        """See :meth:`_DistributedOptimizer.set_backward_passes_per_step`."""
+        """Set the number of backward passes per step; see
+        :meth:`_DistributedOptimizer.set_backward_passes_per_step`.
+        """
         self._passes = passes
         self.restart_count()
 
     def restart_count(self) -> None:
-        """Forget backward passes that have been added up so far."""
+        """Forget the backward passes that have been added up so far."""
         self._batch.quick = False
         _settling.restart(self._managed, self._passes)
 
     def accumulated(self, managed: Managed) -> None:
-        """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
+        """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
         if self._round is not None or self._asking is not None or self._startup.under_way:
             raise interrupted(managed)
         if managed.pushed is not None or managed.deferred:
@@ -230,7 +238,7 @@ class Exchange:
             check_not_added(managed)
         if not self._begun:
             self._begun = True
-            if not managed.parameter.is_cuda:  # those are made on threads of autograd's
+            if not managed.parameter.is_cuda:  # autograd computes those on threads of its own
                 self.trainer.is_here()
             self._follow_job()
         self.synchronized = self.implicit = False
@@ -239,14 +247,14 @@ class Exchange:
             managed.deferred = managed.kind is None and not self._as_dense and managed.is_sparse()
             if not managed.deferred:
                 self._push(managed)
-        # From here to the wait the others' hooks need look at nothing of the exchange.
+        # From here to the wait, the other parameters' hooks need not look at the exchange.
         managed.quick = (
             managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
         )
         self._batch.quick = self.has_quick_hooks
 
     def _goes_together(self, managed: Managed) -> bool:
-        """Whether its gradient, if it is dense and on a GPU, begins with others."""
+        """Return whether a dense gradient of this parameter may join a bucket."""
         return (
             self._compression is NoneCompressor
             and managed.name not in self.choices
@@ -254,11 +262,10 @@ class Exchange:
         )
 
     def look(self) -> None:
-        """Somebody is about to look at gradients: wait for them, so that what is seen is averages.
-        Raises as :meth:`complete`.
+        """Wait for gradients in flight before they are read, so that the reader sees averages.
 
-        Does nothing in a signal handler, during a backward pass, and on another thread than the one
-        that trains: there it would disturb the training.
+        Raises as :meth:`complete`. Does nothing in a signal handler, during a backward pass, or on
+        another thread than the training thread, where it would disturb the training.
         """
         if self.under_way and self.trainer.may_wait():
             self.complete()
@@ -268,12 +275,12 @@ class Exchange:
                 managed.averaged = None if gradient is None else (gradient, version(gradient))
 
     def complete(self, discard: bool = False) -> None:
-        """Push what is missing, wait for everything.
+        """Push the remaining gradients and wait for all.
 
         Raises the first failure, after the last push has ended.
 
-        ``discard``: the gradients are going to be thrown away, so it does not matter what has been
-        written to them meanwhile.
+        ``discard``: the gradients are going to be discarded, so writes to them in the meantime do
+        not matter.
         """
         self.active = adapter.session().config.distributed  # resume() may have changed it
         if not self.active and not self.under_way:
@@ -296,7 +303,7 @@ class Exchange:
         if together and now.users is None and not discard:
             ours = _settling.settle(ours)
         elif not together and not discard:
-            self._heed(now)  # before anything is really waited for: see _await
+            self._heed(now)  # before the first wait that may block; see _await
             ours = _settling.settle_here(ours)
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
@@ -310,8 +317,9 @@ class Exchange:
         self.synchronized = True
 
     def _open_round(self) -> Round:
-        """The round that an interruption has left open, or a new one, for which all workers agree
-        on what travels how.
+        """Return the round that an interruption has left open, or a new one.
+
+        For a new round, all workers first agree on the kind of each gradient.
         """
         self._batch.quick = False
         self.owner.check_current()
@@ -322,10 +330,10 @@ class Exchange:
         return self._round
 
     def _push_missing(self, now: Round) -> None:
-        """Push what hooks have not pushed, and begin to sum who has which gradients."""
+        """Push the gradients that hooks have not pushed, and start the count of used parameters."""
         if now.pushed:
             return
-        with suppress(Exception):  # it goes again, and is told then
+        with suppress(Exception):  # it is submitted again below, and the failure is raised then
             self._batch.submit()
         missing = _settling.missing_of(self._managed)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
@@ -338,19 +346,19 @@ class Exchange:
             self.restart_count()
             self._begun = False
             now.begun = True
-        # zeros would bring out what compression has kept, and if nobody has a gradient that would
-        # be thrown away
+        # Zeros would flush the residual that compression has kept. If no worker has a gradient,
+        # that residual would be lost.
         if unsure:
             self._heed(now)
             now.failures += [
                 self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None
             ]
-        with suppress(Exception):  # told by the wait
+        with suppress(Exception):  # the wait raises it
             self._batch.submit()
         now.pushed = True
 
     def _count(self, now: Round, used: list[bool], name: str) -> None:
-        """Begin to sum who has ``used`` what, by parameter."""
+        """Start the count of workers that have ``used`` each parameter."""
         if now.users is None:
             now.frozen = set(map(id, _settling.frozen_of(self._managed)))
             now.users = Users(used, [id(m) not in now.frozen for m in self._managed], name)
@@ -358,7 +366,7 @@ class Exchange:
     def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
         """Let ``receive`` wait for a push.
 
-        Before anything is really waited for, the workers have to be at one about what is pushed.
+        Before the first wait that may block, the workers must agree on what is pushed.
         """
         assert managed.pushed is not None
         if now.users is not None and not managed.pushed.done():
@@ -366,11 +374,12 @@ class Exchange:
         now.failures.append(self._try(receive, managed))
 
     def _heed(self, now: Round) -> None:
-        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere;
-        and what is frozen on some workers only, which fails on all of them.
+        """Evaluate the count of used parameters.
 
-        Those that have frozen it push zeros, or the others would wait, and be given a later step's
-        gradient.
+        It finds the parameters without a gradient on any worker, for which all workers have pushed
+        zeros. It also finds parameters that only some workers have frozen, which is an error on all
+        workers. The workers that have frozen such a parameter push zeros for it. Otherwise the
+        others would wait, and would receive the gradient of a later step.
         """
         if now.users is None:
             return
@@ -390,16 +399,16 @@ class Exchange:
                     now.failures.append(self._try(self._stand_in, managed))
 
     def _heed_late(self) -> list[Exception]:
-        """The same for the step before, where this worker had all gradients and froze nothing, so
-        that it had nothing to do.
+        """Evaluate the count of the step before, and return the errors.
 
-        To wait for the count there would be to wait for the others, and gradients on GPUs come
-        without. Returns what has gone wrong.
+        In that step this worker had all gradients and had frozen nothing, so the count could wait.
+        Waiting for it there would have meant waiting for the other workers, which gradients on GPUs
+        do not need.
         """
         users = self._late
         if users is None:
             return []
-        failure = ended(users)  # interrupted, it is asked again
+        failure = ended(users)  # an interruption leaves it for the next call
         self._late = None
         if failure is not None or not users.differ:
             return [failure] if failure is not None else []
@@ -410,7 +419,7 @@ class Exchange:
         ]
 
     def _stand_in(self, managed: Managed) -> None:
-        """Push zeros for a parameter that is frozen here and not elsewhere."""
+        """Push zeros for a parameter that this worker has frozen and others train."""
         gradient, managed.parameter.grad = managed.parameter.grad, None
         try:
             self._push(managed)
@@ -420,7 +429,7 @@ class Exchange:
 
     @staticmethod
     def _try(act: Callable[[Managed], None], managed: Managed) -> Exception | None:
-        """Returns what has gone wrong, and raises what has interrupted a wait."""
+        """Return the failure of ``act``; raise the exception that interrupted a wait."""
         try:
             act(managed)
         except Exception as e:
@@ -431,9 +440,7 @@ class Exchange:
         return None
 
     def _follow_job(self) -> None:
-        """In a job resumed with other workers nobody knows what had been agreed in the one
-        before.
-        """
+        """In a resumed job with other workers, forget what was agreed in the job before."""
         session = adapter.session()
         if session is not self._session:
             self._session, self._late = session, None
@@ -443,9 +450,9 @@ class Exchange:
                     session.declare(managed.named.wire, self.choices[managed.name])
 
     def _agree(self) -> list[Exception]:
-        """Find out whether gradients travel sparse, where that is not known yet.
+        """Find out which gradients are sparse, where that is not known yet.
 
-        Returns what has gone wrong; all workers push all the same.
+        Returns the errors; all workers push all the same.
         """
         if self._asking is None:
             self._follow_job()
@@ -474,8 +481,10 @@ class Exchange:
 
     @staticmethod
     def _kinds(unknown: list[Managed]) -> torch.Tensor:
-        """By parameter: workers with a dense gradient (here 0 or 1), with a sparse one, and the
-        sparse dimensions of the latter.
+        """Return the kinds of gradients, shape (3, parameters), int32.
+
+        The rows are: workers with a dense gradient (here 0 or 1), workers with a sparse gradient,
+        and the sparse dimensions of the latter.
         """
         told = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
         for i, m in enumerate(unknown):
@@ -488,19 +497,19 @@ class Exchange:
 
     @staticmethod
     def _unknown_yet(unknown: list[Managed], failure: Exception) -> list[Exception]:
-        for m in unknown:  # what is there must go out nevertheless: others may wait for it
+        for m in unknown:  # push what is there: other workers may wait for it
             m.deferred = False
         return [failure]
 
     def _decide(self, unknown: list[Managed], told: torch.Tensor) -> list[Exception]:
-        """Give each parameter the kind that all workers have ``told``.
+        """Set each parameter's kind from the sum ``told`` over all workers.
 
-        Returns where they differ.
+        Returns an error for each parameter whose kind differs between workers.
         """
         found: list[Exception] = []
         for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
             m.deferred = False
-            # everybody completes it as a dense one, and then everybody hears of it
+            # All workers complete it as a dense gradient, and then all raise the error.
             if sparse and dense:
                 found.append(
                     MismatchError(
@@ -555,7 +564,7 @@ class Exchange:
         if gradient is not None and managed.is_sparse():
             check_sparse(gradient, managed.named.what)
             given = gradient
-        elif gradient is not None:  # the others have to hear of it
+        elif gradient is not None:  # SparseSum reports it to the other workers
             kind["kind"] = DENSE
         managed.pushed = SparseSum(
             given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
@@ -567,15 +576,16 @@ class Exchange:
         managed.pushed = None
 
     def _receive(self, managed: Managed) -> None:
-        """Wait for a push and put the average where the optimizer looks for it, even if ``grad``
-        was replaced meanwhile.
+        """Wait for a push and store the average in the parameter's ``grad``.
+
+        It does so even if ``grad`` was replaced in the meantime.
         """
         pushed = managed.pushed
         assert pushed is not None
         if isinstance(pushed, SparseSum):
             total = pushed.wait()
             managed.pushed = None
-            if pushed.dense:  # on all workers: it goes again, as what it is from now on
+            if pushed.dense:  # dense on all workers: push it again, dense from now on
                 managed.kind = Kind.DENSE
                 self._push(managed)
                 self._receive(managed)
@@ -594,5 +604,5 @@ class Exchange:
             managed.parameter.grad = gradient
         if pushed.written:
             raise written_to(managed)
-        if managed.sparse_here:  # with the rows that are not zero
+        if managed.sparse_here:  # from the rows that are not zero
             managed.parameter.grad = gradient.detach().to_sparse(managed.sparse_dim)

@@ -1,4 +1,4 @@
-"""How waits for gradients end, and what stands in for one."""
+"""State of one gradient exchange, and helpers to wait for it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ class Waited(Protocol):
 class Round:
     """One exchange of all gradients, from the first wait to its end.
 
-    A wait may be interrupted: Ctrl-C, or whatever else a signal's handler raises. Then the round
-    stays open, and who waits next goes on with it: what this worker has pushed and what it has not
-    is the same as before. So it is cleared only when there is nothing left to wait for.
+    A wait may be interrupted by Ctrl-C or another exception of a signal handler. Then the round
+    stays open and the next wait resumes it, because what this worker has pushed has not changed. So
+    a round is cleared only when nothing is left to wait for.
     """
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures: list[Exception | None] = [*failures]
-        self.users: Users | None = None  # begun, not heeded
-        self.frozen: set[int] = set()  # by id of Managed: what this worker does not push
-        self.begun = False  # all that is sure to be pushed has been
-        self.pushed = False  # everything else has been
+        self.users: Users | None = None  # count in flight, not evaluated yet
+        self.frozen: set[int] = set()  # ids of the Managed objects that this worker does not push
+        self.begun = False  # all gradients that need no count have been pushed
+        self.pushed = False  # all others have been pushed
 
 
 def ended(operation: Waited) -> Exception | None:
     """Wait until ``operation`` has ended.
 
-    Returns what made it fail, and raises what has interrupted the wait: then it is still under way.
+    Returns the exception that made it fail. If the wait is interrupted, raises the interruption;
+    the operation is then still in flight.
     """
     try:
         operation.wait()
@@ -46,10 +47,10 @@ def ended(operation: Waited) -> Exception | None:
 
 
 def raise_first(failures: list[Exception | None] | list[Exception]) -> None:
-    """Raise the first of them, if any.
+    """Raise the first exception in the list, if any, and empty the list.
 
-    The list is emptied: from its caller's frame, which the exception refers to, it would refer to
-    the exception, and with it the optimizer and its hooks would live until the garbage collection.
+    The exception refers to its caller's frame, and that frame to the list. A list that kept the
+    exception would keep the optimizer and its hooks alive until the next garbage collection.
     """
     first = next((f for f in failures if f is not None), None)
     failures.clear()
@@ -61,8 +62,9 @@ def raise_first(failures: list[Exception | None] | list[Exception]) -> None:
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """What a gradient of ``parameter`` would be that is zero; its dtype need not be the parameter's
-    (PyTorch 2.10 and newer).
+    """Return a zero gradient for ``parameter``.
+
+    Its dtype need not be the parameter's (PyTorch 2.10 and newer).
     """
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -1,6 +1,6 @@
-"""Who may wait for gradients by looking at them: the code that trains may.
+"""Decides whether code that reads gradients may wait for them.
 
-A signal handler or another thread must not disturb it.
+Only the training code may. A signal handler or another thread must not disturb it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ _VARARGS = 0x04  # CO_VARARGS of a code object
 
 
 class Trainer:
-    """The thread that trains with one optimizer, as far as it is known, and whether it waits right
-    now.
-    """
+    """The training thread of one optimizer, if known, and whether it is waiting now."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._waits = False
 
     def is_here(self) -> None:
-        """The calling thread is the one."""
+        """Record the calling thread as the training thread."""
         self._thread = threading.current_thread()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, the calling thread waits for gradients or updates weights."""
+        """Context in which the calling thread waits for gradients or updates weights."""
         self.is_here()
         before, self._waits = self._waits, True
         try:
@@ -40,18 +38,16 @@ class Trainer:
             self._waits = before
 
     def may_be_here(self) -> bool:
-        """Whether the calling code may be the training's, and is not in the midst of
-        :meth:`at_work`.
-        """
+        """Return whether the calling code may be training code outside of :meth:`at_work`."""
         known = self._thread
         ours = known is None or known is threading.current_thread() or not known.is_alive()
         return ours and not self._waits
 
     def may_wait(self) -> bool:
-        """Whether the calling code may wait for gradients and change them.
+        """Return whether the calling code may wait for gradients and change them.
 
-        It may not during a backward pass, nor in a signal handler: the interrupted code may be in
-        the middle of anything.
+        It may not during a backward pass. It may not in a signal handler either, which may have
+        interrupted the training code at any point.
         """
         if not self.may_be_here() or torch._C._current_graph_task_id() >= 0:
             return False
@@ -59,8 +55,9 @@ class Trainer:
 
 
 def in_signal_handler() -> bool:
-    """Whether a signal handler written in Python runs on this thread: it was given the frame that
-    it interrupted.
+    """Return whether a signal handler written in Python is running on this thread.
+
+    Such a handler has the interrupted frame among its arguments.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,5 +1,6 @@
-"""Which module's call is the moment to update a parameter: hooks on modules, and a look at their
-first forward passes.
+"""Module hooks that update parameters when a module is called.
+
+The first forward passes are watched to find out which module uses which parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from bpsx.errors import ConfigError
 from bpsx.torch.dynamo import eager
 
-# To ask these of a parameter is not to use it.
+# Reading these attributes of a parameter does not count as a use.
 _HARMLESS = {
     "shape",
     "dtype",
@@ -32,7 +33,7 @@ _HARMLESS = {
 
 
 class Updates(Protocol):
-    """Who makes the updates."""
+    """The object that makes the updates."""
 
     @property
     def pending(self) -> bool: ...
@@ -42,8 +43,9 @@ class Updates(Protocol):
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` for a model whose modules' calls cannot be hooked, or that
-    averages by itself.
+    """Raise :class:`ConfigError` for a model that CrossBarrier cannot serve.
+
+    That is a model whose module calls cannot be hooked, or one that averages by itself.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -71,17 +73,17 @@ def check_model(model: Any) -> None:
 
 
 class Serving:
-    """Has parameters updated when the module is called that needs them first.
+    """Updates parameters when the module that needs them first is called.
 
-    Until :meth:`watch_no_more` every module is hooked and every function that a parameter goes into
-    is seen; from then on only the modules that serve parameters have a hook.
+    Until :meth:`watch_no_more`, every module has a hook and every function call with a parameter is
+    watched. Afterwards only the modules that serve parameters have a hook.
     """
 
     def __init__(self, model: nn.Module, parameters: list[torch.Tensor], updates: Updates) -> None:
-        self.unserved: list[torch.Tensor] = []  # known after watch_no_more()
+        self.unserved: list[torch.Tensor] = []  # valid after watch_no_more()
         self.updates = updates
         self._modules = dict(model.named_modules())
-        # module -> what is updated when it is called
+        # Parameters that are updated when a module is called, by module.
         self._of: dict[nn.Module, list[torch.Tensor]] = {}
         self._parameters = {id(p): p for p in parameters}
         self._owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
@@ -91,7 +93,7 @@ class Serving:
                     self._owners[id(p)].append(module)
                     self._of.setdefault(module, []).append(p)
         self._called: set[nn.Module] = set()
-        self._called_now: set[nn.Module] = set()  # in the outermost call that runs
+        self._called_now: set[nn.Module] = set()  # during the current outermost call
         self._stack: list[nn.Module] = []
         self._uses = _Uses(self)
         self._watching = True
@@ -113,7 +115,7 @@ class Serving:
         ]
 
     def end(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self.watch_no_more()
         for hooks in self._hooks.values():
             for hook in hooks:
@@ -122,7 +124,7 @@ class Serving:
     # ---- hooks
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        """``module`` is called."""
+        """Take note of a call of ``module``, and make its pending updates."""
         updates = self.updates
         updates.entered()
         if self._watching:
@@ -150,8 +152,10 @@ class Serving:
                 self._uses.__exit__(None, None, None)
 
     def see_use(self, parameter: torch.Tensor) -> None:
-        """A function gets a tensor: if it is a parameter that no call has served in this forward
-        pass, the module that runs serves it.
+        """Take note of a tensor that is passed to a function.
+
+        If it is a parameter that no call has served in this forward pass, the running module serves
+        it.
         """
         known = self._parameters.get(id(parameter))
         if known is None or any(owner in self._called_now for owner in self._owners[id(known)]):
@@ -161,7 +165,10 @@ class Serving:
             served.append(known)
 
     def watch_no_more(self) -> None:
-        """Settle who serves what, and stop watching. Between forward passes."""
+        """Assign the remaining parameters to modules and stop watching.
+
+        Call it between forward passes.
+        """
         if not self._watching:
             return
         self._watching = False
@@ -193,7 +200,7 @@ class Serving:
         return None
 
     def add(self, parameters: list[torch.Tensor]) -> None:
-        """Parameters that have come later: nobody has watched how they are used."""
+        """Add parameters whose use has not been watched."""
         for p in parameters:
             if id(p) not in self._parameters:
                 self._parameters[id(p)] = p
@@ -205,7 +212,8 @@ class Serving:
 class _Hook:
     """A hook on a module.
 
-    A copy of the model gets none, and is not made while its weights are of two steps.
+    A copy of the model gets no hooks. The model cannot be copied while updates are pending, since
+    its weights are then of two steps.
     """
 
     def __init__(self, serving: Serving, act: Callable[..., None]) -> None:
@@ -228,11 +236,11 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What is left of a hook in a copy."""
+    """Stands for a hook in a copy of the model."""
 
 
 class _Uses(TorchFunctionMode):  # type: ignore[misc]
-    """Tells of every tensor that goes into a function of PyTorch's."""
+    """Reports every tensor that is passed to a PyTorch function."""
 
     def __init__(self, serving: Serving) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""The optimizer's momentum, where ``compression_params`` has momentum in its place: taken over, and
-switched off while it steps.
+"""The optimizer's momentum when ``compression_params`` replaces it.
+
+It is taken over, and switched off while the optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, float]:
-    """By parameter's name (``names``: by id), the momentum that the optimizer has for it, if it has
-    any.
+    """Return the optimizer's momentum by parameter name, where it has one.
+
+    ``names``: parameter names by id.
     """
     return {
         names[id(p)]: float(group["momentum"])
@@ -29,30 +31,31 @@ def momentum_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
     }
 
 
-#: The momentum of a parameter's weight decay, in the optimizer's state of it: so it is saved and
-#: broadcast like all that workers have alike.
+#: Key of the weight decay's momentum in the optimizer's state of a parameter. So it is saved and
+#: broadcast like all state that is the same on all workers.
 _KEPT = "weight_decay_momentum"
 
 
 class Decayed:
-    """A parameter whose gradient weight decay is added to before the step, as the optimizer would
-    do, and with a momentum of its own if it is asked for: that of the gradient is added before
-    compression, and onebit would lose the decay (as BytePS has it).
+    """A parameter with weight decay added to its gradient before the step.
+
+    The optimizer would add the same decay. With ``mu``, the decay has a momentum of its own, as in
+    BytePS: the gradient's momentum is added before compression, and onebit would lose the decay.
     """
 
     def __init__(self, parameter: torch.Tensor, mu: float | None) -> None:
         self.parameter, self._mu = parameter, mu
 
     def add(self, decay: float, maximize: bool, kept: torch.Tensor | None) -> torch.Tensor | None:
-        """Add ``decay`` times the parameter to its gradient, and with mu: m = mu m + that, gradient
-        += mu m.
+        """Add ``decay`` times the parameter to its gradient.
 
-        Returns m, which was ``kept``.
+        With mu also: m = mu m + decay * parameter, gradient += mu m. Returns m; ``kept`` is its
+        previous value.
         """
         gradient, parameter = self.parameter.grad, self.parameter.detach()
         if gradient is None:
             return kept
-        sign = -1.0 if maximize else 1.0  # such an optimizer turns the gradient's sign first
+        sign = -1.0 if maximize else 1.0  # such an optimizer first negates the gradient
         gradient.add_(parameter, alpha=sign * decay)
         if self._mu is not None:
             kept = torch.zeros_like(parameter) if kept is None else kept
@@ -62,7 +65,7 @@ class Decayed:
 
 
 class TakenOver:
-    """The momentum of those groups of an optimizer whose gradients get theirs on the way.
+    """The momentum of the groups whose gradients get their momentum from compression.
 
     Not thread-safe.
     """
@@ -73,7 +76,7 @@ class TakenOver:
         names: Mapping[int, str],
         choices: Mapping[str, adapter.Compression],
     ) -> None:
-        self._momenta: dict[int, float] = {}  # by group: what it was
+        self._momenta: dict[int, float] = {}  # original momentum by group
         self._decayed: dict[int, list[Decayed]] = {}
         for i, group in enumerate(optimizer.param_groups):
             chosen = {names[id(p)]: choices.get(names[id(p)]) for p in group["params"]}
@@ -94,8 +97,10 @@ class TakenOver:
 
     @staticmethod
     def _check_fused(i: int, group: dict[str, Any]) -> None:
-        """A fused step divides gradients by the loss's scale itself, and what weight decay adds
-        before it would be divided too.
+        """Raise :class:`ConfigError` for a fused step with weight decay.
+
+        A fused step divides gradients by the loss scale itself. It would also divide the weight
+        decay that has been added before.
         """
         if dict.get(group, "fused") and dict.get(group, "weight_decay"):
             raise ConfigError(
@@ -126,13 +131,12 @@ class TakenOver:
 
     @contextmanager
     def off(self, groups: Groups, state: MutableMapping[torch.Tensor, Any]) -> Iterator[None]:
-        """Inside, the optimizer has no momentum of its own in these groups, and what weight decay
-        adds is in the gradients already.
+        """Context in which the optimizer has no momentum of its own in these groups.
 
-        ``state``: the optimizer's.
+        Weight decay has then been added to the gradients already. ``state``: the optimizer's state.
 
-        Raises :class:`ConfigError` if somebody has changed the momentum: what is added to gradients
-        would not follow.
+        Raises :class:`ConfigError` if the momentum has been changed, because the momentum that
+        compression adds would not follow.
         """
         for i, before in self._momenta.items():
             now = float(dict.get(groups[i], "momentum") or 0.0)
@@ -166,7 +170,7 @@ class TakenOver:
         finally:
             for group, key, value in changed:
                 group[key] = value
-            # not before the step: an optimizer may begin by asking whether there is any state
+            # After the step: an optimizer may check first whether there is any state.
             for parameter, m in kept:
                 state[parameter][_KEPT] = m
 

@@ -1,5 +1,4 @@
-"""Values of an optimizer as they were when ``step()`` was called, for an update that is made later
-in parts."""
+"""An optimizer's values at the time of ``step()``, for an update made later in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import torch
 
 from bpsx.errors import ConfigError
 
-#: Attributes of an optimizer that a part of it must not share or bring back.
+#: Attributes of an optimizer that a partial update must neither share nor bring back.
 OWN = {
     "param_groups",
     "state",
@@ -24,11 +23,11 @@ OWN = {
 
 
 class Noted:
-    """Values by name as they were when ``step()`` was called, and what the update has made of them
-    since, the same in each of its parts.
+    """Values by name at the time of ``step()``, and the changes that the update has made to them.
 
-    Numbers, containers of them and tensors of one element are known by value, whatever is changed
-    in place meanwhile; others are what they are.
+    The changes must be the same in each part of the update. Numbers, containers of numbers and
+    one-element tensors are copied, so later changes in place do not affect them. Other values are
+    kept by reference.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -36,14 +35,16 @@ class Noted:
         self._changed: dict[str, Any] = {}
 
     def copy(self) -> dict[str, Any]:
-        """For one part of the update, to change as it likes."""
+        """Return a copy of the values, which one part of the update may change."""
         return {k: _copied(v) for k, v in self._values.items()}
 
     def bring_back(
         self, after: dict[str, Any], original: dict[str, Any], who: str, where: str
     ) -> None:
-        """What a part has changed (a counter, say) is the optimizer's. Raises :class:`ConfigError`
-        if parts have changed it differently."""
+        """Store a part's changes (a counter, for example) in the optimizer.
+
+        Raises :class:`ConfigError` if parts have made different changes.
+        """
         for key, value in after.items():
             if (
                 key in OWN
@@ -66,7 +67,7 @@ class Noted:
                 and isinstance(value, torch.Tensor)
                 and there.shape == value.shape
             ):
-                there.copy_(value)  # who else looks at this tensor sees it
+                there.copy_(value)  # other references to this tensor see the change
             else:
                 original[key] = value
 

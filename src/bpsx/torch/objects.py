@@ -1,6 +1,4 @@
-"""Python objects from one worker to all, and from all to all: :mod:`bpsx.plugin.objects` with
-tensors.
-"""
+"""Broadcast and all_gather of Python objects: :mod:`bpsx.plugin.objects` with tensors."""
 
 from __future__ import annotations
 
@@ -23,21 +21,21 @@ __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 @public
 @counted("broadcast_object", "broadcast_object.{}", several=True)
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """What ``obj`` is on worker ``root_rank``, on every worker: the root gets its own ``obj`` back,
-    the others a copy.
+    """Return worker ``root_rank``'s ``obj`` on every worker.
 
-    Theirs is ignored.
+    The root gets its own ``obj`` back, the others a copy; their ``obj`` is ignored.
 
-    Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays
-    and scalars of numbers and text, dense CPU tensors (which arrive contiguous and without
-    autograd), and tuples, lists, sets, dicts, OrderedDicts of these, exactly of these types.
-    Anything else is pickled, if the job has a secret (``BPSX_SECRET``; ``bpsx-run --local`` and
-    ``--hostfile`` make one), and unpickled only after it has been proven with that. Objects of any
-    size and type may follow one another under one ``name``; calls of one name are matched in order.
+    Plain values can always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy
+    arrays and scalars of numbers and text, dense CPU tensors (which arrive contiguous and without
+    autograd), and tuples, lists, sets, dicts and OrderedDicts of these, of exactly these types.
+    Other objects are pickled if the job has a secret (``BPSX_SECRET``; ``bpsx-run --local`` and
+    ``--hostfile`` make one). They are unpickled only after they have been authenticated with that
+    secret. Objects of any size and type may follow one another under one ``name``; calls of one
+    name are matched in order.
 
-    Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone
-    where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does not exist;
-    and what :func:`bpsx.torch.synchronize` raises.
+    Raises :class:`ObjectError` on all workers if the root's object cannot travel, and on one worker
+    if it cannot be unpickled there; :class:`~bpsx.errors.ConfigError` for a root that does not
+    exist; and what :func:`bpsx.torch.synchronize` raises.
     """
     return objects.broadcast_object(obj, root_rank, name, _CODEC)
 
@@ -45,11 +43,11 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 @public
 @counted("all_gather_object", "all_gather_object.{}", several=True)
 def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
+    """Return the workers' ``obj``, by rank, on every worker; this worker's entry is ``obj`` itself.
 
-    What can travel, and how, is as with :func:`broadcast_object`. Raises :class:`ObjectError` on
-    all workers if an object of one of them cannot travel, and as :func:`broadcast_object`
-    otherwise.
+    Which objects can travel, and how, is as with :func:`broadcast_object`. Raises
+    :class:`ObjectError` on all workers if an object of one of them cannot travel; otherwise as
+    :func:`broadcast_object`.
     """
     return objects.all_gather_object(obj, name, _CODEC, "all_gather_object")
 
@@ -65,7 +63,7 @@ def _encoded(obj: Any, verb: str) -> bytes:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """The tensor's elements as an array of bytes."""
+    """Return the tensor's elements as an array of bytes."""
     if tensor.numel() == 0:
         return torch.zeros(0, dtype=torch.uint8, device="cpu").numpy()
     return plain_copy(tensor).cpu().reshape(-1).view(torch.uint8).numpy()

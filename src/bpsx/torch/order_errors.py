@@ -8,12 +8,14 @@ from bpsx.torch.unused_parameters import Count
 
 
 class GradientOrderError(BpsxError, RuntimeError):
-    """backward(), synchronize() and step() were called in an order in which gradients would be used
-    or changed while under way."""
+    """backward(), synchronize() and step() were called in a wrong order.
+
+    Gradients would have been used or changed while in flight.
+    """
 
 
 def interrupted(managed: Managed) -> GradientOrderError:
-    """Backward has made a gradient although a wait for the last ones has been interrupted."""
+    """Backward has computed a gradient after an interrupted wait for the previous ones."""
     return GradientOrderError(
         f"the gradient of {managed.name!r} was computed while an exchange that has been "
         "interrupted is "
@@ -24,7 +26,7 @@ def interrupted(managed: Managed) -> GradientOrderError:
 
 
 def too_often(managed: Managed, passes: int, optimizer: str) -> GradientOrderError:
-    """Backward has made a gradient that is under way."""
+    """Backward has computed a gradient that is in flight."""
     text = (
         f"the gradient of {managed.name!r} was computed more than "
         f"backward_passes_per_step={passes} "
@@ -45,7 +47,7 @@ def too_often(managed: Managed, passes: int, optimizer: str) -> GradientOrderErr
 
 
 def written_to(managed: Managed) -> GradientOrderError:
-    """A gradient has been changed while it was under way."""
+    """A gradient has been changed while it was in flight."""
     return GradientOrderError(
         f"the gradient of {managed.name!r} was written to while it was under way, so what the "
         "workers "
@@ -55,8 +57,11 @@ def written_to(managed: Managed) -> GradientOrderError:
 
 
 def check_not_added(managed: Managed) -> None:
-    """After an implicit wait the next gradients must be a new step's, not more of this one's: those
-    the others would not have. Raises :class:`GradientOrderError`."""
+    """Raise :class:`GradientOrderError` if backward has added to an average.
+
+    After an implicit wait the next gradients must belong to a new step. Further gradients of the
+    same step would be missing on the other workers.
+    """
     gradient, averaged = managed.parameter.grad, managed.averaged
     if averaged is None or gradient is not averaged[0] or averaged[1] is None:
         return
@@ -75,7 +80,7 @@ def added_after_look(managed: Managed) -> GradientOrderError:
 
 
 def frozen_on_some(managed: Managed, count: Count) -> MismatchError:
-    """Workers train a parameter that others have frozen."""
+    """Some workers train a parameter that others have frozen."""
     return MismatchError(
         f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) "
         "on "

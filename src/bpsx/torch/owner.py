@@ -1,5 +1,7 @@
-"""Who has which gradients' names: one live optimizer or module each, and none that workers could
-confuse."""
+"""Ownership of gradient names: each name belongs to at most one live optimizer or module.
+
+So workers cannot confuse gradients of the same name.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ from bpsx.plugin import adapter
 from bpsx.plugin.owners import Owner, claim, is_owned, next_ordinal
 
 PREFIX = "Gradient."
-#: With the id of a parameter, a name that only live optimizers of this process know: of two without
-#: names, the later has the parameter.
+#: Followed by a parameter's id: a name that only live optimizers of this process use. Of two
+#: optimizers without names, the later one owns the parameter.
 _UNNAMED = "Parameter of an optimizer without names: "
 
 
 class Exchanging(Protocol):
-    """What an owner has to know of its exchange.
+    """The parts of an exchange that its owner uses.
 
-    ``outlives``: it may keep its model, and with that the optimizer, alive when nobody else does.
+    ``outlives``: the exchange may keep its model, and so the optimizer, alive without other
+    references.
     """
 
     outlives: bool
@@ -37,17 +40,21 @@ class Exchanging(Protocol):
 
 
 class ExchangeOwner(Owner):
-    """Owner of the names of one exchange's gradients. ``ordinal``: its number among those with
-    generated names; None: it has been given names."""
+    """Owner of the names of one exchange's gradients.
+
+    ``ordinal``: the optimizer's number among those with generated names; None: it was given names.
+    """
 
     def __init__(self, what: str, exchange: Exchanging, ordinal: int | None) -> None:
         super().__init__(what)
         self._exchange, self.ordinal = weakref.ref(exchange), ordinal
-        self.session: object = None  # in which it has exchanged, or was made
+        self.session: object = None  # session of the last exchange, or of the creation
 
     def claim(self, names: Mapping[str, torch.Tensor]) -> None:
-        """Register parameters by name. Raises :class:`ConfigError` if another live owner has one of
-        the names."""
+        """Register parameters by name.
+
+        Raises :class:`ConfigError` if another live owner has one of the names.
+        """
         self.session = adapter.session()
         wanted: dict[str, Any] = {PREFIX + name: parameter for name, parameter in names.items()}
         if self.ordinal is not None:
@@ -55,19 +62,24 @@ class ExchangeOwner(Owner):
         claim(self, wanted)
 
     def added_name(self, group: int, index: int, first: str) -> str:
-        """The name of a parameter of a group that is added later. ``first``: of this owner's first
-        parameter."""
+        """Return the name of a parameter in a group that is added later.
+
+        ``first``: name of this owner's first parameter.
+        """
         if self.ordinal is not None:
             return generated_name(self.ordinal, group, index)
         return f"{generated_name(0, group, index)} beside {first}"
 
     def refusal(self, name: str, other: Owner, same: bool) -> str:
-        """An optimizer for the same parameters replaces this one, unless gradients are under way.
-        So does one for others, as in the next fold of a
-        cross-validation, if nothing but this one's optimizer knows its parameters any more."""
+        """Return why ``other`` may not take the name, or "".
+
+        An optimizer for the same parameters replaces this one, unless gradients are in flight. An
+        optimizer for other parameters also replaces it if only this one's optimizer still refers to
+        its parameters, as in the next fold of a cross-validation.
+        """
         exchange = self._exchange()
         if exchange is None or self.session is not adapter.session():
-            return ""  # of a job that has ended
+            return ""  # it belongs to a job that has ended
         if same:
             return (
                 f"the {self.what} has gradients of the same parameters under way: call its step() "
@@ -86,7 +98,7 @@ class ExchangeOwner(Owner):
         )
 
     def replace(self, by: Owner) -> None:
-        """Take the hooks off, too."""
+        """Remove the hooks too."""
         super().replace(by)
         exchange = self._exchange()
         if exchange is not None:
@@ -94,25 +106,29 @@ class ExchangeOwner(Owner):
 
 
 def generated_name(ordinal: int, group: int, index: int) -> str:
-    """A parameter's of the ordinal-th optimizer without names."""
+    """Return a parameter's name in the optimizer without names that has number ``ordinal``."""
     return f"push_pull.noname.{f'{ordinal}.' if ordinal else ''}{group}.{index}"
 
 
 def new_ordinal() -> int:
-    """The number of a new optimizer without names: the same on all workers that make the same in
-    the same order. Raises
-    :class:`~bpsx.errors.NotInitializedError`."""
+    """Return the number of a new optimizer without names.
+
+    The number is the same on all workers that create the same optimizers in the same order. Raises
+    :class:`~bpsx.errors.NotInitializedError`.
+    """
     return next_ordinal(
         adapter.session(), "optimizer", lambda n: is_owned(PREFIX + generated_name(n, 0, 0))
     )
 
 
 def _are_in_use(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether a module, a namespace or another object has one of them by name: who knows them by
-    their optimizer only cannot train them."""
+    """Return whether a module, a namespace or another object refers to a parameter by name.
+
+    Code that can reach the parameters only through their optimizer cannot train them.
+    """
     ids = {id(p) for p in parameters}
     return any(
-        isinstance(holder, dict)  # an OrderedDict in a module of PyTorch before 2.5
+        isinstance(holder, dict)  # PyTorch before 2.5: an OrderedDict in a module
         and any(isinstance(key, str) and id(value) in ids for key, value in holder.items())
         for holder in gc.get_referrers(*parameters)
     )

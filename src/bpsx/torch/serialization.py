@@ -1,6 +1,4 @@
-"""PyTorch's tensors in :mod:`bpsx.plugin.encoding`: put aside as they are, with all bytes as
-tensors.
-"""
+"""PyTorch tensors in :mod:`bpsx.plugin.encoding`: kept aside unencoded, and bytes as tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ __all__ = ["Encoder", "StateError", "decode", "empty_for"]
 
 
 class Encoder(encoding.Encoder):
-    """Tensors are put aside, in :attr:`tensors`, and described in :attr:`described`; bytes as
-    well.
+    """Encoder that keeps tensors in :attr:`tensors`, with descriptions in :attr:`described`.
+
+    Bytes are kept there too, as tensors.
     """
 
     def __init__(self, verb: str = "broadcast_optimizer_state", exact: bool = False) -> None:
@@ -46,12 +45,12 @@ class Encoder(encoding.Encoder):
 
 
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse of :meth:`Encoder.encode`."""
+    """Reverse :meth:`Encoder.encode`."""
     return encoding.decode(value, lambda i: tensors[i].numpy().tobytes(), lambda i: tensors[i])
 
 
 def empty_for(described: dict[str, Any]) -> torch.Tensor:
-    """Memory for a tensor that the sender has described."""
+    """Allocate the tensor that the sender has described."""
     dtype = getattr(torch, described["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"a tensor of the unknown dtype {described['dtype'][:40]!r} has arrived")

@@ -1,6 +1,4 @@
-"""Sums of sparse tensors: what travels is values and indices, of which every worker may have
-another number.
-"""
+"""Sums of sparse tensors: values and indices travel; their number may differ by worker."""
 
 from __future__ import annotations
 
@@ -12,17 +10,16 @@ from bpsx.torch.compression import Compressor
 from bpsx.torch.ops import UnsupportedTensor, check_device, dtype_name, summable
 
 _HALVES = (torch.float16, torch.bfloat16)
-#: What a worker gives for a tensor that is sparse on others and not on it.
+#: Kind that a worker sends if its tensor is dense while others' are sparse.
 DENSE = "a dense"
 _SPARSE = "a sparse"
 
 
 class SparseSum:
-    """The sum or average of a ``torch.sparse_coo`` tensor under way; a result for :meth:`wait`,
-    like a handle's.
+    """The sum or average of a ``torch.sparse_coo`` tensor in flight, used like a handle.
 
-    ``tensor`` needs not be coalesced. It is copied: it may change at once. Raises what
-    :func:`push_pull_sparse` does.
+    ``tensor`` need not be coalesced. It is copied and may change at once. Raises as
+    :func:`push_pull_sparse`.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class SparseSum:
             average,
         )
         self._compression = compression
-        self.dense = kind == DENSE  # here, and on all workers if the end is a good one
+        self.dense = kind == DENSE  # on this worker, and on all workers if the exchange succeeds
         wire, self._ctx = compression.compress(whole.values())
         kind = (
             f"{kind} tensor of shape {tuple(self._shape)} with {self._sparse_dim} sparse"
@@ -50,25 +47,25 @@ class SparseSum:
         self._rows = RowGathering([whole.indices().t(), wire], name, kind)
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not. Does not block."""
+        """Return whether both exchanges have ended, successfully or not, without blocking."""
         return self._rows.done()
 
     def advance(self) -> None:
-        """Wait for the numbers of values and begin to move the values.
+        """Wait for the numbers of values and start to move the values.
 
-        What fails is raised by :meth:`wait`.
+        :meth:`wait` raises the failure, if any.
         """
         self._rows.advance()
 
     def wait(self) -> torch.Tensor:
-        """A new, coalesced tensor.
+        """Return the result as a new, coalesced tensor.
 
         Raises :class:`~bpsx.errors.MismatchError` on all workers if shapes, dtypes or layouts
         differ.
         """
         indices, wires = self._rows.wait()
         values = self._compression.decompress(torch.cat(wires), self._ctx)
-        # half types are added in float32 and rounded once
+        # Half types are summed in float32 and rounded once.
         wide = values.float() if values.dtype in _HALVES else values
         total = torch.sparse_coo_tensor(
             torch.cat(indices).t(), wide, self._shape, check_invariants=True, device=wide.device
@@ -92,8 +89,9 @@ class SparseSum:
 
 
 def empty_like(dense: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
-    """A sparse tensor without values in the shape and dtype of ``dense``: what a worker without a
-    gradient gives.
+    """Return a sparse tensor without values, with the shape and dtype of ``dense``.
+
+    A worker without a gradient sends it.
     """
     indices = torch.zeros(sparse_dim, 0, dtype=torch.int64, device=dense.device)
     values = dense.detach().new_zeros((0, *dense.shape[sparse_dim:]))
@@ -103,8 +101,9 @@ def empty_like(dense: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
 
 
 def check_sparse(tensor: torch.Tensor, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` for what cannot be
-    gathered.
+    """Raise an error if a sparse tensor cannot be gathered.
+
+    The error is :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType`.
     """
     check_device(tensor, what)
     summable(tensor, what)
@@ -118,9 +117,9 @@ def check_sparse(tensor: torch.Tensor, what: str) -> None:
 def push_pull_sparse(
     tensor: torch.Tensor, average: bool, name: str | None, compression: type[Compressor]
 ) -> torch.Tensor:
-    """See :func:`bpsx.torch.push_pull`.
+    """Implement :func:`bpsx.torch.push_pull` of sparse tensors.
 
-    Raises as :func:`check_sparse`, and if a gradient is asked for.
+    Raises as :func:`check_sparse`, and :class:`UnsupportedTensor` if a gradient is required.
     """
     what = f"push_pull of {name!r}" if name else "push_pull"
     check_sparse(tensor, what)

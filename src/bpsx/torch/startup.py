@@ -1,5 +1,4 @@
-"""Comparison in an exchange's first step: all workers mean the same by its names, and begin with
-the same weights."""
+"""Check in an exchange's first step: names and initial weights must agree on all workers."""
 
 from __future__ import annotations
 
@@ -27,40 +26,42 @@ from bpsx.torch.ops import Handle, submit
 from bpsx.torch.owner import ExchangeOwner
 
 _CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
-#: Types whose elements are this worker's own copy of a whole parameter; a sharded one's are not.
+#: Types whose elements are this worker's own copy of a whole parameter; not so for sharded ones.
 _WHOLE = (torch.nn.Parameter, torch.Tensor)
 _alive: weakref.WeakSet[StartupCheck] = weakref.WeakSet()
 
 
 class StartupCheck:
-    """Runs once in each session, and costs one small push_pull. An interrupted wait is resumed by
-    the next :meth:`run`. Not thread-safe."""
+    """Startup check, which runs once in each session and costs one small push_pull.
+
+    The next :meth:`run` resumes an interrupted wait. Not thread-safe.
+    """
 
     def __init__(self, owner: ExchangeOwner, managed: list[Managed]) -> None:
         self._owner, self._managed = owner, managed
-        self._session: object = None  # in which it has run, or runs
+        self._session: object = None  # session in which it has run or is running
         self._rows: torch.Tensor | None = None
-        self._handle: Handle | None = None  # of the sum under way
-        self._asks = False  # that sum is the second one: is it another optimizer elsewhere?
+        self._handle: Handle | None = None  # sum in flight
+        self._asks = False  # the sum in flight is the second one, which asks for swapped optimizers
         self._found: list[Exception] = []
-        self._fatal = (  # what no further step can mend: names of the workers mean different things
+        self._fatal = (  # permanent error: workers use the same names for different parameters
             ""
         )
-        self._weights = 0  # their digest when it ran
+        self._weights = 0  # digest of the weights when the check ran
         _alive.add(self)
 
     @property
     def under_way(self) -> bool:
-        """Whether an interrupted wait has left a sum under way."""
+        """Whether an interrupted wait has left a sum in flight."""
         return self._handle is not None
 
     def run(self) -> None:
-        """Compare with the other workers, if that has not been done in this session.
+        """Compare with the other workers, unless that has been done in this session.
 
-        :meth:`take` returns what is wrong.
+        :meth:`take` returns the problems.
 
-        Raises :class:`MismatchError`, on all workers and from then on, if their names mean
-        different things: then not even what follows would meet.
+        Raises :class:`MismatchError` on all workers, now and on every later call, if the workers
+        use the same names for different parameters. Then later exchanges would not match either.
         """
         self.begin()
         session = adapter.session()
@@ -77,7 +78,7 @@ class StartupCheck:
         self._refuse()
 
     def begin(self) -> None:
-        """Begin to compare, if that has not been done in this session. Waits for nobody."""
+        """Start the comparison, unless that has been done in this session. Does not wait."""
         session = adapter.session()
         if self._session is session or not self._managed:
             return
@@ -90,7 +91,7 @@ class StartupCheck:
             raise MismatchError(self._fatal)
 
     def take(self) -> list[Exception]:
-        """The errors that have been found since the last call."""
+        """Return the errors found since the last call."""
         found, self._found = self._found, []
         return found
 
@@ -115,7 +116,7 @@ class StartupCheck:
         self._handle = submit(rows, rows, name, average=False, priority=1)
 
     def _judge(self, session: Any) -> None:
-        """All workers see the same rows here, and so do the same."""
+        """Evaluate the rows. All workers see the same rows and so act alike."""
         assert self._rows is not None
         rows, what = self._rows.tolist(), f"the {self._owner.what}"
         first = self._managed[0]
@@ -142,8 +143,10 @@ class StartupCheck:
         self._tell(problem, session.config.check_weights)
 
     def weights(self) -> int:
-        """The digest of the weights with which training began or is about to; 0: of none, or its
-        parameters have names."""
+        """Return the digest of the weights with which training began or is about to begin.
+
+        Returns 0 if there are none, or if the parameters were given names.
+        """
         if self._owner.ordinal is None or self._owner.replaced_by:
             return 0
         return self._weights or _weights_of(self._managed)
@@ -170,8 +173,10 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _weights_of(managed: Sequence[Managed]) -> int:
-    """Digest of the trained parameters' elements, a few of each, by their bits. 0: there are
-    none."""
+    """Return a digest of the trained parameters: the bits of a few elements of each.
+
+    Returns 0 if there are no trained parameters.
+    """
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     sizes = []
     with torch.no_grad():
@@ -192,7 +197,7 @@ def _weights_of(managed: Sequence[Managed]) -> int:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements evenly spread in logical order, so that the layout in memory does not matter."""
+    """Return elements evenly spread in logical order, independent of the layout in memory."""
     n = tensor.numel()
     step = stride_of(n)
     if tensor.is_contiguous():

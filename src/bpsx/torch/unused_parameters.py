@@ -1,5 +1,6 @@
-"""How many workers have a gradient of each parameter, and train it at all: a small sum that travels
-beside the gradients.
+"""Count of the workers that use and train each parameter.
+
+It is a small sum that travels beside the gradients.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import torch
 from bpsx.torch.ops import submit
 
 PREFIX = "Used."
-#: Before every gradient: all workers wait for it, and it is small.
+#: Ahead of every gradient: all workers wait for the count, and it is small.
 _FIRST = 2**30
 
 
 class Count(NamedTuple):
-    """Of workers: those with a gradient of a parameter, those that train it (``requires_grad``),
-    those that have frozen it.
+    """Numbers of workers for one parameter.
+
+    ``used``: workers with a gradient; ``trained``: workers that train it (``requires_grad``);
+    ``frozen``: workers that have frozen it.
     """
 
     used: int
@@ -26,13 +29,13 @@ class Count(NamedTuple):
 
 
 class Users:
-    """The sum under way of three flags per parameter.
+    """Sum in flight of three flags per parameter.
 
-    All workers give the same parameters in the same order, under the same ``name``.
+    All workers pass the same parameters in the same order, under the same ``name``.
 
-    ``used``: for each, whether this worker has a gradient of it; ``trained``: whether it trains it.
-    Begun without waiting, so that it costs a message and no time. Raises
-    :class:`~bpsx.errors.NotInitializedError`.
+    ``used``: for each parameter, whether this worker has a gradient; ``trained``: whether this
+    worker trains it. The constructor does not wait, so the count costs a message and no time.
+    Raises :class:`~bpsx.errors.NotInitializedError`.
     """
 
     def __init__(self, used: list[bool], trained: list[bool], name: str) -> None:
@@ -45,28 +48,28 @@ class Users:
         )
 
     def done(self) -> bool:
-        """Whether the sum has ended, well or not. Does not block."""
+        """Return whether the sum has ended, successfully or not, without blocking."""
         return self._handle.done()
 
     @property
     def differ(self) -> bool:
-        """Whether there is a parameter that some train and some have frozen. After :meth:`wait`."""
+        """Whether some workers train a parameter that others have frozen; after :meth:`wait`."""
         return bool(self._numbers[:, 1:].all(dim=1).any())
 
     @property
     def agree(self) -> bool:
-        """Whether each parameter has a gradient on some worker, and none is trained by some and
-        frozen by others.
+        """Whether each parameter has a gradient on some worker, and the same state on all.
 
-        After :meth:`wait`.
+        A parameter has the same state if no worker trains it while another has frozen it. Valid
+        after :meth:`wait`.
         """
         return bool(self._numbers[:, 0].all()) and not self.differ
 
     def wait(self) -> None:
-        """Wait for the sum. May be called again. Raises what made it fail."""
+        """Wait for the sum. May be called again. Raises the error that made it fail."""
         self._handle.wait()
 
     @property
     def counts(self) -> list[Count]:
-        """Of each parameter. After :meth:`wait`."""
+        """The numbers of each parameter. Valid after :meth:`wait`."""
         return [Count(*numbers) for numbers in self._numbers.tolist()]
