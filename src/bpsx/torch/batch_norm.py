@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of all workers' batches together, on the CPU or a GPU."""
+"""Batch normalisation over the batches of all workers, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _numbers = itertools.count()
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch normalisation in which mean and variance, while training, are those of all workers'
-    batches together.
+    """Batch normalisation with mean and variance over all workers' batches in training.
 
-    Input: (N, C, …) of floating point; N and what comes after C may differ between workers, N may
-    be 0. Arguments as ``torch.nn.BatchNorm2d``'s. In evaluation, and with one worker, it is what
-    that is. Weight and bias get this worker's gradients, as all parameters do:
-    ``DistributedOptimizer`` averages them. The gradient of the input is that of the sum of all
-    workers' losses, so all workers or none have to run it forward in training mode, and backward.
+    Input: floating point of shape (N, C, …). N and the dimensions after C may differ between
+    workers; N may be 0. Arguments are those of ``torch.nn.BatchNorm2d``. In evaluation, and with
+    one worker, it behaves like that module. Weight and bias get this worker's gradients, as all
+    parameters do: ``DistributedOptimizer`` averages them. The gradient of the input is that of the
+    sum of all workers' losses. So all workers or none must run the module forward in training mode,
+    and backward.
 
-    Workers tell modules apart by name: its place in the model, if :meth:`convert_sync_batchnorm`
-    has made it, else the order in which modules are made, which has to be the same everywhere.
-    Raises :class:`ValueError` for a wrong number of dimensions, or if all batches together have one
-    value per channel; :class:`~bpsx.torch.UnsupportedTensor`, :class:`~bpsx.errors.ConfigError` in
-    asynchronous training, and what :func:`bpsx.torch.synchronize` raises. Backward cannot be
-    differentiated again.
+    Workers match modules by name. The name is the module's position in the model if
+    :meth:`convert_sync_batchnorm` has created it. Otherwise it is the module's number in the order
+    of creation, which must be the same on all workers. Raises :class:`ValueError` for a wrong
+    number of dimensions, or if all batches together have one value per channel;
+    :class:`~bpsx.torch.UnsupportedTensor`, :class:`~bpsx.errors.ConfigError` in asynchronous
+    training, and what :func:`bpsx.torch.synchronize` raises. Backward is not differentiable.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: None = None
     ) -> torch.nn.Module:
-        """Put a :class:`SyncBatchNorm` in the place of every ``BatchNorm*d`` in ``module``, also of
-        PyTorch's own ``SyncBatchNorm``.
+        """Replace every ``BatchNorm*d`` in ``module``, and PyTorch's own ``SyncBatchNorm``.
 
-        They share the parameters and buffers of what they replace. Returns ``module``, or what
-        takes its place if it is one itself. Give the result to the optimizer, or convert before;
-        the parameters are the same. ``process_group``: only None, all workers.
+        Each replacement shares the parameters and buffers of the module that it replaces. Returns
+        ``module``, or its replacement if ``module`` itself is replaced. The optimizer may be
+        created before or after, since the parameters are the same. ``process_group``: only None,
+        all workers.
         """
         _check_group(process_group)
         if not isinstance(module, torch.nn.Module):
@@ -155,17 +155,17 @@ def _check_group(process_group: object) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What half types are computed in."""
+    """Return the dtype for computation: float32 for half types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Values per channel, mean and variance, in float64, over all workers' inputs; the same bits
-    everywhere.
+    """Return values per channel, mean and variance (float64) over all workers' inputs.
 
-    From each worker's count, mean and sum of squared differences from it, added up in the order of
-    ranks as Chan, Golub and LeVeque do (Updating Formulae and a Pairwise Algorithm for Computing
-    Sample Variances, 1979): no large numbers are subtracted from each other.
+    The result is bitwise the same on all workers. It is computed from each worker's count, mean and
+    sum of squared differences from its mean, added in the order of ranks by the method of Chan,
+    Golub and LeVeque (Updating Formulae and a Pairwise Algorithm for Computing Sample Variances,
+    1979). So large numbers are never subtracted from each other.
     """
     channels = input.shape[1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -194,8 +194,9 @@ def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Te
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc]
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on
-    every worker's x.
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias.
+
+    Mean and variance depend on every worker's x.
     """
 
     @staticmethod
@@ -208,7 +209,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         eps: float,
         name: str,
     ) -> torch.Tensor:
-        """Normalised, in ``x``'s dtype."""
+        """Return the normalised input, in ``x``'s dtype."""
         count, mean, variance = statistics
         dtype = _wide(x.dtype)
         shape = (1, -1) + (1,) * (x.dim() - 2)
@@ -230,8 +231,10 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With g the gradient of the output and h the normalised input: weight * scale * (g - mean
-        of g - h * mean of g * h), means over all.
+        """Return the gradients of input, weight and bias.
+
+        With g the gradient of the output and h the normalised input, the gradient of the input is
+        weight * scale * (g - mean of g - h * mean of g * h), with means over all workers.
         """
         x, weight, mean, scale = ctx.saved_tensors
         g = given.to(mean.dtype)

@@ -1,9 +1,8 @@
-"""The collectives of ``torch.distributed`` out of the two that bpsx has: a sum over all workers,
-and a broadcast to all.
+"""Collectives of ``torch.distributed``, built from a sum and a broadcast over all workers.
 
-Every function begins its collective and returns at once (except :func:`all_to_all`, which asks for
-sizes first). Tensors travel as one dimension, so shapes that differ in nothing else than that
-agree, as elsewhere in ``torch.distributed``.
+Every function begins its collective and returns at once, except :func:`all_to_all`, which first
+exchanges sizes. Tensors travel as one dimension. So shapes with the same number of elements match,
+as elsewhere in ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 class UnsupportedCollective(BpsxError, RuntimeError):
-    """A collective, a reduction or a group of workers that the backend "bpsx" does not have.
+    """The backend "bpsx" does not support this collective, reduction or group of workers.
 
-    Says what to use instead.
+    The message says what to use instead.
     """
 
 
 class Group:
     """The workers of a process group: all of the job's, or this one alone.
 
-    ``name`` begins the names on the wire.
+    ``name``: prefix of the wire names.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -66,7 +65,8 @@ class Group:
     ) -> Collective:
         """Replace ``tensor`` by its reduction over all workers.
 
-        Sums are made by the servers, all else here, after gathering.
+        The servers compute sums; for other reductions every worker gathers the tensors and reduces
+        them.
         """
         stage, home = self._in_place(tensor, verb)
         begun = self.reduce_into(stage, stage, op, verb, will_wait)
@@ -83,7 +83,10 @@ class Group:
         verb: str,
         will_wait: bool = False,
     ) -> Collective:
-        """Reduce ``source`` into ``output``: flat and plain, alike, or the same."""
+        """Reduce ``source`` into ``output``.
+
+        Both are flat, plain and of the same dtype and length, or the same tensor.
+        """
         kind = _check_reduction(op, source.dtype, verb)
         if self.size == 1:
             return Collective(finish=lambda: output.copy_(source))
@@ -125,8 +128,9 @@ class Group:
         finish: Callable[[], object] | None,
         what: str,
     ) -> Collective:
-        """Worker ``root``'s ``stage``, flat and plain, on all; on the wire it is called ``wire``,
-        in errors ``what``.
+        """Broadcast worker ``root``'s ``stage``, which is flat and plain.
+
+        ``wire``: name on the wire. ``what``: name in errors.
         """
         begun = Collective()
         if self.size > 1:
@@ -146,7 +150,7 @@ class Group:
     ) -> Collective:
         """Fill ``outputs[r]`` with worker r's ``mine``.
 
-        Workers may bring different lengths, as long as all know them.
+        Lengths may differ between workers, if all workers know them.
         """
         self._check_parts(outputs, mine, verb)
         check_tensor(mine, f"{verb}: the input")
@@ -181,7 +185,7 @@ class Group:
     def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Collective:
         """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``.
 
-        The bytes come to all: a broadcast is to all.
+        The bytes reach all workers, because it uses broadcasts.
         """
         checked_root(root, "gather", self.size)
         if root != self.rank:
@@ -219,8 +223,9 @@ class Group:
         return begun
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> Collective:
-        """Replace ``tensor`` on worker ``root`` by the reduction over all workers; elsewhere it
-        stays as it is.
+        """Replace ``tensor`` on worker ``root`` by the reduction over all workers.
+
+        On other workers ``tensor`` is unchanged.
         """
         checked_root(root, "reduce", self.size)
         if root == self.rank:
@@ -235,9 +240,9 @@ class Group:
         op: Any,
         verb: str = "reduce_scatter",
     ) -> Collective:
-        """Reduce over all workers what each has brought for worker r, and give it to r.
+        """Reduce every worker's ``inputs[r]`` and give the result to worker r.
 
-        Lengths may differ, if all workers' agree.
+        Lengths may differ by r, if all workers agree on them.
         """
         self._check_parts(inputs, output, verb)
         for r, given in enumerate(inputs):
@@ -249,7 +254,7 @@ class Group:
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, op: Any, verb: str = "reduce_scatter"
     ) -> Collective:
-        """As :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
+        """Do as :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
         check_tensor(given, f"{verb}: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(
@@ -278,12 +283,11 @@ class Group:
         inputs: Sequence[torch.Tensor],
         verb: str = "all_to_all",
     ) -> Collective:
-        """Give ``inputs[r]`` to worker r, and fill ``outputs[r]`` with what it has for this one.
+        """Send ``inputs[r]`` to worker r, and fill ``outputs[r]`` with worker r's input for this
+        one.
 
-        Lengths may differ.
-
-        All bytes come to all workers, each of whom keeps its own. Blocks until all have told their
-        lengths.
+        Lengths may differ. All bytes reach all workers, each of which keeps its own part. Blocks
+        until all workers have exchanged their lengths.
         """
         for name, tensors in (("input", inputs), ("output", outputs)):
             if len(tensors) != self.size:
@@ -322,22 +326,24 @@ class Group:
         return Collective(handles, lambda: [home() for home in homes])
 
     def _lengths(self, mine: list[int]) -> list[list[int]]:
-        """Every worker's row of lengths."""
+        """Return every worker's row of lengths."""
         rows = [torch.tensor(mine, device="cpu") for _ in range(self.size)]
         if self.size > 1:
             all_gather_async(rows, rows[self.rank], f"{self.name}.lengths").wait()
         return [row.tolist() for row in rows]
 
     def barrier(self) -> Collective:
-        """Ends when every worker has begun it."""
+        """Begin a collective that ends when every worker has begun it."""
         nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self.reduce_into(nothing, nothing, _Op.SUM, "barrier", will_wait=True)
 
     def _check_parts(
         self, parts: Sequence[torch.Tensor], mine: torch.Tensor, verb: str, equal: bool = False
     ) -> None:
-        """Whether there is a part for each worker, the own one as long as ``mine``, all of its
-        dtype.
+        """Raise :class:`ConfigError` unless ``parts`` has a matching tensor for each worker.
+
+        All must have the dtype of ``mine``. This worker's part must have its length; with ``equal``
+        all parts must.
         """
         if len(parts) != self.size:
             raise ConfigError(
@@ -356,8 +362,10 @@ class Group:
     def _in_place(
         tensor: torch.Tensor, what: str, read: bool = True
     ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        """A flat tensor to send and receive in: ``tensor``'s own memory if it is plain; else a
-        stage, filled if it is to be read, and what copies it home.
+        """Return a flat tensor to send from and receive into, and a function that copies it back.
+
+        If ``tensor`` is plain, that is its own memory, and the function is None. Otherwise it is a
+        staging tensor, filled from ``tensor`` if ``read``.
         """
         check_tensor(tensor, what)
         check_writable(tensor, what)
@@ -372,16 +380,16 @@ class Group:
         return stage, functools.partial(_copy_home, tensor, stage)
 
 
-#: Of the number at the end of what is packed.
+#: Bytes of the length at the end of packed memory.
 _LENGTH = 8
 
 
 def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Memory for ``length`` bytes to travel in, holding those of ``stage``, if this worker has
-    them, and their number.
+    """Return memory for ``length`` bytes to travel in, padded, with the length at the end.
 
-    Bytes are what PyTorch's object collectives send, of another number each time, and what a name
-    means is never forgotten: so they are filled up to a capacity from a short series.
+    ``stage``: the bytes, on the worker that has them; None elsewhere. PyTorch's object collectives
+    send bytes, of a different length each time, and names are never forgotten. So lengths are
+    rounded up to a capacity from a short series.
     """
     whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8, device="cpu")
     if stage is not None:
@@ -393,8 +401,9 @@ def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
 
 
 def _unpack(whole: torch.Tensor, stage: torch.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.errors.MismatchError` if the bytes that have come are not as many as
-    ``stage`` has room for.
+    """Copy the received bytes to ``stage``.
+
+    Raises :class:`~bpsx.errors.MismatchError` if their number is not the length of ``stage``.
     """
     length = int.from_bytes(whole[-_LENGTH:].tolist(), "little")
     if length != stage.numel():
@@ -415,7 +424,7 @@ def _equal_parts(flat: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def _reduced(parts: list[torch.Tensor], kind: Any) -> torch.Tensor:
-    """By rank, so that all workers get the same bits."""
+    """Reduce the parts in the order of ranks, so that all workers get bitwise the same result."""
     total = functools.reduce(_REDUCTIONS[kind], parts)
     if kind != _Op.AVG:
         return total
@@ -427,9 +436,9 @@ def _reduced(parts: list[torch.Tensor], kind: Any) -> torch.Tensor:
 
 
 def _check_reduction(op: Any, dtype: torch.dtype, verb: str) -> Any:
-    """``op`` as one of the plain ones.
+    """Return ``op`` as one of the plain reductions.
 
-    Raises :class:`UnsupportedCollective`, before anybody waits for this worker.
+    Raises :class:`UnsupportedCollective`, before any other worker waits for this one.
     """
     kind = next((known for known in _REDUCTIONS if op == known), None)
     if kind is None:

@@ -1,4 +1,4 @@
-"""PyTorch's own DistributedDataParallel with its gradients summed by bpsx: a communication hook.
+"""A DDP comm hook: PyTorch's DistributedDataParallel with gradients averaged by bpsx.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's
 annotations with the types themselves.
@@ -22,11 +22,9 @@ from bpsx.torch.profiling import profiled, recorded
 class DDPHookState:
     """Options of :func:`ddp_comm_hook` for one model. Immutable; thread-safe.
 
-    ``name``: what the model's buckets are called on the wire, the same on all workers; None: a name
-    with
-    the model's number among the DistributedDataParallel modules of the process, which all workers
-    make in
-    the same order. Two live models cannot have one name. ``compression``: one of
+    ``name``: wire name of the model's buckets, the same on all workers. With None, the name
+    contains the model's number among the process's DistributedDataParallel modules, which all
+    workers create in the same order. Two live models cannot have one name. ``compression``: one of
     :class:`~bpsx.torch.Compression`, for the wire only. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
@@ -46,17 +44,19 @@ _DEFAULT = DDPHookState()
 def ddp_comm_hook(
     state: DDPHookState | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over all of bpsx's workers, in place:
-    ``model.register_comm_hook(None, bps.ddp_comm_hook)``.
+    """Average a bucket of gradients over all workers of bpsx, in place.
 
-    For a ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same
-    processes: that one sets the model up and broadcasts its buffers, gradients go through bpsx.
-    Call :func:`bpsx.torch.init` before. ``state``: None, or a :class:`DDPHookState` where models
-    shall have names of their own or gradients shall be compressed.
+    Register it with ``model.register_comm_hook(None, bps.ddp_comm_hook)``. The model is a
+    ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same processes. That
+    process group sets the model up and broadcasts its buffers; gradients go through bpsx. Call
+    :func:`bpsx.torch.init` first.
 
-    Buckets are summed as backward fills them; those that it fills last, which the next forward
-    needs first, are the most urgent. A failure ends ``backward()`` with a :class:`RuntimeError`
-    that holds bpsx's text. An average divides by ``size()``, also under
+    ``state``: None, or a :class:`DDPHookState` to give the model a name or to compress its
+    gradients. ``bucket``: PyTorch's bucket. Returns a future of the averaged buffer.
+
+    Buckets are summed as backward fills them. The buckets filled last are the most urgent, since
+    the next forward pass needs them first. A failure ends ``backward()`` with a
+    :class:`RuntimeError` that holds bpsx's text. An average divides by ``size()``, also under
     ``torch.distributed.algorithms.Join``.
 
     Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError` (another
@@ -82,8 +82,8 @@ def ddp_comm_hook(
             " BYTEPS_ENABLE_ASYNC=1 there are no averages; use bpsx.torch.DistributedOptimizer"
         )
     buffer = bucket.buffer()
-    # A bucket keeps its number when DistributedDataParallel makes new buckets, after the first
-    # step; what it holds is declared anew.
+    # DistributedDataParallel rebuilds its buckets after the first step. A bucket keeps its index
+    # then, and its new contents are declared again.
     name = f"{name_of(bucket.parameters()[0], options.name)}.bucket.{bucket.index()}"
     check_tensor(buffer, name)
     wire, ctx = options.compression.compress(buffer.detach())

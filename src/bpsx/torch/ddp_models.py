@@ -1,5 +1,7 @@
-"""Names of the models whose DistributedDataParallel uses :func:`~bpsx.torch.ddp_comm_hook`: one per
-model."""
+"""Names of the models whose DistributedDataParallel uses :func:`~bpsx.torch.ddp_comm_hook`.
+
+Each model has a name of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bpsx.plugin.owners import Owner, claim
 
 _numbers = itertools.count()
-#: Each model with its number in the order in which this process has made them: all workers make the
-#: same.
+#: Each model's number, in the order in which this process created them. The order must be the same
+#: on all workers.
 _models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _owners: weakref.WeakKeyDictionary[Any, HookOwner] = weakref.WeakKeyDictionary()
-#: By id of a bucket's first parameter, with that parameter.
+#: Owners by id of a bucket's first parameter, with that parameter.
 _known: dict[int, tuple[weakref.ref[torch.Tensor], HookOwner]] = {}
 
 
@@ -31,7 +33,7 @@ class HookOwner(Owner):
         self.name = name
 
     def refusal(self, name: str, other: Owner, same: bool) -> str:
-        """Buckets of two models would be added to each other."""
+        """Return the reason for the refusal: buckets of two models would be added to each other."""
         return (
             f"another model, which is still alive, has its buckets under {self.name!r}: "
             "register each model's hook with a DDPHookState of another name, "
@@ -48,8 +50,9 @@ register_module_module_registration_hook(_note)
 
 
 def name_of(first: torch.Tensor, given: str | None) -> str:
-    """What the buckets of a model are called. ``first``: a bucket's first parameter; ``given``: the
-    name in its state.
+    """Return the name of a model's buckets.
+
+    ``first``: a bucket's first parameter. ``given``: the name in the model's :class:`DDPHookState`.
 
     Raises :class:`~bpsx.errors.ConfigError` if another live model has that name.
     """
@@ -70,8 +73,10 @@ def name_of(first: torch.Tensor, given: str | None) -> str:
 
 
 def _model_with(parameter: torch.Tensor) -> Any:
-    """The model that has ``parameter``: of those made since bpsx.torch was imported, or of all.
-    None: there is none."""
+    """Return the model that has ``parameter``, or None.
+
+    Models created since bpsx.torch was imported are searched first, then all objects.
+    """
     for model in list(_models):
         if any(p is parameter for p in model.parameters()):
             return model

@@ -1,6 +1,6 @@
-# PyTorch's tensors as C sees them: by DLPack's table of functions for exchange
-# (github.com/dmlc/dlpack, 1.2 and newer), which PyTorch has since 2.10. One call instead of one of
-# PyTorch's methods for each question: those are a fifth of what a hook costs.
+# PyTorch's tensors seen from C through DLPack's exchange API (github.com/dmlc/dlpack, 1.2 and
+# newer), which PyTorch provides since 2.10. One call replaces several calls of PyTorch's methods,
+# which are a fifth of a hook's cost.
 from cpython.exc cimport PyErr_Clear
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
@@ -9,33 +9,33 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 cdef enum:
     ON_CPU = 1                  # kDLCPU
     ON_CUDA = 2                 # kDLCUDA
-    MAJOR = 1                   # the version whose layout this is; later minor ones keep it
+    MAJOR = 1                   # version of this layout; later minor versions keep it
 
 cdef struct Seen:               # DLTensor
     char *data
     int32_t device_type
     int32_t device
     int32_t dimensions
-    uint8_t code                # kind of number,
-    uint8_t bits                # ... and how many of each,
-    uint16_t lanes              # ... and how many numbers an element is
-    int64_t *shape              # the tensor's own: valid as long as it is
+    uint8_t code                # kind of number
+    uint8_t bits                # bits per number
+    uint16_t lanes              # numbers per element
+    int64_t *shape              # owned by the tensor, and valid as long as it is
     int64_t *strides            # in elements
     uint64_t offset             # bytes, from data
 
 cdef struct Table:              # DLPackExchangeAPI
     uint32_t major
     uint32_t minor
-    Table *previous             # of an older major version
+    Table *previous             # table of an older major version
     void *allocate
     void *give
     void *take
-    int (*look)(PyObject *tensor, Seen *seen) noexcept      # not 0: a Python error is set
+    int (*look)(PyObject *tensor, Seen *seen) noexcept      # nonzero: a Python error is set
     int (*stream)(int32_t device_type, int32_t device, void **stream) noexcept
 
 
 cdef inline Table *table_of(object tensors):
-    """That of a class of tensors; NULL: it has none that can be used."""
+    """Return the table of a tensor class; NULL if it has no usable one."""
     cdef Table *table
     capsule = getattr(tensors, "__dlpack_c_exchange_api__", None)
     if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
@@ -47,7 +47,7 @@ cdef inline Table *table_of(object tensors):
 
 
 cdef inline bint look(Table *table, object tensor, Seen *seen):
-    """Ask for a tensor's layout. False if it has none: it is sparse, say."""
+    """Fill in a tensor's layout. False if it has none, as a sparse tensor."""
     if table.look(<PyObject *>tensor, seen) == 0:
         return True
     PyErr_Clear()
@@ -67,8 +67,9 @@ cdef inline uint64_t elements(const Seen *seen) noexcept:
 
 
 cdef inline bint is_contiguous(const Seen *seen) noexcept:
-    """Whether the elements lie in order and close together; the stride of a dimension of one
-    element says nothing.
+    """Return whether the elements are in order without gaps.
+
+    The stride of a dimension of length 1 does not matter.
     """
     cdef int64_t expected = 1
     cdef int32_t i
@@ -82,7 +83,7 @@ cdef inline bint is_contiguous(const Seen *seen) noexcept:
 
 
 cdef inline bint has_shape(const Seen *seen, shape):
-    """Whether ``shape`` is a tuple that says the same."""
+    """Return whether ``shape`` is a tuple with the same lengths."""
     cdef int32_t i
     if type(shape) is not tuple or len(<tuple>shape) != seen.dimensions:
         return False

@@ -1,9 +1,9 @@
-"""Code of ours that ``torch.compile`` shall run as it is.
+"""Functions that ``torch.compile`` runs without compiling them.
 
-A compiled model calls a process group's methods from inside. PyTorch's own are C++, which the
-compiler does not see; ours it would take for a part of the model and try to compile.
-``torch.compiler.disable`` says so, too, but imports the whole compiler, seconds for scripts that do
-not use it.
+A compiled model calls a process group's methods. PyTorch's own are in C++, which the compiler does
+not see; it would treat ours as a part of the model and try to compile them.
+``torch.compiler.disable`` has the same effect, but imports the whole compiler. That costs seconds
+in scripts that do not use it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bpsx.system.tracebacks import CUT, public, shorten
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-# What torch.compiler.disable is made of, by release. In a PyTorch that has other things, compiled
-# models have to live without.
+# The functions behind torch.compiler.disable, by release. With a PyTorch that has neither, compiled
+# models go without.
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-#: Gives the calling thread another compiler, or None, and returns the one it had. None: this
+#: Sets the calling thread's compiler (None: no compiler) and returns the previous one. None: this
 #: release has no such function.
 set_compiler: Any = getattr(_frames, "set_eval_frame", None)
 
 
 def _skip(code: types.CodeType) -> bool:
-    """Tell the compiler to leave a function's code alone; whether there was a way."""
+    """Tell the compiler to skip a function's code; return whether that was possible."""
     if hasattr(_frames, "set_code_exec_strategy"):
         _frames.set_code_exec_strategy(
             code,
@@ -43,8 +43,9 @@ def _skip(code: types.CodeType) -> bool:
 
 
 def eager(function: _Function) -> _Function:
-    """``function``, during which nothing is compiled on this thread; its errors show the caller's
-    frames only.
+    """Wrap ``function`` so that nothing is compiled on this thread while it runs.
+
+    Its errors show the caller's frames only.
     """
 
     def call(*args: Any, **more: Any) -> Any:
@@ -64,7 +65,7 @@ def eager(function: _Function) -> _Function:
 
 
 def eager_methods(cls: _Class) -> _Class:
-    """``cls`` with all its functions made :func:`eager`."""
+    """Wrap all functions of ``cls`` in :func:`eager`, and return ``cls``."""
     for name, value in list(vars(cls).items()):
         if isinstance(value, types.FunctionType) and name != "__init__":
             setattr(cls, name, eager(value))

@@ -1,5 +1,6 @@
-"""Handles whose end becomes known to a ``torch.futures.Future``: what PyTorch's own reducer and
-``Work.get_future`` ask for.
+"""Completes a ``torch.futures.Future`` when a handle ends.
+
+PyTorch's own reducer and ``Work.get_future`` need such futures.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 
 from bpsx.torch.ops import Handle
 
-#: Seconds that the interpreter's end waits for threads whose session is not closed yet.
+#: Seconds that the interpreter's exit waits for threads whose session is not closed yet.
 _LAST_SECONDS = 10.0
 #: Threads beyond this number end instead of waiting for further handles.
 _MOST_IDLE = 2
 
 
 class _Item(NamedTuple):
-    """A handle under way and the future to complete when it has ended.
+    """A handle in flight and the future to complete when it has ended.
 
     ``end``: deadline on the monotonic clock, in seconds.
     """
@@ -37,22 +38,22 @@ class _Item(NamedTuple):
 
 
 class Completer:
-    """Threads named ``bpsx-futures`` that wait for handles in the order in which they came, and
-    complete their futures.
+    """Threads named ``bpsx-futures`` that wait for handles and complete their futures.
 
-    One thread at a time waits, and drives the core meanwhile. In order, since whoever waits for one
-    of a step's futures waits for all. Before a thread completes a future, which runs the future's
-    callbacks, it lets another thread go on with the waiting. So a callback may wait for any other
-    future, to any depth, at the cost of one thread for each callback that waits. The callbacks of
-    one future run one after the other, in the order of their registration; those of different
-    futures may run at the same time, as with gloo. Threads start when they are needed. Thread-safe.
+    They wait for handles in the order of submission, since the waiter for one of a step's futures
+    waits for all. One thread at a time waits, and drives the core meanwhile. Completing a future
+    runs its callbacks; before that, the thread lets another thread continue the waiting. So a
+    callback may wait for any other future, to any depth, at the cost of one thread for each
+    callback that waits. The callbacks of one future run one after the other, in the order of
+    registration. Those of different futures may run at the same time, as with gloo. Threads start
+    on demand. Thread-safe.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew without threads, which a forked child does not have."""
+        """Start afresh without threads, which a forked child does not have."""
         self._changed = threading.Condition()
         self._items: deque[_Item] = deque()
         self._threads: set[threading.Thread] = set()
@@ -67,14 +68,15 @@ class Completer:
         at_once: bool = False,
         device: torch.device | None = None,
     ) -> torch.futures.Future[Any]:
-        """A future that ends as ``handle`` does: with ``result`` of its value, or with an error
-        that has the text of what it raises (a :class:`RuntimeError` for who waits: PyTorch keeps no
-        types).
+        """Return a future that completes when ``handle`` ends.
 
-        ``timeout``: seconds from now, after which it ends with the handle's :class:`TimeoutError`.
-        ``at_once``: the handle has ended, and so shall the future. ``device``: of the result; on a
-        GPU, whoever waits for the future has its current stream wait for the result, as with
-        PyTorch's own.
+        Its value is ``result`` of the handle's value. Its error has the text of the handle's error,
+        and is raised as a :class:`RuntimeError`, since PyTorch keeps no types.
+
+        ``timeout``: seconds from now, after which the future ends with the handle's
+        :class:`TimeoutError`. ``at_once``: the handle has ended, so the future completes before the
+        return. ``device``: device of the result. On a GPU, waiting for the future makes the current
+        stream wait for the result, as with PyTorch's own futures.
         """
         gpu = device if device is not None and device.type == "cuda" else None
         ended: torch.futures.Future[Any] = (
@@ -83,8 +85,8 @@ class Completer:
         item = _Item(
             handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu
         )
-        # Set as an exception, PyTorch's C++ side would take the exception for the value. What a
-        # callback raises it knows for an error.
+        # PyTorch's C++ side would take an exception that is set as one for the value. It recognises
+        # an exception raised by a callback as an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
         if at_once:
             _complete(item)
@@ -94,7 +96,7 @@ class Completer:
             try:
                 self._call_a_thread()
             except RuntimeError as e:
-                if not self._threads:  # else one will come back to it
+                if not self._threads:  # otherwise a running thread will handle it
                     self._items.remove(item)
                     raise RuntimeError(
                         f"bpsx: a thread that waits for collectives cannot be started: {e}; raise"
@@ -105,21 +107,23 @@ class Completer:
     def _call_a_thread(self) -> None:
         """Have a thread wait for the next handle, unless one already does.
 
-        Call it with the lock.
+        The caller holds the lock.
         """
         if self._waiting or not self._items:
             return
         if self._idle:
             self._changed.notify()
             return
-        # A daemon: the session ends what is under way when the interpreter ends.
+        # A daemon: the session ends operations in flight when the interpreter exits.
         thread = threading.Thread(target=self._run, name="bpsx-futures", daemon=True)
         thread.start()
         self._threads.add(thread)
 
     def end(self) -> None:
-        """Let the threads end: in the middle of PyTorch's C++ the interpreter's end would tear them
-        down, and the process with them.
+        """Stop the threads.
+
+        The interpreter's exit would otherwise kill them within PyTorch's C++ code, and the process
+        with them.
         """
         deadline = time.monotonic() + _LAST_SECONDS
         with self._changed:
@@ -132,18 +136,18 @@ class Completer:
     def _run(self) -> None:
         while (item := self._next()) is not None:
             _complete(item, self._pass_on)
-            del item  # or the last one's tensors would live until the next comes
+            del item  # or its tensors would live until the next item
 
     def _pass_on(self) -> None:
         """Let another thread wait for the next handle while this one runs callbacks."""
         with self._changed:
             self._waiting = False
-            # no thread to be had: this one goes on after the callbacks
+            # No thread can be started: this one continues after the callbacks.
             with contextlib.suppress(RuntimeError):
                 self._call_a_thread()
 
     def _next(self) -> _Item | None:
-        """The next handle to wait for, once it is this thread's turn; None: end."""
+        """Wait for this thread's turn and return the next handle; None: end the thread."""
         with self._changed:
             while self._waiting or not self._items:
                 if self._idle >= _MOST_IDLE or self._ending and not self._items:
@@ -161,7 +165,7 @@ class Completer:
 def _complete(item: _Item, before_callbacks: Callable[[], None] = lambda: None) -> None:
     """Wait for the handle, call ``before_callbacks``, and complete the future."""
     value, failure = None, None
-    # A stream of our own: it waits for the result, and the future tells others to wait for it.
+    # A stream of our own waits for the result, and the future makes other streams wait for it.
     with (
         torch.cuda.stream(torch.cuda.Stream(item.gpu))
         if item.gpu is not None
@@ -176,7 +180,7 @@ def _complete(item: _Item, before_callbacks: Callable[[], None] = lambda: None) 
         except Exception as e:
             failure = e
         before_callbacks()
-        # a user's callback that raises does not concern the others
+        # An exception in a user's callback must not affect other futures.
         with contextlib.suppress(Exception):
             item.ended.set_result((value, failure))
 
@@ -188,9 +192,9 @@ def _unwrapped(ended: torch.futures.Future[Any]) -> Any:
     return value
 
 
-#: The one of the process. It knows no session, so it serves one after the other; a thread per
-#: session or model would be one more to end.
+#: The completer of the process. It serves one session after the other; a thread per session or
+#: model would be one more to stop.
 COMPLETER = Completer()
-# Registered here, at import, and so run after the session's own: by then every handle has ended.
+# Registered at import, so it runs after the session's own exit hook, when every handle has ended.
 atexit.register(COMPLETER.end)
 os.register_at_fork(after_in_child=COMPLETER.forget)

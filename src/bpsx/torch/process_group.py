@@ -1,8 +1,8 @@
-"""The ``torch.distributed`` backend "bpsx": ``torch.distributed.init_process_group("bpsx")`` after
-``import bpsx.torch``.
+"""The ``torch.distributed`` backend "bpsx".
 
-PyTorch calls a process group in several spellings, by release and from C++ or Python; all of them
-end in :class:`~bpsx.torch.collectives.Group`.
+Use it by ``torch.distributed.init_process_group("bpsx")`` after ``import bpsx.torch``. PyTorch
+calls a process group by several names, depending on the release and on whether the call comes from
+C++ or Python. All of them end in :class:`~bpsx.torch.collectives.Group`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ NAME = "bpsx"
 
 
 @eager_methods
-class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not looked into
-    """All workers of the bpsx job, or this one alone; a group of some of them can be made, and
-    refuses every collective.
+class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # mypy does not follow torch
+    """Process group of all workers of the bpsx job, or of this worker alone.
 
-    Methods are ``torch.distributed``'s. Collectives return a :class:`~bpsx.torch.work.Work`. They
-    raise :class:`~bpsx.torch.collectives.UnsupportedCollective`, :class:`~bpsx.errors.ConfigError`
-    for tensors that do not fit each other, :class:`~bpsx.torch.UnsupportedTensor`. One thread at a
-    time, as with every backend.
+    A group of some of the workers can be created, but refuses every collective. Methods are those
+    of ``torch.distributed``. Collectives return a :class:`~bpsx.torch.work.Work`. They raise
+    :class:`~bpsx.torch.collectives.UnsupportedCollective`, :class:`~bpsx.errors.ConfigError` for
+    tensors that do not match each other, :class:`~bpsx.torch.UnsupportedTensor`. Use it from one
+    thread at a time, as every backend.
     """
 
-    #: Further capabilities that PyTorch asks a backend for.
+    #: Further capabilities that PyTorch queries.
     supports_splitting = supports_shrinking = supports_coalescing = supports_time_estimate = False
 
     def __init__(
@@ -53,15 +53,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
     ) -> None:
         super().__init__(rank, size)
         self._store, self._begun_so_far = store, 0
-        # between _start_coalescing and _end_coalescing
+        # Works between _start_coalescing and _end_coalescing.
         self._together: list[Work] | None = None
         self._label, self._description = name, ""
         self._limit = timeout.total_seconds()
         self._refused = refused
         self._members = Group(f"torch.{name}", rank, size)
-        self.wire = self._members.name  # with which names of its collectives begin
+        self.wire = self._members.name  # prefix of its collectives' wire names
 
-    # ---- what it is
+    # ---- properties
 
     def getBackendName(self) -> str:  # noqa: N802  (PyTorch's)
         return NAME
@@ -83,7 +83,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
-        """The group itself, which serves CPU and GPU.
+        """Return the group itself, which serves CPU and GPU.
 
         Raises :class:`RuntimeError` for other devices, as PyTorch's groups do.
         """
@@ -95,7 +95,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return NAME
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
-        """False: tensors come from PyTorch's own allocators."""
+        """Return False: tensors come from PyTorch's own allocators."""
         return False
 
     @property
@@ -104,24 +104,24 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return torch._C._distributed_c10d.Backend.Options(NAME, timedelta(seconds=self._limit))
 
     def get_group_store(self) -> Any:
-        """The store at which the group's processes meet."""
+        """Return the store at which the group's processes meet."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long collectives may take that begin from now on."""
+        """Set the timeout of collectives that begin from now on."""
         self._limit = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        """Number of collectives that this worker has begun in the group."""
+        """Return the number of collectives that this worker has begun in the group."""
         return self._begun_so_far
 
     def _has_hooks(self) -> bool:
         return False
 
     def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        """False: there is no symmetric memory."""
+        """Return False: there is no symmetric memory."""
         return False
 
     def _start_coalescing(self, _: torch.device | None = None) -> None:
@@ -136,7 +136,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         self._together = []
 
     def _end_coalescing(self, _: torch.device | None = None) -> Work:
-        """All that has begun since :meth:`_start_coalescing`, as one work.
+        """Return one work for everything that has begun since :meth:`_start_coalescing`.
 
         Raises :class:`RuntimeError` if that was not called.
         """
@@ -151,12 +151,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         )
 
     def shutdown(self) -> None:
-        """Nothing: the session is bpsx's, and outlives groups."""
+        """Do nothing: the session belongs to bpsx and outlives groups."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Begin to count collectives.
+        """Restart the count of collectives.
 
-        Workers need not agree on a number: bpsx counts rounds itself.
+        Workers need not agree on a number, since bpsx counts rounds itself.
         """
         self._begun_so_far = 0
 
@@ -261,7 +261,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """``outputs[r][i]`` is worker r's ``inputs[i]``."""
+        """Fill ``outputs[r][i]`` with worker r's ``inputs[i]``."""
         return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(
@@ -374,14 +374,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         return self._run("barrier", opts, [], lambda g: g.barrier())
 
-    # The names of earlier releases.
+    # Names in earlier releases of PyTorch.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # ---- what there is not
+    # ---- unsupported
 
     def send(self, *_: Any) -> NoReturn:
         _refuse("send")
@@ -415,12 +415,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
 
 
 def create(options: Any, _: Any) -> ProcessGroup:
-    """What ``torch.distributed`` calls for a new group.
+    """Create a group for ``torch.distributed``.
 
-    Initialises bpsx if need be; it stays so when the group is destroyed.
+    Initialises bpsx if necessary; bpsx stays initialised when the group is destroyed.
 
-    Raises :class:`ConfigError` if PyTorch and bpsx disagree about who this process is, or in
-    asynchronous training.
+    Raises :class:`ConfigError` if PyTorch and bpsx disagree about this process's rank or the size,
+    or in asynchronous training.
     """
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     if ranks:
@@ -449,13 +449,14 @@ def create(options: Any, _: Any) -> ProcessGroup:
             " takes all of them; for such a group use torch.distributed.new_group(…,"
             ' backend="gloo")'
         )
-        # Now an exception would reach members only, and the others may wait for them in new_group.
+        # An exception here would reach members only, while other workers may wait for them in
+        # new_group.
         warn(f'backend "bpsx": this group\'s collectives will be refused: {refused}')
     return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused, options.store)
 
 
 def register() -> None:
-    """Let ``torch.distributed`` know the backend. For the import of bpsx.torch, once."""
+    """Register the backend with ``torch.distributed``. Called once, at the import of bpsx.torch."""
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     module: Any = dist.distributed_c10d
     if hasattr(module, "_set_pg_timeout"):
@@ -463,9 +464,7 @@ def register() -> None:
 
 
 def _extended(original: Callable[..., None]) -> Callable[..., None]:
-    """PyTorch's ``_set_pg_timeout``, which knows only its own backends, for groups of this one,
-    too.
-    """
+    """Extend PyTorch's ``_set_pg_timeout``, which knows only its own backends, to this one."""
 
     @functools.wraps(original)
     def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
@@ -490,14 +489,14 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _op_of(opts: Any) -> Any:
-    """The reduction in a call's options, or the one that was given in their place."""
+    """Return the reduction in a call's options, or a reduction passed instead of options."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
 def _rows(
     tensor: torch.Tensor, sizes: list[int] | None, count: int, what: str
 ) -> list[torch.Tensor]:
-    """``tensor`` cut along its first dimension, evenly without ``sizes``.
+    """Split ``tensor`` along its first dimension, evenly without ``sizes``.
 
     Raises :class:`ConfigError`.
     """

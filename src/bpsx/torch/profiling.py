@@ -1,8 +1,7 @@
-"""Collectives and push_pulls in ``torch.profiler``, as the collectives of PyTorch's own backends
-are.
+"""Events of collectives and push_pulls for ``torch.profiler``, as PyTorch's backends have them.
 
-Each has two events: its operator's (``c10d::allreduce_``, ``bpsx::push_pull``), as long as the call
-took, and ``bpsx:all_reduce`` or ``bpsx:push_pull NAME``, from the call to the result.
+Each has two events. The operator's (``c10d::allreduce_``, ``bpsx::push_pull``) spans the call.
+``bpsx:all_reduce`` or ``bpsx:push_pull NAME`` spans the time from the call to the result.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from bpsx.plugin.adapter import Handle, Item
 
 _Begun = TypeVar("_Begun")
 _FutureOf = Callable[[_Begun], "torch.futures.Future[Any]"]
-# Newer releases have an event that shows tensors' shapes.
+# Newer releases of PyTorch have an event that shows tensors' shapes.
 _fast: Any = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
 
 
 def profiled() -> bool:
-    """Whether a profiler is on for the calling thread."""
+    """Return whether a profiler is on for the calling thread."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -34,10 +33,10 @@ def recorded(
     begin: Callable[[], _Begun],
     future_of: _FutureOf[_Begun],
 ) -> _Begun:
-    """What ``begin()`` returns, with an event ``operator`` around the call and an event
-    ``bpsx:NAME`` that ends with its future.
+    """Call ``begin()`` with both events, and return its result.
 
-    ``tensors``: those whose shapes the event shows. Raises what ``begin`` raises. Call it only if
+    The event ``operator`` spans the call; the event ``bpsx:NAME`` ends with the result's future.
+    ``tensors``: tensors whose shapes the event shows. Raises what ``begin`` raises. Call it only if
     :func:`profiled`.
     """
     with _event(operator, tensors), record_function(f"bpsx:{name}") as whole:
@@ -47,18 +46,20 @@ def recorded(
 
 
 def followed(name: str, tensor: torch.Tensor, begin: Callable[[], Any]) -> Any:
-    """What ``begin()`` returns, the handle of push_pull ``name``, with both events.
+    """Call ``begin()``, which returns the handle of push_pull ``name``, with both events.
 
     Call it only if :func:`profiled`.
     """
-    from bpsx.torch.futures import COMPLETER  # it is built on what push_pull is
+    # imported here: futures.py imports ops.py, which imports this module
+    from bpsx.torch.futures import COMPLETER
 
     return recorded("bpsx::push_pull", f"push_pull {name}", [tensor], begin, COMPLETER.future_of)
 
 
 def followed_together(items: Sequence[Item], begin: Callable[[], None]) -> None:
-    """As :func:`followed` for push_pulls that ``begin()`` begins together: one ``bpsx::push_pull``,
-    and one ``bpsx:push_pull NAME`` for each.
+    """Do as :func:`followed` for push_pulls that ``begin()`` starts together.
+
+    There is one ``bpsx::push_pull``, and one ``bpsx:push_pull NAME`` for each.
     """
     from bpsx.torch.futures import COMPLETER
 
@@ -69,7 +70,7 @@ def followed_together(items: Sequence[Item], begin: Callable[[], None]) -> None:
         ]
         begin()
         for whole, item in zip(wholes, items, strict=True):
-            if isinstance(item.begun, Handle):  # else it is what has kept it from that
+            if isinstance(item.begun, Handle):  # otherwise it is the error of a failed start
                 whole._call_end_callbacks_on_future(COMPLETER.future_of(item.begun))
 
 

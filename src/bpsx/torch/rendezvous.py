@@ -1,8 +1,8 @@
-"""How PyTorch's and bpsx's ways of coming together find each other.
+"""Connects the rendezvous of PyTorch with that of bpsx.
 
-Under ``bpsx-run`` worker 0 opens PyTorch's store and tells the others through bpsx. Elsewhere bpsx
-lacks a scheduler: the workers meet at torchrun's store, or at that of PyTorch's process group, and
-start what is missing (:mod:`bpsx.api.torchrun`).
+Under ``bpsx-run``, worker 0 opens PyTorch's store and sends its address through bpsx. Elsewhere
+there is no scheduler yet. The workers then meet at torchrun's store, or at that of PyTorch's
+process group, and start what is missing (:mod:`bpsx.api.torchrun`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from bpsx.system.tracebacks import public
 
 _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
-#: Kept once it is there: where torchrun has no store of its own, worker 0's is in this object.
+#: Kept once it is open: where torchrun has no store of its own, this object is worker 0's store.
 _store: Any = None
-#: Seconds between two looks at the store, at most: enough not to burden it with thousands of
-#: workers.
+#: Longest pause between two polls of the store, in seconds, so that thousands of workers do not
+#: overload it.
 _PAUSE = 0.25
-#: Stands for an entry that a store does not have; no entry of ours is like it.
+#: Stands for an entry that a store does not have; no entry of ours has this value.
 _ABSENT = "(absent)"
 
 
 class _TorchStore:
     """PyTorch's store as :class:`bpsx.plugin.adapter.Store`.
 
-    Raises :class:`RendezvousError` if it does not answer.
+    Raises :class:`RendezvousError` if it does not reply.
     """
 
     def __init__(self, store: Any) -> None:
@@ -51,12 +51,10 @@ class _TorchStore:
             self._store.set(name, text)
 
     def get(self, names: Sequence[str], timeout: float) -> list[str | None]:
-        """The entries of those names; None for those that are not there after ``timeout``
-        seconds.
-        """
+        """Return the entries of ``names``; None for entries missing after ``timeout`` seconds."""
         end, pause = time.monotonic() + timeout, 0.01
         with _reached():
-            # The store's own wait lets no Ctrl-C through, and logs a warning when its time is over.
+            # The store's own wait blocks Ctrl-C, and logs a warning at its timeout.
             while not self._has(names):
                 left = end - time.monotonic()
                 if left <= 0:
@@ -66,11 +64,11 @@ class _TorchStore:
             return [self._read(name) for name in names]
 
     def _has(self, names: Sequence[str]) -> bool:
-        """Whether all of those names have an entry. Does not wait for one."""
+        """Return whether all ``names`` have an entry, without waiting."""
         if hasattr(self._store, "check"):
             return bool(self._store.check(list(names)))
-        # PyTorch 2.1's stores cannot be asked. An entry that is to change from what it never holds
-        # stays as it is; one that is not there stays away.
+        # PyTorch 2.1's stores have no check(). compare_set() with an expected value that no entry
+        # has leaves existing entries unchanged and creates none.
         return all(self._store.compare_set(n, _ABSENT, _ABSENT).decode() != _ABSENT for n in names)
 
     def _read(self, name: str) -> str:
@@ -79,10 +77,10 @@ class _TorchStore:
 
 @contextlib.contextmanager
 def _reached() -> Iterator[None]:
-    """Around what asks the store. Raises :class:`RendezvousError`."""
+    """Context for calls of the store. Raises :class:`RendezvousError`."""
     try:
         yield
-    except BpsxError:  # a RuntimeError, too
+    except BpsxError:  # BpsxError is a RuntimeError too
         raise
     except RuntimeError as e:
         raise RendezvousError(f"cannot reach the store (MASTER_ADDR, MASTER_PORT): {e}") from e
@@ -92,14 +90,15 @@ def _reached() -> Iterator[None]:
 def init(lazy: bool = True) -> None:
     """Join the job that the environment describes: bpsx's own variables, or ``torchrun``'s.
 
-    Does nothing if that was done already. ``lazy`` is upstream's and ignored.
+    Does nothing if this process is in a job already. ``lazy`` is accepted for BytePS and ignored.
 
-    Under torchrun, worker 0 starts a scheduler, and with several machines the first process of each
-    a server, unless ``DMLC_PS_ROOT_URI`` names the user's; they end with the job. Likewise under
-    other launchers that say rank and size, and after an ``init_process_group`` that was given them.
+    Under torchrun, worker 0 starts a scheduler. With several machines, the first process of each
+    starts a server too. ``DMLC_PS_ROOT_URI`` names a scheduler of the user's instead. These
+    processes end with the job. The same applies under other launchers that set rank and size, and
+    after an ``init_process_group`` with rank and size.
 
-    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a
-    missing or malformed variable), :class:`~bpsx.errors.RendezvousError` (somebody is missing at
+    Blocks until all workers and servers have joined. Raises :class:`~bpsx.errors.ConfigError` (a
+    missing or malformed variable), :class:`~bpsx.errors.RendezvousError` (a process is missing at
     the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
     if (
@@ -113,10 +112,9 @@ def init(lazy: bool = True) -> None:
 
 
 def init_as(store: Any, rank: int, size: int) -> None:
-    """:func:`init` as worker ``rank`` of ``size`` that meet at ``store``, PyTorch's, unless the
-    environment says so already.
+    """Do as :func:`init`, as worker ``rank`` of ``size`` that meet at PyTorch's ``store``.
 
-    Raises as that.
+    If the environment describes the job already, the environment is used. Raises as :func:`init`.
     """
     told = _given_place(store, rank, size)
     adapter.init(_opener(store) if told else _open_store, told)
@@ -126,18 +124,18 @@ def init_as(store: Any, rank: int, size: int) -> None:
 def resume(
     num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None
 ) -> None:
-    """Join another job, after :func:`bpsx.torch.suspend`: of ``num_workers`` machines and
-    ``num_servers`` servers; see :func:`bpsx.resume`.
+    """Join another job after :func:`bpsx.torch.suspend`; see :func:`bpsx.resume`.
 
-    Under torchrun it is a job of the same workers, to which the numbers have to fit; a new
-    scheduler and servers are started as by :func:`init`, with ``num_servers=0`` as many as there.
-    ``context`` is upstream's and ignored. Raises as :func:`bpsx.resume`. Thread-safe.
+    The job has ``num_workers`` machines and ``num_servers`` servers. Under torchrun it has the same
+    workers, which the numbers must fit. A new scheduler and servers are started as by :func:`init`;
+    ``num_servers=0`` starts as many as there. ``context`` is accepted for BytePS and ignored.
+    Raises as :func:`bpsx.resume`. Thread-safe.
     """
     adapter.resume(_open_store, num_workers, num_servers, global_rank)
 
 
 def _open_store(place: adapter.Place, timeout: float) -> _TorchStore:
-    """The store that the environment names, for the entries of this run."""
+    """Return the store that the environment names, for the entries of this run."""
     global _store
     if not dist.is_available():
         raise ConfigError(
@@ -163,14 +161,15 @@ def _opener(store: Any) -> Callable[[adapter.Place, float], _TorchStore]:
 
 
 def _default_store() -> Any:
-    """The store of PyTorch's default process group; None if this PyTorch does not tell it."""
+    """Return the store of PyTorch's default process group; None if PyTorch does not expose it."""
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     return found() if callable(found) else None
 
 
 def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
-    """The place of worker ``rank`` of ``size`` that meet at ``store``; None if bpsx's own variables
-    or a launcher's with a store say so.
+    """Return the place of worker ``rank`` of ``size`` that meet at ``store``.
+
+    Returns None if bpsx's own variables, or those of a launcher with a store, say so.
     """
     if adapter.is_set("DMLC_WORKER_ID") or adapter.is_set("BYTEPS_LOCAL_RANK"):
         return None
@@ -188,11 +187,11 @@ def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
 
 
 def register() -> None:
-    """Make ``bpsx://`` an ``init_method``, and let ``env://``, the default, do the same where bpsx
-    has its variables and PyTorch lacks its own, or has them of bpsx-run.
+    """Register ``bpsx://`` as an ``init_method``, and extend ``env://``, the default.
 
-    For the import of bpsx.torch, once. PyTorch has no public way to extend a handler: where its
-    table is not found, ``bpsx://`` is what is left.
+    ``env://`` does the same as ``bpsx://`` where bpsx has its variables and PyTorch lacks its own,
+    or has bpsx-run's. Called once, at the import of bpsx.torch. PyTorch has no public way to extend
+    a handler. If its table is not found, only ``bpsx://`` is available.
     """
     dist.register_rendezvous_handler("bpsx", _rendezvous)
     table = getattr(
@@ -223,10 +222,9 @@ def _extended(original: _Handler) -> _Handler:
 def _rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[_Triple]:
-    """A store that worker 0 opens, this worker's rank, and the size of the job; for
-    ``init_process_group``.
+    """Yield a store that worker 0 opens, this worker's rank, and the job's size.
 
-    Initialises bpsx if need be.
+    For ``init_process_group``. Initialises bpsx if necessary.
 
     Raises :class:`ConfigError` for a rank or a size that is not bpsx's, :class:`RendezvousError`,
     and as :func:`init`.
@@ -248,13 +246,13 @@ def _rendezvous(
 
 
 def _shared_store(ours: Any, timeout: timedelta) -> Any:
-    """A store on worker 0, to which all are connected."""
+    """Open a store on worker 0 and connect all workers to it."""
     text, failure, store = b"", None, None
     if ours.rank == 0:
         try:
             listener = _listener(adapter.own_host())
             host, port = listener.getsockname()[:2]
-        except (OSError, BpsxError) as e:  # the others wait for an answer: they get this one
+        except (OSError, BpsxError) as e:  # the other workers wait for a reply: send the error
             failure = RendezvousError(
                 f"init_process_group: worker 0 cannot open PyTorch's store: {e}"
             )
@@ -281,7 +279,7 @@ def _shared_store(ours: Any, timeout: timedelta) -> Any:
 
 
 def _listener(host: str) -> socket.socket:
-    """A socket that listens on a port of the system's choice, at this address only."""
+    """Return a listening socket at this address, on a port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,6 +1,5 @@
-# A lock that its thread may take again, as threading.RLock is, for who takes it hundreds of times
-# in a step: that costs 150 ns each time. With the GIL, which who has to wait for another thread
-# lets go.
+# A reentrant lock like threading.RLock, which costs 150 ns per use, for code that takes it hundreds
+# of times in a step. Callers hold the GIL; it is released while waiting for another thread.
 from cpython.pythread cimport (
     NOWAIT_LOCK, WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock,
     PyThread_get_thread_ident, PyThread_release_lock, PyThread_type_lock,
@@ -8,7 +7,7 @@ from cpython.pythread cimport (
 
 cdef struct Turn:
     PyThread_type_lock lock
-    unsigned long owner         # means something as long as there is a depth
+    unsigned long owner         # valid while depth > 0
     int depth
 
 

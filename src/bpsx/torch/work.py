@@ -1,4 +1,4 @@
-"""A collective under way, as ``torch.distributed`` wants to see it."""
+"""Work objects of collectives in flight, as ``torch.distributed`` expects them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import Handle
 
 _UNSET = timedelta(0)
-# PyTorch's C++ side may hold a work whose Python half nobody else holds: DistributedDataParallel
-# does, for Join. Without that half its wait() would never return. So works are kept until somebody
-# has waited, and small ones a little longer, since Join asks for the result after that. Bounded,
-# for scripts that never wait.
+# PyTorch's C++ side may hold a work whose Python object has no other reference, as
+# DistributedDataParallel does for Join. Without the Python object its wait() would never return. So
+# each work is kept until it has been waited for. Small ones are kept a little longer, since Join
+# asks for the result afterwards. The number is bounded, for scripts that never wait.
 _MOST_HELD, _MOST_ENDED, _SMALL = 1024, 64, 4096
 _held: dict[int, Work] = {}
 _ended: deque[Work] = deque(maxlen=_MOST_ENDED)
@@ -31,14 +31,12 @@ _ended: deque[Work] = deque(maxlen=_MOST_ENDED)
 class GroupTimeoutError(BpsxError, TimeoutError):
     """A collective has not ended within the process group's timeout.
 
-    It is still under way: its tensors may be written to later.
+    It is still in flight: its tensors may be written to later.
     """
 
 
 class Collective:
-    """What a collective has begun: handles to wait for, and what is to be done when all have ended,
-    in order.
-    """
+    """Handles that a collective has started, and actions to run in order when all have ended."""
 
     def __init__(
         self, handles: Sequence[Handle] = (), finish: Callable[[], object] | None = None
@@ -47,17 +45,17 @@ class Collective:
         self.finish: list[Callable[[], object]] = [] if finish is None else [finish]
 
     def add(self, other: Collective) -> None:
-        """Make ``other`` a part of this one."""
+        """Make ``other`` a part of this collective."""
         self.handles += other.handles
         self.finish += other.finish
 
 
 @eager_methods
-class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
-    """Returned by the collectives of the backend "bpsx". Thread-safe.
+class Work(dist.Work):  # type: ignore[misc]    # mypy does not follow torch
+    """Work object returned by the collectives of the backend "bpsx". Thread-safe.
 
-    ``what`` names the collective in errors; ``outputs`` is its result; ``timeout``: seconds that
-    :meth:`wait` takes at most.
+    ``what``: name of the collective in errors. ``outputs``: its result. ``timeout``: limit of
+    :meth:`wait`, in seconds.
     """
 
     def __init__(self, what: str, begun: Collective, outputs: list[Any], timeout: float) -> None:
@@ -65,22 +63,22 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         self._what, self._begun, self._outputs, self._timeout = what, begun, outputs, timeout
         self._lock = threading.RLock()
         self._future: torch.futures.Future[list[Any]] | None = None
-        self._failure: BpsxError | None = None  # in what comes after the transfer
+        self._failure: BpsxError | None = None  # in the actions after the transfer
         _held[id(self)] = self
         if len(_held) > _MOST_HELD:
-            # another thread was faster
+            # Another thread removed it first.
             with contextlib.suppress(KeyError, StopIteration, RuntimeError):
                 del _held[next(iter(_held))]
 
     def done(self) -> bool:
-        """Whether everything has come, well or not. Does not block."""
+        """Return whether all handles have ended, successfully or not, without blocking."""
         return all(h.done() for h in self._begun.handles)
 
     def wait(self, timeout: timedelta | float | None = _UNSET) -> bool:
-        """Wait for the end, at most ``timeout`` or by default the group's timeout; True.
+        """Wait for the end, at most ``timeout`` or by default the group's timeout. Returns True.
 
-        Raises what made the collective fail (:class:`~bpsx.errors.PeerLostError` and its kin),
-        :class:`GroupTimeoutError`.
+        Raises the error that made the collective fail (such as
+        :class:`~bpsx.errors.PeerLostError`), :class:`GroupTimeoutError`.
         """
         given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or 0.0
         limit = given if given > 0 else self._timeout
@@ -103,9 +101,9 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         return True
 
     def _finish(self) -> None:
-        """Bring what has come to where it belongs, once.
+        """Run the actions that complete the outputs, once.
 
-        Raises what has gone wrong in that, every time.
+        Raises their failure, on every call.
         """
         with self._lock:
             finish, self._begun.finish = self._begun.finish, []
@@ -119,16 +117,16 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
                 raise self._failure
 
     def _let_go(self) -> None:
-        """Somebody knows how it ended."""
+        """Release the work: its outcome is known to a caller."""
         if _held.pop(id(self), None) and all(
             isinstance(t, torch.Tensor) and t.nbytes <= _SMALL for t in self._outputs
         ):
             _ended.append(self)
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, well or not; its outputs are complete then.
+        """Return whether the collective has ended, successfully or not, without blocking.
 
-        Does not block.
+        Its outputs are complete then.
         """
         if not self.done():
             return False
@@ -136,11 +134,11 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended well. Does not block."""
+        """Return whether it has ended successfully, without blocking."""
         return self.done() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What made it fail; None if nothing has, so far. Does not block."""
+        """Return the error that made it fail; None if there is none so far. Does not block."""
         try:
             if self.done():
                 self.wait()
@@ -149,19 +147,19 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         return None
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Do as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Any]:
-        """The output tensors, after :meth:`wait`."""
+        """Return the output tensors, which are valid after :meth:`wait`."""
         return self._outputs
 
     def source_rank(self) -> int:
-        """Refused: nothing is received from one worker only."""
+        """Raise :class:`RuntimeError`: there is no receive from one worker."""
         raise RuntimeError('source_rank: the backend "bpsx" has no recv')
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
-        """A future of the output tensors. Its error is a RuntimeError with bpsx's text."""
+        """Return a future of the output tensors. Its error is a RuntimeError with bpsx's text."""
         with self._lock:
             if self._future is None:
                 self._future = COMPLETER.future_of(
@@ -176,7 +174,7 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
 
 
 class Waiting:
-    """A work as a :class:`~bpsx.torch.ops.Handle`; its timeout is its own."""
+    """A work as a :class:`~bpsx.torch.ops.Handle`, with the work's own timeout."""
 
     def __init__(self, work: Work) -> None:
         self._work, self._end = work, time.monotonic() + work._timeout

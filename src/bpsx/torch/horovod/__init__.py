@@ -1,11 +1,10 @@
-"""Horovod's names for PyTorch: ``import bpsx.torch.horovod as hvd`` in the place of ``import
-horovod.torch as hvd``.
+"""Horovod's API for PyTorch: ``import bpsx.torch.horovod as hvd``.
 
-All of ``horovod.torch`` 0.28 with its arguments, order and defaults, on what :mod:`bpsx.torch` has.
-What summation servers cannot do (Adasum, process sets of some of the workers, elastic) is refused
-by a :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI, gloo,
-NCCL and the like are answered with False: none of them is in use. docs/start/migrating.md has all
-names.
+It replaces ``import horovod.torch as hvd``. It has all of ``horovod.torch`` 0.28, with its
+arguments, order and defaults, on top of :mod:`bpsx.torch`. Summation servers cannot do Adasum,
+process sets of some of the workers, and elastic training. These raise a
+:class:`~bpsx.errors.ConfigError` that names the alternative. Queries about MPI, gloo, NCCL and the
+like return False, because none of them is in use. docs/start/migrating.md lists all names.
 
 Thread-safety is that of :mod:`bpsx.torch`.
 """

@@ -1,4 +1,4 @@
-"""allgather, broadcast and alltoall in Horovod's forms, on broadcasts."""
+"""Horovod's allgather, broadcast and alltoall, on top of broadcasts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def _allgather(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The rows of all workers' ``tensor``, in the order of their ranks, as
-    :func:`bpsx.torch.all_gather`.
+    """Return the rows of all workers' ``tensor``, as :func:`bpsx.torch.all_gather`.
 
-    Differentiable; the gradient is Horovod's: the own rows of the average of all workers'
-    gradients, where bpsx.torch has the sum. Raises :class:`ConfigError`, and as
-    :func:`bpsx.torch.all_gather`.
+    The rows are in the order of ranks. Differentiable; the gradient is Horovod's: this worker's
+    rows of the average of all workers' gradients, where bpsx.torch has the sum. Raises
+    :class:`ConfigError`, and as :func:`bpsx.torch.all_gather`.
     """
     check_process_set(process_set)
     return _allgather(tensor, name)
@@ -54,7 +53,7 @@ def allgather_async(
 ) -> Pending:
     """Begin :func:`allgather`, without autograd. ``tensor`` must not change until the end.
 
-    The workers tell each other how many rows they have; the rows follow at the next :func:`poll` or
+    The workers first exchange their numbers of rows. The rows follow at the next :func:`poll` or
     :func:`synchronize` after that.
     """
     check_process_set(process_set)
@@ -68,8 +67,9 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are
-    under way at once, unless autograd follows one.
+    """Do as :func:`allgather` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
+
+    All are in flight at once, unless one requires a gradient.
     """
     check_process_set(process_set)
     named = list(zip(tensors, group_names("allgather", name, tensors)))
@@ -114,7 +114,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
-        """The root's."""
+        """Return the root's tensor."""
         ctx.is_root, ctx.name = (
             adapter.session().rank == root_rank,
             f"{wire_name('broadcast', name, tensor)}.grad",
@@ -124,7 +124,10 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Of the root's, the average of all; of all others, which have no influence, none."""
+        """Return the average of all gradients on the root, and zero elsewhere.
+
+        Other workers' tensors have no influence on the result.
+        """
         average = push_pull(gradient, average=True, name=ctx.name)
         return average if ctx.is_root else torch.zeros_like(gradient), None, None, None
 
@@ -137,9 +140,9 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is.
+    """Return worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor.
 
-    Shape and dtype, any one, must agree.
+    ``tensor`` itself is unchanged. Workers must agree on shape and dtype; any dtype is allowed.
 
     Differentiable; the gradient is Horovod's: on the root the average of all workers' gradients,
     elsewhere zero. Raises :class:`ConfigError`, also for a root that does not exist, and as
@@ -157,7 +160,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As :func:`broadcast`, in the place of ``tensor``, which it returns; without autograd."""
+    """Do as :func:`broadcast`, in place; return ``tensor``. Without autograd."""
     result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
     return result
 
@@ -182,9 +185,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has
-    returned.
-    """
+    """Begin :func:`broadcast_`. Do not use ``tensor`` until :func:`synchronize` has returned."""
     return _begin_broadcast(tensor, root_rank, name, True, process_set)
 
 
@@ -194,7 +195,7 @@ _Splits: TypeAlias = torch.Tensor | Sequence[int] | None
 
 
 def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
-    """How many rows go to each worker. Raises :class:`ConfigError`."""
+    """Return the number of rows for each worker. Raises :class:`ConfigError`."""
     if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
         raise ConfigError(
             f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
@@ -207,9 +208,9 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
 def _begin_alltoall(
     tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str
 ) -> Pending:
-    """All rows travel to all workers, with all splits; each keeps its own.
+    """Begin to send all rows and all splits to all workers; each keeps its own rows.
 
-    ``tensor`` has as many rows as ``splits`` say.
+    ``tensor`` has as many rows as ``splits`` sum up to.
     """
     ours = adapter.session()
     mine = torch.tensor(splits, dtype=torch.int64, device="cpu")
@@ -236,7 +237,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all others have for this worker, and how much of it is whose."""
+        """Return the other workers' rows for this one, and the number of rows from each worker."""
         output, received = _begin_alltoall(tensor, splits, dtype, wire).wait()
         ctx.received, ctx.dtype, ctx.wire = received.tolist(), dtype, wire
         ctx.mark_non_differentiable(received)
@@ -246,7 +247,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     def backward(
         ctx: Any, gradient: torch.Tensor, _: object
     ) -> tuple[torch.Tensor, None, None, None]:
-        """Back to where the rows came from."""
+        """Send the gradients back to where the rows came from."""
         return (
             _AllToAll.apply(gradient, ctx.received, ctx.dtype, f"{ctx.wire}.grad")[0],
             None,
@@ -277,9 +278,11 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What all workers have for this one, in the order of their ranks: with ``splits``, which say
-    how many rows of ``tensor`` go to each worker, also how many have come from each (int32, or the
-    dtype of ``splits``); without it the rows are divided evenly.
+    """Return all workers' rows for this one, in the order of ranks.
+
+    ``splits``: number of rows of ``tensor`` for each worker. With it, also returns the number of
+    rows received from each worker (int32, or the dtype of ``splits``). Without it the rows are
+    divided evenly.
 
     Differentiable: gradients go back to where the rows came from. All rows travel to all workers.
     Raises :class:`ConfigError`, and as :func:`allgather`.

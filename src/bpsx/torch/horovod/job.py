@@ -1,6 +1,4 @@
-"""The job and process sets in Horovod's forms, for PyTorch; most of it is
-:mod:`bpsx.plugin.horovod`'s.
-"""
+"""Horovod's API for the job and process sets, for PyTorch; see :mod:`bpsx.plugin.horovod`."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ _GROUP = 'for some of them use torch.distributed.new_group(ranks, backend="gloo"
 
 
 def check_process_set(process_set: Any) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless it is all workers."""
+    """Raise :class:`~bpsx.errors.ConfigError` unless the set has all workers."""
     horovod.check_process_set(process_set, instead=_GROUP)
 
 
 @public
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """The set, if it has all workers. Raises :class:`~bpsx.errors.ConfigError` for any other."""
+    """Return the set if it has all workers. Raises :class:`~bpsx.errors.ConfigError` otherwise."""
     return horovod.checked_process_set(process_set, _GROUP)
 
 
 @public
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """False: the workers of a job cannot be removed from it.
+    """Return False: the workers of a job cannot be removed from it.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what is no set.
+    Raises :class:`~bpsx.errors.ConfigError` if ``process_set`` is not a set of all workers.
     """
     check_process_set(process_set)
     return False
@@ -41,26 +39,27 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """:func:`bpsx.torch.init`. ``comm`` must be None and ``process_sets`` of all workers, or None.
+    """Do as :func:`bpsx.torch.init`.
 
-    Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.torch.init`.
+    ``comm`` must be None; ``process_sets`` must be None or sets of all workers. Raises
+    :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.torch.init`.
     """
     horovod.init(lambda: bps.init(), comm, process_sets, _GROUP)
 
 
 @public
 def join(device: int = -1) -> int:
-    """:func:`bpsx.torch.join`: returns the rank that came last. ``device`` is ignored."""
+    """Do as :func:`bpsx.torch.join`: return the rank that joined last. ``device`` is ignored."""
     return verbs.join()
 
 
 @public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every worker is here."""
+    """Wait until every worker has called it."""
     check_process_set(process_set)
     verbs.barrier()
 
 
 def refuse_elastic() -> NoReturn:
-    """Raise :class:`~bpsx.errors.ConfigError`."""
+    """Raise :class:`~bpsx.errors.ConfigError`: elastic training is not supported."""
     horovod.refuse_elastic("bpsx.torch")

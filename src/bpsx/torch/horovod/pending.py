@@ -1,4 +1,4 @@
-"""Operations under way, and the names that they have on the wire."""
+"""Handles of Horovod's operations, and their names on the wire."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from bpsx.torch.ops import check_rows, check_tensor, unnamed
 
 
 class Part(Protocol):
-    """Something that is under way by itself."""
+    """An operation in flight that is a part of another."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Return whether it has ended, successfully or not, without blocking."""
 
     def wait(self) -> Any:
-        """Its result. Raises what made it fail."""
+        """Return its result. Raises the error that made it fail."""
 
 
 class Pending:
-    """What the ``_async`` verbs return: parts under way, and what makes the result of theirs, done
-    once by whoever waits first.
+    """Handle that the ``_async`` verbs return.
 
-    Thread-safe.
+    It has parts in flight, and a function that computes the result from theirs. The first wait runs
+    that function, once. Thread-safe.
     """
 
     def __init__(self, parts: Sequence[Part], finish: Callable[[list[Any]], Any] = tuple) -> None:
@@ -38,13 +38,13 @@ class Pending:
         self._result: Any = None
 
     def done(self) -> bool:
-        """Whether all parts have ended, well or not. Does not block."""
-        # of each, since asking a gather of rows lets it go on
+        """Return whether all parts have ended, successfully or not, without blocking."""
+        # Ask every part: asking an all_gather of rows starts its second exchange.
         ended = [part.done() for part in self._parts]
         return all(ended)
 
     def wait(self) -> Any:
-        """The result. May be called again. Raises what made the first part fail."""
+        """Return the result. May be called again. Raises the error of the first failed part."""
         results = [part.wait() for part in self._parts]
         with self._lock, torch.no_grad():
             if not self._finished:
@@ -52,25 +52,25 @@ class Pending:
         return self._result
 
     def __call__(self) -> Any:
-        """As :meth:`wait`: what Horovod's sparse_allreduce_async returns is called."""
+        """Do as :meth:`wait`: Horovod's sparse_allreduce_async returns a callable."""
         return self.wait()
 
 
 @eager
 def poll(handle: Pending) -> bool:
-    """Whether what ``handle`` stands for has ended, so that :func:`synchronize` does not block.
+    """Return whether the operation has ended, without blocking.
 
-    Does not block itself.
+    :func:`synchronize` does not block then.
     """
     return _checked(handle, "poll").done()
 
 
 @eager
 def synchronize(handle: Pending) -> Any:
-    """Wait, and return the result: a tensor; a tuple of tensors, of a grouped operation; (output,
-    received splits), of an alltoall.
+    """Wait, and return the result.
 
-    May be called again. Raises as :func:`bpsx.torch.synchronize`.
+    The result is a tensor, a tuple of tensors for a grouped operation, or (output, received splits)
+    for an alltoall. May be called again. Raises as :func:`bpsx.torch.synchronize`.
     """
     return _checked(handle, "synchronize").wait()
 
@@ -85,11 +85,11 @@ def _checked(handle: Any, verb: str) -> Pending:
 
 
 def wire_name(verb: str, name: str | None, tensor: torch.Tensor, rows: bool = False) -> str:
-    """What an operation is called on the wire: verbs do not share names.
+    """Return the wire name of an operation; verbs do not share names.
 
     ``rows``: the first dimension may differ between workers.
 
-    Raises :class:`ConfigError` for a name that is no string, :class:`UnsupportedTensor`.
+    Raises :class:`ConfigError` if ``name`` is not a string, :class:`UnsupportedTensor`.
     """
     check_name(name, verb)
     check_tensor(tensor, f"{verb} of {name!r}" if name else verb)
@@ -99,7 +99,10 @@ def wire_name(verb: str, name: str | None, tensor: torch.Tensor, rows: bool = Fa
 
 
 def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[str | None]:
-    """The names of a group's members. Raises :class:`ConfigError`, :class:`UnsupportedTensor`."""
+    """Return the names of a group's members.
+
+    Raises :class:`ConfigError`, :class:`UnsupportedTensor`.
+    """
     check_name(name, verb)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
@@ -109,5 +112,5 @@ def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) ->
 
 
 def needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether autograd follows one of ``tensors``."""
+    """Return whether one of ``tensors`` requires a gradient."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

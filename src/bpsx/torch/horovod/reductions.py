@@ -1,4 +1,4 @@
-"""allreduce in all of Horovod's forms, on push_pull."""
+"""Horovod's allreduce in all its forms, on top of push_pull."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from bpsx.torch.ops import (
 )
 from bpsx.torch.sparse import SparseSum, check_sparse
 
-#: Those that no server does: every worker gathers, and computes in the order of ranks.
+#: Reductions that servers do not compute: every worker gathers, and reduces in the order of ranks.
 _HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}
 
 
 def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, process_set: ProcessSet) -> How:
-    """The checked arguments of a reduction. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Check the arguments of a reduction. Raises :class:`~bpsx.errors.ConfigError`."""
     check_process_set(process_set)
     return horovod.how_to(verb, op, prescale, postscale, "bpsx.torch.push_pull")
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod
-    does.
+    """Return ``factor`` times ``tensor``.
+
+    Integers are multiplied as float64 and truncated, as Horovod does.
     """
     if factor == 1.0:
         return tensor
@@ -60,14 +61,15 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _averages_here(tensor: torch.Tensor, how: How) -> bool:
-    """Whether the average is to be made of the sum here: of integers Horovod's is rounded towards
-    zero, the servers' down.
+    """Return whether the worker computes the average from the sum.
+
+    It does so for integers: Horovod's average rounds towards zero, the servers' rounds down.
     """
     return how.op is ReduceOp.Average and not tensor.is_floating_point()
 
 
 def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> Pending:
-    """Begin to reduce ``tensor`` into ``output``, which may be the same one, and is the result.
+    """Begin to reduce ``tensor`` into ``output``, which is the result and may be ``tensor`` itself.
 
     Without autograd.
     """
@@ -112,26 +114,26 @@ def begin_inplace(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
 
 
 class _WithoutDerivative(torch.autograd.Function):  # type: ignore[misc]
-    """A result that depends on ``tensor`` in a way that has no derivative here."""
+    """A result that depends on ``tensor`` but has no derivative here."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, result: Callable[[], torch.Tensor], what: str
     ) -> torch.Tensor:
-        """What ``result`` returns."""
+        """Return what ``result`` returns."""
         ctx.what = what
         return result()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Refused."""
+        """Raise :class:`ConfigError`."""
         raise ConfigError(f"{ctx.what} has no derivative; give tensor.detach()")
 
 
 def reduced(
     tensor: torch.Tensor, name: str | None, how: How, compression: type[Compressor]
 ) -> torch.Tensor:
-    """The reduction as a new tensor, differentiable where it is a sum or an average."""
+    """Return the reduction as a new tensor; a sum or average is differentiable."""
     check_compression(compression, how.verb)
     wire = wire_name(how.verb, name, tensor)
     if how.op in _HERE:
@@ -157,7 +159,7 @@ def reduced(
 def reduced_group(
     tensors: Sequence[torch.Tensor], name: str | None, how: How, compression: type[Compressor]
 ) -> list[torch.Tensor]:
-    """All of them, at once unless autograd follows one."""
+    """Reduce all tensors, at once unless one requires a gradient."""
     check_compression(compression, how.verb)
     named = list(zip(tensors, group_names(how.verb, name, tensors)))
     if needs_gradient(tensors):
@@ -181,13 +183,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The reduction of all workers' ``tensor``, as a new tensor of its shape and dtype: by default
-    the average.
+    """Return the reduction of all workers' ``tensor``, by default the average, as a new tensor.
 
     ``tensor`` and names as in :func:`bpsx.torch.push_pull_async`. ``op``: Average, Sum, Min, Max or
-    Product; ``average`` is its deprecated form. Of integers the average is cut off towards zero.
-    The factors are multiplied before and after. Differentiable for Average and Sum, like
-    :func:`bpsx.torch.push_pull`. Min, Max and Product gather all tensors on every worker.
+    Product; ``average`` is its deprecated form. An average of integers is truncated towards zero.
+    ``prescale_factor`` and ``postscale_factor`` multiply before and after the reduction.
+    Differentiable for Average and Sum, like :func:`bpsx.torch.push_pull`. Min, Max and Product
+    gather all tensors on every worker.
 
     Raises :class:`ConfigError` for other arguments, and as :func:`bpsx.torch.push_pull`.
     """
@@ -212,7 +214,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As :func:`allreduce`, in the place of ``tensor``, which it returns; without autograd."""
+    """Do as :func:`allreduce`, in place; return ``tensor``. Without autograd."""
     how = how_to(
         "allreduce",
         checked_op("allreduce_", op, average),
@@ -280,8 +282,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are
-    under way at once, unless autograd follows one.
+    """Do as :func:`allreduce` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
+
+    All are in flight at once, unless one requires a gradient.
     """
     how = how_to(
         "allreduce",
@@ -304,7 +307,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce_` of each of ``tensors``, all under way at once."""
+    """Do as :func:`allreduce_` for each of ``tensors``, all in flight at once."""
     how = how_to(
         "allreduce",
         checked_op("grouped_allreduce_", op, average),
@@ -378,12 +381,12 @@ def sparse_allreduce_async(
     op: ReduceOp | None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begin to add up or average ``tensor``, a ``torch.sparse_coo`` one.
+    """Begin to sum or average ``tensor``, a ``torch.sparse_coo`` tensor, without autograd.
 
-    The result, coalesced, comes of calling what is returned, or of :func:`synchronize`. What
-    travels is values and indices, of which each worker may have another number. Without autograd.
+    To get the coalesced result, call the returned handle, or :func:`synchronize`. Values and
+    indices travel; their number may differ between workers.
 
-    Raises :class:`ConfigError`, :class:`~bpsx.torch.UnsupportedTensor`; the end, also
+    Raises :class:`ConfigError`, :class:`~bpsx.torch.UnsupportedTensor`. The wait also raises
     :class:`~bpsx.errors.MismatchError`.
     """
     verb = "sparse_allreduce_async"

@@ -1,6 +1,4 @@
-"""reducescatter in Horovod's forms: a reduction of everything, of which each worker keeps its own
-rows.
-"""
+"""Horovod's reducescatter: a reduction of whole tensors, of which each worker keeps its rows."""
 
 from __future__ import annotations
 
@@ -28,27 +26,28 @@ _VERB = "reducescatter"
 
 
 class _Rows(torch.autograd.Function):  # type: ignore[misc]
-    """A copy of some of a tensor's rows, whose gradient is multiplied."""
+    """A copy of some of a tensor's rows, whose gradient is multiplied by ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, rows: slice, factor: int) -> torch.Tensor:
-        """The rows."""
+        """Return the rows."""
         ctx.shape, ctx.rows, ctx.factor = whole.shape, rows, factor
         return whole[rows].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Zero for all other rows."""
+        """Return the gradient of the whole tensor, zero for all other rows."""
         whole = gradient.new_zeros(ctx.shape)
         whole[ctx.rows] = gradient * ctx.factor
         return whole, None, None
 
 
 def _own(whole: torch.Tensor) -> torch.Tensor:
-    """This worker's rows: as many for each, and one more for the first ones if they do not divide.
+    """Return this worker's rows.
 
-    The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a
-    reducescatter is size() times that.
+    Rows are divided evenly; the first workers have one more if they do not divide. The sum from
+    which the rows are taken has the gradient of the total of all workers' losses. Horovod's
+    gradient of a reducescatter is size() times that.
     """
     ours = adapter.session()
     rows, more = divmod(len(whole), ours.size)
@@ -64,7 +63,7 @@ def _how(op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSe
 
 
 def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
-    wire_name(_VERB, name, tensor, rows=True)  # refuses a tensor without rows
+    wire_name(_VERB, name, tensor, rows=True)  # raises for a tensor without rows
     return Pending([begin_new(tensor, name, how)], lambda results: _own(results[0]))
 
 
@@ -79,11 +78,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This worker's rows of the sum or average of all workers' ``tensor``: of n rows each has n //
-    size(), and the first n % size() one more.
+    """Return this worker's rows of the sum or average of all workers' ``tensor``.
 
-    Differentiable; the gradient is Horovod's: size() times that of all workers' losses together.
-    All rows travel to all workers. Otherwise as :func:`allreduce`; ``op`` is Average or Sum.
+    Of n rows each worker has n // size(), and the first n % size() workers one more.
+    Differentiable; the gradient is Horovod's: size() times that of the total of all workers'
+    losses. All rows travel to all workers. Otherwise as :func:`allreduce`; ``op`` is Average or
+    Sum.
     """
     how = _how(op, prescale_factor, postscale_factor, process_set)
     wire_name(_VERB, name, tensor, rows=True)
@@ -115,9 +115,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """:func:`reducescatter` of each of ``tensors``.
+    """Do as :func:`reducescatter` for each of ``tensors``.
 
-    All are under way at once, unless autograd follows one.
+    All are in flight at once, unless one requires a gradient.
     """
     how = _how(op, prescale_factor, postscale_factor, process_set)
     for tensor, each in zip(tensors, group_names(_VERB, name, tensors)):

@@ -1,4 +1,4 @@
-"""Weights, optimizer state, objects and the optimizer in Horovod's forms."""
+"""Horovod's API for weights, optimizer state, objects and the optimizer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
 
 @public
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """As :func:`bpsx.torch.broadcast_parameters`, for tensors without names, too:
-    ``model.parameters()``, which are then known by their place.
+    """Do as :func:`bpsx.torch.broadcast_parameters`, also for tensors without names.
+
+    Such tensors, from ``model.parameters()``, are named by their position.
     """
     if isinstance(params, Iterable) and not isinstance(params, (Mapping, str, bytes, torch.Tensor)):
         params = [
@@ -39,9 +40,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: object = None
 ) -> None:
-    """As :func:`bpsx.torch.broadcast_optimizer_state`.
+    """Do as :func:`bpsx.torch.broadcast_optimizer_state`.
 
-    ``model`` is Horovod's and ignored: state that is not there yet need not be made first.
+    ``model`` is accepted for Horovod and ignored: missing state need not be created first.
     """
     broadcast.broadcast_optimizer_state(optimizer, root_rank)
 
@@ -53,7 +54,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As :func:`bpsx.torch.broadcast_object`."""
+    """Do as :func:`bpsx.torch.broadcast_object`."""
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name)
 
@@ -62,7 +63,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """As :func:`bpsx.torch.all_gather_object`."""
+    """Do as :func:`bpsx.torch.all_gather_object`."""
     check_process_set(process_set)
     return objects.all_gather_object(obj, name)
 
@@ -80,16 +81,15 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
-    """:func:`bpsx.torch.DistributedOptimizer`, with ``op=Sum`` also for gradients that are added up
-    instead of averaged.
+    """Do as :func:`bpsx.torch.DistributedOptimizer`; with ``op=Sum`` gradients are summed instead.
 
-    Accepted, and of no influence: ``gradient_predivide_factor`` (half types are added in float32
-    and divided before they are rounded), ``num_groups`` and ``groups`` (tensors are cut into
-    partitions and sent by urgency). With ``sparse_as_dense`` gradients stay dense, but for
-    SparseAdam, which takes sparse ones only.
+    These arguments are accepted and have no effect: ``gradient_predivide_factor`` (half types are
+    summed in float32 and divided before rounding), ``num_groups`` and ``groups`` (tensors are cut
+    into partitions and sent by urgency). With ``sparse_as_dense`` gradients stay dense, except for
+    SparseAdam, which accepts only sparse ones.
 
-    Raises :class:`ConfigError` for another ``op``, factors and groups that are none, Sum with a
-    factor or in asynchronous training, and as :func:`bpsx.torch.DistributedOptimizer`.
+    Raises :class:`ConfigError` for another ``op``, invalid factors and groups, Sum with a factor or
+    in asynchronous training, and as :func:`bpsx.torch.DistributedOptimizer`.
     """
     verb = "DistributedOptimizer"
     check_process_set(process_set)

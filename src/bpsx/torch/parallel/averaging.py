@@ -1,5 +1,6 @@
-"""The exchange of one module's gradients: begun by hooks during backward, complete when
-``backward()`` returns.
+"""Exchange of one module's gradients, complete when ``backward()`` returns.
+
+Gradient hooks start it during backward.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from bpsx.torch.ops import Handle, submit
 
 
 class _End:
-    """What autograd calls when a pass ends.
+    """Callback that autograd runs when a pass ends.
 
-    It lives as long as the pass: a pass that has failed lets go of it without calling it.
+    It lives as long as the pass: a failed pass releases it without calling it.
     """
 
     def __init__(self, averaging: Averaging) -> None:
@@ -34,8 +35,11 @@ class _End:
 
 
 class _Round(Round):
-    """``ours``: those that are exchanged. ``aside``, by id: what has been pushed of those that this
-    worker has not used, how, and the compressor's context."""
+    """A round of one module's gradients.
+
+    ``ours``: the exchanged parameters. ``aside``: by id, the handle and the compressor's context of
+    each gradient that this worker has not used.
+    """
 
     def __init__(self, ours: list[Managed]) -> None:
         super().__init__([])
@@ -46,10 +50,10 @@ class _Round(Round):
 class Averaging(Exchange):
     """Averages the gradients of one module within ``backward()``, without an optimizer.
 
-    A *pass* is one run of autograd's engine, the outermost if they are nested. Its first hook has
-    the engine call us at its end; there what hooks have not pushed is pushed, and everything is
-    waited for. Besides the gradients travels one vector that counts for each parameter the workers
-    that have used it since the last exchange.
+    A *pass* is one run of autograd's engine, the outermost if runs are nested. The first hook of a
+    pass registers a callback for the end of the pass. There the gradients that hooks have not
+    pushed are pushed, and all are waited for. A vector travels beside the gradients: it counts for
+    each parameter the workers that have used it since the last exchange.
     """
 
     def __init__(
@@ -61,12 +65,12 @@ class Averaging(Exchange):
     ) -> None:
         self.syncing = True  # False inside no_sync()
         self._name = name
-        # by id of Managed: backward has added to its gradient since the last exchange
+        # Ids of the Managed objects whose gradient backward has added to since the last exchange.
         self._touched: set[int] = set()
-        # this pass calls for an exchange, though it may have used no parameter
+        # This pass requires an exchange, even if it has used no parameter.
         self._due = False
-        self.expected = False  # a forward pass has been made that calls for one
-        # begun and not ended: an interruption leaves it open
+        self.expected = False  # a forward pass has been made that requires an exchange
+        # Round in flight; an interruption leaves it open.
         self._round: _Round | None = None
         self._pass = -1
         self._end: Callable[[], _End | None] = lambda: None
@@ -77,8 +81,9 @@ class Averaging(Exchange):
     # ---- during a pass
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the pass that comes through ``outputs`` recognised as the outermost one, also if it
-        uses no parameter of ours.
+        """Have the pass that goes through ``outputs`` recognised as the outermost one.
+
+        That works also if the pass uses no parameter of the module.
         """
         if not (self.active and torch.is_grad_enabled()):
             return
@@ -96,9 +101,9 @@ class Averaging(Exchange):
                 node.register_prehook(entered)
 
     def _unused_leaf(self, nodes: Iterable[Any]) -> Any:
-        """None if one of our parameters can be reached from ``nodes``: then its hook will tell.
+        """Return a leaf node below ``nodes`` that is not one of our parameters.
 
-        Else the node of another leaf.
+        Returns None if one of our parameters can be reached, since its gradient hook will run then.
         """
         ours = {id(m.parameter) for m in self._managed}
         other = None
@@ -111,7 +116,7 @@ class Averaging(Exchange):
         return other
 
     def _enter(self) -> None:
-        """A hook of ours runs: see to it that the end of the pass is ours.
+        """Register the callback for the end of this pass. Called by each hook.
 
         Raises :class:`GradientOrderError`.
         """
@@ -123,7 +128,7 @@ class Averaging(Exchange):
             self._pass = torch._C._current_graph_task_id()
 
     def accumulated(self, managed: Managed) -> None:
-        """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
+        """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
         self._touched.add(id(managed))
         if not self.syncing:
             return
@@ -137,12 +142,14 @@ class Averaging(Exchange):
             )
         if torch._C._current_graph_task_id() == self._pass:
             self._push(managed)
-        # In a pass within the pass (reentrant checkpointing) another one may add to it: it leaves
-        # at the end.
+        # A pass within the pass (reentrant checkpointing) may be followed by more additions, so the
+        # gradient is pushed at the end.
 
     def _pass_ends(self) -> None:
-        """Push what is missing now, and wait when all modules of this pass have done so: they may
-        come in another order on other workers.
+        """Push the remaining gradients, and have the end of the round called later.
+
+        The wait comes after all modules of this pass have pushed, because their order may differ
+        between workers.
         """
         self._end = lambda: None
         if self.syncing and self._due:
@@ -158,24 +165,22 @@ class Averaging(Exchange):
             )
 
     def check_ready(self) -> None:
-        """Raise :class:`GradientOrderError` if a failed pass has left gradients under way.
+        """Raise :class:`GradientOrderError` if a failed pass has left gradients in flight.
 
-        Between passes only.
+        Call it between passes only.
         """
         if torch._C._current_graph_task_id() < 0 and self._end() is None:
             self._check_not_stale()
 
-    # ---- at its end
+    # ---- at the end of a pass
 
     def follow(self) -> None:
-        """Take notice of what has changed since the last step: suspend() and resume(), parameters
-        that have been unfrozen.
-        """
+        """Apply changes since the last step: suspend() and resume(), unfrozen parameters."""
         self.active = adapter.session().config.distributed
         self.attach()
 
     def complete(self, discard: bool = False) -> None:
-        """Push what is missing, wait for everything.
+        """Push the remaining gradients and wait for all.
 
         Raises the first failure, after the last push has ended.
         """
@@ -196,7 +201,7 @@ class Averaging(Exchange):
             else:
                 now.aside[id(managed)] = self._push_aside(managed)
 
-        self._startup.begin()  # and waited for when all modules of this pass have begun
+        self._startup.begin()  # the wait comes when all modules of this pass have started
         try:
             self._count(now, [self._is_used(m) for m in self._managed], self._name)
         except Exception as e:
@@ -231,8 +236,10 @@ class Averaging(Exchange):
         return id(managed) in self._touched and managed.parameter.grad is not None
 
     def _push_aside(self, managed: Managed) -> tuple[Handle, Any]:
-        """Push a gradient that this worker has not added to: ``grad`` as it stands or zeros, but
-        into other memory, since it stays as it is if the others have not added to theirs either.
+        """Push a gradient that this worker has not added to, from separate memory.
+
+        It pushes ``grad`` as it is, or zeros. ``grad`` itself must stay unchanged if the other
+        workers have not added to theirs either.
         """
         parameter = managed.parameter
         with torch.no_grad():
@@ -257,26 +264,27 @@ class Averaging(Exchange):
 
 
 def _call_at_the_end(act: Callable[[], None]) -> None:
-    """Have autograd's engine call ``act`` when the pass that runs now has ended, on the thread that
-    called ``backward()``, which raises what ``act`` raises.
+    """Have autograd's engine call ``act`` when the current pass has ended.
 
-    ``act`` may ask for further calls.
+    The call is made on the thread that called ``backward()``, which raises what ``act`` raises.
+    ``act`` may request further calls.
     """
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def _accumulates(leaf: Any) -> bool:
-    """Whether the pass that runs now adds to the ``grad`` of this leaf: ``backward()`` does,
-    ``torch.autograd.grad()`` does not.
+    """Return whether the current pass adds to the ``grad`` of this leaf.
+
+    ``backward()`` does, ``torch.autograd.grad()`` does not.
     """
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:  # autograd.grad() with respect to this very leaf
+    except RuntimeError:  # autograd.grad() with respect to this leaf
         return False
 
 
 def _below(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The graph below ``nodes``, depth first, each node once."""
+    """Yield the nodes of the graph below ``nodes``, depth first, each once."""
     stack = list(nodes)
     seen = set(stack)
     while stack:

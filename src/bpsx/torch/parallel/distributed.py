@@ -20,7 +20,7 @@ from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.ops import check_tensor, declare, poll, push_pull_async_inplace, synchronize
 from bpsx.torch.parallel.averaging import Averaging
 
-#: BytePS's names, which this module of its offers too.
+#: BytePS's name for :func:`push_pull_async_inplace`; BytePS's module of this name has it too.
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
@@ -36,10 +36,10 @@ __all__ = [
     "synchronize",
 ]
 
-# of the modules made in this process: all workers make them in the same order
+# Numbers of the modules created in this process; all workers create them in the same order.
 _numbers = itertools.count()
-# PyTorch's options that say how, not what: there are no flat buckets here, and unused parameters
-# need no search.
+# Options of PyTorch that do not affect the result: there are no flat buckets here, and unused
+# parameters need no search.
 _CHANGE_NOTHING = {
     "bucket_cap_mb",
     "find_unused_parameters",
@@ -60,47 +60,48 @@ _ALIGNED = 16
 
 
 class DistributedDataParallel(nn.Module):  # type: ignore[misc]
-    """``module``, with gradients that ``backward()`` leaves averaged over all workers.
+    """Wrapper of ``module`` whose ``backward()`` leaves gradients averaged over all workers.
 
-    Use it as you would ``module``, with any optimizer.
+    Use it in the place of ``module``, with any optimizer.
 
-    Call it after ``init()``, and make such modules in the same order on all workers. Construction
-    gives all workers worker 0's parameters and buffers. As backward finishes a gradient, it is
-    pushed; ``backward()`` returns when all averages are in ``grad``, bit for bit the same on all
-    workers. Parameters registered first are the most urgent. Gradients that are already in ``grad``
-    are added to, as always: those of passes inside :meth:`no_sync`, which are this worker's own,
-    are averaged together with the pass that follows.
+    Call it after ``init()``, and create such modules in the same order on all workers. The
+    constructor gives all workers worker 0's parameters and buffers. Each gradient is pushed as soon
+    as backward has finished it. ``backward()`` returns when all averages are in ``grad``, bitwise
+    the same on all workers. Parameters registered first are the most urgent. Backward adds to
+    gradients that are already in ``grad``, as always. Gradients of passes inside :meth:`no_sync`
+    are this worker's own; they are averaged together with the next pass.
 
     **Parameters without a gradient.** Every exchange moves every parameter that requires a
-    gradient, so workers may use different parts of the module. One that some workers have used gets
-    the average with the others' ``grad`` as it stands (None counts as zeros); of one that nobody
-    has used ``grad`` stays as it is, None included. That is what one process with the joined batch
-    would have. A worker whose loss does not depend on the module's outputs at all calls
-    :meth:`synchronize` instead of ``backward()``. Freezing and unfreezing must happen on all
+    gradient, so workers may use different parts of the module. A parameter that some workers have
+    used gets the average, with the other workers' ``grad`` as it is (None counts as zeros). A
+    parameter that no worker has used keeps its ``grad``, None included. The result is that of one
+    process with the joined batch. A worker whose loss does not depend on the module's outputs at
+    all calls :meth:`synchronize` instead of ``backward()``. Freeze and unfreeze parameters on all
     workers alike, before a forward pass.
 
-    ``broadcast_buffers``: before each forward pass in training mode with gradients enabled and
-    outside :meth:`no_sync`, buffers become worker 0's. ``compression``: one of
-    :class:`Compression`, for the wire only. ``device_ids``: None, or a list of the module's GPU. Of
-    the options of ``torch.nn.parallel.DistributedDataParallel``, ``init_sync=False`` leaves out the
-    broadcast at construction, ``dim`` must be 0, and ``find_unused_parameters``,
-    ``gradient_as_bucket_view``, ``static_graph``, ``bucket_cap_mb``, ``check_reduction`` and
-    ``skip_all_reduce_unused_params`` are accepted and change nothing; others are refused.
+    Arguments:
+    - ``device_ids``: None, or a list of the module's GPU.
+    - ``broadcast_buffers``: give the buffers worker 0's values before each forward pass in training
+      mode, with gradients enabled and outside :meth:`no_sync`.
+    - ``compression``: one of :class:`Compression`, for the wire only.
+    - ``options``: options of ``torch.nn.parallel.DistributedDataParallel``. ``init_sync=False``
+      omits the broadcast in the constructor; ``dim`` must be 0. ``find_unused_parameters``,
+      ``gradient_as_bucket_view``, ``static_graph``, ``bucket_cap_mb``, ``check_reduction`` and
+      ``skip_all_reduce_unused_params`` are accepted and change nothing. Others are refused.
 
-    ``state_dict()`` has the inner module's keys behind ``module.``; the inner module is ``module``.
-    It may be compiled. ``deepcopy`` and pickling are refused: take the inner module. With reentrant
-    checkpointing (``use_reentrant=True``) gradients of checkpointed parts leave at the end of the
-    pass. Sparse gradients are made dense. With a single worker (unless
+    ``state_dict()`` has the inner module's keys, prefixed with ``module.``; the inner module is
+    ``module``. It may be compiled. ``deepcopy`` and pickling are refused: take the inner module.
+    With reentrant checkpointing (``use_reentrant=True``), gradients of checkpointed parts are
+    pushed at the end of the pass. Sparse gradients are made dense. With a single worker (unless
     ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
     Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) for options that cannot be
     honoured, a module without parameters that require a gradient, and asynchronous training;
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters
-    that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises whatever
-    made a push fail, as :func:`bpsx.torch.synchronize` does; ``forward()`` likewise for buffers.
-    After a ``backward()`` that was left by another exception while gradients were under way, the
-    next ``forward()`` or ``backward()`` raises :class:`~bpsx.torch.GradientOrderError`. Not
-    thread-safe.
+    that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises the error
+    that made a push fail, as :func:`bpsx.torch.synchronize` does; ``forward()`` does so for
+    buffers. If another exception ends a ``backward()`` while gradients are in flight, the next
+    ``forward()`` or ``backward()`` raises :class:`~bpsx.torch.GradientOrderError`. Not thread-safe.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         self._averaging.attach()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the inner module returns."""
+        """Return what the inner module returns."""
         averaging = self._averaging
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
@@ -160,11 +161,11 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, ``backward()`` only adds to this worker's own gradients, and ``forward()`` leaves
-        buffers alone.
+        """Context in which ``backward()`` only adds to this worker's own gradients.
 
-        All is exchanged by the first ``backward()`` outside. All workers have to make as many
-        passes outside, not inside.
+        ``forward()`` leaves buffers alone inside. The first ``backward()`` outside exchanges
+        everything. All workers must make the same number of passes outside; the number inside may
+        differ.
         """
         before, self._averaging.syncing = self._averaging.syncing, False
         try:
@@ -173,21 +174,19 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
             self._averaging.syncing = before
 
     def synchronize(self) -> None:
-        """Take part in an exchange without ``backward()``: for a worker whose loss did not depend
-        on this module, or whose backward pass has failed.
+        """Take part in an exchange without ``backward()``.
 
-        Each worker must come to the same number of exchanges. Does nothing if no forward pass has
-        been made since the last one.
+        Call it on a worker whose loss did not depend on this module, or whose backward pass has
+        failed. Each worker must take part in the same number of exchanges. Does nothing if there
+        has been no forward pass since the last exchange.
 
-        Raises what made a push fail.
+        Raises the error that made a push fail.
         """
         if self._averaging.active and (self._averaging.expected or self._averaging.under_way):
             self._averaging.complete()
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refused with :class:`ConfigError`: there are no buckets here that a hook could be
-        given.
-        """
+        """Raise :class:`ConfigError`: there are no buckets to pass to a comm hook."""
         raise ConfigError(
             "DistributedDataParallel.register_comm_hook: this module exchanges gradients one by"
             " one, without buckets; give compression=bpsx.torch.Compression.fp16 here, or use"
@@ -202,9 +201,9 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
 
 def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
-    """``init_sync`` of PyTorch's options.
+    """Check PyTorch's options and return the value of ``init_sync``.
 
-    Raises :class:`ConfigError` and, for what nobody knows, :class:`TypeError`.
+    Raises :class:`ConfigError`, and :class:`TypeError` for unknown options.
     """
     devices = {p.device for p in module.parameters()} if isinstance(module, nn.Module) else set()
     if device_ids and [
@@ -230,7 +229,7 @@ def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    """Yield the tensors in nested tuples, lists, sets, mappings and dataclasses."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
@@ -243,7 +242,7 @@ def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 class _Buffers:
-    """All buffers of a module in one message, and back."""
+    """Broadcast of all buffers of a module in one message."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -252,9 +251,9 @@ class _Buffers:
         self._parts: list[torch.Tensor] = []
 
     def spread(self, module: nn.Module) -> None:
-        """Make the buffers worker 0's.
+        """Give the buffers worker 0's values.
 
-        Those that are already are not written to, so that autograd may keep them.
+        Buffers that already have these values are not written to, so that autograd may keep them.
         """
         buffers = list(_buffers_of(module))
         if not buffers:
@@ -268,7 +267,7 @@ class _Buffers:
         if session.rank != 0:
             with torch.no_grad():
                 for (buffer, statistic), part in zip(buffers, self._parts, strict=True):
-                    # backward does not look at it: as when batch normalisation itself updates it
+                    # Backward does not read it, as when batch normalisation itself updates it.
                     if statistic:
                         buffer.data.copy_(part)
                     elif not torch.equal(buffer, part.to(buffer.device)):
@@ -293,9 +292,7 @@ class _Buffers:
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Each buffer once, and whether it is one of a batch normalisation's running statistics in
-    training.
-    """
+    """Yield each buffer once, and whether it is a running statistic of a training batch norm."""
     seen: set[int] = set()
     for part in module.modules():
         for buffer in part.buffers(recurse=False):
