@@ -1,8 +1,8 @@
-"""What can go wrong, as exceptions. Every one derives from :class:`BpsxError`.
+"""Exceptions of bpsx. Every one derives from :class:`BpsxError`.
 
-Two kinds: *the world's* (a peer died, a deadline passed: the job is over, start it again) and
-*yours* (a wrong option, tensors that differ between workers: the message says what to change).
-Status codes of the core become exceptions here and nowhere else.
+There are two kinds. Errors *of the environment* (a peer died, a deadline passed) end the job: start
+it again. Errors *of the user* (a wrong option, tensors that differ between workers) have a message
+that says what to change. Status codes of the core become exceptions here and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _TENSOR = re.compile(rf"(?:\btensor |\bpush_pull of |\bbroadcast of |^){_NAME}")
 
 
 class BpsxError(RuntimeError):
-    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's
-    are, which scripts catch.
+    """Base class of all errors raised by bpsx.
 
-    The attributes are read from the text, which may have come from another process, so copies and
-    pickles have them, too. Each is None, or empty, where the text does not say it.
+    It is a :class:`RuntimeError`, as the errors of PyTorch and Horovod are, which scripts catch.
+
+    The attributes are parsed from the text, which may come from another process. So copies and
+    pickles have them too. An attribute is None, or empty, if the text does not contain it.
     """
 
     def _peer(self) -> re.Match[str] | None:
@@ -35,25 +36,25 @@ class BpsxError(RuntimeError):
 
     @property
     def role(self) -> str | None:
-        """``worker``, ``server`` or ``scheduler``: the process that the error is about."""
+        """Role of the process that the error is about: ``worker``, ``server`` or ``scheduler``."""
         found = self._peer()
         return found[1] if found else None
 
     @property
     def rank(self) -> int | None:
-        """Its rank; the scheduler has none."""
+        """Rank of that process; None for the scheduler."""
         found = self._peer()
         return int(found[2]) if found and found[2] else None
 
     @property
     def address(self) -> str | None:
-        """Its host, or its host and port."""
+        """Host of that process, or its host and port."""
         found = self._peer()
         return found["host"] or found["at"] if found else None
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of the tensors that the error is about."""
+        """Names of the tensors that the error is about."""
         return _names_in(_TENSOR, str(self))
 
     @property
@@ -68,14 +69,14 @@ class BpsxError(RuntimeError):
 
 
 def _names_in(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
-    """What the first group of ``pattern`` finds in ``text``, each once."""
+    """Return the matches of ``pattern``'s first group in ``text``, each once."""
     return tuple(dict.fromkeys(ast.literal_eval(found) for found in pattern.findall(text)))
 
 
 class ConfigError(BpsxError, ValueError):
     """An option has a value that is not allowed, or a required one is missing.
 
-    Names the variable and what is allowed.
+    The message names the variable and the allowed values.
     """
 
 
@@ -84,12 +85,13 @@ class NotInitializedError(BpsxError, RuntimeError):
 
 
 class RendezvousError(BpsxError, TimeoutError):
-    """The job did not come together before the deadline. Names who is missing."""
+    """The job did not come together before the deadline. The message names missing processes."""
 
 
 class JobOverError(RendezvousError):
-    """The scheduler at this address has a job that is complete, running or over; a new job needs a
-    new scheduler.
+    """The job of the scheduler at this address is complete, running or over.
+
+    A new job needs a new scheduler.
     """
 
 
@@ -100,7 +102,7 @@ class TransportError(BpsxError, ConnectionError):
 class PeerLostError(BpsxError, ConnectionError):
     """A worker, a server or the scheduler died or cannot be reached.
 
-    Names role, rank and address.
+    The message names role, rank and address.
     """
 
 
@@ -109,47 +111,47 @@ class PeerLeftError(PeerLostError):
 
 
 class MismatchError(BpsxError, ValueError):
-    """Workers disagree about a tensor's shape, dtype or operation. Names both sides."""
+    """Workers disagree about a tensor's shape, dtype or operation. The message names both sides."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensor that they disagree about; its name is the first in the text."""
+        """The tensor that workers disagree about; its name is the first in the text."""
         return _names_in(_FIRST, str(self))[:1]
 
 
 #: A name anywhere in a text.
 _FIRST = re.compile(_NAME)
-#: What the scheduler says of a stall: "worker 0 waits for 'x' (float32 of shape (4,)), which worker
-#: 1 has not pushed, 'y' …".
+#: Tensors in the scheduler's report of a stall: "worker 0 waits for 'x' (float32 of shape (4,)),
+#: which worker 1 has not pushed, 'y' …".
 _AWAITED = re.compile(rf"(?:\bwaits for |, ){_NAME}(?= \(|, | and |;|$)")
 _LACKING = re.compile(r"\bwhich worker (\d+) has not pushed")
 
 
 class StallError(BpsxError, TimeoutError):
-    """Every worker waits for a tensor that another worker has not pushed. Names the tensors.
+    """Every worker waits for a tensor that another worker has not pushed.
 
-    ``role`` and ``rank``: of a worker that has not pushed :attr:`tensor`. ``tensors``: what workers
-    wait for.
+    ``role`` and ``rank``: of a worker that has not pushed :attr:`tensor`. ``tensors``: the tensors
+    that workers wait for.
     """
 
     @property
     def role(self) -> str | None:
-        """``worker``."""
+        """``worker``, or None."""
         return "worker" if _LACKING.search(str(self)) else None
 
     @property
     def rank(self) -> int | None:
-        """The worker that has not pushed :attr:`tensor`."""
+        """Rank of the worker that has not pushed :attr:`tensor`."""
         found = _LACKING.search(str(self))
         return int(found[1]) if found else None
 
     @property
     def address(self) -> None:
-        """Not known."""
+        """None: the text has no address."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """What workers wait for, a few for each of them."""
+        """Names of the tensors that workers wait for, a few for each worker."""
         return _names_in(_AWAITED, str(self))
 
 
@@ -158,12 +160,13 @@ class ProtocolError(BpsxError, RuntimeError):
 
 
 class ShutdownError(BpsxError, RuntimeError):
-    """bpsx was shut down while the operation was under way."""
+    """bpsx was shut down while the operation was in flight."""
 
 
 class JoinedError(BpsxError, RuntimeError):
-    """A worker that has called ``join()`` is needed, or calls a verb itself, before all workers
-    have joined.
+    """A worker has called ``join()``, and not all workers have joined yet.
+
+    Either an operation needs that worker, or that worker itself calls a verb.
     """
 
 
@@ -174,12 +177,12 @@ class OutOfMemoryError(BpsxError, MemoryError):
 class KernelError(BpsxError, RuntimeError):
     """The code that sums an element type could not be compiled or loaded.
 
-    The process that sums says why in its log.
+    The log of the process that sums gives the reason.
     """
 
 
 class DeviceError(BpsxError, RuntimeError):
-    """A GPU or NCCL failed. Says which call, and what the library says."""
+    """A GPU or NCCL failed. The message names the call and contains the library's text."""
 
 
 class Status(IntEnum):
@@ -232,18 +235,18 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
 
 
 def from_status(status: int, detail: str = "") -> BpsxError:
-    """The exception for a negative ``status``; ``detail`` replaces the general text."""
+    """Return the exception for a negative ``status``; ``detail`` replaces the default text."""
     kind, text = STATUS[status]
     return kind(detail or text)
 
 
 def in_short(error: BaseException) -> str:
-    """``TypeName: text``, for reports elsewhere.
+    """Return ``TypeName: text``, for reports in other processes.
 
-    Of a text with a line of one of these errors in it, as TensorFlow's have around ours, that line.
+    TensorFlow's errors may contain the text of a bpsx error. Then only that line is returned.
     """
     text = str(error)
-    # What TensorFlow puts behind it is left out.
+    # TensorFlow appends "[Op:…]", which is left out.
     own = (
         None
         if isinstance(error, BpsxError)
@@ -267,10 +270,11 @@ def explain(
     broadcast: bool = False,
     divisor: int = 1,
 ) -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal.
+    """Return the message for a failed round of tensor ``name``.
 
-    ``codec``: how it is compressed; ``broadcast``: whether the round was one, here, from worker
-    ``divisor``; else that is what sums are divided by.
+    ``rank_a``, ``rank_b``: ranks in the server's reply. ``codec``: the tensor's compression.
+    ``broadcast``: whether this worker's round was a broadcast. ``divisor``: root of the broadcast,
+    or divisor of the sum.
     """
     kind, text = STATUS[status]
     if kind is MismatchError:

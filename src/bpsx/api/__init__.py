@@ -1,1 +1,1 @@
-"""The verbs, and the life of a job in this process."""
+"""The verbs, and the lifecycle of a job in this process."""

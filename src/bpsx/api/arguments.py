@@ -1,6 +1,6 @@
-"""What verbs are called with: names, priorities, ranks, handles.
+"""Checks of the verbs' arguments: names, priorities, ranks, handles.
 
-Every way in has them checked here, so the rules are the same everywhere.
+Every entry point uses these checks, so the rules are the same everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ LEAST_URGENT, MOST_URGENT = -(2**31), 2**31 - 1
 
 
 def integer(value: Any) -> int | None:
-    """``value`` as an int, if it is an integer of any kind, as of NumPy; None if it is none, or a
-    bool.
+    """Return ``value`` as an int if it is an integer of any kind, including NumPy's.
+
+    Returns None for other values and for a bool.
     """
     if isinstance(value, (bool, np.bool_)):
         return None
@@ -39,10 +40,9 @@ def check_name(name: Any, verb: str) -> None:
 
 
 def check_flag(value: Any, argument: str, verb: str) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is True or False, or an integer that stands for
-    one.
+    """Raise :class:`ConfigError` unless ``value`` is True, False or an integer.
 
-    Anything else, a name that has got into its place or a text that says no, would be a yes.
+    Any other value, such as a misplaced name or the text "no", would count as true.
     """
     if not isinstance(value, int):
         raise ConfigError(f"{verb}: {argument} must be True or False, not {value!r}")
@@ -59,9 +59,9 @@ def check_priority(priority: Any, verb: str) -> None:
 
 
 def checked_root(root_rank: Any, verb: str, size: int) -> int:
-    """``root_rank`` as an int.
+    """Return ``root_rank`` as an int.
 
-    Raises :class:`ConfigError` unless there is such a rank among ``size`` workers.
+    Raises :class:`ConfigError` unless it is a rank among ``size`` workers.
     """
     rank = integer(root_rank)
     if rank is None or not 0 <= rank < size:
@@ -70,7 +70,7 @@ def checked_root(root_rank: Any, verb: str, size: int) -> int:
 
 
 def checked_passes(passes: Any, verb: str) -> int:
-    """``backward_passes_per_step`` as an int. Raises :class:`ConfigError`."""
+    """Return ``backward_passes_per_step`` as an int. Raises :class:`ConfigError`."""
     number = integer(passes)
     if number is None or number < 1:
         raise ConfigError(
@@ -80,9 +80,9 @@ def checked_passes(passes: Any, verb: str) -> int:
 
 
 def check_unmasked(array: Any, what: str) -> None:
-    """Raise :class:`ConfigError` for a NumPy array that hides some of its elements.
+    """Raise :class:`ConfigError` for a NumPy array with masked elements.
 
-    ``what`` names it.
+    ``what`` names the array.
     """
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         hidden = int(np.ma.getmaskarray(array).sum())
@@ -94,9 +94,7 @@ def check_unmasked(array: Any, what: str) -> None:
 
 
 def check_handle(handle: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` unless ``handle`` can be asked and waited for, as what the
-    ``_async`` verbs return.
-    """
+    """Raise :class:`ConfigError` unless ``handle`` has the methods of a handle."""
     if not (hasattr(handle, "done") and hasattr(handle, "wait")):
         raise ConfigError(
             f"{verb}: a handle is needed, as the _async verbs return it, not"

@@ -1,6 +1,4 @@
-"""Arrays on a GPU for the verbs of ``verbs.py``: CuPy's, and whatever has
-``__cuda_array_interface__`` or DLPack.
-"""
+"""GPU arrays for the verbs: CuPy's, and others with ``__cuda_array_interface__`` or DLPack."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from bpsx.errors import ConfigError
 
 #: DLPack's number for memory of a CUDA device.
 _DLPACK_CUDA = 2
-#: The default stream's number in ``__cuda_array_interface__`` and DLPack; 0 is none there.
+#: The default stream's number in ``__cuda_array_interface__`` and DLPack, where 0 means no stream.
 _DEFAULT_STREAM = 1
 
 
 class GpuView(NamedTuple):
-    """See :class:`bpsx.plugin.adapter.TensorView`, which this is."""
+    """A view of memory with the fields of :class:`bpsx.plugin.adapter.TensorView`."""
 
     address: int
     nbytes: int
@@ -31,7 +29,7 @@ class GpuView(NamedTuple):
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether ``array`` says that its memory is a CUDA device's."""
+    """Return whether ``array`` declares its memory as a CUDA device's."""
     if isinstance(array, np.ndarray):
         return False
     if hasattr(array, "__cuda_array_interface__"):
@@ -40,11 +38,11 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def view(array: Any, what: str, moved: bool = False) -> GpuView:
-    """An array on a GPU as bpsx sees it, C-contiguous.
+    """Return the view of a C-contiguous array on a GPU.
 
-    ``moved``: it is not added to anything, so that its elements may be of any type.
+    ``moved``: the elements are only moved, not summed, so they may be of any type.
 
-    Raises :class:`~bpsx.errors.ConfigError`, also if CuPy is needed for it and missing,
+    Raises :class:`~bpsx.errors.ConfigError`, also if the array needs CuPy and CuPy is missing,
     :class:`~bpsx.dtypes.UnsupportedDType`.
     """
     from bpsx.local._cuda import where
@@ -81,13 +79,13 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
 
 
 def as_bytes(view: GpuView) -> GpuView:
-    """The same memory as bytes, with the elements' size as a last dimension."""
+    """Return the same memory as bytes, with the element size as a last dimension."""
     itemsize = view.nbytes // max(1, _count(view.shape))
     return view._replace(dtype="uint8", shape=(*view.shape, itemsize))
 
 
 def output_for(array: Any, output: Any, what: str) -> Any:
-    """Where the result goes: ``output``, or a new CuPy array.
+    """Return the array for the result: ``output``, or a new CuPy array.
 
     Raises :class:`~bpsx.errors.ConfigError` if CuPy is missing or ``output`` cannot be written to.
     """
@@ -104,18 +102,18 @@ def output_for(array: Any, output: Any, what: str) -> Any:
 
 
 def contiguous(array: Any, what: str) -> Any:
-    """``array`` itself, or a copy whose elements lie in order."""
+    """Return ``array`` itself, or a contiguous copy."""
     described = getattr(array, "__cuda_array_interface__", None)
     if described is None or described.get("strides") is None:
         return array
-    _check_described(described, what)  # a copy would drop it
+    _check_described(described, what)  # a copy would drop the mask and the byte order
     return _cupy(what).ascontiguousarray(array)
 
 
 def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` if two arrays overlap without being the same memory.
 
-    Results arrive in pieces, and would overwrite elements that have yet to be sent.
+    Results arrive in pieces and would overwrite elements that have yet to be sent.
     """
     if source.address != target.address and max(source.address, target.address) < min(
         source.address + source.nbytes, target.address + target.nbytes
@@ -127,8 +125,9 @@ def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
 
 
 def _check_described(described: dict[str, Any], what: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` for what ``__cuda_array_interface__`` tells of and
-    bpsx would not heed.
+    """Raise :class:`~bpsx.errors.ConfigError` for properties that bpsx would ignore.
+
+    These are a mask and a foreign byte order in ``__cuda_array_interface__``.
     """
     if described.get("mask") is not None:
         raise ConfigError(
@@ -144,7 +143,7 @@ def _check_described(described: dict[str, Any], what: str) -> None:
 
 
 def _in_cupy(array: Any, what: str) -> Any:
-    """The same memory as CuPy's."""
+    """Return the same memory as a CuPy array."""
     cupy = _cupy(what)
     if isinstance(array, cupy.ndarray):
         return array
@@ -170,7 +169,7 @@ def _cupy(what: str) -> Any:
 def _dtype_of(array: Any, typestr: str) -> str:
     given = getattr(array, "dtype", None)
     name = str(getattr(given, "name", given)).removeprefix("torch.")
-    # the interface has no type for bfloat16
+    # The interface has no type for bfloat16.
     return name if name == "bfloat16" else np.dtype(typestr).name
 
 
@@ -193,8 +192,10 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _streams_of(array: Any, described: dict[str, Any]) -> Callable[[], int]:
-    """The stream to be ordered with: CuPy's current one for its arrays, else the one that the array
-    names, else the default stream.
+    """Return a function that gives the stream with which to order the operation.
+
+    It is CuPy's current stream for CuPy's arrays, else the stream that the array names, else the
+    default stream.
     """
     if type(array).__module__.partition(".")[0] == "cupy":
         import cupy

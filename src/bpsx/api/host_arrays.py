@@ -1,6 +1,4 @@
-"""NumPy arrays for the verbs of ``verbs.py``: which memory the core may use as it lies, and copies
-for the rest.
-"""
+"""NumPy arrays for the verbs: memory that the core can use directly, and copies of the rest."""
 
 from __future__ import annotations
 
@@ -16,19 +14,20 @@ from bpsx.errors import ConfigError
 
 
 class Operands(NamedTuple):
-    """Memory of one operation: ``source`` and ``target`` are C-contiguous, aligned, and of the
-    machine's byte order.
+    """Memory of one operation.
+
+    ``source`` and ``target`` are C-contiguous, aligned, and of the machine's byte order.
     """
 
     source: np.ndarray
     target: np.ndarray
-    #: What the caller gets.
+    #: The array that the caller gets.
     output: np.ndarray
-    #: Whether ``target`` is not ``output``'s memory, so that the result has yet to be copied there.
+    #: Whether ``target`` is not ``output``'s memory, so that the result must still be copied there.
     staged: bool
 
     def handle(self, begun: Handle) -> Handle | StagedHandle:
-        """Handle for the caller, of the operation ``begun`` between ``source`` and ``target``."""
+        """Return the caller's handle of operation ``begun`` between ``source`` and ``target``."""
         return StagedHandle(begun, self._complete, self.output) if self.staged else begun
 
     def _complete(self) -> None:
@@ -36,7 +35,7 @@ class Operands(NamedTuple):
 
 
 def summand(array: Any, what: str) -> tuple[np.ndarray, DType]:
-    """``array`` as NumPy has it, and its element type. ``what`` names it in errors.
+    """Return ``array`` as a NumPy array, and its element type. ``what`` names it in errors.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`; :class:`~bpsx.errors.ConfigError` for an array
     with masked elements.
@@ -47,7 +46,7 @@ def summand(array: Any, what: str) -> tuple[np.ndarray, DType]:
 
 
 def movable(array: Any, what: str) -> np.ndarray:
-    """``array`` as NumPy has it, of any type whose elements have a fixed number of bytes.
+    """Return ``array`` as a NumPy array of any dtype with fixed-size elements.
 
     Raises as :func:`summand`.
     """
@@ -62,10 +61,10 @@ def movable(array: Any, what: str) -> np.ndarray:
 
 
 def operands(given: np.ndarray, output: Any, what: str) -> Operands:
-    """What to send of ``given``, and where the result goes: ``output``, or a new array of
-    ``given``'s shape and dtype.
+    """Return the memory to send for ``given`` and to receive into.
 
-    Raises :class:`~bpsx.errors.ConfigError` if ``output`` does not fit.
+    The result goes to ``output``, or to a new array of ``given``'s shape and dtype. Raises
+    :class:`~bpsx.errors.ConfigError` if ``output`` does not fit.
     """
     if output is None:
         output = np.empty(given.shape, given.dtype)
@@ -77,15 +76,16 @@ def operands(given: np.ndarray, output: Any, what: str) -> Operands:
         target = np.empty(target.shape, _native(target))
     if not _usable(source):
         source = np.array(source, _native(source), order="C")
-    # results arrive in pieces, and would overwrite elements that have yet to be sent
+    # Results arrive in pieces and would overwrite elements that have yet to be sent.
     elif _overlap(source, target):
         source = source.copy()
     return Operands(source, target, output, staged)
 
 
 def copied(given: np.ndarray, output: Any, what: str) -> Operands:
-    """:func:`operands` for verbs that work in place: ``source`` is ``target``, and holds
-    ``given``'s elements.
+    """Do as :func:`operands`, for verbs that work in place.
+
+    ``source`` is ``target`` and holds ``given``'s elements.
     """
     found = operands(given, output, what)
     if found.source is not found.target:
@@ -94,10 +94,9 @@ def copied(given: np.ndarray, output: Any, what: str) -> Operands:
 
 
 def declared_as(array: np.ndarray) -> tuple[tuple[int, ...], int]:
-    """Shape and element type by which workers find that their arrays differ, for a verb that copies
-    bytes.
+    """Return the shape and element type by which workers compare arrays that are copied as bytes.
 
-    Types that are not summed count as bytes, with the elements' size as a last dimension.
+    Types that cannot be summed count as bytes, with the element size as a last dimension.
     """
     dtype = BY_NAME.get(array.dtype.name)
     return (
@@ -108,20 +107,22 @@ def declared_as(array: np.ndarray) -> tuple[tuple[int, ...], int]:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The memory of a C-contiguous array."""
+    """Return the memory of a C-contiguous array as bytes."""
     return array.reshape(-1).view(np.uint8)
 
 
 def as_words(array: np.ndarray) -> np.ndarray:
-    """The same memory, of a type that has a format in Python's buffer protocol: bfloat16 has
-    none.
+    """Return the same memory with a type that Python's buffer protocol supports.
+
+    bfloat16 is not supported there.
     """
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The same memory without what a subclass makes of it: ``np.matrix`` has always two
-    dimensions.
+    """Return the same memory without the behaviour of a subclass.
+
+    An ``np.matrix``, for example, always has two dimensions.
     """
     return array if type(array) is np.ndarray else array.view(np.ndarray)
 
@@ -131,7 +132,7 @@ def _usable(array: np.ndarray) -> bool:
 
 
 def _overlap(source: np.ndarray, target: np.ndarray) -> bool:
-    """Whether they share memory and are not the same elements."""
+    """Return whether the arrays share memory and do not begin at the same address."""
     return (
         source is not target
         and np.may_share_memory(source, target)
@@ -140,7 +141,7 @@ def _overlap(source: np.ndarray, target: np.ndarray) -> bool:
 
 
 def _native(array: np.ndarray) -> np.dtype[Any]:
-    """The dtype of ``array`` in the machine's byte order."""
+    """Return the dtype of ``array`` in the machine's byte order."""
     return array.dtype.newbyteorder("=")
 
 

@@ -9,14 +9,17 @@ from bpsx.config import Config
 
 
 def check_size(num_workers: int, num_servers: int) -> None:
-    """Whether a job may have that size. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Raise :class:`~bpsx.errors.ConfigError` unless a job may have that size."""
     for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
             raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
 
 
 def resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Config:
-    """The environment's options with another size. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Return the environment's options with another size.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     now = Config(role="worker")
     check_size(num_workers, num_servers)
     changes: dict[str, Any] = {"num_worker": num_workers, "num_server": num_servers}

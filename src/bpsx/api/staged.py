@@ -1,4 +1,4 @@
-"""A handle whose result is not yet where the caller looks for it."""
+"""A handle whose result must still be copied to the caller's array."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from bpsx.system.tracebacks import public_methods
 
 
 class Handle(Protocol):
-    """An operation under way. Thread-safe."""
+    """An operation in flight. Thread-safe."""
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
+        """Return whether the operation has ended, successfully or not, without blocking."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, once the operation has ended. Raises what made it fail."""
+        """Return the result, once the operation has ended. Raises the error that made it fail."""
 
 
 @public_methods
 class StagedHandle:
-    """Handle of an operation after which ``copy`` has to copy the result into the ``output`` that
-    the caller sees.
+    """Handle of an operation whose result ``copy`` has to copy into the caller's ``output``.
 
-    The copy is made by the first :meth:`wait` to succeed; later ones return ``output`` as it is by
-    then. Thread-safe.
+    The first successful :meth:`wait` makes the copy; later ones return ``output`` as it is by then.
+    Thread-safe.
     """
 
     def __init__(self, inner: Handle, copy: Callable[[], object], output: Any) -> None:
@@ -34,14 +33,14 @@ class StagedHandle:
         self._copied = False
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not; the output is complete after :meth:`wait`.
+        """Return whether the transfer has ended, successfully or not, without blocking.
 
-        Does not block.
+        The output is complete only after :meth:`wait`.
         """
         return self._inner.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait, complete the output and return it. Raises what made the transfer fail."""
+        """Wait, complete the output and return it. Raises the error that made the transfer fail."""
         self._inner.wait(timeout)
         with self._lock:
             if not self._copied:

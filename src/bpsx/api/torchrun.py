@@ -1,8 +1,7 @@
-"""A job that another launcher has started, as ``torchrun``: what machines there are, and who starts
-scheduler and servers.
+"""Joins a job that another launcher such as ``torchrun`` has started.
 
-The workers meet at a store, which a framework hands in, and agree there on the rest: nobody has to
-configure anything.
+The workers meet at a store that the framework provides. There they agree on the machines and on the
+processes that start scheduler and servers. So nothing has to be configured.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from bpsx.system.role_process import Companions
 log = logging.getLogger("bpsx.api.torchrun")
 _lock = threading.Lock()
 _companions = Companions()
-#: The launcher of a place that a framework's own process group has given.
+#: Launcher of a place that a framework's own process group has given.
 FRAMEWORK = "PyTorch"
 #: How this process joined its last job here, for resume().
 _last: tuple[Place, Callable[[Place, float], Store]] | None = None
-#: How often a worker that waits for its job looks whether worker 0 has been replaced, in seconds.
+#: Seconds between two checks of a waiting worker whether worker 0 has been replaced.
 _LOOK = 0.2
 
 
@@ -49,7 +48,7 @@ _LOOK = 0.2
 class Machines:
     """``count`` machines of ``local_size`` worker processes each.
 
-    ``uneven``: the launcher's have different sizes, so each process is one.
+    ``uneven``: the launcher's machines differ in size, so each process counts as a machine.
     """
 
     count: int
@@ -58,10 +57,12 @@ class Machines:
 
 
 def machines(local: Sequence[tuple[int, int]]) -> Machines:
-    """The machines of a job whose process of rank r has (local rank, local size) ``local[r]``.
+    """Return the machines of a job whose process of rank r has (local rank, local size)
+    ``local[r]``.
 
-    bpsx counts ranks machine by machine, with as many processes on each. If the launcher's numbers
-    are not of that kind, every process becomes a machine of its own, whose rank is the launcher's.
+    bpsx counts ranks machine by machine, with the same number of processes on each. If the
+    launcher's ranks do not follow that order, every process becomes a machine with the launcher's
+    rank.
     """
     size, each = len(local), local[0][1]
     if size % each == 0 and all(here == (rank % each, each) for rank, here in enumerate(local)):
@@ -70,8 +71,9 @@ def machines(local: Sequence[tuple[int, int]]) -> Machines:
 
 
 def local_places(places: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(Local rank, local size) of each process, by rank: as its launcher says, else by the machine
-    on which it runs.
+    """Return the (local rank, local size) of each process, by rank.
+
+    They are the launcher's if it gives them, otherwise those of the process's machine.
     """
     beside: dict[str, list[int]] = {}
     for rank, p in enumerate(places):
@@ -85,28 +87,26 @@ def local_places(places: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 
 class Store(Protocol):
-    """A store of PyTorch's: texts by name, for all processes of the job."""
+    """PyTorch's store: texts by name, for all processes of the job."""
 
     def set(self, name: str, text: str) -> None:
         """Write an entry."""
 
     def get(self, names: Sequence[str], timeout: float) -> list[str | None]:
-        """The entries of those names; None for those that are not there after ``timeout``
-        seconds.
-        """
+        """Return the entries of ``names``; None for entries missing after ``timeout`` seconds."""
 
 
-#: Opens the store at which a process with that place meets the others, within so many seconds.
+#: Opens the store at which a process with that place meets the others, within a limit in seconds.
 OpenStore = Callable[[Place, float], Store]
 
 
 def init(open_store: OpenStore, told: Place | None = None) -> None:
-    """:func:`bpsx.init`, also under torchrun and its kin; see docs/train/pytorch.md.
+    """Do as :func:`bpsx.init`, also under torchrun and similar launchers.
 
-    Does nothing if that was done already.
+    See docs/train/pytorch.md. Does nothing if this process is in a job already.
 
-    ``told``: the place that a framework has given this process, where that is not what the
-    environment says. Raises as :func:`bpsx.init`. Thread-safe.
+    ``told``: the place that a framework has given this process, if it differs from the
+    environment's. Raises as :func:`bpsx.init`. Thread-safe.
     """
     global _last
     with _lock:
@@ -123,7 +123,8 @@ def init(open_store: OpenStore, told: Place | None = None) -> None:
 
 
 def _meets_at_store(ours: Place) -> bool:
-    """Whether the workers agree at a store, rather than join a scheduler of the user's at once.
+    """Return whether the workers agree at a store first, instead of joining a scheduler of the
+    user's.
 
     Raises :class:`~bpsx.errors.ConfigError` if they have neither.
     """
@@ -147,9 +148,9 @@ def _meets_at_store(ours: Place) -> bool:
 def resume(
     open_store: OpenStore, num_workers: int, num_servers: int, global_rank: int | None = None
 ) -> None:
-    """:func:`bpsx.resume`, also under torchrun: there the workers are torchrun's, and scheduler and
-    servers are started as by :func:`init`.
+    """Do as :func:`bpsx.resume`, also under torchrun.
 
+    There the workers are torchrun's, and scheduler and servers are started as by :func:`init`.
     Raises as :func:`bpsx.resume`; :class:`~bpsx.errors.ConfigError` also for numbers that are not
     torchrun's. Thread-safe.
     """
@@ -168,12 +169,11 @@ def resume(
 
 
 def _join(ours: Place, open_store: OpenStore, resumed: tuple[int, int] | None = None) -> None:
-    """Join the job of a launcher's workers; going on after suspend if ``resumed``, which are
-    resume's numbers of workers and servers.
+    """Join the job of a launcher's workers. The caller holds the lock.
 
-    The lock is held.
+    ``resumed``: resume's numbers of workers and servers, if the job continues after suspend.
     """
-    _companions.release()  # of an earlier job
+    _companions.release()  # companions of an earlier job
     config = Config(role="worker")
     agreement = None
     try:
@@ -198,10 +198,7 @@ def _join(ours: Place, open_store: OpenStore, resumed: tuple[int, int] | None = 
 
 
 def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> None:
-    """Whether resume's numbers, if they are given, fit ``count`` machines.
-
-    Raises :class:`~bpsx.errors.ConfigError`.
-    """
+    """Raise :class:`~bpsx.errors.ConfigError` if resume's numbers do not fit ``count`` machines."""
     if resumed is not None and resumed[0] != count:
         raise ConfigError(
             f"resume: num_workers={resumed[0]}, but {launcher}'s machines are {count}; "
@@ -210,14 +207,14 @@ def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> 
 
 
 class Meeting:
-    """How the workers of a job find each other in a store that may still hold what earlier ones
-    have left there, under the same names.
+    """Protocol by which the workers of a job meet in a store.
 
-    Nothing that torchrun says belongs to one attempt alone: its agents count restarts each for
-    itself, and a change of membership not at all. So worker 0 invents a name, the call. The others
-    answer under that name, and there they hear what the job is. A call for which there is a job
-    before the worker has answered is over, and one that has been replaced will not have a job any
-    more: then the worker waits for the next.
+    The store may still hold entries of earlier attempts under the same names. Nothing that torchrun
+    provides identifies an attempt: each agent counts restarts for itself, and a change of
+    membership is not counted. So worker 0 publishes a random name, the call. The other workers
+    reply under that name and read the job there. A call that has a job before the worker has
+    replied is over. A call that has been replaced never gets a job. In both cases the worker waits
+    for the next call.
     """
 
     def __init__(self, ours: Place, store: Store, timeout: float) -> None:
@@ -228,9 +225,9 @@ class Meeting:
         self._call = secrets.token_hex(8)  # worker 0's
 
     def gather(self, answer: str) -> list[str]:
-        """Worker 0: call; ``answer`` and the others' answers, by rank.
+        """On worker 0: publish the call; return the replies by rank, beginning with ``answer``.
 
-        Raises :class:`~bpsx.errors.RendezvousError` with who is missing.
+        Raises :class:`~bpsx.errors.RendezvousError`, which names the missing workers.
         """
         self._store.set("call", self._call)
         self._store.set(f"{self._call}/0", answer)
@@ -247,15 +244,16 @@ class Meeting:
         return [text for text in answers if text is not None]
 
     def tell(self, job: str) -> None:
-        """Worker 0: say what the job is."""
+        """On worker 0: publish the job."""
         self._store.set(f"{self._call}/job", job)
 
     def hear(self, answer: str) -> str:
-        """The other workers: give ``answer`` and hear what the job is.
+        """On the other workers: reply with ``answer`` and return the job.
 
-        Raises :class:`~bpsx.errors.RendezvousError` if nobody says it.
+        Raises :class:`~bpsx.errors.RendezvousError` if there is no job in time.
         """
-        # worker 0, if it is there, knows better who is missing
+        # One second longer: worker 0, if present, knows which workers are missing and reports
+        # first.
         end, answered = time.monotonic() + self._timeout + 1, ""
         while (left := end - time.monotonic()) > 0:
             (call,) = self._store.get(["call"], left)
@@ -265,7 +263,7 @@ class Meeting:
             if call == answered and told is not None:
                 return told
             if told is not None:
-                time.sleep(_LOOK)  # of an earlier job
+                time.sleep(_LOOK)  # the job is an earlier one
             elif call != answered:
                 self._store.set(f"{call}/{self._rank}", answer)
                 answered = call
@@ -277,20 +275,20 @@ class Meeting:
 
 
 class _Agreement:
-    """How the workers of a job of torchrun's agree on what it is."""
+    """Agreement of the workers of a torchrun job on the job's description."""
 
     def __init__(
         self, ours: Place, config: Config, store: Store, resumed: tuple[int, int] | None = None
     ) -> None:
         self._place, self._config, self._resumed = ours, config, resumed
         self._meeting = Meeting(ours, store, config.rendezvous_timeout)
-        self.uneven = False  # worker 0 knows
+        self.uneven = False  # known to worker 0 only
 
     def fields(self) -> dict[str, Any]:
-        """The fields of :class:`~bpsx.config.Config` for this worker; scheduler and servers have
-        been started by then.
+        """Return the fields of :class:`~bpsx.config.Config` for this worker.
 
-        Raises :class:`~bpsx.errors.RendezvousError`, :class:`~bpsx.errors.ConfigError`.
+        Scheduler and servers have been started by then. Raises
+        :class:`~bpsx.errors.RendezvousError`, :class:`~bpsx.errors.ConfigError`.
         """
         ours = self._place
         answer = json.dumps(
@@ -304,7 +302,7 @@ class _Agreement:
         if ours.rank == 0:
             try:
                 job = self._begin([json.loads(text) for text in self._meeting.gather(answer)])
-            except Exception as e:  # the others wait for an answer: they get this one
+            except Exception as e:  # the other workers wait for a reply: send the error
                 self._meeting.tell(json.dumps({"error": f"worker 0: {e}"}))
                 raise
             self._meeting.tell(json.dumps(job))
@@ -321,7 +319,7 @@ class _Agreement:
         return fields
 
     def _master(self) -> str:
-        """The store's address, as seen from here; "" if it has none."""
+        """Return the store's address, as seen from here; "" if it has none."""
         if not self._place.master_addr:
             return ""
         try:
@@ -332,9 +330,10 @@ class _Agreement:
             ) from e
 
     def _begin(self, places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Worker 0, which knows all ``places``: start a scheduler unless the user has one.
+        """On worker 0, which knows all ``places``: start a scheduler unless the user has one.
 
-        What all have to know, by fields of Config, and how many ``servers`` they are to start.
+        Returns the fields of Config that all workers need, and ``servers``, the number of servers
+        to start.
         """
         found = machines(local_places(places))
         self.uneven = found.uneven
@@ -364,21 +363,25 @@ class _Agreement:
         return {**job, "servers": servers}
 
     def _own_address(self, places: Sequence[Mapping[str, Any]], found: Machines) -> str:
-        """Where the scheduler shall listen: torchrun's store is on this machine, and where the
-        others find that they find the scheduler.
+        """Return the address on which the scheduler shall listen.
+
+        torchrun's store is on this machine, so the other workers reach the scheduler at the same
+        address.
         """
         if self._config.node_host:
             return str(self._config.node_host)
         if found.count == 1 or len({p["machine"] for p in places}) == 1:
             return "127.0.0.1"
-        # Many systems know their own name as a loopback address, which is of no use to others.
+        # On many systems the machine's own name resolves to a loopback address, which other
+        # machines cannot use.
         far = [str(p["address"]) for p in places if p["address"] and not is_loopback(p["address"])]
         address = far[0] if far else str(places[0]["address"])
         return self._own_address_beside(address)
 
     def _own_address_beside(self, store: str) -> str:
-        """Our address where the store's is ``store`` for the others: that very one, unless the
-        store is elsewhere.
+        """Return our address, where the other workers reach the store at ``store``.
+
+        It is that very address, unless the store is on another machine.
         """
         port = self._place.master_port
         try:
@@ -402,7 +405,7 @@ class _Agreement:
 
 
 def _environment(job: Mapping[str, Any]) -> dict[str, str]:
-    """The variables for a scheduler or a server of ``job``."""
+    """Return the environment variables for a scheduler or a server of ``job``."""
     names = {
         "num_worker": "DMLC_NUM_WORKER",
         "num_server": "DMLC_NUM_SERVER",

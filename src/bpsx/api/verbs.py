@@ -1,6 +1,6 @@
 """The verbs on NumPy arrays, and the one session of the process.
 
-Everything below takes the session as an argument.
+All layers below take the session as an argument.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ from bpsx.system._exit_status import set_exit_status
 from bpsx.system.tracebacks import public
 from bpsx.telemetry.throughput import Speed
 
-#: The exit status of who has been sent SIGINT, as shells count it.
+#: Exit status of a process ended by SIGINT, as shells count it.
 _INTERRUPTED = 130
 log = logging.getLogger("bpsx")
-#: Characters of an uncaught exception that the others are told.
+#: Characters of an uncaught exception's text that are sent to the other processes.
 _LONGEST_STORY = 1000
 _lock = threading.RLock()
 _session: Session | None = None
 _owner_pid = 0
 _hooked = False
-_order: dict[str, int] = {}  # of declared names, kept by suspend() for resume()
-_remembered: Remembered | None = None  # how they are compressed, likewise
-# this process's place in its last job was given to begin(), and is not in the environment
+_order: dict[str, int] = {}  # order of declared names, kept by suspend() for resume()
+_remembered: Remembered | None = None  # compression of the declared names, kept likewise
+# Whether begin() was given this process's place in its last job, which the environment lacks.
 _placed = False
-# this process's place on its machine in the job that it has suspended
+# This process's place on its machine in the suspended job.
 _suspended: LocalPlace | None = None
 _again = False  # whether this process has been in a job before
-_engines: list[Callable[[float], int]] = []  # what add_engine() was given
-#: How often resume() asks whether a new scheduler has taken the old one's place.
+_engines: list[Callable[[float], int]] = []  # wait functions passed to add_engine()
+#: Seconds between two attempts of resume() to find a new scheduler in the old one's place.
 _ASK_AGAIN = 0.2
-#: How long an engine is waited for before it is asked whether the job has failed in the meantime;
-#: seconds.
+#: Seconds for which an engine is waited for before the next check whether the job has failed.
 _LOOK = 0.2
 
 
@@ -72,11 +71,11 @@ class LocalPlace(NamedTuple):
 def init(lazy: bool = True) -> None:
     """Join the job that the environment describes.
 
-    Does nothing if that was done already. ``lazy`` is upstream's and ignored.
+    Does nothing if this process is in a job already. ``lazy`` is accepted for BytePS and ignored.
 
-    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a
-    missing or malformed variable, or another launcher's that say that there are other processes),
-    :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline),
+    Blocks until all workers and servers have joined. Raises :class:`~bpsx.errors.ConfigError` (a
+    missing or malformed variable, or another launcher's variables that show other processes),
+    :class:`~bpsx.errors.RendezvousError` (a process is missing at the deadline),
     :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
     with _lock:
@@ -85,11 +84,11 @@ def init(lazy: bool = True) -> None:
 
 
 def launched_fields(ours: Place | None) -> dict[str, Any]:
-    """The place that another launcher has given this process, by field of
-    :class:`~bpsx.config.Config`; empty for a job of one.
+    """Return the place that another launcher has given this process, by field of
+    :class:`~bpsx.config.Config`.
 
-    Raises :class:`~bpsx.errors.ConfigError` if there are others of whom bpsx has not been told how
-    to find them.
+    Returns an empty dictionary for a job of one process. Raises :class:`~bpsx.errors.ConfigError`
+    if there are other processes and the environment does not say how to find them.
     """
     if ours is None or ours.size == 1:
         return {}
@@ -113,11 +112,10 @@ def launched_fields(ours: Place | None) -> dict[str, Any]:
 
 
 def begin(again: bool = False, **given: Any) -> None:
-    """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the
-    environment.
+    """Do as :func:`init`, with some fields of :class:`~bpsx.config.Config` given.
 
-    ``again``: with the names that :func:`suspend` has kept, and waiting for the next job if the
-    last one is still there.
+    Given fields replace those of the environment. ``again``: use the names that :func:`suspend` has
+    kept, and wait for the next job if the last one still exists.
     """
     global _placed
     with _lock:
@@ -131,16 +129,15 @@ def begin(again: bool = False, **given: Any) -> None:
 
 
 def initialised() -> bool:
-    """Whether this process is in a job: after :func:`init`, before :func:`shutdown`, and not in a
-    forked child.
+    """Return whether this process is in a job. Thread-safe.
 
-    Thread-safe.
+    It is after :func:`init`, before :func:`shutdown`, and not in a forked child.
     """
     return _session is not None and _owner_pid == os.getpid()
 
 
 def _adopt(ours: Session) -> None:
-    """Make ``ours`` the session of the process. The lock is held."""
+    """Make ``ours`` the session of the process. The caller holds the lock."""
     global _session, _owner_pid, _hooked, _suspended, _again
     _session, _suspended, _again = ours, None, True
     _owner_pid = os.getpid()
@@ -152,24 +149,25 @@ def _adopt(ours: Session) -> None:
 
 
 def add_engine(wait: Callable[[float], int]) -> None:
-    """For plugins of a framework that keeps operations of ours until their tensors are there: what
-    is waited for before this process joins or leaves a job.
+    """Register a framework engine to wait for before this process joins or leaves a job.
 
-    ``wait`` takes how long at most, in seconds, and returns how many operations are left.
+    For plugins of a framework that keeps our operations until their tensors are ready. ``wait``
+    takes a limit in seconds and returns the number of unfinished operations.
     """
     with _lock:
         _engines.append(wait)
-        # what the plugin has registered to be done at exit needs the session no more
+        # Run _at_exit before the exit hooks that the plugin has registered: those no longer need
+        # the session.
         if _hooked:
             atexit.unregister(_at_exit)
             atexit.register(_at_exit)
 
 
 def finish(limit: float | None = None) -> float:
-    """Wait for what the framework's engine has been given, no longer than ``limit`` seconds
-    (``BPSX_SHUTDOWN_TIMEOUT``), and not at all if the job has failed.
+    """Wait for the operations that the framework's engine holds.
 
-    Returns how many seconds that took. Raises nothing of its own. Thread-safe.
+    The wait ends after ``limit`` seconds (by default ``BPSX_SHUTDOWN_TIMEOUT``), or as soon as the
+    job has failed. Returns the seconds waited. Raises nothing of its own. Thread-safe.
     """
     if not (_engines and initialised()):
         return 0.0
@@ -190,13 +188,13 @@ def finish(limit: float | None = None) -> float:
 
 @public
 def shutdown() -> None:
-    """Leave the job in good order: what is under way is finished first (``BPSX_SHUTDOWN_TIMEOUT``).
+    """Leave the job in good order, after finishing operations in flight.
 
-    Idempotent, thread-safe.
+    Waits at most ``BPSX_SHUTDOWN_TIMEOUT``. Idempotent, thread-safe.
 
-    ``init`` may be called again afterwards. Called by itself when the interpreter ends. Does not
-    raise: if the job has failed and no exception has told so, a line on standard error does, and
-    the process's exit status will be 1.
+    ``init`` may be called again afterwards. The interpreter's exit calls shutdown automatically.
+    Does not raise. If the job has failed and no exception has reported it, a line on standard error
+    does, and the process's exit status will be 1.
     """
     _leave()
 
@@ -218,9 +216,7 @@ def _leave(remember: bool = False) -> None:
 
 
 def _tell_untold(ours: Session) -> None:
-    """If the job has failed and no exception has told the script, do not let the process end as if
-    nothing had happened.
-    """
+    """Report a failure of the job that no exception has reported, and set exit status 1."""
     if ours.failure and not ours.told:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
         set_exit_status(1)
@@ -229,10 +225,10 @@ def _tell_untold(ours: Session) -> None:
 
 @public
 def suspend() -> None:
-    """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names
-    for :func:`resume`, and how they are compressed, with residuals and momentum.
+    """Leave the job in good order, as :func:`shutdown`, and keep names for :func:`resume`.
 
-    All workers do it, or those that go on fail for want of this one. Does nothing before
+    The order of declared names is kept, and their compression with residuals and momentum. All
+    workers must call it; otherwise those that continue fail without this one. Does nothing before
     :func:`init`.
     """
     _leave(remember=True)
@@ -242,17 +238,17 @@ def suspend() -> None:
 def resume(
     num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None
 ) -> None:
-    """Join another job, after :func:`suspend`: of ``num_workers`` machines and ``num_servers``
-    servers, at the same scheduler address.
+    """Join another job at the same scheduler address, after :func:`suspend`.
 
-    That job's scheduler and servers are new processes; resume waits for them, and for all workers,
-    up to ``BPSX_RENDEZVOUS_TIMEOUT``. ``global_rank`` becomes ``rank()``; by default
-    ``DMLC_WORKER_ID`` decides, as in :func:`init`. With several processes per machine it is machine
-    * ``BYTEPS_LOCAL_SIZE`` + ``BYTEPS_LOCAL_RANK``. ``context`` is upstream's and ignored. The
-    environment is not changed.
+    The job has ``num_workers`` machines and ``num_servers`` servers. Its scheduler and servers are
+    new processes. resume waits for them, and for all workers, up to ``BPSX_RENDEZVOUS_TIMEOUT``.
+    ``global_rank`` becomes ``rank()``; by default ``DMLC_WORKER_ID`` decides, as in :func:`init`.
+    With several processes per machine it is machine * ``BYTEPS_LOCAL_SIZE`` +
+    ``BYTEPS_LOCAL_RANK``. ``context`` is accepted for BytePS and ignored. The environment is not
+    changed.
 
-    Raises as :func:`init`, and :class:`~bpsx.errors.ConfigError` for numbers that fit nothing, or
-    if this process is in a job.
+    Raises as :func:`init`, and :class:`~bpsx.errors.ConfigError` for numbers that do not fit, or if
+    this process is in a job.
     """
     with _lock:
         if initialised():
@@ -266,26 +262,24 @@ def resume(
 
 
 def _next_session(config: Config) -> Session:
-    """One that goes on with the names of the suspended one, and has from then on what was kept of
-    them.
-    """
+    """Return a session that continues with the suspended one's names and their compression."""
     global _remembered
     end = time.monotonic() + config.rendezvous_timeout
     while True:
         try:
             found, _remembered = Session(config, _order, _remembered, again=True), None
             return found
-        except errors.JobOverError:  # the old scheduler is still there
+        except errors.JobOverError:  # the old scheduler still exists
             if time.monotonic() >= end:
                 raise
             time.sleep(_ASK_AGAIN)
 
 
 def _at_exit() -> None:
-    """Leave when the interpreter ends."""
+    """Leave the job when the interpreter exits."""
     global _session
     uncaught, waited = process_exit.uncaught(), 0.0
-    if uncaught is None:  # else there is work undone, which may be what an engine waits for
+    if uncaught is None:  # otherwise work is undone, which an engine may wait for
         try:
             waited = finish()
         except KeyboardInterrupt as e:
@@ -305,7 +299,7 @@ def _story(uncaught: BaseException) -> str:
 
 
 def session() -> Session:
-    """The process's session.
+    """Return the process's session.
 
     Raises :class:`~bpsx.errors.NotInitializedError` before ``init``, after ``shutdown``, and in a
     forked child.
@@ -326,8 +320,10 @@ refusals.refused = lambda *refused: session().refused(*refused) if initialised()
 
 
 def _local_place() -> Session | LocalPlace:
-    """This worker's place on its machine: between :func:`suspend` and :func:`resume` what it was,
-    which scripts use to find their next rank.
+    """Return this worker's place on its machine.
+
+    Between :func:`suspend` and :func:`resume` that is the former place, from which scripts compute
+    their next rank.
     """
     return (
         _suspended
@@ -338,38 +334,39 @@ def _local_place() -> Session | LocalPlace:
 
 @public
 def rank() -> int:
-    """This worker's rank, 0 to ``size()`` - 1."""
+    """Return this worker's rank, 0 to ``size()`` - 1."""
     return session().rank
 
 
 @public
 def size() -> int:
-    """Number of worker processes in the job."""
+    """Return the number of worker processes in the job."""
     return session().size
 
 
 @public
 def local_rank() -> int:
-    """This worker's index on its machine."""
+    """Return this worker's index on its machine."""
     return _local_place().local_rank
 
 
 @public
 def local_size() -> int:
-    """Worker processes on this machine."""
+    """Return the number of worker processes on this machine."""
     return _local_place().local_size
 
 
 @public
 def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
+    """Fix the position of ``name`` in the order of declaration; return the position (0, 1, …).
 
-    Calling it again changes nothing but compression.
+    Declaring a name again changes only its compression.
 
-    ``compression``: how its sums travel, as in :doc:`docs/train/compression.md`; from the next
-    push_pull on, on all workers. An empty mapping ends it. Raises :class:`~bpsx.errors.ConfigError`
-    (a :class:`ValueError`) for what is no name: it has 1 to 4096 bytes of UTF-8; and for
-    compression that makes no sense, naming key, value and what is allowed.
+    ``compression``: compression of the name's sums, as in :doc:`docs/train/compression.md`. It
+    applies from the next push_pull on and must be given on all workers. An empty mapping ends it.
+    Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) unless ``name`` is a string of
+    1 to 4096 bytes of UTF-8, and for invalid compression; the message names key, value and what is
+    allowed.
     """
     ours = session()
     return ours.declare(
@@ -388,22 +385,25 @@ def push_pull_async(
     output: np.ndarray | None = None,
     learning_rate: float | None = None,
 ) -> Handle | StagedHandle:
-    """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
+    """Begin to sum ``array`` over all workers; :func:`synchronize` returns the result.
 
-    In asynchronous training (``BYTEPS_ENABLE_ASYNC``): add ``array`` to the servers' value of
-    ``name``; the result is the value after that.
+    In asynchronous training (``BYTEPS_ENABLE_ASYNC``) the servers add ``array`` to their value of
+    ``name``, and the result is the value after that.
 
-    ``array``: any shape and strides, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in
-    ``ml_dtypes``), of any byte order, which workers need not share. Nothing may write to its memory
-    until the end, another operation neither. Subclasses count as the elements that they hold; a
-    masked array must not have any that is masked. Workers must agree on ``name``, shape, dtype and
-    ``average``. Without a name, calls of one shape and dtype are matched in the order in which each
-    worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap.
-    Larger ``priority`` goes first. ``output``: where the result goes, complete once
-    :func:`synchronize` has returned: of ``array``'s shape and type (the byte order may differ),
-    C-contiguous, writeable; may be ``array`` itself or overlap it. By default a new array of
-    ``array``'s dtype. ``learning_rate``: for names declared with ``ef="corrected"``, from 0 (which
-    corrects nothing), the same on all workers.
+    Arguments:
+    - ``array``: any shape and strides, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in
+      ``ml_dtypes``), of any byte order, which may differ between workers. Nothing may write to its
+      memory until the end, including other operations. Subclasses count as the elements that they
+      hold; a masked array must not have masked elements.
+    - ``name``: workers must agree on name, shape, dtype and ``average``. Calls without a name are
+      matched by shape and dtype, in the order in which each worker makes them.
+    - ``average``: divide by ``size()``; integers round down. Integer sums wrap.
+    - ``priority``: a larger priority goes first.
+    - ``output``: array for the result, complete once :func:`synchronize` has returned. It has
+      ``array``'s shape and dtype (the byte order may differ), is C-contiguous and writeable, and
+      may be ``array`` itself or overlap it. By default a new array of ``array``'s dtype.
+    - ``learning_rate``: for names declared with ``ef="corrected"``: at least 0 (which corrects
+      nothing), the same on all workers.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType` (a :class:`TypeError`),
     :class:`~bpsx.errors.ConfigError`. Thread-safe.
@@ -421,7 +421,7 @@ def push_pull(
     output: np.ndarray | None = None,
     learning_rate: float | None = None,
 ) -> np.ndarray:
-    """As :func:`push_pull_async`, and wait: returns the sum or average.
+    """Do as :func:`push_pull_async`, and wait; return the sum or average.
 
     Raises what :func:`synchronize` raises.
     """
@@ -433,9 +433,9 @@ def push_pull(
 
 @public
 def poll(handle: Handle | StagedHandle) -> bool:
-    """Whether ``handle``'s operation has ended.
+    """Return whether ``handle``'s operation has ended, without blocking.
 
-    Does not block. Raises :class:`~bpsx.errors.ConfigError` for what is no handle.
+    Raises :class:`~bpsx.errors.ConfigError` if ``handle`` is not a handle.
     """
     check_handle(handle, "poll")
     return handle.done()
@@ -446,8 +446,8 @@ def synchronize(handle: Handle | StagedHandle) -> Any:
     """Wait for ``handle`` and return its result.
 
     Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`,
-    :class:`~bpsx.errors.StallError` and their kin, and :class:`~bpsx.errors.ConfigError` for what
-    is no handle.
+    :class:`~bpsx.errors.StallError` and other errors of :mod:`bpsx.errors` that made the operation
+    fail; :class:`~bpsx.errors.ConfigError` if ``handle`` is not a handle.
     """
     check_handle(handle, "synchronize")
     return handle.wait()
@@ -458,10 +458,10 @@ def synchronize(handle: Handle | StagedHandle) -> Any:
 def broadcast(
     array: np.ndarray, root_rank: int = 0, name: str | None = None, output: np.ndarray | None = None
 ) -> np.ndarray:
-    """``array`` as it is on worker ``root_rank``, bit for bit, on every worker.
+    """Return worker ``root_rank``'s ``array``, bit for bit, on every worker.
 
-    Shape and dtype must agree (the byte order may differ); any fixed-size dtype, structured ones
-    too, but no masked elements.
+    ``array``: of any fixed-size dtype, including structured ones, without masked elements. Shape
+    and dtype must agree between workers; the byte order may differ.
 
     ``output`` as in :func:`push_pull_async`. Raises as :func:`push_pull`.
     """
@@ -496,14 +496,13 @@ def broadcast(
 def seed(
     array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | None = None
 ) -> np.ndarray:
-    """Asynchronous training: set the servers' value of ``name`` to worker ``root_rank``'s
-    ``array``, and return it.
+    """Set the servers' value of ``name`` to worker ``root_rank``'s ``array``, and return it.
 
-    All workers call it, and it waits for all. What has been pushed before is overwritten; without
-    it the value begins as zeros.
+    For asynchronous training. All workers call it, and it waits for all. It overwrites earlier
+    pushes; without it the value begins as zeros.
 
-    ``name``, shape and dtype as in the :func:`push_pull` that follow; ``output`` as there. Raises
-    :class:`~bpsx.errors.ConfigError` in a synchronous job, and as :func:`push_pull`.
+    ``name``, shape and dtype as in the :func:`push_pull` calls that follow; ``output`` as there.
+    Raises :class:`~bpsx.errors.ConfigError` in a synchronous job, and as :func:`push_pull`.
     """
     ours = session()
     if not ours.config.asynchronous:
@@ -534,15 +533,15 @@ def seed(
 
 @public
 def join() -> int:
-    """Say that this worker has no more data, and wait until all workers have said so.
+    """Declare that this worker has no more data, and wait until all workers have done so.
 
-    Returns the rank that said it last, on all workers.
+    Returns the rank that joined last, on all workers.
 
-    What this worker has under way ends first. From then on the others' sums, averages and barriers
-    are complete without it, as if it pushed zeros; an average still divides by ``size()``. A
-    broadcast whose root has joined raises :class:`~bpsx.errors.JoinedError` on the others, as does
-    any verb on this worker until all have joined. Afterwards everything is as before, so ``join``
-    can be used again; the worker that came last has seen all rounds.
+    This worker's operations in flight end first. From then on the others' sums, averages and
+    barriers complete without it, as if it pushed zeros; an average still divides by ``size()``. A
+    broadcast whose root has joined raises :class:`~bpsx.errors.JoinedError` on the other workers.
+    So does any verb on this worker until all have joined. Afterwards the job continues as before,
+    and ``join`` can be used again. The worker that joined last has seen all rounds.
 
     Raises :class:`~bpsx.errors.PeerLeftError` if a worker has left without joining,
     :class:`~bpsx.errors.PeerLostError`. Thread-safe.
@@ -553,20 +552,19 @@ def join() -> int:
 
 @public
 def barrier() -> None:
-    """Wait until every worker is here."""
+    """Wait until every worker has called it."""
     session().barrier()
 
 
 @public
 def get_pushpull_speed() -> Speed:
-    """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last
-    call, over the time in which any were under way; while none has been since then, what the last
-    call returned.
+    """Return (milliseconds since the epoch, MB/s) of completed tensors since the last call.
 
-    MB are 10^6 bytes of tensor, counted once.
+    The rate counts the time in which operations were in flight. If none has been since the last
+    call, returns that call's result. MB are 10^6 bytes of tensor, counted once.
 
-    What is returned also has ``sent`` and ``received``: MB/s on this worker's wire in the same
-    time, which are less where gradients are compressed.
+    The result also has ``sent`` and ``received``: MB/s on this worker's wire in the same time. They
+    are lower where gradients are compressed.
     """
     return session().speed()
 
@@ -575,20 +573,17 @@ def get_pushpull_speed() -> Speed:
 def trace_start() -> None:
     """Record a timeline of every push_pull that begins from now on, until :func:`trace_stop`.
 
-    Does nothing if one is being recorded.
-
-    Independent of ``BYTEPS_TRACE_ON``. Thread-safe.
+    Does nothing if a timeline is being recorded. Independent of ``BYTEPS_TRACE_ON``. Thread-safe.
     """
     session().reporter.start()
 
 
 @public
 def trace_stop() -> str | None:
-    """End what :func:`trace_start` began and return the path of the file, in ``BYTEPS_TRACE_DIR``;
-    see docs/run/tracing.md.
+    """End the recording of :func:`trace_start` and return the file's path, in ``BYTEPS_TRACE_DIR``.
 
-    None if nothing was being recorded or the file could not be written, which the log says.
-    Thread-safe.
+    See docs/run/tracing.md. Returns None if nothing was being recorded, or if the file could not be
+    written, which the log reports. Thread-safe.
     """
     path = session().reporter.stop()
     return None if path is None else str(path)
