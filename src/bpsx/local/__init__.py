@@ -1,3 +1,4 @@
-"""Inside one machine: its worker processes share memory, sum there first, and let one of them speak
-to the servers.
+"""The worker processes of one machine.
+
+They share memory and sum there first; then one of them speaks to the servers.
 """

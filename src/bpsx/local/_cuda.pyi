@@ -7,7 +7,7 @@ from typing import Any
 NCCL: str
 
 class Moment:
-    """See :meth:`Gpu.moment`. Its event is its own as long as anybody has it."""
+    """An event recorded by :meth:`Gpu.moment`, which belongs to this object as long as it lives."""
 
     @property
     def event(self) -> int: ...
@@ -15,13 +15,13 @@ class Moment:
     def stream(self) -> int: ...
     @property
     def number(self) -> int:
-        """The how many-th of its GPU's it is, from 1."""
+        """Sequence number of this moment on its GPU, from 1."""
 
 class Gpu:
     """One GPU of this process. ``with`` makes its context the thread's. Thread-safe.
 
     Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU,
-    :class:`~bpsx.errors.DeviceError` when the driver fails.
+    :class:`~bpsx.errors.DeviceError` when the CUDA driver fails.
     """
 
     def __init__(self, ordinal: int) -> None: ...
@@ -41,78 +41,81 @@ class Gpu:
         """Its PCI address."""
     @property
     def failure(self) -> str:
-        """What has failed first while the core was at it, or an empty string."""
+        """Text of the core's first failure with the GPU, or an empty string."""
     @property
     def usable(self) -> bool:
-        """Whether it has not been closed, and this is not a forked child."""
+        """Whether it is not closed and this is not a forked child."""
     def abi(self) -> Any:
-        """The table for the core: a capsule, valid as long as this object."""
+        """Return the core's function table as a capsule, valid as long as this object."""
     def moment(self, stream: int, what: str) -> Moment:
-        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the
-        first of them.
+        """Record the point at which ``stream`` will have finished its queued work.
 
-        Raises :class:`~bpsx.errors.ConfigError` if the stream is being captured into a CUDA graph.
+        ``what``: name of the first input that the stream makes, for errors. Raises
+        :class:`~bpsx.errors.ConfigError` if the stream is being captured into a CUDA graph.
         """
     def number_of(self, stream: int) -> int:
-        """A number that no other stream has or will have, from 1; 0 if that cannot be known."""
+        """Return a number from 1 that no other stream ever has; 0 if CUDA does not provide one."""
     def event(self) -> int:
-        """An event that nobody else has; :meth:`give` takes it back."""
+        """Return an unused event; :meth:`give` returns it to the pool."""
     def events(self, n: int) -> list[int]:
-        """So many of them."""
+        """Return ``n`` unused events."""
     def give(self, event: int) -> None:
-        """Take an event back for the next who asks."""
+        """Return an event to the pool."""
     def record(self, event: int, stream: int) -> None:
-        """The event comes when all that ``stream`` has queued so far is over."""
+        """Record the event after the work that ``stream`` has queued so far."""
     def wait(self, stream: int, event: int) -> None:
-        """What ``stream`` queues from now on comes after the event.
+        """Make later work of ``stream`` wait for the event.
 
-        The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being captured
-        into a CUDA graph.
+        The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if the stream is being
+        captured into a CUDA graph.
         """
     def come(self, event: int) -> bool:
-        """Whether an event has come."""
+        """Return whether an event has fired."""
     @property
     def aside(self) -> int:
-        """A stream of our own for kernels that come before the core's work."""
+        """A stream of our own for kernels that precede the core's work."""
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy on ``stream``."""
     def settle(self, stream: int) -> None:
-        """Wait until ``stream`` has done all that was queued on it.
+        """Wait until ``stream`` has finished all queued work.
 
         Raises :class:`~bpsx.errors.DeviceError`.
         """
     def memory(self, nbytes: int) -> int:
-        """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
+        """Allocate zeroed memory on the GPU until :meth:`close`; return its address."""
     def move(self, to: int, source: int, nbytes: int) -> None:
-        """Copy from the host or to it, and wait for that."""
+        """Copy from or to the host, and wait for the end."""
     def open_nccl(self) -> int:
-        """Find NCCL, which somebody has loaded; its version.
+        """Find NCCL among the loaded libraries; return its version.
 
         Raises :class:`~bpsx.errors.ConfigError`.
         """
     def unique_id(self) -> bytes:
-        """What the processes of a communicator have to share. After :meth:`open_nccl`."""
+        """Return an id for a communicator's processes to share. Call :meth:`open_nccl` first."""
     def join(self, unique_id: bytes, rank: int, size: int, most: int, rings: int = 0) -> None:
-        """Become one of the ``size`` processes of the communicator; waits for the others.
+        """Join the communicator as one of ``size`` processes; waits for the others.
 
-        ``most``: bytes of a partition; ``rings``: channels.
+        ``most``: bytes of a partition. ``rings``: minimum number of channels; 0 lets NCCL decide.
         """
     def divides(self, dtype: int) -> bool:
-        """Whether there is a kernel for integers of that code."""
+        """Return whether there is a division kernel for integers of that dtype code."""
     def take_divider(self, dtype: int, kernel: int, threads: int) -> None:
-        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number of
-        blocks of so many threads.
+        """Set the division kernel of a dtype code.
+
+        ``kernel``: CUDA's handle of a kernel with the arguments (address, elements, divisor), for
+        any number of blocks. ``threads``: threads of a block.
         """
     def made_ready(self) -> None:
-        """All have joined: the core may begin."""
+        """Mark the communicator as ready, after all processes have joined: the core may start."""
     def spoil(self, places: list[tuple[int, int]]) -> None:
-        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that
-        done, for a second at most.
+        """Overwrite memory, (address, bytes) each, with one bits, which are NaN in floats.
+
+        Waits for the end, for a second at most.
         """
     def abort(self) -> None:
-        """End what waits on the GPU for another process. Any thread. Idempotent."""
+        """Abort work on the GPU that waits for another process. Any thread. Idempotent."""
     def close(self) -> None:
-        """Give everything back, after the core has been closed. Idempotent."""
+        """Release everything, after the core has been closed. Idempotent."""
 
 def where(address: int) -> int:
-    """The GPU that has the memory at ``address``, or -1 if it is not a GPU's."""
+    """Return the GPU that has the memory at ``address``, or -1 if it is not a GPU's."""

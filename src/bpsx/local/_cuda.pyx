@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""A GPU and NCCL for the core: opened by name at run time, called by address and without the GIL.
+"""A GPU and NCCL for the core.
 
-Nothing of CUDA is needed to build this or to import it.
+The libraries are opened by name at run time, and called by address without the GIL. Building and
+importing this module needs nothing of CUDA.
 """
 import threading
 import time
@@ -37,8 +38,8 @@ cdef extern from "<unistd.h>" nogil:
 # ---- opening the libraries
 
 # NCCL as the dynamic loader knows it: a name, or the path of a file. Several libraries of one name
-# can be loaded; the loader gives the first of them for the name, and the one that is meant for a
-# path.
+# can be loaded. For a name, the loader gives the first of them; for a path, the library in that
+# file.
 NCCL = "libnccl.so.2"
 
 
@@ -52,7 +53,7 @@ cdef void *open_library(const char *name, int more) except NULL:
 
 
 cdef int resolve(void *library, void **into, list names) except -1:
-    """Put the addresses of functions into consecutive slots."""
+    """Store the addresses of functions in consecutive slots."""
     cdef int i
     for i in range(len(names)):
         into[i] = dlsym(library, <bytes>names[i])
@@ -79,7 +80,7 @@ _NCCL = [
 
 
 cdef class Moment:
-    """See :meth:`Gpu.moment`."""
+    """An event recorded by :meth:`Gpu.moment`."""
     cdef Gpu gpu
     cdef readonly uintptr_t event, stream
     cdef readonly uint64_t number
@@ -93,24 +94,24 @@ cdef class Moment:
 cdef class Gpu:
     """One GPU of this process: context, streams, events, pinned memory, communicators.
 
-    Thread-safe with the GIL; what the core does with it is its own.
+    Thread-safe under the GIL; the state that the core uses belongs to the core.
 
     Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU,
-    :class:`~bpsx.errors.DeviceError` when the driver fails.
+    :class:`~bpsx.errors.DeviceError` when the CUDA driver fails.
     """
     cdef Device table
     cdef State state
     cdef int device
     cdef int pid
-    cdef list spare             # events
-    cdef list owned             # memory on the GPU
+    cdef list spare             # unused events
+    cdef list owned             # addresses of memory on the GPU
     cdef void *kernels          # a stream
-    cdef object local           # of `with`, which may be nested: what `enter` gave, per thread
-    cdef uint64_t moments       # so many there have been
+    cdef object local           # per thread: a stack of the tokens of nested `with` blocks
+    cdef uint64_t moments       # number of moments so far
     cdef int (*stream_number)(void *, uint64_t *) noexcept nogil        # NULL: CUDA before 12
     cdef readonly int ordinal
     cdef readonly str name
-    cdef readonly str bus       # its PCI address
+    cdef readonly str bus       # PCI address
 
     def __cinit__(self, int ordinal):
         cdef int i, n = 0
@@ -168,7 +169,7 @@ cdef class Gpu:
         self.table.broken, self.table.abort = broken, abort
 
     cdef int _enter(self) except -1:
-        """The GPU's context becomes the thread's; what `leave` has to have."""
+        """Make the GPU's context the thread's; return the token for `leave`."""
         cdef int token = enter(&self.state)
         if token < 0:
             raise DeviceError(self.failure)
@@ -195,21 +196,21 @@ cdef class Gpu:
 
     @property
     def failure(self) -> str:
-        """What has failed first while the core was at it, or an empty string."""
+        """Text of the core's first failure with the GPU, or an empty string."""
         return self.state.failure.decode(errors="replace")
 
     def abi(self):
-        """The table: a capsule, valid as long as this object."""
+        """Return the core's function table as a capsule, valid as long as this object."""
         return PyCapsule_New(&self.table, b"bpsx.Device", NULL)
 
     # ---- the user's streams
 
     def moment(self, uintptr_t stream, str what) -> Moment:
-        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the
-        first of them.
+        """Record the point at which ``stream`` will have finished its queued work.
 
-        Its event is its own as long as anybody has it. Raises :class:`~bpsx.errors.ConfigError` if
-        the stream is being captured into a CUDA graph.
+        ``what``: name of the first input that the stream makes, for errors. The event belongs to
+        the returned object as long as it lives. Raises :class:`~bpsx.errors.ConfigError` if the
+        stream is being captured into a CUDA graph.
         """
         cdef Moment made = Moment.__new__(Moment)
         cdef int capturing = 0, token, rc
@@ -230,14 +231,14 @@ cdef class Gpu:
         return made
 
     def number_of(self, uintptr_t stream) -> int:
-        """A number that no other stream has or will have, from 1; 0 if that cannot be known."""
+        """Return a number from 1 that no other stream ever has; 0 if CUDA does not provide one."""
         cdef uint64_t number = 0
         if self.stream_number == NULL or self.stream_number(<void *>stream, &number) != 0:
             return 0
         return number + 1
 
     def event(self) -> int:
-        """An event that nobody else has; :meth:`give` takes it back."""
+        """Return an unused event; :meth:`give` returns it to the pool."""
         cdef void *event = NULL
         if self.spare:
             return self.spare.pop()
@@ -246,7 +247,7 @@ cdef class Gpu:
         return <uintptr_t>event
 
     def events(self, Py_ssize_t n) -> list[int]:
-        """So many of them."""
+        """Return ``n`` unused events."""
         cdef list found = []
         try:
             while len(found) < n:
@@ -257,11 +258,11 @@ cdef class Gpu:
         return found
 
     def give(self, uintptr_t event) -> None:
-        """Take an event back for the next who asks."""
+        """Return an event to the pool."""
         self.spare.append(event)
 
     def record(self, uintptr_t event, uintptr_t stream) -> None:
-        """The event comes when all that ``stream`` has queued so far is over."""
+        """Record the event after the work that ``stream`` has queued so far."""
         cdef int token = self._enter(), rc = self.state.driver.event_record(
             <void *>event, <void *>stream
         )
@@ -269,10 +270,10 @@ cdef class Gpu:
         self._check("cuEventRecord", rc)
 
     def wait(self, uintptr_t stream, uintptr_t event) -> None:
-        """What ``stream`` queues from now on comes after the event.
+        """Make later work of ``stream`` wait for the event.
 
-        The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being captured
-        into a CUDA graph.
+        The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if the stream is being
+        captured into a CUDA graph.
         """
         cdef int capturing = 0, token = self._enter()
         cdef int rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
@@ -288,7 +289,7 @@ cdef class Gpu:
 
     @property
     def aside(self) -> int:
-        """A stream of our own for kernels that come before the core's work."""
+        """A stream of our own for kernels that precede the core's work."""
         if self.kernels == NULL:
             with self:
                 self._check(
@@ -303,7 +304,7 @@ cdef class Gpu:
             self._check("cuMemcpyAsync", self.state.driver.copy(to, source, nbytes, <void *>stream))
 
     def come(self, uintptr_t event) -> bool:
-        """Whether an event has come. True too where nobody can tell any more."""
+        """Return whether an event has fired; True if the GPU is closed or in a forked child."""
         cdef int token, rc
         if not self.usable:
             return True
@@ -314,13 +315,13 @@ cdef class Gpu:
 
     @property
     def usable(self) -> bool:
-        """Whether it has not been closed, and this is not a forked child."""
+        """Whether it is not closed and this is not a forked child."""
         return self.device >= 0 and getpid() == self.pid
 
     # ---- memory
 
     def settle(self, uintptr_t stream) -> None:
-        """Wait until ``stream`` has done all that was queued on it."""
+        """Wait until ``stream`` has finished all queued work."""
         cdef int rc
         with self:
             with nogil:
@@ -328,7 +329,7 @@ cdef class Gpu:
             self._check("cuStreamSynchronize", rc)
 
     def memory(self, uint64_t nbytes) -> int:
-        """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
+        """Allocate zeroed memory on the GPU until :meth:`close`; return its address."""
         cdef uintptr_t at = 0
         with self:
             self._check("cuMemAlloc", self.state.driver.alloc(&at, max(nbytes, <uint64_t>1)))
@@ -343,7 +344,7 @@ cdef class Gpu:
         return at
 
     def move(self, uintptr_t to, uintptr_t source, uint64_t nbytes) -> None:
-        """Copy from the host or to it, and wait for that."""
+        """Copy from or to the host, and wait for the end."""
         if nbytes:
             with self:
                 self._check(
@@ -357,7 +358,7 @@ cdef class Gpu:
     # ---- NCCL
 
     def open_nccl(self) -> int:
-        """Find NCCL, which somebody has loaded; its version.
+        """Find NCCL among the loaded libraries; return its version.
 
         Raises :class:`~bpsx.errors.ConfigError`.
         """
@@ -373,17 +374,16 @@ cdef class Gpu:
         return version
 
     def unique_id(self) -> bytes:
-        """What the processes of a communicator have to share. After :meth:`open_nccl`."""
+        """Return an id for a communicator's processes to share. Call :meth:`open_nccl` first."""
         cdef UniqueId one
         memset(&one, 0, sizeof(UniqueId))
         self._check_nccl("ncclGetUniqueId", self.state.nccl.unique_id(&one))
         return one.internal[:ID_BYTES]
 
     def join(self, bytes unique_id, int rank, int size, uint64_t most, int rings=0) -> None:
-        """Become one of the ``size`` processes of the communicator; waits for the others, without
-        the GIL.
+        """Join the communicator as one of ``size`` processes; waits for the others without the GIL.
 
-        ``most``: bytes of a partition; ``rings``: channels at least, 0 to let NCCL decide.
+        ``most``: bytes of a partition. ``rings``: minimum number of channels; 0 lets NCCL decide.
         """
         cdef UniqueId one
         cdef void *comm = NULL
@@ -408,22 +408,25 @@ cdef class Gpu:
                 raise DeviceError(self.failure)
 
     def divides(self, int dtype) -> bool:
-        """Whether there is a kernel for integers of that code."""
+        """Return whether there is a division kernel for integers of that dtype code."""
         return self.state.dividers[dtype] != NULL
 
     def take_divider(self, int dtype, uintptr_t kernel, unsigned int threads) -> None:
-        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number
-        of blocks of so many threads.
+        """Set the division kernel of a dtype code.
+
+        ``kernel``: CUDA's handle of a kernel with the arguments (address, elements, divisor), for
+        any number of blocks. ``threads``: threads of a block.
         """
         self.state.dividers[dtype], self.state.threads = <void *>kernel, threads
 
     def made_ready(self) -> None:
-        """All have joined: the core may begin."""
+        """Mark the communicator as ready, after all processes have joined: the core may start."""
         atomic_store(&self.table.ready, 1)
 
     def spoil(self, places: list) -> None:
-        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that
-        done, for a second at most.
+        """Overwrite memory, (address, bytes) each, with one bits, which are NaN in floats.
+
+        Waits for the end, for a second at most.
         """
         cdef void *stream = NULL
         cdef void *event = <void *><uintptr_t>self.event()
@@ -445,9 +448,9 @@ cdef class Gpu:
         self.give(<uintptr_t>event)
 
     def abort(self) -> None:
-        """End what waits on the GPU for another process.
+        """Abort work on the GPU that waits for another process.
 
-        Any thread, also while the core is at it. Idempotent.
+        Any thread, also while the core uses the GPU. Idempotent.
         """
         with self, nogil:
             abort(&self.state)
@@ -459,10 +462,10 @@ cdef class Gpu:
                 f"{self.state.nccl.error_string(rc).decode(errors='replace')}"
             )
 
-    # ---- the end
+    # ---- closing
 
     def close(self) -> None:
-        """Give everything back. After the core has been closed, when nothing is under way.
+        """Release everything, after the core has been closed and when nothing is in flight.
 
         Idempotent.
         """
@@ -496,7 +499,7 @@ cdef class Gpu:
 
 
 def where(uintptr_t address) -> int:
-    """The GPU that has the memory at ``address``, or -1 if it is not a GPU's.
+    """Return the GPU that has the memory at ``address``, or -1 if it is not a GPU's.
 
     Raises :class:`~bpsx.errors.ConfigError` without a driver.
     """

@@ -1,9 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The processes of one machine: shared memory, the wake-up descriptors, and the endpoint of a
-process that has no connections.
+"""The processes of one machine: shared memory, wake-up descriptors, and an endpoint without peers.
 
-The memory is anonymous (``memfd``): it has no name that could be left behind or opened by others,
-and is gone with the last process.
+The memory is anonymous (``memfd``). So it has no name that could be left behind or opened by
+others, and is freed with the last process.
 """
 import fcntl
 import logging
@@ -56,7 +55,7 @@ cdef extern from "<unistd.h>" nogil:
 
 
 cdef bint load(void *owner, int dtype) noexcept with gil:
-    """Fetch a dtype's kernels the first time that a sum needs them."""
+    """Load a dtype's kernels when a sum first needs them."""
     try:
         (<Machine>owner).load(dtype)
         return True
@@ -69,8 +68,9 @@ cdef bint load(void *owner, int dtype) noexcept with gil:
 
 
 def head_bytes(int size) -> int:
-    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages, of
-    which the last is the notice board.
+    """Return the bytes before the shares in a segment of a machine with ``size`` processes.
+
+    They are whole pages, of which the last is the notice board.
     """
     nbytes = sizeof(Segment) + (size - 1) * sizeof(Ring)
     return -(-nbytes // 4096) * 4096 + sizeof(Board)
@@ -80,15 +80,17 @@ def head_bytes(int size) -> int:
 cdef class Machine:
     """This process's shared memory, and its neighbours'.
 
-    Made before the core and closed after it; not thread-safe but for :meth:`left`.
+    Created before the core and closed after it. Not thread-safe, except for methods marked "Any
+    thread".
     """
     cdef CMachine c
     cdef list kept
     cdef readonly int descriptor
 
     def __cinit__(self, *, int size, int me, int first_rank, bint alone, str name, uint64_t room):
-        """``room``: bytes of address space for shares; memory is taken as they are written.
+        """Create and map this process's segment.
 
+        ``room``: bytes of address space for shares; memory is allocated as they are written.
         ``alone``: there are no servers.
         """
         self.descriptor = -1
@@ -116,7 +118,7 @@ cdef class Machine:
                 f"the limit of file sizes (ulimit -f), or set BPSX_LOCAL_REDUCE=0 to let every "
                 f"process speak to the servers itself"
             ) from e
-        # Nobody can pull the memory away from under the others.
+        # The seals prevent another process from shrinking the memory under the others.
         fcntl.fcntl(
             self.descriptor, fcntl.F_ADD_SEALS,
             fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -143,14 +145,15 @@ cdef class Machine:
         self.c.all[local_rank].nbytes = nbytes
 
     def meet(self, int local_rank, int descriptor, int wake) -> None:
-        """Map the segment behind ``descriptor``, which may be closed then, and keep ``wake``,
-        which ends that process's sleep.
+        """Map a neighbour's segment and keep ``wake``, which ends that process's sleep.
+
+        ``descriptor`` may be closed afterwards.
         """
         self._map(local_rank, descriptor)
         self.c.all[local_rank].wake_fd = wake
 
     def load(self, int dtype) -> None:
-        """Make sure that the kernels of a dtype code are there.
+        """Ensure that the kernels of a dtype code are loaded.
 
         Raises :class:`KeyError` for an unknown code.
         """
@@ -161,31 +164,34 @@ cdef class Machine:
         fill_in(&self.c.kernels[dtype], found)
 
     def left(self, int local_rank) -> None:
-        """A neighbour has left the job in good order. The core has to be woken. Any thread."""
+        """Mark a neighbour as having left the job in good order.
+
+        The caller must wake the core. Any thread.
+        """
         if 0 <= local_rank < <int>self.c.size:
             atomic_store(&self.c.all[local_rank].gone, 1)
 
     def joined(self, int local_rank) -> None:
-        """A process has called join(): rounds close without it.
+        """Mark a process as having called join(): rounds close without it.
 
-        The core has to be woken. Any thread.
+        The caller must wake the core. Any thread.
         """
         if 0 <= local_rank < <int>self.c.size:
             atomic_store(&self.c.all[local_rank].joined, 1)
             atomic_store(&self.c.joined_news, 1)
 
     def rest(self, bint on) -> None:
-        """This process has called join(), or is back: meanwhile it works for the others if they
-        need its GPU.
+        """Mark this process as having called join(), or as taking part again.
 
-        The core has to be woken. Any thread.
+        While joined, it works for the other processes if they need its GPU. The caller must wake
+        the core. Any thread.
         """
         atomic_store(&self.c.all[self.c.me].joined, on)
 
     def all_joined(self) -> None:
-        """Everybody is back: what is posted after this call meets no mark of :meth:`joined`.
+        """Clear the marks of :meth:`joined`: all processes take part again.
 
-        Any thread.
+        Operations posted after this call see no mark. Any thread.
         """
         cdef uint32_t i
         for i in range(self.c.size):
@@ -198,7 +204,7 @@ cdef class Machine:
         return <Board *>(<char *>self.c.all[local_rank].segment + head - sizeof(Board))
 
     def put_notice(self, bytes text) -> None:
-        """Write on this process's notice board, in place of what was there.
+        """Replace the text on this process's notice board.
 
         One thread. Raises :class:`ValueError` if it does not fit.
         """
@@ -211,7 +217,7 @@ cdef class Machine:
         atomic_add(&board.version, 1)
 
     def notice(self, int local_rank) -> bytes:
-        """What stands on a process's notice board, or nothing. Any thread."""
+        """Return the text on a process's notice board; empty if there is none. Any thread."""
         cdef Board *board = self._board(local_rank)
         cdef int64_t version
         while True:
@@ -221,8 +227,10 @@ cdef class Machine:
                 return found
 
     def group_gpus(self, int group_size, list roots) -> None:
-        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by
-        turns (none: each copies a part).
+        """Set the groups of GPUs that reduce together.
+
+        ``group_size``: local ranks per group. ``roots``: members to which a group reduces, in turn;
+        empty: each copies a part. Raises :class:`ValueError`.
         """
         cdef uint32_t i
         if (
@@ -247,7 +255,7 @@ cdef class Machine:
 
     @property
     def collects(self) -> bool:
-        """Whether this process's GPU may be needed by the others."""
+        """Whether the other processes may need this process's GPU."""
         return self.c.collects
 
     @property
@@ -260,12 +268,12 @@ cdef class Machine:
         return False
 
     def abi(self):
-        """A capsule with the C struct, for the core; valid as long as this object."""
+        """Return a capsule with the C struct for the core, valid as long as this object."""
         return PyCapsule_New(&self.c, b"bpsx.Machine", NULL)
 
     def close(self) -> None:
-        """Unmap everything. Idempotent; after the core has been closed."""
-        # No os.close: when the interpreter ends, this module's names may have gone before us.
+        """Unmap everything, after the core has been closed. Idempotent."""
+        # No os.close: at the interpreter's exit, this module's names may already be gone.
         cdef uint32_t i
         for i in range(self.c.size):
             if self.c.all[i].segment != NULL:
@@ -292,7 +300,7 @@ cdef class Machine:
         free(self.c.work.heap)
 
 
-# ---- the endpoint of a process that only speaks to its neighbours
+# ---- the endpoint of a process that speaks only to its neighbours
 
 cdef int quiet_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
@@ -332,7 +340,7 @@ cdef void quiet_wake(void *self) noexcept nogil:
 cdef class QuietEndpoint:
     """An endpoint without peers: its core sleeps and wakes, and sends nothing.
 
-    See :mod:`bpsx.transports.base` for the contract.
+    See :mod:`bpsx.transports.base` for the interface.
     """
     cdef int wake_fd
     cdef Endpoint table
@@ -353,11 +361,11 @@ cdef class QuietEndpoint:
 
     @property
     def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
+        """The descriptor that :meth:`wake` writes to."""
         return self.wake_fd
 
     def abi(self):
-        """The data plane: a capsule, valid as long as this object."""
+        """Return the data plane as a capsule, valid as long as this object."""
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:
@@ -365,7 +373,7 @@ cdef class QuietEndpoint:
         quiet_wake(&self.wake_fd)
 
     def close(self) -> None:
-        """Nothing to do: the descriptor goes with the object."""
+        """Do nothing: the descriptor is closed with the object."""
 
     def __dealloc__(self):
         if self.wake_fd >= 0:

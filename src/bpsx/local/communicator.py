@@ -1,6 +1,6 @@
-"""This process's GPU, and how those of a machine's processes come together for NCCL.
+"""NCCL communicators of the GPUs of a machine's processes.
 
-Nothing of this is imported before the first tensor on a GPU.
+This module is not imported before the first tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from bpsx.local._machine import Machine
 from bpsx.local.topology import Card, Plan, plan
 
 log = logging.getLogger("bpsx.gpus")
-#: Between two looks at the others' notice boards: nothing tells that something has been written
-#: there.
+#: Seconds between two polls of the other processes' notice boards; a write there signals no event.
 _LOOK_AGAIN = 0.005
 
 
 class Meeting(threading.Thread):
-    """Makes the communicator of a machine's GPUs, while the job goes on: its first tensors on a GPU
-    wait for that.
+    """Thread that creates the NCCL communicator of a machine's GPUs while the job continues.
 
-    Each process writes on its notice board which GPU it has. The root reads all, plans, and writes
-    the plan with NCCL's id. All join; when all have said so, the root begins. ``most``: bytes of a
-    partition; ``gatherings``: how often all workers have joined so far. ``fail`` is called with a
-    text if that cannot be, ``done`` when it is.
+    The first tensors on a GPU wait for it. Each process writes its GPU to its notice board. The
+    root reads all boards, plans the groups, and writes the plan with NCCL's ids. All processes join
+    their communicator. When all have reported that, the root starts.
+
+    ``most``: bytes of a partition. ``gatherings``: number of times that all workers have joined so
+    far. ``fail`` is called with a text on a failure, ``done`` on success.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Meeting(threading.Thread):
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Give up, unless NCCL is at it."""
+        """Give up, unless a call of NCCL is running."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Come together; tell how it went."""
+        """Create the communicator and report the outcome."""
         try:
             self._meet()
             self._done()
@@ -118,16 +118,16 @@ class Meeting(threading.Thread):
         self._machine.put_notice(json.dumps(self._notice).encode())
 
     def _read(self, local_rank: int, word: str) -> dict[str, Any]:
-        """What a process has written, once it has said ``word``.
+        """Return a process's notice, once it contains ``word``.
 
-        Raises :class:`~bpsx.errors.DeviceError` for what has failed there.
+        Raises :class:`~bpsx.errors.DeviceError` for a failure in that process.
         """
         while not self._stopping.is_set():
             text = self._machine.notice(local_rank)
             notice: dict[str, Any] = json.loads(text) if text else {}
             if "error" in notice:
                 raise DeviceError(f"local rank {local_rank}: {notice['error']}")
-            # What is left from a gathering that is over, its control thread is about to take away.
+            # An older "rests" notice is stale: that process's control thread is about to remove it.
             if notice.get("rests", -1) >= self._gatherings:
                 raise DeviceError(
                     f"local rank {local_rank}: it has called join() before its first tensor on a"
@@ -145,9 +145,9 @@ class _StoppedError(Exception):
 
 
 def load_nccl(gpu: Gpu) -> None:
-    """Have NCCL loaded, by CuPy, which brings it.
+    """Load NCCL through CuPy, which provides it.
 
-    Raises :class:`~bpsx.errors.ConfigError` naming the package that is missing.
+    Raises :class:`~bpsx.errors.ConfigError` naming the missing package.
     """
     try:
         from cupy.cuda import nccl
@@ -162,22 +162,21 @@ def load_nccl(gpu: Gpu) -> None:
 
 
 def switch_of(bus: str) -> str:
-    """The PCI bridge above the one that a GPU hangs on, as Linux shows it: what GPUs behind one
-    switch have in common.
+    """Return the PCI bridge above a GPU's own bridge, as Linux shows it; "" if unknown.
 
-    "": not known.
+    GPUs behind one switch have it in common.
     """
     try:
         path = Path(f"/sys/bus/pci/devices/{bus}").resolve(strict=True)
     except OSError:
         return ""
-    # .../root port/switch's upstream port/switch's downstream port/GPU; without a switch,
-    # .../root port/GPU
+    # With a switch: .../root port/switch's upstream port/switch's downstream port/GPU. Without:
+    # .../root port/GPU.
     return str(path.parents[1]) if len(path.parents) > 3 else ""
 
 
 def linked(buses: Sequence[str]) -> bool | None:
-    """Whether NVLink joins each of these GPUs with each, by NVML; None if nobody can tell."""
+    """Return whether NVLink connects every pair of these GPUs, by NVML; None if unknown."""
     try:
         import pynvml
     except ImportError:

@@ -1,7 +1,7 @@
-# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's table over them
-# (core/gpu/device.pxd). Filled by _cuda.pyx, which opens them.
+# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's function table over them
+# (core/gpu/device.pxd). _cuda.pyx opens the libraries and fills the tables.
 #
-# Constants and signatures are those of CUDA's driver API and of NCCL, which both keep stable.
+# Constants and signatures are those of CUDA's driver API and of NCCL; both keep them stable.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
@@ -32,7 +32,7 @@ cdef enum:
     UNDEFINED = -2147483648     # NCCL_CONFIG_UNDEF_INT
     ID_BYTES = 128              # NCCL_UNIQUE_ID_BYTES
 
-cdef struct UniqueId:           # ncclUniqueId travels by value
+cdef struct UniqueId:           # ncclUniqueId, passed by value
     char internal[ID_BYTES]
 
 cdef struct Options:            # ncclConfig_t of NCCL 2.17
@@ -41,7 +41,7 @@ cdef struct Options:            # ncclConfig_t of NCCL 2.17
     unsigned int version
     int blocking
     int cluster
-    int least                   # channels
+    int least                   # lower bound of the channels; `most` is the upper
     int most
     const char *net
 
@@ -95,25 +95,25 @@ cdef struct Nccl:               # libnccl.so.2
     int (*reduce_scatter)(const void *, void *, size_t, int, int, void *, void *) noexcept nogil
     int (*all_gather)(const void *, void *, size_t, int, void *, void *) noexcept nogil
 
-# What the table's functions get as `self`.
+# `self` of the table's functions.
 cdef struct State:
     Driver driver
     Nccl nccl
     void *context
     void *comm                  # the communicator
-    void *slabs[MOST_SLABS]     # pinned memory of our own,
+    void *slabs[MOST_SLABS]     # pinned memory of our own
     int n_slabs
-    void *shared[MOST_SLABS]    # ... and of the segment of the machine's root
+    void *shared[MOST_SLABS]    # pinned parts of the segment of the machine's root
     int n_shared
     uintptr_t rooms[MOST_ROOMS] # memory on the GPU
     int n_rooms
-    void *dividers[9]           # kernels, by our codes of element types
-    unsigned int threads        # of a block of theirs
-    int64_t failing             # somebody writes `failure`, or has
+    void *dividers[9]           # division kernels, by our dtype codes
+    unsigned int threads        # threads of a block of these kernels
+    int64_t failing             # nonzero: `failure` is being written or has been
     char failure[TEXT]
 
 cdef inline int nccl_type(int dtype) noexcept nogil:
-    """NCCL's number of one of our types. bfloat16 has one since NCCL 2.10."""
+    """Return NCCL's number of one of our dtype codes. bfloat16 has one since NCCL 2.10."""
     if dtype == 1:
         return 6                    # float16
     if dtype == 2:
@@ -125,10 +125,10 @@ cdef inline int nccl_type(int dtype) noexcept nogil:
     return 2 if dtype == 7 else 4   # int32, int64
 
 
-# ---- the table
+# ---- the function table
 
 cdef inline int failed(State *s, const char *what, int rc) noexcept nogil:
-    """Keep the first failure's text; returns ``rc``."""
+    """Keep the first failure's text; return ``rc``."""
     cdef const char *text = NULL
     if rc != 0 and atomic_load(&s.failing) == 0:
         atomic_store(&s.failing, 1)
@@ -147,8 +147,10 @@ cdef inline int nccl_failed(State *s, const char *what, int rc) noexcept nogil:
 
 
 cdef inline int enter(void *self) noexcept nogil:
-    """Also take this thread out of other threads' capture of a CUDA graph, which asking for an
-    event would break.
+    """Make the GPU's context the thread's; return the token for `leave`.
+
+    Also take this thread out of other threads' capture of a CUDA graph, which a query of an event
+    would break.
     """
     cdef State *s = <State *>self
     cdef int mode = RELAXED
@@ -215,8 +217,8 @@ cdef inline void drop_event(void *self, void *event) noexcept nogil:
 
 cdef inline int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
     cdef State *s = <State *>self
-    # Had a former session left the address registered, copies would go to its pages: so that is an
-    # error, too.
+    # If a former session had left the address registered, copies would go to its pages. So that is
+    # an error too.
     cdef int rc = failed(s, b"cuMemHostRegister", s.driver.host_register(at, nbytes, PORTABLE))
     if rc == 0 and s.n_shared < MOST_SLABS:
         s.shared[s.n_shared] = at
@@ -286,9 +288,10 @@ cdef inline int divide(
 
 
 cdef inline int room(Device *d, uint64_t nbytes) noexcept nogil:
-    """What there was stays until the end: something may be queued with it.
+    """Grow the `zeros` and `waste` memory to at least ``nbytes`` each.
 
-    It doubles, so that is not much.
+    The old memory is kept until the end, because queued work may use it. Since the size doubles,
+    that is little.
     """
     cdef State *s = <State *>d.self
     cdef uintptr_t at = 0
@@ -329,11 +332,11 @@ cdef inline void abort(void *self) noexcept nogil:
 cdef inline int init_with(
     Nccl *nccl, void **comm, int size, UniqueId one, int rank, int rings
 ) noexcept nogil:
-    """ncclCommInitRank for at least so many channels."""
+    """Do as ncclCommInitRank, with at least ``rings`` channels."""
     cdef Options options
     options.size = sizeof(Options)
     options.magic = 0xCAFEBEEF
-    # the NCCL whose ncclConfig_t this is; later ones know it
+    # The NCCL version of this ncclConfig_t; later versions accept it.
     options.version = 21700
     options.blocking = options.cluster = options.most = UNDEFINED
     options.least = rings
@@ -342,7 +345,7 @@ cdef inline int init_with(
 
 
 cdef inline int enter_nothing(void *self) noexcept nogil:
-    """When the GPU has been closed: all events have come, as far as anybody cares."""
+    """Replacement of `enter` after the GPU has been closed: all events count as fired."""
     return 0
 
 
@@ -355,10 +358,10 @@ cdef inline int always(void *self, void *event) noexcept nogil:
 
 
 cdef inline int warm(Device *d, int size) noexcept nogil:
-    """Have NCCL make its connections, which the first collective of a kind waits for: now, and not
-    in a driver.
+    """Have NCCL create its connections now, with one collective of each kind.
 
-    0, or an error.
+    Otherwise the first collective of a kind would wait for them on the core's driver thread.
+    Returns 0, or an error.
     """
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t count = d.most // size // 4

@@ -1,5 +1,6 @@
-"""Where tensors are: in the host's memory, or on this process's GPU, which is opened when the first
-tensor on it comes.
+"""Placement of tensors: host memory, or this process's GPU.
+
+The GPU is opened for the first tensor on it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
     from bpsx.local.communicator import Meeting
 
-#: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for
-#: nothing.
+#: Bytes of a bucket of gradients. NCCL is near its best rate with this size; a larger bucket only
+#: starts later.
 _BATCH = 50 << 20
-#: Collectives that go together at most, with servers and without.
+#: Most collectives in one NCCL group, with servers and without.
 _GROUP, _GROUP_ALONE = 4, 64
-#: Gives the stream on which the caller works right now, as CUDA's handle.
+#: Returns the stream on which the caller currently works, as CUDA's handle.
 Streams = Callable[[], int]
 
 
 class View(Protocol):
-    """What a framework hands over; see :class:`bpsx.plugin.adapter.TensorView`."""
+    """A tensor as a framework passes it; see :class:`bpsx.plugin.adapter.TensorView`."""
 
     @property
     def address(self) -> int: ...
@@ -50,11 +51,11 @@ class View(Protocol):
 
 
 class OnGpu(NamedTuple):
-    """Where a tensor is that is on a GPU, as :meth:`bpsx._core.Core.prepare` takes it."""
+    """Place of a tensor on a GPU, as :meth:`bpsx._core.Core.prepare` takes it."""
 
     gpu: Gpu
     streams: Streams
-    #: When the input is there; None: when the current stream has done what it has been asked for.
+    #: When the input is ready; None: when the current stream has finished its queued work.
     moment: Moment | None = None
 
 
@@ -62,21 +63,24 @@ class Devices:
     """The GPU of a session. Thread-safe."""
 
     def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
-        """``fail``: a method of the session, called with a text, on another thread, when the GPUs
-        of this machine do not come together.
+        """Create the devices, without opening a GPU.
+
+        ``fail``: a method of the session. It is called with a text, on another thread, if the GPUs
+        of this machine cannot form a communicator.
         """
         self._config, self._near = config, near
-        # the session has this object: a closed one shall be freed at once
+        # A weak reference: the session owns this object, and a closed session shall be freed at
+        # once.
         self._session_fails = weakref.WeakMethod(fail)
-        self.core: Core  # set once there is one
+        self.core: Core  # set once the core exists
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
         self._meeting: Meeting | None = None
         self._closed = False
-        self._gatherings = 0  # how often all workers have joined
+        self._gatherings = 0  # number of times that all workers have joined
 
     def place(self, name: str, source: View, target: View) -> OnGpu | None:
-        """Where a tensor is: None for the host's memory.
+        """Return the place of a tensor: None for host memory.
 
         Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU.
         """
@@ -94,12 +98,12 @@ class Devices:
     def place_on(
         self, name: str, ordinal: int, streams: Streams, stream: int | None = None
     ) -> OnGpu:
-        """Where tensors on a GPU are, of which ``name`` is the first.
+        """Return the place of tensors on a GPU; ``name`` is the first of them.
 
-        ``stream``: what makes them; None: the current one at the time.
+        ``stream``: stream that makes the tensors; None: the current one at the time.
 
-        Raises :class:`~bpsx.errors.ConfigError` if it is a second GPU, and if the stream cannot
-        tell.
+        Raises :class:`~bpsx.errors.ConfigError` for a second GPU, or if the stream is being
+        captured into a CUDA graph.
         """
         gpu = self._gpu
         if gpu is None or gpu.ordinal != ordinal:
@@ -108,11 +112,11 @@ class Devices:
 
     @property
     def batch_bytes(self) -> int:
-        """How many bytes of gradients are worth a hand-over of their own."""
+        """Size in bytes at which a bucket of gradients is worth starting."""
         return self._config.partition_bytes if self._config.servers else _BATCH
 
     def check_average(self, name: str, dtype: int, divisor: int, on: OnGpu | None) -> None:
-        """See to it that sums of integers can be divided, also where NCCL makes them.
+        """Ensure that sums of this integer type can be divided, also where NCCL computes them.
 
         Raises :class:`~bpsx.errors.ConfigError`.
         """
@@ -140,9 +144,9 @@ class Devices:
             on.gpu.take_divider(dtype, kernel, THREADS)
 
     def copy(self, name: str, source: View, target: View) -> None:
-        """Queue a copy from one place on the GPU to another on the current stream.
+        """Queue a copy within the GPU on the current stream.
 
-        Raises as :meth:`place`, and for other lengths.
+        Raises as :meth:`place`, and if the lengths differ.
         """
         place = self.place(name, source, target)
         if place is None or source.nbytes != target.nbytes or source.shape != target.shape:
@@ -154,10 +158,10 @@ class Devices:
             place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
 
     def rest(self, joined: bool) -> None:
-        """This process has called join(), or takes part again: its machine is told.
+        """Tell the machine's processes that this one has called join(), or takes part again.
 
-        NCCL needs all GPUs of a machine once, to come together: who waits for this one's, which has
-        never been used, is told that too.
+        NCCL needs all GPUs of a machine once, to create the communicator. If this process's GPU has
+        never been used, processes that wait for it are notified too.
         """
         self._near.rest(joined, self.core.look)
         with self._lock:
@@ -207,12 +211,12 @@ class Devices:
             fail(text)
 
     def close(self) -> None:
-        """After the core has been closed. Idempotent."""
+        """Release the GPU, after the core has been closed. Idempotent."""
         with self._lock:
             self._closed = True
         if self._meeting is not None:
             self._meeting.stop()
-            # NCCL may wait in it for somebody who is dead: it is a daemon
+            # The thread may be within NCCL, waiting for a dead process; it is a daemon.
             self._meeting.join(1.0)
         if self._gpu is not None and (self._meeting is None or not self._meeting.is_alive()):
             self._gpu.close()

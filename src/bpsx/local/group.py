@@ -1,6 +1,4 @@
-"""A worker process among the others of its machine: what it is to them, and what it hears about
-them.
-"""
+"""A worker process within the group of its machine."""
 
 from __future__ import annotations
 
@@ -20,11 +18,13 @@ from bpsx.transports.base import Endpoint
 
 
 class Neighbourhood:
-    """With ``BYTEPS_LOCAL_SIZE`` > 1 the processes of a machine sum among themselves first, and the
-    largest local rank speaks for all; else everybody speaks for himself and there is no
-    :attr:`machine`.
+    """This process's role among the worker processes of its machine.
 
-    :meth:`hear` is the control thread's; the rest is called by one thread.
+    With ``BYTEPS_LOCAL_SIZE`` > 1 they sum among themselves first, and the largest local rank, the
+    root, speaks to the servers for all. Otherwise each process speaks to the servers itself, and
+    :attr:`machine` is None.
+
+    The control thread calls :meth:`hear`; one other thread calls the rest.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,19 +46,22 @@ class Neighbourhood:
 
     @property
     def sender(self) -> int:
-        """As whom servers know what comes from this process: its rank, or its machine's number."""
+        """Sender number by which servers know this process: its rank, or its machine's number."""
         return int(self._config.rank if self.place is Place.DIRECT else self._config.worker_id or 0)
 
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
-        """Compile what the machine's root adds with while the others are still coming: see
-        :func:`bpsx.kernels.loading`.
+        """Context in which the root's sum kernels compile while the other processes are still
+        starting.
+
+        See :func:`bpsx.kernels.loading`.
         """
         if self.place in (Place.DIRECT, Place.MEMBER, Place.ONLY_MEMBER):
             return contextlib.nullcontext()
         return loading(BY_NAME["float32"].code)
 
     def open_endpoint(self) -> Endpoint | QuietEndpoint:
-        """What this process sleeps on, and sends by if it speaks to servers.
+        """Open the endpoint on which this process sleeps, and by which it sends if it speaks to
+        servers.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
@@ -69,8 +72,9 @@ class Neighbourhood:
         )
 
     def meet(self, job: int, wake: int, look: Callable[[], None]) -> None:
-        """Come together with the machine's other processes, if there are any: see
-        :func:`bpsx.local.handshake.meet`.
+        """Meet the machine's other processes, if there are any.
+
+        See :func:`bpsx.local.handshake.meet`.
         """
         if self.place is not Place.DIRECT:
             self.machine = meet(self._config, job, wake, not self._config.servers, look)
@@ -100,9 +104,9 @@ class Neighbourhood:
             )
 
     def hear(self, message: dict[str, Any]) -> bool:
-        """Something about this machine's processes: LEFT, JOINED, CLEAR; whether it was that.
+        """Handle LEFT, JOINED or CLEAR about this machine's processes; return whether it was one.
 
-        The core has to look around then.
+        The caller must then have the core check its state.
         """
         kind, machine = message["type"], self.machine
         if machine is None or kind not in ("LEFT", "JOINED", "CLEAR"):
@@ -115,16 +119,16 @@ class Neighbourhood:
         return True
 
     def rest(self, on: bool, look: Callable[[], None]) -> None:
-        """This process joins, or is back.
+        """Mark this process as joined, or as taking part again.
 
-        A root hears so from the scheduler, in order with what it hears of the others. ``look``: the
-        core's.
+        For a root, the scheduler's messages do that, in order with those about the other processes.
+        ``look``: the core's method.
         """
         if self.machine is not None and self.place in (Place.MEMBER, Place.ONLY_MEMBER):
             self.machine.rest(on)
             look()
 
     def close(self) -> None:
-        """After the core has been closed. Idempotent."""
+        """Release the machine, after the core has been closed. Idempotent."""
         if self.machine is not None:
             self.machine.close()

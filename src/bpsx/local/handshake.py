@@ -1,8 +1,8 @@
-"""How the processes of a machine find each other: each hands the root its memory and its wake-up
-descriptor, the root hands all to all.
+"""Handshake of the processes of a machine.
 
+Each process sends its memory and its wake-up descriptor to the root, and the root sends all to all.
 They meet at a Unix socket in the user's private folder, named after the job's random number and the
-machine. The root removes it as soon as everybody is there.
+machine. The root removes the socket as soon as all processes have connected.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from bpsx.local._machine import Machine
 
 _GREETING = struct.Struct("=8sII")
 _MAGIC = b"bpsx-2\0\0"
-_SLICE = 0.1  # how long one wait lasts before `look` is called again
+_SLICE = 0.1  # seconds that one wait lasts before `look` is called again
 _UCRED = struct.Struct("3i")
-#: Seconds after which a socket that nobody listens on was left behind: a younger one may be about
-#: to be listened on.
+#: Age in seconds after which a socket without a listener counts as left behind. The owner of a
+#: younger one may be about to listen.
 _YOUNG = 60.0
 
 
 def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
-    """Come together with the other processes of this machine; returns the :class:`Machine` with all
-    of them mapped.
+    """Meet the other processes of this machine; return the :class:`Machine` with all of them
+    mapped.
 
-    ``wake``: descriptor that ends this process's sleep. ``look`` is called every moment, and may
-    raise to give up. Raises :class:`~bpsx.errors.RendezvousError` naming the local ranks that did
-    not come, :class:`~bpsx.errors.ConfigError`.
+    ``wake``: descriptor that ends this process's sleep. ``look`` is called repeatedly, and may
+    raise to give up. Raises :class:`~bpsx.errors.RendezvousError` naming the missing local ranks,
+    :class:`~bpsx.errors.ConfigError`.
     """
     size, me = config.local_size, config.local_rank
-    # All have the same tensors: together their shares cannot be more than the machine's memory.
-    # Twice that is address space only.
+    # All processes have the same tensors, so together their shares cannot exceed the machine's
+    # memory. Twice that costs address space only.
     room = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size
     machine = Machine(
         size=size,
@@ -57,7 +57,7 @@ def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], No
         (_host if me == size - 1 else _visit)(machine, path, size, me, wake, end, look)
     except BaseException:
         machine.close()
-        path.unlink(missing_ok=True)  # a root that was killed leaves it
+        path.unlink(missing_ok=True)  # a killed root leaves it behind
         raise
     return machine
 
@@ -71,7 +71,7 @@ def _host(
     end: float,
     look: Callable[[], None],
 ) -> None:
-    """The root's part: gather everybody's descriptors, then hand them out."""
+    """The root's part: collect all processes' descriptors, then send them to all."""
     guests: dict[int, tuple[socket.socket, int, int]] = {}
     with _listening(path) as listener, contextlib.ExitStack() as stack:
         while len(guests) < size - 1:
@@ -116,7 +116,7 @@ def _visit(
     end: float,
     look: Callable[[], None],
 ) -> None:
-    """The others' part."""
+    """The other processes' part."""
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link,
         _address(path) as address,
@@ -136,7 +136,7 @@ def _visit(
                         " DMLC_WORKER_ID run on one machine, as one user, with the same"
                         " BYTEPS_SOCKET_PATH?"
                     ) from e
-            # no event tells that a socket has appeared; the root is a moment away
+            # No event signals that a socket has appeared; the root starts at about the same time.
             time.sleep(0.01)
         _send(link, me, size, (machine.descriptor, wake), end, look)
         for _ in range(size - 1):
@@ -147,8 +147,9 @@ def _visit(
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """``path`` as a socket's address, which has 107 bytes at most: through a descriptor of its
-    folder.
+    """Yield a socket address for ``path`` through a descriptor of its folder.
+
+    A socket's address has 107 bytes at most.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -159,9 +160,9 @@ def _address(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at ``path``, which is gone afterwards.
+    """Yield a listening socket at ``path``, which is removed afterwards.
 
-    What a killed job with this very number left is replaced.
+    A socket left behind by a killed job with the same number is replaced.
     """
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
@@ -179,7 +180,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the sockets of jobs that were killed while their processes met."""
+    """Remove the sockets of jobs that were killed during the handshake."""
     for path in folder.glob("job-*.sock"):
         with contextlib.suppress(OSError), _address(path) as address:
             if time.time() - path.stat().st_mtime < _YOUNG:
@@ -204,8 +205,8 @@ def _send(
             socket.send_fds(link, [_GREETING.pack(_MAGIC, rank, size)], list(descriptors))
             return
         except OSError as e:
-            # A user may have as many descriptors on their way as a process may have open ones: on
-            # large machines the others must read first.
+            # A user may have as many descriptors in flight as a process may have open. On large
+            # machines the other processes must read first.
             if e.errno != errno.ETOOMANYREFS or time.monotonic() >= end:
                 raise RendezvousError(
                     f"a process of this machine left while the job was coming together: {e}"
@@ -217,7 +218,10 @@ def _send(
 def _receive(
     link: socket.socket, size: int, end: float, look: Callable[[], None]
 ) -> tuple[int, tuple[int, int]]:
-    """Who is there, with memory and wake-up descriptor. Raises :class:`RendezvousError`."""
+    """Return a process's local rank, and its memory and wake-up descriptors.
+
+    Raises :class:`RendezvousError`.
+    """
     _, uid, _ = _UCRED.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (os.getuid(), 0):
         raise RendezvousError(

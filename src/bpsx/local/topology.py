@@ -1,6 +1,6 @@
-"""Which GPUs of a machine reduce together, and which of them copy what to the host.
+"""Which GPUs of a machine reduce together, and which of them copy to the host.
 
-Pure: it is told what there is.
+Pure functions of the given hardware description.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from bpsx.errors import ConfigError
 
 
 class Card(NamedTuple):
-    """A GPU as its process sees it: PCI address, model, and the PCI bridge that it shares with its
-    nearest neighbours ("": not known).
+    """A GPU as its process sees it.
+
+    ``bus``: PCI address. ``name``: model. ``switch``: the PCI bridge that it shares with its
+    nearest neighbours; "" if unknown.
     """
 
     bus: str
@@ -22,11 +24,11 @@ class Card(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``group``: so many neighbouring local ranks reduce among themselves, and the CPU adds the
-    groups' sums.
+    """Grouping of a machine's GPUs.
 
-    ``roots``: local ranks to which is reduced, by turns; none: each of a group copies a part.
-    ``why``: for the log.
+    ``group``: number of neighbouring local ranks that reduce among themselves; the CPU adds the
+    groups' sums. ``roots``: local ranks to which the group reduces, in turn; empty: each GPU of a
+    group copies a part. ``why``: reason, for the log.
     """
 
     group: int
@@ -41,13 +43,13 @@ def plan(
     switch_size: int | None = None,
     alone: bool = False,
 ) -> Plan:
-    """What to do with these GPUs, by local rank.
+    """Return the grouping of these GPUs, given by local rank.
 
-    ``linked``: whether NVLink joins all of them, None if nobody knows. ``alone``: there are no
-    servers, and so nothing is copied to the host.
+    ``linked``: whether NVLink connects all of them; None if unknown. ``alone``: there are no
+    servers, so nothing is copied to the host.
 
-    Raises :class:`~bpsx.errors.ConfigError` if two processes have one GPU, or if ``switch_size`` is
-    no divisor of their number.
+    Raises :class:`~bpsx.errors.ConfigError` if two processes have the same GPU, or if
+    ``switch_size`` does not divide their number.
     """
     size = len(cards)
     _check_cards(cards)
@@ -85,8 +87,9 @@ def _check_cards(cards: Sequence[Card]) -> None:
 
 
 def _by_switch(switches: Sequence[str]) -> int | None:
-    """How many neighbours share a switch each, if all switches have as many; None if it is not
-    known or not so.
+    """Return the number of neighbours per switch, if it is the same for all switches.
+
+    Returns None if it is unknown or differs.
     """
     if not all(switches):
         return None
