@@ -57,8 +57,7 @@ class Machines:
 
 
 def machines(local: Sequence[tuple[int, int]]) -> Machines:
-    """Return the machines of a job whose process of rank r has (local rank, local size)
-    ``local[r]``.
+    """Return the machines of a job, from the (local rank, local size) of each rank.
 
     bpsx counts ranks machine by machine, with the same number of processes on each. If the
     launcher's ranks do not follow that order, every process becomes a machine with the launcher's
@@ -123,8 +122,9 @@ def init(open_store: OpenStore, told: Place | None = None) -> None:
 
 
 def _meets_at_store(ours: Place) -> bool:
-    """Return whether the workers agree at a store first, instead of joining a scheduler of the
-    user's.
+    """Return whether the workers first agree at a store.
+
+    Otherwise they join a scheduler of the user's at once.
 
     Raises :class:`~bpsx.errors.ConfigError` if they have neither.
     """

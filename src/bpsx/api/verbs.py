@@ -84,11 +84,11 @@ def init(lazy: bool = True) -> None:
 
 
 def launched_fields(ours: Place | None) -> dict[str, Any]:
-    """Return the place that another launcher has given this process, by field of
-    :class:`~bpsx.config.Config`.
+    """Return this process's place as another launcher has set it.
 
-    Returns an empty dictionary for a job of one process. Raises :class:`~bpsx.errors.ConfigError`
-    if there are other processes and the environment does not say how to find them.
+    Keys are fields of :class:`~bpsx.config.Config`. Returns an empty dictionary for a job of one
+    process. Raises :class:`~bpsx.errors.ConfigError` if there are other processes and the
+    environment does not say how to find them.
     """
     if ours is None or ours.size == 1:
         return {}

@@ -20,7 +20,7 @@ class Moment:
 class Gpu:
     """One GPU of this process. ``with`` makes its context the thread's. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU,
+    Raises :class:`~bpsx.errors.ConfigError` without a CUDA driver or for a GPU that does not exist,
     :class:`~bpsx.errors.DeviceError` when the CUDA driver fails.
     """
 

@@ -96,7 +96,7 @@ cdef class Gpu:
 
     Thread-safe under the GIL; the state that the core uses belongs to the core.
 
-    Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU,
+    Raises :class:`~bpsx.errors.ConfigError` without a CUDA driver or for a GPU that does not exist,
     :class:`~bpsx.errors.DeviceError` when the CUDA driver fails.
     """
     cdef Device table
@@ -501,7 +501,7 @@ cdef class Gpu:
 def where(uintptr_t address) -> int:
     """Return the GPU that has the memory at ``address``, or -1 if it is not a GPU's.
 
-    Raises :class:`~bpsx.errors.ConfigError` without a driver.
+    Raises :class:`~bpsx.errors.ConfigError` without a CUDA driver.
     """
     cdef int (*ask)(void *, int, uintptr_t) noexcept nogil
     cdef int ordinal = -1, kind = 0

@@ -50,8 +50,7 @@ class Neighbourhood:
         return int(self._config.rank if self.place is Place.DIRECT else self._config.worker_id or 0)
 
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the root's sum kernels compile while the other processes are still
-        starting.
+        """Context in which the root's kernels compile while other processes still start.
 
         See :func:`bpsx.kernels.loading`.
         """
@@ -60,8 +59,9 @@ class Neighbourhood:
         return loading(BY_NAME["float32"].code)
 
     def open_endpoint(self) -> Endpoint | QuietEndpoint:
-        """Open the endpoint on which this process sleeps, and by which it sends if it speaks to
-        servers.
+        """Open the endpoint on which this process sleeps.
+
+        If the process speaks to servers, it also sends by this endpoint.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """

@@ -31,8 +31,7 @@ _YOUNG = 60.0
 
 
 def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
-    """Meet the other processes of this machine; return the :class:`Machine` with all of them
-    mapped.
+    """Meet this machine's other processes; return a :class:`Machine` with all mapped.
 
     ``wake``: descriptor that ends this process's sleep. ``look`` is called repeatedly, and may
     raise to give up. Raises :class:`~bpsx.errors.RendezvousError` naming the missing local ranks,

@@ -14,7 +14,7 @@ def missing_of(managed: list[Managed]) -> list[Managed]:
     """
 
 def restart(managed: list[Managed], passes: int) -> None:
-    """Reset the count of backward passes, and drop the references to averages."""
+    """Reset the count of backward passes, and release averages, whose memory may be needed."""
 
 def all_together(managed: list[Any]) -> bool:
     """Return whether every gradient is this worker's own and in flight in a GPU bucket."""

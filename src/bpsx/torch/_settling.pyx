@@ -129,7 +129,7 @@ cdef bint is_as_pushed(Managed m) except -1:
 
 
 def restart(list managed, int passes) -> None:
-    """Reset the count of backward passes, and drop the references to averages."""
+    """Reset the count of backward passes, and release averages, whose memory may be needed."""
     cdef Managed m
     for m in managed:
         m.passes_left = passes

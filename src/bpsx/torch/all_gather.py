@@ -267,8 +267,8 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     all workers and keeps this worker's rows. Either all workers run it or none.
 
     Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype,
-    :class:`UnsupportedTensor`, :class:`~bpsx.errors.ConfigError`, and what
-    :func:`bpsx.torch.synchronize` raises.
+    :class:`UnsupportedTensor`, :class:`~bpsx.errors.ConfigError`, and as
+    :func:`bpsx.torch.synchronize`.
     """
     check_name(name, "all_gather")
     check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")

@@ -32,7 +32,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     of creation, which must be the same on all workers. Raises :class:`ValueError` for a wrong
     number of dimensions, or if all batches together have one value per channel;
     :class:`~bpsx.torch.UnsupportedTensor`, :class:`~bpsx.errors.ConfigError` in asynchronous
-    training, and what :func:`bpsx.torch.synchronize` raises. Backward is not differentiable.
+    training, and as :func:`bpsx.torch.synchronize`. Backward is not differentiable.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Te
     """Return values per channel, mean and variance (float64) over all workers' inputs.
 
     The result is bitwise the same on all workers. It is computed from each worker's count, mean and
-    sum of squared differences from its mean, added in the order of ranks by the method of Chan,
-    Golub and LeVeque (Updating Formulae and a Pairwise Algorithm for Computing Sample Variances,
-    1979). So large numbers are never subtracted from each other.
+    sum of squared differences from that mean. These are added in the order of ranks, by the method
+    of Chan, Golub and LeVeque (Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances, 1979). So large numbers are never subtracted from each other.
     """
     channels = input.shape[1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -233,8 +233,8 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of input, weight and bias.
 
-        With g the gradient of the output and h the normalised input, the gradient of the input is
-        weight * scale * (g - mean of g - h * mean of g * h), with means over all workers.
+        Let g be the gradient of the output and h the normalised input. The gradient of the input is
+        weight * scale * (g - mean of g - h * mean of g * h). Means are over all workers.
         """
         x, weight, mean, scale = ctx.saved_tensors
         g = given.to(mean.dtype)

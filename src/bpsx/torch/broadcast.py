@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
     ``prefix + name``.
 
     Raises :class:`~bpsx.errors.ConfigError` (not names and tensors, a name twice, no such root),
-    :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
+    :class:`~bpsx.torch.UnsupportedTensor`, and as :func:`bpsx.torch.synchronize`.
     """
     pairs = _named_tensors(params)
     root = checked_root(root_rank, "broadcast_parameters", adapter.session().size)

@@ -283,8 +283,7 @@ class Group:
         inputs: Sequence[torch.Tensor],
         verb: str = "all_to_all",
     ) -> Collective:
-        """Send ``inputs[r]`` to worker r, and fill ``outputs[r]`` with worker r's input for this
-        one.
+        """Send ``inputs[r]`` to worker r, and receive ``outputs[r]`` from worker r.
 
         Lengths may differ. All bytes reach all workers, each of which keeps its own part. Blocks
         until all workers have exchanged their lengths.

@@ -96,11 +96,11 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     of a subclass of its class.
 
     The update of a parameter must depend on that parameter alone (SGD, Adam, AdamW, RMSprop, …).
-    Weights and state are bitwise those of :func:`~bpsx.torch.DistributedOptimizer`, with the
-    options (learning rate, …) that the groups had when ``step()`` was called, even if a scheduler
-    has changed them since. Counters in the optimizer's groups or attributes, as numbers or
-    one-element tensors, count once per step. ``zero_grad()`` may come before or after ``step()``,
-    or not at all.
+    Weights and state are bitwise those of :func:`~bpsx.torch.DistributedOptimizer`. An update uses
+    the options (learning rate, …) that the groups had when ``step()`` was called, even if a
+    scheduler has changed them since. Counters in the optimizer's groups or attributes, as numbers
+    or one-element tensors, count once per step. ``zero_grad()`` may come before or after
+    ``step()``, or not at all.
 
     **Pending updates** exist between a ``step()`` and the forward pass. They are applied before an
     access through ``model.state_dict()``, ``load_state_dict()`` of both,

@@ -217,9 +217,7 @@ class Exchange:
                 managed.hook = None
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backward passes per step; see
-        :meth:`_DistributedOptimizer.set_backward_passes_per_step`.
-        """
+        """Set the number of backward passes per step, and restart the count."""
         self._passes = passes
         self.restart_count()
 

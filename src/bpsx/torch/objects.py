@@ -35,7 +35,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
     Raises :class:`ObjectError` on all workers if the root's object cannot travel, and on one worker
     if it cannot be unpickled there; :class:`~bpsx.errors.ConfigError` for a root that does not
-    exist; and what :func:`bpsx.torch.synchronize` raises.
+    exist; and as :func:`bpsx.torch.synchronize`.
     """
     return objects.broadcast_object(obj, root_rank, name, _CODEC)
 

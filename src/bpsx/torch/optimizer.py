@@ -304,8 +304,7 @@ class _DistributedOptimizer(_Base):
         return result if closure is None else loss
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """Let the optimizer evaluate ``closure`` itself, as SAM does after it has moved the
-        weights.
+        """Let the optimizer evaluate ``closure`` itself, as SAM does after moving the weights.
 
         An exchange of gradients follows each evaluation, so all workers must evaluate the closure
         equally often.

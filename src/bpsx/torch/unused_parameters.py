@@ -1,6 +1,6 @@
 """Count of the workers that use and train each parameter.
 
-It is a small sum that travels beside the gradients.
+It is a small sum that travels with the gradients.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class Users:
 
     @property
     def agree(self) -> bool:
-        """Whether each parameter has a gradient on some worker, and the same state on all.
+        """Whether each parameter has a gradient on some worker, and none is frozen on some only.
 
-        A parameter has the same state if no worker trains it while another has frozen it. Valid
-        after :meth:`wait`.
+        Valid after :meth:`wait`.
         """
         return bool(self._numbers[:, 0].all()) and not self.differ
 

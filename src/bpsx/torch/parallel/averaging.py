@@ -52,7 +52,7 @@ class Averaging(Exchange):
 
     A *pass* is one run of autograd's engine, the outermost if runs are nested. The first hook of a
     pass registers a callback for the end of the pass. There the gradients that hooks have not
-    pushed are pushed, and all are waited for. A vector travels beside the gradients: it counts for
+    pushed are pushed, and all are waited for. A vector travels with the gradients: it counts for
     each parameter the workers that have used it since the last exchange.
     """
 
