@@ -106,7 +106,7 @@ def contiguous(array: Any, what: str) -> Any:
     described = getattr(array, "__cuda_array_interface__", None)
     if described is None or described.get("strides") is None:
         return array
-    _check_described(described, what)  # a copy would drop the mask and the byte order
+    _check_described(described, what)  # checked first: a copy would drop such a property
     return _cupy(what).ascontiguousarray(array)
 
 

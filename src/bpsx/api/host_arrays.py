@@ -83,7 +83,7 @@ def operands(given: np.ndarray, output: Any, what: str) -> Operands:
 
 
 def copied(given: np.ndarray, output: Any, what: str) -> Operands:
-    """Do as :func:`operands`, for verbs that work in place.
+    """Same as :func:`operands`, for verbs that work in place.
 
     ``source`` is ``target`` and holds ``given``'s elements.
     """

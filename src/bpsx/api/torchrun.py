@@ -100,7 +100,7 @@ OpenStore = Callable[[Place, float], Store]
 
 
 def init(open_store: OpenStore, told: Place | None = None) -> None:
-    """Do as :func:`bpsx.init`, also under torchrun and similar launchers.
+    """Same as :func:`bpsx.init`, also under torchrun and similar launchers.
 
     See docs/train/pytorch.md. Does nothing if this process is in a job already.
 
@@ -148,7 +148,7 @@ def _meets_at_store(ours: Place) -> bool:
 def resume(
     open_store: OpenStore, num_workers: int, num_servers: int, global_rank: int | None = None
 ) -> None:
-    """Do as :func:`bpsx.resume`, also under torchrun.
+    """Same as :func:`bpsx.resume`, also under torchrun.
 
     There the workers are torchrun's, and scheduler and servers are started as by :func:`init`.
     Raises as :func:`bpsx.resume`; :class:`~bpsx.errors.ConfigError` also for numbers that are not

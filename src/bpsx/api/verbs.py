@@ -112,7 +112,7 @@ def launched_fields(ours: Place | None) -> dict[str, Any]:
 
 
 def begin(again: bool = False, **given: Any) -> None:
-    """Do as :func:`init`, with some fields of :class:`~bpsx.config.Config` given.
+    """Same as :func:`init`, with some fields of :class:`~bpsx.config.Config` given.
 
     Given fields replace those of the environment. ``again``: use the names that :func:`suspend` has
     kept, and wait for the next job if the last one still exists.
@@ -421,7 +421,7 @@ def push_pull(
     output: np.ndarray | None = None,
     learning_rate: float | None = None,
 ) -> np.ndarray:
-    """Do as :func:`push_pull_async`, and wait; return the sum or average.
+    """Same as :func:`push_pull_async`, and wait; return the sum or average.
 
     Raises what :func:`synchronize` raises.
     """
@@ -558,7 +558,7 @@ def barrier() -> None:
 
 @public
 def get_pushpull_speed() -> Speed:
-    """Return (milliseconds since the epoch, MB/s) of completed tensors since the last call.
+    """Return (milliseconds since the Unix epoch, MB/s) of completed tensors since the last call.
 
     The rate counts the time in which operations were in flight. If none has been since the last
     call, returns that call's result. MB are 10^6 bytes of tensor, counted once.

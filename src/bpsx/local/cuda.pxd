@@ -332,7 +332,7 @@ cdef inline void abort(void *self) noexcept nogil:
 cdef inline int init_with(
     Nccl *nccl, void **comm, int size, UniqueId one, int rank, int rings
 ) noexcept nogil:
-    """Do as ncclCommInitRank, with at least ``rings`` channels."""
+    """Same as ncclCommInitRank, with at least ``rings`` channels."""
     cdef Options options
     options.size = sizeof(Options)
     options.magic = 0xCAFEBEEF

@@ -24,7 +24,7 @@ class Neighbourhood:
     root, speaks to the servers for all. Otherwise each process speaks to the servers itself, and
     :attr:`machine` is None.
 
-    The control thread calls :meth:`hear`; one other thread calls the rest.
+    The control thread calls :meth:`hear`; one thread calls the other methods.
     """
 
     def __init__(self, config: Config) -> None:

@@ -64,7 +64,7 @@ cdef bint is_on_gpu(const Seen *seen):
 
 
 cdef bint see_on_gpu(tensor, Seen *seen):
-    """Do as :func:`is_dense_on_gpu`, and fill in DLPack's view of the tensor.
+    """Same as :func:`is_dense_on_gpu`, and fill in DLPack's view of the tensor.
 
     Returns False also if there is no such view.
     """
@@ -299,8 +299,9 @@ cdef class Batch:
         """Add a dense gradient on the GPU.
 
         A gradient that needs another layout or shares its memory starts at once, on the current
-        stream; raises its error if it cannot start. An error of a bucketed gradient is raised by
-        the wait. ``managed.pushed`` of a bucketed gradient is set before anything can interrupt.
+        stream. If it cannot start, its error is raised here. An error of a bucketed gradient is
+        raised by the wait. ``managed.pushed`` of a bucketed gradient is set before anything can
+        interrupt.
         """
         cdef Seen seen
         cdef Pushed pushed = self.new_pushed(managed, gradient)

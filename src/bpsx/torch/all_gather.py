@@ -277,7 +277,7 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def gathered_rows(tensor: torch.Tensor, name: str, average: bool = False) -> torch.Tensor:
-    """Do as :func:`all_gather`, with checked arguments.
+    """Same as :func:`all_gather`, with checked arguments.
 
     ``average``: backward averages the gradients instead of summing them.
     """

@@ -254,7 +254,7 @@ class Group:
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, op: Any, verb: str = "reduce_scatter"
     ) -> Collective:
-        """Do as :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
+        """Same as :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
         check_tensor(given, f"{verb}: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(

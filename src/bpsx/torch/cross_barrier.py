@@ -88,12 +88,12 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     num_steps: int = 10**6,
     sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
-    """Do as :func:`bpsx.torch.DistributedOptimizer`, but without waiting in ``step()``.
+    """Same as :func:`bpsx.torch.DistributedOptimizer`, but without waiting in ``step()``.
 
     Each module of ``model`` waits for its own averages in its next forward pass, and is updated
-    then. The first layers' gradients, which backward computes last, travel first. The other
-    gradients travel during the forward pass of the layers before them. Returns the same object, now
-    of a subclass of its class.
+    then. The first layers' gradients, which backward computes last, travel first. Each transfer
+    overlaps with the forward pass of the layers before. Returns the same object, now of a subclass
+    of its class.
 
     The update of a parameter must depend on that parameter alone (SGD, Adam, AdamW, RMSprop, …).
     Weights and state are bitwise those of :func:`~bpsx.torch.DistributedOptimizer`. An update uses
@@ -572,7 +572,7 @@ class _CrossBarrier(_DistributedOptimizer):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as the base class; a pending step still uses its gradients."""
+        """Same as the base class; a pending step still uses its gradients."""
         barrier = self._barrier
         if barrier.under_way:
             barrier.apply_all()
@@ -588,17 +588,17 @@ class _CrossBarrier(_DistributedOptimizer):
                     parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
-        """Do as the base class, after applying pending updates."""
+        """Same as the base class, after applying pending updates."""
         self._apply_pending()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do as the base class, after applying pending updates."""
+        """Same as the base class, after applying pending updates."""
         self._apply_pending()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Do as DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
+        """Same as DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
         super().add_param_group(param_group)
         self._barrier.know_more()
 

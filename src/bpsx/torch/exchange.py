@@ -344,8 +344,8 @@ class Exchange:
             self.restart_count()
             self._begun = False
             now.begun = True
-        # Zeros would flush the residual that compression has kept. If no worker has a gradient,
-        # that residual would be lost.
+        # Pushing zeros would send the residual that compression has kept. If no worker has a
+        # gradient, the sum is discarded, and the residual would be lost.
         if unsure:
             self._heed(now)
             now.failures += [

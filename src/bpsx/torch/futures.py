@@ -85,8 +85,8 @@ class Completer:
         item = _Item(
             handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu
         )
-        # PyTorch's C++ side would take an exception that is set as one for the value. It recognises
-        # an exception raised by a callback as an error.
+        # PyTorch's C++ side takes an exception that is set on the future for its value. It takes an
+        # exception that a callback raises for an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
         if at_once:
             _complete(item)

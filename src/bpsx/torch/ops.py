@@ -126,7 +126,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def mark_all_written(tensors: list[torch.Tensor]) -> None:
-    """Do as :func:`mark_written` for many tensors, none of which is an inference tensor."""
+    """Same as :func:`mark_written` for many tensors, none of which is an inference tensor."""
     if _MARKS_MANY:
         torch.autograd.graph.increment_version(tensors)
         return
@@ -358,7 +358,7 @@ def push_pull_async_inplace(
     version: int = 0,
     priority: int = 0,
 ) -> Handle:
-    """Do as :func:`push_pull_async`, but replace ``tensor``'s values by the result.
+    """Same as :func:`push_pull_async`, but replace ``tensor``'s values by the result.
 
     The values are complete once :func:`synchronize` has returned.
 

@@ -121,7 +121,7 @@ def distribute(
     average: bool = True,
     compression_params: Params = None,
 ) -> _DistributedOptimizer:
-    """Do as :func:`DistributedOptimizer`; with ``average=False`` gradients are summed instead.
+    """Same as :func:`DistributedOptimizer`; with ``average=False`` gradients are summed instead.
 
     Asynchronous training does not support sums.
     """
@@ -171,7 +171,7 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
 def check_options(
     compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer"
 ) -> None:
-    """Raise :class:`ConfigError` unless both are a compressor and a bool."""
+    """Raise :class:`ConfigError` for an invalid compressor or ``sparse_as_dense``."""
     check_compression(compression, verb)
     adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
 
@@ -347,7 +347,7 @@ class _DistributedOptimizer(_Base):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as the base class.
+        """Same as the base class.
 
         If gradients are in flight, it first waits for them and discards them. Do that on all
         workers or on none.
@@ -360,7 +360,7 @@ class _DistributedOptimizer(_Base):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Do as the base class; the new parameters are the least urgent.
+        """Same as the base class; the new parameters are the least urgent.
 
         Their generated names are ``push_pull.noname.<group>.<index>``, with this optimizer's
         number. If the optimizer was given names, the generated name contains its first parameter's
@@ -391,7 +391,7 @@ class _DistributedOptimizer(_Base):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do as the base class, and restore the state of gradient compression.
+        """Same as the base class, and restore the state of gradient compression.
 
         Only the worker that saved a compression state restores it; other workers start afresh, with
         a warning. For results bitwise equal to an uninterrupted run, each worker saves and loads a

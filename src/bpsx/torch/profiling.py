@@ -57,7 +57,7 @@ def followed(name: str, tensor: torch.Tensor, begin: Callable[[], Any]) -> Any:
 
 
 def followed_together(items: Sequence[Item], begin: Callable[[], None]) -> None:
-    """Do as :func:`followed` for push_pulls that ``begin()`` starts together.
+    """Same as :func:`followed` for push_pulls that ``begin()`` starts together.
 
     There is one ``bpsx::push_pull``, and one ``bpsx:push_pull NAME`` for each.
     """

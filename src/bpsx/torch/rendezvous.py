@@ -112,7 +112,7 @@ def init(lazy: bool = True) -> None:
 
 
 def init_as(store: Any, rank: int, size: int) -> None:
-    """Do as :func:`init`, as worker ``rank`` of ``size`` that meet at PyTorch's ``store``.
+    """Same as :func:`init`, as worker ``rank`` of ``size`` that meet at PyTorch's ``store``.
 
     If the environment describes the job already, the environment is used. Raises as :func:`init`.
     """

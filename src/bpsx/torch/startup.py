@@ -44,7 +44,7 @@ class StartupCheck:
         self._handle: Handle | None = None  # sum in flight
         self._asks = False  # the sum in flight is the second one, which asks for swapped optimizers
         self._found: list[Exception] = []
-        self._fatal = (  # permanent error: workers use the same names for different parameters
+        self._fatal = (  # permanent error: the workers' names differ, or mean different things
             ""
         )
         self._weights = 0  # digest of the weights when the check ran
@@ -60,8 +60,8 @@ class StartupCheck:
 
         :meth:`take` returns the problems.
 
-        Raises :class:`MismatchError` on all workers, now and on every later call, if the workers
-        use the same names for different parameters. Then later exchanges would not match either.
+        Raises :class:`MismatchError` on all workers, now and on every later call, if the workers'
+        names or their order differ. Then later exchanges would not match either.
         """
         self.begin()
         session = adapter.session()

@@ -147,7 +147,7 @@ class Work(dist.Work):  # type: ignore[misc]    # mypy does not follow torch
         return None
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait`."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Any]:

@@ -67,7 +67,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Do as :func:`allgather` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
+    """Same as :func:`allgather` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
 
     All are in flight at once, unless one requires a gradient.
     """
@@ -160,7 +160,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Do as :func:`broadcast`, in place; return ``tensor``. Without autograd."""
+    """Same as :func:`broadcast`, in place; return ``tensor``. Without autograd."""
     result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
     return result
 

@@ -39,7 +39,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """Do as :func:`bpsx.torch.init`.
+    """Same as :func:`bpsx.torch.init`.
 
     ``comm`` must be None; ``process_sets`` must be None or sets of all workers. Raises
     :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.torch.init`.
@@ -49,7 +49,7 @@ def init(
 
 @public
 def join(device: int = -1) -> int:
-    """Do as :func:`bpsx.torch.join`: return the rank that joined last. ``device`` is ignored."""
+    """Same as :func:`bpsx.torch.join`: return the rank that joined last. ``device`` is ignored."""
     return verbs.join()
 
 

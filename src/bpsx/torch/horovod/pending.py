@@ -15,7 +15,7 @@ from bpsx.torch.ops import check_rows, check_tensor, unnamed
 
 
 class Part(Protocol):
-    """An operation in flight that is a part of another."""
+    """A part of an operation, in flight by itself."""
 
     def done(self) -> bool:
         """Return whether it has ended, successfully or not, without blocking."""
@@ -52,7 +52,7 @@ class Pending:
         return self._result
 
     def __call__(self) -> Any:
-        """Do as :meth:`wait`: Horovod's sparse_allreduce_async returns a callable."""
+        """Same as :meth:`wait`: Horovod's sparse_allreduce_async returns a callable."""
         return self.wait()
 
 

@@ -214,7 +214,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Do as :func:`allreduce`, in place; return ``tensor``. Without autograd."""
+    """Same as :func:`allreduce`, in place; return ``tensor``. Without autograd."""
     how = how_to(
         "allreduce",
         checked_op("allreduce_", op, average),
@@ -282,7 +282,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Do as :func:`allreduce` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
+    """Same as :func:`allreduce` for each of ``tensors``, under the names ``name.0``, ``name.1``, …
 
     All are in flight at once, unless one requires a gradient.
     """
@@ -307,7 +307,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Do as :func:`allreduce_` for each of ``tensors``, all in flight at once."""
+    """Same as :func:`allreduce_` for each of ``tensors``, all in flight at once."""
     how = how_to(
         "allreduce",
         checked_op("grouped_allreduce_", op, average),

@@ -115,7 +115,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Do as :func:`reducescatter` for each of ``tensors``.
+    """Same as :func:`reducescatter` for each of ``tensors``.
 
     All are in flight at once, unless one requires a gradient.
     """

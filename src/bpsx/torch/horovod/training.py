@@ -25,7 +25,7 @@ _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
 
 @public
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Do as :func:`bpsx.torch.broadcast_parameters`, also for tensors without names.
+    """Same as :func:`bpsx.torch.broadcast_parameters`, also for tensors without names.
 
     Such tensors, from ``model.parameters()``, are named by their position.
     """
@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: object = None
 ) -> None:
-    """Do as :func:`bpsx.torch.broadcast_optimizer_state`.
+    """Same as :func:`bpsx.torch.broadcast_optimizer_state`.
 
     ``model`` is accepted for Horovod and ignored: missing state need not be created first.
     """
@@ -54,7 +54,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Do as :func:`bpsx.torch.broadcast_object`."""
+    """Same as :func:`bpsx.torch.broadcast_object`."""
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name)
 
@@ -63,7 +63,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Do as :func:`bpsx.torch.all_gather_object`."""
+    """Same as :func:`bpsx.torch.all_gather_object`."""
     check_process_set(process_set)
     return objects.all_gather_object(obj, name)
 
@@ -81,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
-    """Do as :func:`bpsx.torch.DistributedOptimizer`; with ``op=Sum`` gradients are summed instead.
+    """Same as :func:`bpsx.torch.DistributedOptimizer`; ``op=Sum`` sums gradients instead.
 
     These arguments are accepted and have no effect: ``gradient_predivide_factor`` (half types are
     summed in float32 and divided before rounding), ``num_groups`` and ``groups`` (tensors are cut
