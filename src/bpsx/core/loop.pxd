@@ -1,5 +1,5 @@
-# The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in
-# ARCHITECTURE.md.
+# The driver's loop and the hand-over of its role. One thread at a time drives: see
+# docs/internals/driver-and-queue.md.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 

@@ -3,8 +3,8 @@ answer and to failures.
 
 Which push_pulls are summed together follows from one rule. A *declaration* is (epoch, name,
 generation), and has keys of its own on the servers; under a key the n-th push of each worker
-belongs to one round. So what remains is to count alike on all workers after an error: see "After an
-error" in ARCHITECTURE.md.
+belongs to one round. So what remains is to count alike on all workers after an error: see "After
+an error" in docs/internals/failures.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Counts calls that are refused before they reach the session as those that are not.
 
 Another worker's call may have been accepted. So the next one under that name must not meet what the
-other has pushed for this one: see "After an error" in ARCHITECTURE.md.
+other has pushed for this one: see "After an error" in
+docs/internals/failures.md.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Exchange:
 
         ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's;
         ``among``: all that are sources at any time, if they are known. None stays None if no worker
-        has a gradient for that source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md.
+        has a gradient for that source: see docs/internals/tensorflow-gradients.md for graphs.
         ``instead``: by place, what to give for None, where others have one; else zeros. Raises
         :class:`ConfigError` for IndexedSlices that are to get momentum.
         """

@@ -1,5 +1,5 @@
 # Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these;
-# see "GPUs" in ARCHITECTURE.md.
+# see docs/internals/gpus.md.
 #
 # NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an
 # ORDER goes to everybody, in the same sequence, and whoever reads one queues just that, whatever

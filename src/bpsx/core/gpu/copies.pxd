@@ -1,5 +1,5 @@
 # The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver
-# calls these; see "GPUs" in ARCHITECTURE.md.
+# calls these; see docs/internals/gpus.md.
 #
 # Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each
 # stream only the oldest event is asked for.

@@ -1,6 +1,6 @@
 # What the processes of one machine do for each other: they lay their shares into shared memory, the
-# root adds them, and, when the result is home, everybody copies it out. See "Several processes on
-# one machine" in ARCHITECTURE.md.
+# root adds them, and, when the result is home, everybody copies it out. See
+# docs/internals/one-machine.md.
 #
 # The sum is built in the share of the lowest local rank and travels from there; the root's own
 # input is added last and in the same pass divided, if there are no servers. So the root copies
