@@ -336,7 +336,7 @@ def refused_training() -> list[Refusal]:
         (lambda: callbacks.LearningRateScheduleCallback(0.1, "a"), "multiplier='a'"),
         (lambda: callbacks.BroadcastGlobalVariablesCallback(0, "", [3]), "3 is no variable"),
         *[
-            (lambda m=m: m.elastic, r"hvd\.elastic: nothing is restarted.*docs/migrating\.md")
+            (lambda m=m: m.elastic, r"hvd\.elastic: nothing is restarted.*docs/start/migrating\.md")
             for m in (hvd, hvd_k)
         ],
         (lambda: callbacks.CommitStateCallback, r"hvd\.elastic: nothing is restarted"),
