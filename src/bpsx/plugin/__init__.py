@@ -1,1 +1,1 @@
-"""What plugins of frameworks share, and all that they may use."""
+"""Code that the framework plugins share, and their interface to the rest of bpsx."""

@@ -1,4 +1,4 @@
-# What plugins for frameworks with an engine of their own see of _async_ops.pyx.
+# C-level interface of _async_ops.pyx for plugins of frameworks that have their own engine.
 from libc.stdint cimport int64_t
 
 from bpsx.plugin.async_op cimport Call, Waste

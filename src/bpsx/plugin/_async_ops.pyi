@@ -1,16 +1,16 @@
-"""Calls of frameworks' engines, to the core and back; see ``_async_ops.pyx``."""
+"""Asynchronous operations of a framework's engine, executed by the core; see ``_async_ops.pyx``."""
 
 from collections.abc import Mapping, Sequence
 
 class Kept:
-    """What the transport may still be sending; it is freed when nobody refers to this any more."""
+    """Owns memory that the transport may still be sending, and frees it with the last reference."""
 
 class Plan:
-    """What a call asks for.
+    """Describes the exchange that a call asks for.
 
-    ``names`` and ``priorities`` (larger is more urgent) of its tensors; ``root``: of a broadcast,
-    or -1 for a sum, or with ``average`` an average. ``dtypes``: the element types that are summed
-    (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
+    ``names`` and ``priorities`` (larger is more urgent): one of each per tensor. ``root``: rank of
+    a broadcast's root, or -1 for a sum, or with ``average`` an average. ``dtypes``: the element
+    types that can be summed (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Calls of frameworks' engines, to the core and back."""
+"""Asynchronous operations of a framework's engine, executed by the core."""
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
@@ -32,7 +32,8 @@ cdef Calls calls
 if monitor_init(&calls.monitor) != 0:
     raise MemoryError("cannot create a mutex")
 
-# What exceptions are to callers. Not UNAVAILABLE, which a tf.function turns into an internal error.
+# Status code of each exception. UNAVAILABLE is not used: a tf.function turns it into an internal
+# error.
 cdef list CODES = [
     (errors.NotInitializedError, FAILED_PRECONDITION), (errors.JoinedError, FAILED_PRECONDITION),
     (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
@@ -47,11 +48,11 @@ cdef bint python_ends() noexcept nogil:
 
 
 cdef void submit(Call *call) noexcept nogil:
-    """Have it done; any thread. Its caller is told, here or on another thread."""
+    """Start a call; any thread may do so. ``settle`` then runs on this thread or another."""
     cdef uint32_t i
     for i in range(call.n):
         call.parts[i].tell.run = told
-    if call.n == 0:             # how loading finds out whether calls work
+    if call.n == 0:             # an empty call: a plugin tests on loading whether calls work
         call.caller.settle(call)
         return
     if not calls.served:
@@ -61,12 +62,12 @@ cdef void submit(Call *call) noexcept nogil:
 
 
 cdef void end_call(Call *call) noexcept nogil:
-    """Its caller has let go of all but the call's own memory."""
+    """Finish a call; its caller has released everything but the call's own memory."""
     put_over(&calls, call)
 
 
 cdef void throw_away(Waste *waste) noexcept nogil:
-    """Nobody needs it any more. What it has of Python's has to wait for the GIL."""
+    """Free ``waste``. If it holds a Python object, the serving thread frees both, with the GIL."""
     if waste.held == NULL:
         waste.free(waste)
         return
@@ -76,12 +77,13 @@ cdef void throw_away(Waste *waste) noexcept nogil:
     unlock(&calls.monitor)
 
 
-# ---- the thread that begins calls. Callers' own threads would do it at less cost, but Python's
-# main thread, which eager code calls on, runs signal handlers whenever it runs Python: their
-# exceptions would end in the midst of this, and what they call would wait for this.
+# ---- the thread that begins calls. Beginning them on the callers' own threads would cost less. But
+# eager code calls on Python's main thread, which runs signal handlers whenever it runs Python.
+# Their exceptions would be raised in the middle of this code, and calls from a handler would wait
+# for it.
 
 cdef void serve() noexcept with gil:
-    """Start it, once in a process."""
+    """Start the serving thread, once in a process."""
     cdef bint ours
     lock(&calls.monitor)
     ours, calls.served = not calls.served, True
@@ -124,7 +126,7 @@ def _serve() -> None:
 
 
 cdef void bury() noexcept:
-    """Let go of what calls that are over, and what has been thrown away, have of Python's."""
+    """Release the Python objects of finished calls and of waste."""
     cdef Call *call
     cdef Call *next_call
     cdef Waste *waste
@@ -166,8 +168,9 @@ cdef class Kept:
 
 
 cdef object keep(void *what, void (*free)(void *what) noexcept nogil):
-    """For handles, which keep what the transport may still be sending for as long as it does.
+    """Wrap ``what`` in an object that calls ``free`` with its last reference.
 
+    A handle refers to the object for as long as the transport may still be sending the memory.
     ``what`` may be NULL.
     """
     cdef Kept kept = Kept.__new__(Kept)
@@ -176,9 +179,9 @@ cdef object keep(void *what, void (*free)(void *what) noexcept nogil):
 
 
 cdef void begin(Call *call) noexcept:
-    """Give all parts to the core.
+    """Submit all parts of a call to the core.
 
-    The first that it refuses makes the call fail when those before have ended.
+    The first part that the core refuses makes the call fail once the earlier parts have ended.
     """
     cdef uint32_t i, begun = 0
     cdef Handle handle
@@ -196,14 +199,15 @@ cdef void begin(Call *call) noexcept:
         fail(call, e)
         mark_failed(&calls, call, TOLD)
     with nogil:
-        for i in range(call.n + 1 - begun):         # those that have not begun, and us
+        # parts that have not begun, and this function's count
+        for i in range(call.n + 1 - begun):
             over(call)
 
 
 cdef begin_part(session, Plan plan, uint32_t i, Part *part):
     shape = tuple([part.dims[d] for d in range(part.n_dims)])
     dtype = plan.dtypes.get(part.dtype, "")
-    if not dtype:       # of a broadcast, to which elements are bytes
+    if not dtype:       # a broadcast, which treats elements as bytes
         size = 1
         for length in shape:
             size *= length
@@ -214,7 +218,8 @@ cdef begin_part(session, Plan plan, uint32_t i, Part *part):
         part.source = part.target
     owner = stage(part) if part.call.caller.goes_first and plan.root in (-1, session.rank) else None
     source = TensorView(<uintptr_t>part.source, part.n_bytes, dtype, shape, owner)
-    if plan.root >= 0:      # the root's target has what it gets already; the others push nothing
+    # The root's target already holds the result, and the other workers push nothing.
+    if plan.root >= 0:
         return session.broadcast(plan.names[i], source, plan.root)
     target = (
         source
@@ -228,10 +233,9 @@ cdef begin_part(session, Plan plan, uint32_t i, Part *part):
 
 
 cdef stage(Part *part):
-    """Push a copy: the caller's memory is gone when the call has failed, and the transport may
-    still be sending then.
+    """Have the part push a copy of its source, and return the copy.
 
-    Returns the copy.
+    When a call fails, the caller frees its memory while the transport may still be sending.
     """
     cdef uintptr_t where
     array = np.empty(part.n_bytes, np.uint8)
@@ -243,7 +247,7 @@ cdef stage(Part *part):
 
 
 cdef void told(Tell *tell, int64_t status) noexcept nogil:
-    """A part has ended."""
+    """Handle the end of a part; the core calls this."""
     cdef Part *part = <Part *>tell
     if status < 0:
         mark_failed(&calls, part.call, part - part.call.parts + 1)
@@ -251,7 +255,7 @@ cdef void told(Tell *tell, int64_t status) noexcept nogil:
 
 
 cdef void over(Call *call) noexcept nogil:
-    """One less under way."""
+    """Count one part as ended; after the last one, settle the call or queue its error report."""
     if not part_over(call):
         return
     if call.failed == 0:
@@ -261,10 +265,10 @@ cdef void over(Call *call) noexcept nogil:
 
 
 cdef void give_up(Call *call) noexcept nogil:
-    """Nobody has the GIL any more.
+    """Settle a call while Python ends and no thread can take the GIL.
 
-    What the transport may still read stays where it is, and who else waits is told what there is to
-    tell.
+    Memory that the transport may still read is leaked. The caller gets an error that needs no
+    Python.
     """
     if call.failed != TOLD:
         call.caller.fail(call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
@@ -274,7 +278,7 @@ cdef void give_up(Call *call) noexcept nogil:
 
 
 cdef void tell_failed(Call *call) noexcept:
-    """The first error is what its caller is told."""
+    """Report the first error of a failed call to its caller, then settle the call."""
     if call.failed != TOLD:
         try:
             error = (<Handle>call.parts[call.failed - 1].handle).error()
@@ -288,7 +292,7 @@ cdef void tell_failed(Call *call) noexcept:
 
 
 cdef void fail(Call *call, error) noexcept:
-    """Tell its caller, whatever that is."""
+    """Report ``error`` to the caller, whatever exception it is."""
     code, text = INTERNAL, b"bpsx: an exception that cannot be told"
     try:
         for kind, found in CODES:
@@ -296,14 +300,14 @@ cdef void fail(Call *call, error) noexcept:
                 code = found
                 break
         text = f"{type(error).__name__}: {error}".encode(errors="replace")
-    except BaseException:       # of an exception's own text
+    except BaseException:       # raised by the exception's own text
         pass
     call.caller.fail(call, code, text)
 
 
 @atexit.register
 def _end() -> None:
-    """From now on nobody may ask for the GIL. What waits is told so first; at most a second."""
+    """At exit, forbid calls the GIL, and wait a second at most for the serving thread to finish."""
     cdef int64_t end = now_ns() + 1_000_000_000
     with nogil:
         lock(&calls.monitor)
@@ -315,8 +319,7 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """A child has no thread that begins calls, and calls that its parent waits for are the
-    parent's.
+    """Reset the state in a forked child: it has no serving thread; pending calls are its parent's.
     """
     memset(&calls, 0, sizeof(calls))
     monitor_init(&calls.monitor)

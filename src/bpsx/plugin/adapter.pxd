@@ -1,3 +1,3 @@
-# What a plugin's extension modules see of bpsx; see adapter.py.
+# C-level interface of bpsx for the plugins' extension modules; see adapter.py.
 from bpsx.core._handle cimport Handle, Item
 from bpsx.core.partition cimport Tell

@@ -1,9 +1,8 @@
-"""The one contract between a framework plugin and bpsx: how a tensor is handed over, and what came
-of it.
+"""Interface between a framework plugin and bpsx: how tensors are handed over and results returned.
 
 A plugin turns its tensor into a :class:`TensorView`, calls
 :meth:`bpsx.session.session.Session.push_pull` or ``broadcast``, and waits on the
-:class:`bpsx.Handle` that it gets. It never sees partitions, keys or sockets.
+:class:`bpsx.Handle` that the call returns. A plugin never sees partitions, keys or sockets.
 """
 
 from __future__ import annotations
@@ -72,21 +71,21 @@ __all__ = [
 
 
 def own_host() -> str:
-    """The address at which the job's other processes reach this one."""
+    """Address at which the other processes of the job reach this one."""
     config = session().config
     return host.own_host(config) if config.distributed else "127.0.0.1"
 
 
 def store_is_ours() -> bool:
-    """Whether MASTER_ADDR and MASTER_PORT are bpsx-run's choice, and not the user's."""
+    """Whether bpsx-run, and not the user, chose MASTER_ADDR and MASTER_PORT."""
     return own_store(child_environment())
 
 
 class TensorView(NamedTuple):
-    """C-contiguous memory of ``nbytes`` bytes at ``address`` holding elements of ``dtype`` (a name
-    in ``bpsx.dtypes``) in ``shape``.
+    """C-contiguous memory that holds one tensor.
 
-    ``owner`` is kept alive for as long as the memory is in use.
+    ``address`` points to ``nbytes`` bytes, which hold elements of ``dtype`` (a name in
+    ``bpsx.dtypes``) in ``shape``. bpsx keeps ``owner`` alive for as long as it uses the memory.
     """
 
     address: int
@@ -94,19 +93,19 @@ class TensorView(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     owner: object
-    #: On which GPU it is, by CUDA's count; -1: none. Then ``streams`` gives the stream on which the
-    #: calling thread works.
+    #: CUDA's index of the GPU that holds the memory, or -1 for host memory. With a GPU, ``streams``
+    #: gives the stream on which the calling thread works.
     gpu: int = -1
     streams: Streams | None = None
 
 
 def proof(purpose: str, *parts: bytes | str | int) -> bytes | None:
-    """32 bytes over ``parts`` that only who knows the job secret can make; None if the job has
-    none.
+    """Return a 32-byte proof over ``parts``, or None if the job has no secret.
 
-    Connections prove the secret once, and what follows on them can still be changed on the way
-    unless it is encrypted: whoever is about to trust bytes with more than their values compares
-    this. Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError`.
+    Only a process that knows the job secret can compute it. A connection proves the secret once;
+    unless it is encrypted, later bytes can be changed on the way. A receiver that trusts bytes with
+    more than their values must therefore compare this proof. Raises
+    :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError`.
     """
     known = session().config.secret_bytes
     return secret.derive(known, purpose, *parts) if known else None

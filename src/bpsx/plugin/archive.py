@@ -1,4 +1,4 @@
-"""What compression keeps of gradients, as bytes for the checkpoints of frameworks."""
+"""Compression state of gradients as bytes, for the frameworks' checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import numpy as np
 from bpsx.errors import ConfigError
 
 _VERSION = 1
-#: The array that holds the rest, as JSON.
+#: Name of the array that holds everything but arrays, as JSON.
 _REST = "rest"
 
 
 def packed(saved: Mapping[str, Any]) -> bytes:
-    """What :meth:`bpsx.compression.manager.Compressing.save` has given, as an archive of
-    NumPy's.
-    """
+    """Pack the result of :meth:`bpsx.compression.manager.Compressing.save` as a NumPy archive."""
     arrays: dict[str, Any] = {}
     rest = {}
     for i, (name, state) in enumerate(saved.items()):
@@ -37,14 +35,14 @@ def packed(saved: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(archive: bytes) -> dict[str, Any]:
-    """What :func:`packed` has been given; of nothing, nothing.
+    """Return the state that :func:`packed` was given; for no bytes, an empty state.
 
-    Raises :class:`ConfigError` for what is no such archive.
+    Raises :class:`ConfigError` for bytes that are no such archive.
     """
     if not archive:
         return {}
     try:
-        with np.load(io.BytesIO(archive)) as found:  # which reads no objects
+        with np.load(io.BytesIO(archive)) as found:  # does not unpickle objects
             rest = json.loads(found[_REST].tobytes())
             if rest["version"] != _VERSION:
                 raise ValueError(f"version {rest['version']!r}; {_VERSION} is known")
@@ -54,7 +52,7 @@ def unpacked(archive: bytes) -> dict[str, Any]:
                 if key != _REST:
                     i, _, what = key.partition(".")
                     of[int(i)][what] = found[key]
-    # whatever zip files, NumPy and JSON raise for what is none of theirs
+    # zipfile, NumPy and JSON raise many types for malformed bytes
     except Exception as e:
         raise ConfigError(f"state of compression: {len(archive)} bytes that are none: {e}") from e
     return saved

@@ -1,5 +1,5 @@
-# One call of a framework's engine: its tensors, who is to be told, and the queues in which it waits
-# for the GIL.
+# One call of a framework's engine: its tensors, the caller's callbacks, and the queues in which it
+# waits for the GIL.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 
@@ -10,7 +10,7 @@ cdef enum:
     FEW_DIMS = 6
     TOLD = -1
 
-cdef enum Why:                  # a call has failed: Abseil's codes, which TensorFlow and XLA have
+cdef enum Why:                  # Abseil's status codes, which TensorFlow and XLA use
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     RESOURCE_EXHAUSTED = 8
@@ -19,62 +19,63 @@ cdef enum Why:                  # a call has failed: Abseil's codes, which Tenso
     INTERNAL = 13
 
 cdef struct Part:
-    Tell tell                   # first: what the core calls knows its part by it
+    Tell tell                   # First field: the callback gets its address from the core.
     Call *call
-    char *source                # memory: what is pushed, and where the result goes; may be the same
+    # Memory that is pushed; the result goes to ``target``, which may be the same memory.
+    char *source
     char *target
     size_t n_bytes
-    int dtype                   # as the caller numbers them
+    int dtype                   # In the caller's numbering.
     int n_dims
     const int64_t *dims
-    int64_t few[FEW_DIMS]       # ... where they are, if they are few; see also room_for_dims
-    void *given                 # what the caller holds of the source, if it is not the target's
-    void *made                  # ... and of the target
-    void *handle                # the Handle; NULL: has not begun
+    int64_t few[FEW_DIMS]       # Storage of ``dims`` if they are few; see room_for_dims.
+    void *given                 # The caller's reference to the source, if it is not the target.
+    void *made                  # The caller's reference to the target.
+    void *handle                # The Handle (owned); NULL until the part has begun.
 
-# A kind of callers. Without the GIL, but for those that say so.
+# Callbacks of one kind of caller. They run without the GIL unless a comment says otherwise.
 cdef struct Caller:
-    object (*plan)(Call *call)                      # with the GIL: the Plan of what is asked for
-    void (*fail)(Call *call, int code, const char *text) noexcept nogil    # before `settle`
-    # it is over: tensors and plan are the caller's again, who ends the call
+    object (*plan)(Call *call)                      # With the GIL: returns the call's Plan.
+    void (*fail)(Call *call, int code, const char *text) noexcept nogil    # Called before `settle`.
+    # The call is over: tensors and plan belong to the caller again, which has to call end_call.
     void (*settle)(Call *call) noexcept nogil
-    # with the GIL: it has failed; handles shall keep what the transport may still read
+    # With the GIL, after a failure: has the handles keep memory that the transport may still read.
     void (*keep)(Call *call) noexcept
-    void (*leave)(Call *call) noexcept nogil        # the same when Python ends: for ever
-    # there are no such two: what is pushed has to be a copy
+    void (*leave)(Call *call) noexcept nogil        # Leaks that memory, when Python ends.
+    # The caller frees its tensors on failure, so inputs are copied and keep/leave are unused.
     bint goes_first
 
-cdef struct Call:               # first in what a caller has of its own
+cdef struct Call:               # First field of the caller's own struct.
     const Caller *caller
-    void *held                  # an object that is needed as long as the call; or NULL
+    void *held                  # Python object (owned) needed as long as the call, or NULL.
     double rate
-    int64_t left                # parts under way, and one for who begins them
-    # TOLD: its caller knows; else the part that has failed, counted from 1; 0: none
+    int64_t left                # Parts under way, plus one for the thread that begins them.
+    # TOLD: the caller knows the error. Otherwise the failed part, counted from 1, or 0 for none.
     int64_t failed
-    uint32_t n                  # parts
+    uint32_t n                  # Number of parts.
     Part *parts
     Call *next
 
-# first in what is to be freed when there is the GIL: it holds an object
+# First field of a struct that holds a Python object and is freed by a thread with the GIL.
 cdef struct Waste:
     void *held
     void (*free)(Waste *waste) noexcept nogil
     Waste *next
 
 cdef struct Calls:
-    Monitor monitor             # guards all of this
-    Call *first                 # to be begun, the oldest first
+    Monitor monitor             # Guards all fields.
+    Call *first                 # Calls to begin, oldest first.
     Call *last
-    Call *failed                # to be told so, in words
-    bint idle                   # who begins them sleeps
-    int64_t ended               # Python ends, and nobody begins them
-    bint served                 # somebody does
-    Call *over                  # of which only the handles are left
+    Call *failed                # Failed calls whose error is still to be reported.
+    bint idle                   # The serving thread sleeps.
+    int64_t ended               # Python ends; no thread begins calls.
+    bint served                 # The serving thread runs.
+    Call *over                  # Finished calls; only their Python objects remain.
     Waste *waste
 
 
 cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noexcept nogil:
-    """At the beginning of ``n_bytes`` of zeros, the caller's. NULL: no memory."""
+    """Allocate a call as the first field of ``n_bytes`` of zeros. NULL: no memory."""
     cdef Call *call = <Call *>calloc(1, n_bytes)
     cdef uint32_t i
     if call == NULL:
@@ -92,9 +93,9 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noe
 
 
 cdef inline int64_t *room_for_dims(Part *part) noexcept nogil:
-    """Where its ``n_dims`` dimensions can be put, until :func:`drop_dims`.
+    """Return storage for the part's ``n_dims`` dimensions, valid until :func:`drop_dims`.
 
-    NULL, and it has none: no memory.
+    Without memory, return NULL and set ``n_dims`` to 0.
     """
     cdef int64_t *more = part.few
     if part.n_dims > FEW_DIMS:
@@ -118,7 +119,7 @@ cdef inline void free_call(Call *call) noexcept nogil:
 
 
 cdef inline bint enqueue(Calls *calls, Call *call) noexcept nogil:
-    """Let it be begun. False if Python ends, and it will not be."""
+    """Queue a call to begin. False: Python ends, and the call will not begin."""
     cdef bint taken
     lock(&calls.monitor)
     taken = not calls.ended
@@ -135,7 +136,7 @@ cdef inline bint enqueue(Calls *calls, Call *call) noexcept nogil:
 
 
 cdef inline void mark_failed(Calls *calls, Call *call, int64_t part) noexcept nogil:
-    """``part`` as Call.failed has it. The first counts."""
+    """Record a failure; ``part`` as in Call.failed. Only the first failure counts."""
     lock(&calls.monitor)
     if call.failed == 0:
         call.failed = part
@@ -143,7 +144,7 @@ cdef inline void mark_failed(Calls *calls, Call *call, int64_t part) noexcept no
 
 
 cdef inline bint put_failed(Calls *calls, Call *call) noexcept nogil:
-    """Let its caller be told. False if Python ends, and nobody has words for it."""
+    """Queue a failed call's error report. False: Python ends, and no thread can write the text."""
     cdef bint taken
     lock(&calls.monitor)
     taken = not calls.ended
@@ -157,9 +158,9 @@ cdef inline bint put_failed(Calls *calls, Call *call) noexcept nogil:
 
 
 cdef inline bint wait_for_calls(Calls *calls, Call **first, Call **failed) noexcept nogil:
-    """Sleep until there are calls to be begun, or some that have failed, and take them.
+    """Sleep until there are calls to begin or failed calls to report, and take all of them.
 
-    False when Python ends.
+    Returns False when Python ends.
     """
     cdef bint go_on
     lock(&calls.monitor)
@@ -175,7 +176,7 @@ cdef inline bint wait_for_calls(Calls *calls, Call **first, Call **failed) noexc
 
 
 cdef inline void put_over(Calls *calls, Call *call) noexcept nogil:
-    """It is over, and what is left of it is for who has the GIL."""
+    """Queue a finished call, so that a thread with the GIL releases its Python objects."""
     lock(&calls.monitor)
     call.next = calls.over
     calls.over = call
@@ -183,5 +184,5 @@ cdef inline void put_over(Calls *calls, Call *call) noexcept nogil:
 
 
 cdef inline bint part_over(Call *call) noexcept nogil:
-    """Whether it was the last."""
+    """Count one part as ended. Returns whether it was the last."""
     return atomic_add(&call.left, -1) == 0

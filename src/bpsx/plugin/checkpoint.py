@@ -1,4 +1,4 @@
-"""What compression keeps of an optimizer's gradients, for its checkpoints."""
+"""Compression state of one optimizer's gradients, for its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from bpsx.plugin import adapter
 
 
 def kept_by_place(wires: Sequence[str]) -> dict[str, Any]:
-    """What :meth:`bpsx.compression.manager.Compressing.save` has of each, by its place, as text:
-    names may be others in the process that goes on.
+    """Return the result of :meth:`bpsx.compression.manager.Compressing.save`, keyed by place.
+
+    A gradient's place is its index in ``wires``, as text. The process that resumes may have other
+    names.
     """
     places = {wire: str(i) for i, wire in enumerate(wires)}
     return {
@@ -19,23 +21,24 @@ def kept_by_place(wires: Sequence[str]) -> dict[str, Any]:
 
 
 class Keeping:
-    """Of the gradients of one optimizer, which are known by their place in ``wires``, a list of
-    their names that may grow.
+    """Saves and loads the compression state of one optimizer's gradients.
 
-    Not thread-safe.
+    A gradient is identified by its place in ``wires``, a list of the gradients' names that may
+    grow. Not thread-safe.
     """
 
     def __init__(self, wires: Sequence[str]) -> None:
         self._wires = wires
-        self._waiting: dict[str, Any] = {}  # for gradients that are not known yet
+        self._waiting: dict[str, Any] = {}  # state of gradients that are not declared yet
 
     def save(self) -> dict[str, Any]:
-        """What is kept, by place."""
+        """Return the state, keyed by place."""
         return {**self._waiting, **kept_by_place(self._wires)}
 
     def load(self, saved: Mapping[str, Any], declared: bool) -> None:
-        """Go on with what :meth:`save` has given, now if gradients have been ``declared``, or when
-        they are; what is not in it begins anew.
+        """Continue with the state that :meth:`save` returned; gradients missing from it start anew.
+
+        The state is restored now if gradients have been ``declared``, otherwise when they are.
         """
         self._waiting = dict(saved)
         if declared:
@@ -45,7 +48,7 @@ class Keeping:
             self.put_back()
 
     def put_back(self) -> None:
-        """Gradients have been declared: what waited for them is theirs."""
+        """Restore the waiting state of gradients that have been declared."""
         ready = {
             wire: self._waiting.pop(str(i))
             for i, wire in enumerate(self._wires)

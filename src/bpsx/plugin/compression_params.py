@@ -1,4 +1,4 @@
-"""``compression_params`` of an optimizer: one for all parameters, or by their names."""
+"""``compression_params`` of an optimizer: one mapping for all parameters, or one by name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 
-#: For all parameters; by name; or what a function says of a name. None: not compressed.
+#: One mapping for all parameters, mappings by name, or a function of a name. None: not compressed.
 Params = Mapping[str, Any] | Callable[[str], Mapping[str, Any] | None] | None
 
 
 def choose(
     given: Params, names: Iterable[str], verb: str, momenta: Mapping[str, float]
 ) -> dict[str, adapter.Compression]:
-    """The compression of each parameter that has one.
+    """Return the compression of each parameter that has one.
 
-    ``momenta``: the optimizer's, which is ``mu`` where none is given.
+    ``momenta``: the optimizer's own momentum by name; it becomes ``mu`` where ``given`` has none.
 
     Raises :class:`ConfigError`, which names parameter, key and value.
     """
@@ -50,9 +50,9 @@ def choose(
 
 
 def check_params(given: Any, verb: str, momentum: bool = False) -> None:
-    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters.
+    """Raise :class:`ConfigError` unless ``given`` can be some parameters' ``compression_params``.
 
-    ``momentum``: whether there is an optimizer's, which may be ``mu``.
+    ``momentum``: whether the optimizer has a momentum of its own that could become ``mu``.
     """
     if isinstance(given, type):
         raise ConfigError(
@@ -63,7 +63,7 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
     if given is None or callable(given):
         return
     by_name = _by_name(given, verb)
-    if not adapter.initialised():  # until then, nobody knows the compressors from outside
+    if not adapter.initialised():  # before that, other packages' compressors are unknown
         return
     for name, params in given.items() if by_name else [(None, given)]:
         if isinstance(params, Mapping):
@@ -71,9 +71,7 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
 
 
 def check_names(given: Params, known: Sequence[str], verb: str) -> None:
-    """Raise :class:`ConfigError` if ``given`` has choices by name, and one is none of the
-    ``known``.
-    """
+    """Raise :class:`ConfigError` if ``given`` has choices by name with a name not in ``known``."""
     if given is None or callable(given) or not _by_name(given, verb):
         return
     strange = [str(name) for name in given if name not in known]
@@ -85,9 +83,9 @@ def check_names(given: Params, known: Sequence[str], verb: str) -> None:
 
 
 def _by_name(given: Any, verb: str) -> bool:
-    """Whether a mapping has parameters' names for keys.
+    """Whether the keys of a mapping are parameters' names.
 
-    Raises :class:`ConfigError` for anything else.
+    Raises :class:`ConfigError` if ``given`` is no mapping.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""Python values as JSON and bytes, which can be read without running anything that came over the
-network.
+"""Encodes Python values as JSON and bytes; decoding never runs code from the network.
 
-A plugin derives from :class:`Encoder` to have its framework's tensors travel as well.
+A plugin derives from :class:`Encoder` to send its framework's tensors as well.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ import numpy as np
 
 from bpsx.errors import BpsxError
 
-#: Kinds of NumPy's element types whose bytes are all there is to them.
+#: Kinds of NumPy dtypes whose elements are nothing but their bytes.
 _NUMPY_KINDS = "biufcSUmM"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
-#: JSON readers stop at integers of some thousand digits; from this many bits on they travel as
-#: hexadecimal text.
+#: Integers from this many bits on travel as hexadecimal text: JSON readers refuse integers of some
+#: thousand digits.
 _MOST_BITS = 64
 
 
 class StateError(BpsxError, ValueError):
-    """A value cannot travel between workers, or does not fit where it has arrived."""
+    """A value cannot be sent between workers, or does not fit where it has arrived."""
 
 
 class Encoder:
-    """Python values to JSON without losing their types; bytes are put aside, in :attr:`blobs`.
+    """Encodes Python values as JSON without losing their types; bytes go to :attr:`blobs`.
 
-    ``verb`` begins every error. ``exact``: refuse what would come back as another type (a subclass
-    of ``dict``, an ``IntEnum``); otherwise subclasses come back as what they are derived from.
+    ``verb`` begins every error. ``exact``: refuse values that would be decoded as another type (a
+    subclass of ``dict``, an ``IntEnum``); otherwise subclasses are decoded as their base type.
     """
 
     def __init__(self, verb: str, exact: bool = False) -> None:
@@ -38,7 +37,7 @@ class Encoder:
         self._verb, self._exact = verb, exact
 
     def encode(self, value: Any, where: str) -> Any:
-        """``value`` as JSON. ``where`` names it in errors and on the wire.
+        """Return ``value`` as JSON. ``where`` names it in errors and on the wire.
 
         Raises :class:`StateError`.
         """
@@ -54,12 +53,13 @@ class Encoder:
                 return {kind: [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
         if type(value) is dict or isinstance(value, dict) and not self._exact:
             return {"dict": self._items(value, where)}
-        if type(value) is OrderedDict:  # a module's state_dict, which has attributes of its own
+        # A module's state_dict, for example, has attributes of its own.
+        if type(value) is OrderedDict:
             return {"ordered": [self._items(value, where), self._items(vars(value), where)]}
         return self._rarer(value, where)
 
     def _tensor(self, value: Any, where: str) -> Any:
-        """What describes ``value``, as JSON, if it is a tensor of a plugin's framework; or None."""
+        """Return a JSON description of ``value`` if it is a framework's tensor, else None."""
         return None
 
     def _items(self, value: dict[Any, Any], where: str) -> list[Any]:
@@ -70,7 +70,7 @@ class Encoder:
             return {type(value).__name__: self._put_aside(value, where)}
         if type(value) is complex:
             return {"complex": [value.real, value.imag]}
-        # a NumPy float64, an IntEnum
+        # A NumPy float64 or an IntEnum, for example.
         if not self._exact and isinstance(value, (int, float, str)):
             return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
         if (
@@ -87,16 +87,16 @@ class Encoder:
         )
 
     def _put_aside(self, value: bytes | bytearray, where: str) -> int:
-        """The place of ``value`` among what has been put aside."""
+        """Append ``value`` to the blobs and return its index."""
         self.blobs.append(bytes(value))
         return len(self.blobs) - 1
 
 
 def decode(value: Any, raw: Callable[[int], bytes], tensor: Callable[[Any], Any]) -> Any:
-    """The reverse of :meth:`Encoder.encode`.
+    """Reverse :meth:`Encoder.encode`.
 
-    ``raw``: the bytes put aside, by place; ``tensor``: the tensor that has been described like
-    this. Raises :class:`StateError`.
+    ``raw``: returns the blob with an index. ``tensor``: returns the tensor for a description that
+    the encoder made. Raises :class:`StateError`.
     """
     if not isinstance(value, dict):
         return value

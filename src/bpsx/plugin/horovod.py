@@ -1,4 +1,4 @@
-"""Horovod's vocabulary that no framework owns: reductions, process sets, timelines, refusals.
+"""Framework-independent part of Horovod's API: reductions, process sets, timelines, refusals.
 
 The modules ``bpsx.torch.horovod`` and ``bpsx.tensorflow.horovod`` are built on it.
 """
@@ -17,12 +17,12 @@ from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.system.tracebacks import warn
 
-#: Where :func:`stop_timeline` copies worker 0's timeline.
+#: File to which :func:`stop_timeline` copies worker 0's timeline.
 _timeline = ""
 
 
 class ReduceOp(enum.IntEnum):
-    """How tensors of several workers become one; Horovod's numbers."""
+    """Reductions over workers, with Horovod's numbers."""
 
     Average = 0
     Sum = 1
@@ -32,12 +32,12 @@ class ReduceOp(enum.IntEnum):
     Product = 5
 
 
-#: The reductions that servers compute. For the others every worker gathers all tensors.
+#: Reductions that servers compute. For the others, every worker gathers all tensors.
 _ADDING = (ReduceOp.Average, ReduceOp.Sum)
 
 
 class How(NamedTuple):
-    """The arguments of a reduction, checked."""
+    """Checked arguments of a reduction."""
 
     verb: str
     op: ReduceOp
@@ -51,7 +51,7 @@ class How(NamedTuple):
 
 
 def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
-    """``op``, or what the deprecated ``average`` means.
+    """Return ``op``, or the reduction that the deprecated ``average`` stands for.
 
     Raises :class:`ConfigError`.
     """
@@ -77,14 +77,14 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
 
 
 def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
-    """``op``, if it is a sum or an average. Raises :class:`ConfigError`."""
+    """Return ``op`` if it is a sum or an average. Raises :class:`ConfigError` otherwise."""
     if op not in _ADDING:
         raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
     return op
 
 
 def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str) -> How:
-    """The checked arguments of a reduction. ``instead``: the verb for asynchronous training.
+    """Check the arguments of a reduction. ``instead``: the verb to use in asynchronous training.
 
     Raises :class:`ConfigError`.
     """
@@ -104,9 +104,9 @@ def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str)
 
 
 class ProcessSet:
-    """Some of the workers, by rank.
+    """A set of workers, given by their ranks.
 
-    A sum over summation servers takes all workers, so every verb refuses a set of fewer.
+    Servers sum over all workers, so every verb refuses a smaller set.
     """
 
     def __init__(self, ranks: Sequence[int] | None) -> None:
@@ -123,37 +123,40 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """0 for a set of all workers, of which there is one; None for any other set."""
+        """0 for the one set of all workers, None for any other set."""
         everyone = self.ranks is None
         if not everyone and adapter.initialised():
             everyone = self.ranks == list(range(verbs.size()))
         return 0 if everyone else None
 
     def size(self) -> int:
-        """Number of its workers.
+        """Number of workers in the set.
 
-        Raises :class:`~bpsx.errors.NotInitializedError` where that is not known yet.
+        Raises :class:`~bpsx.errors.NotInitializedError` if the number is not known yet.
         """
         return verbs.size() if self.ranks is None else len(self.ranks)
 
     def rank(self) -> int:
-        """This worker's place in it."""
+        """Index of this worker in the set."""
         return verbs.rank() if self.ranks is None else self.ranks.index(verbs.rank())
 
     def included(self) -> bool:
-        """Whether this worker is in it."""
+        """Whether this worker is in the set."""
         return self.ranks is None or verbs.rank() in self.ranks
 
     def __repr__(self) -> str:
         return "global_process_set" if self.ranks is None else f"ProcessSet({self.ranks})"
 
 
-#: All workers.
+#: The set of all workers.
 global_process_set = ProcessSet(None)
 
 
 def check_process_set(process_set: Any, argument: str = "process_set", instead: str = "") -> None:
-    """Raise :class:`ConfigError` unless it is all workers. ``instead``: what to use for fewer."""
+    """Raise :class:`ConfigError` unless the set has all workers.
+
+    ``instead``: advice for a set of fewer workers.
+    """
     if not isinstance(process_set, ProcessSet):
         raise ConfigError(
             f"{argument}={process_set!r}: a ProcessSet is needed, not "
@@ -168,14 +171,14 @@ def check_process_set(process_set: Any, argument: str = "process_set", instead: 
 
 
 def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -> ProcessSet:
-    """The set, if it has all workers. Raises :class:`ConfigError` for any other."""
+    """Return the set if it has all workers. Raises :class:`ConfigError` for any other."""
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     check_process_set(given, instead=instead)
     return given
 
 
 def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) -> None:
-    """Check Horovod's arguments of ``init`` and call ``begin``, the framework's own ``init``."""
+    """Check the arguments of Horovod's ``init``, then call the framework's own, ``begin``."""
     if comm is not None and (not isinstance(comm, Sequence) or comm):
         more = f", and {instead}" if instead else ""
         raise ConfigError(
@@ -188,18 +191,18 @@ def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) 
             check_process_set(process_set, "init: process_sets", instead)
 
 
-# ---- what Horovod tells about itself
+# ---- queries about the job and the build
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a job."""
+    """Whether this process is part of a job."""
     return adapter.initialised()
 
 
 def cross_rank() -> int:
-    """The index of this worker's machine.
+    """Index of this worker's machine.
 
-    Under ``bpsx-run --local --workers`` each worker imitates one.
+    Under ``bpsx-run --local --workers`` each worker counts as a machine.
     """
     return verbs.rank() // verbs.local_size()
 
@@ -220,7 +223,7 @@ def no() -> bool:
 
 
 def refuse_elastic(suspending: str) -> NoReturn:
-    """Raise :class:`ConfigError`. ``suspending``: the framework's module with ``suspend()``."""
+    """Raise :class:`ConfigError`. ``suspending``: the framework's module that has ``suspend()``."""
     raise ConfigError(
         "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
         "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
@@ -230,11 +233,11 @@ def refuse_elastic(suspending: str) -> NoReturn:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record a timeline from now on, until :func:`stop_timeline`.
+    """Record a timeline from now until :func:`stop_timeline`.
 
-    That writes worker 0's to ``file_path``, and every worker's own to its place in
-    ``BYTEPS_TRACE_DIR``. ``mark_cycles`` is ignored: there are no cycles. Raises
-    :class:`ConfigError` for what is no path.
+    :func:`stop_timeline` writes worker 0's timeline to ``file_path``, and each worker's own
+    timeline to its place in ``BYTEPS_TRACE_DIR``. ``mark_cycles`` is ignored: bpsx has no cycles.
+    Raises :class:`ConfigError` unless ``file_path`` is a path.
     """
     global _timeline
     path = ""
@@ -247,9 +250,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the timeline of :func:`start_timeline`.
+    """End the timeline that :func:`start_timeline` began.
 
-    Raises :class:`OSError` if worker 0's cannot be written to its ``file_path``.
+    Raises :class:`OSError` if worker 0's timeline cannot be written to its ``file_path``.
     """
     path = verbs.trace_stop()
     if path is not None and _timeline and verbs.rank() == 0:
@@ -260,7 +263,7 @@ def stop_timeline() -> None:
 
 
 def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
-    """``op``, a sum or an average, which ``gradient_predivide_factor`` fits.
+    """Return ``op`` if it is a sum or an average that ``gradient_predivide_factor`` may go with.
 
     Raises :class:`ConfigError`.
     """
@@ -280,9 +283,9 @@ def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
 def check_groups(
     verb: str, num_groups: Any, groups: Any, known: Callable[[Any], bool], what: str = "parameter"
 ) -> None:
-    """Raise :class:`ConfigError` unless ``groups`` are a number, or lists of ``what``, each once.
+    """Raise :class:`ConfigError` unless ``groups`` is a number, or lists of ``what``, each once.
 
-    ``known``: whether a member is one.
+    ``known``: whether a member of a list is a ``what``.
     """
     listed = groups is not None and isinstance(groups, Sequence)
     counts = (("num_groups", num_groups), ("groups", 0 if groups is None or listed else groups))
@@ -302,10 +305,10 @@ def _members(group: Any) -> Iterable[Any]:
 
 
 def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) -> list[int]:
-    """``splits`` of an alltoall, a sequence or None, as ``size`` numbers.
+    """Return the ``splits`` of an alltoall, a sequence or None, as ``size`` integers.
 
-    ``rows``: the number of rows, None where it is not known yet; ``shown``: what the error shows in
-    the place of ``splits``. Raises :class:`ConfigError`.
+    ``rows``: the number of rows, None if it is not known yet. ``shown``: what the error shows in
+    place of ``splits``. Raises :class:`ConfigError`.
     """
     if splits is None:
         if rows is None or rows % size:

@@ -1,5 +1,6 @@
-"""The momentum of an optimizer's own, where ``compression_params`` has momentum in its place: taken
-over, and switched off while it steps.
+"""Lets the momentum of ``compression_params`` replace an optimizer's own momentum.
+
+The optimizer's momentum is taken over, and switched off while the optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _WHAT = "compression_params: momentum='nesterov'"
 
 
 def has_momentum(optimizer: Any, attribute: str = "momentum") -> bool:
-    """Whether it has its own: of v1 optimizers, under another ``attribute``, it may be a tensor."""
+    """Whether ``optimizer`` has a momentum.
+
+    ``attribute``: where it is kept, which differs in v1 optimizers; there it may be a tensor.
+    """
     return _is_one(getattr(optimizer, attribute, 0.0))
 
 
@@ -24,11 +28,12 @@ def _is_one(value: Any) -> bool:
 
 
 class Momentum:
-    """Of one optimizer.
+    """Momentum of one optimizer.
 
-    ``attribute`` is where it has it; ``of_gradients``: whether it is that of gradients, so that
-    compression can have it in its place; ``where_it_is``: such optimizers. One thread at a time,
-    but for :meth:`off`, in which the threads of replicas are together.
+    ``attribute``: the optimizer's attribute that holds it. ``of_gradients``: whether it is a
+    momentum of gradients, which compression can replace. ``where_it_is``: names of such optimizers,
+    for messages. One thread at a time may use it, but several threads of replicas may be in
+    :meth:`off` together.
     """
 
     def __init__(
@@ -40,35 +45,35 @@ class Momentum:
             of_gradients,
             where_it_is,
         )
-        self._taken = 0.0  # what it was when compression took it over
-        self._stays = False  # some variables' gradients get none on the way
+        self._taken = 0.0  # its value when compression took it over
+        self._stays = False  # compression adds none to some variables' gradients
         self._stepping = 0
 
     @property
     def has_value(self) -> bool:
-        """Whether the optimizer has any."""
+        """Whether the optimizer has a momentum."""
         return _is_one(self.value)
 
     def follow(self, optimizer: Any, of_gradients: bool) -> None:
-        """Another optimizer has taken that one's place."""
+        """Follow another optimizer that has replaced the earlier one."""
         self._optimizer, self._of_gradients = optimizer, of_gradients
 
     @property
     def value(self) -> Any:
-        """What it is: of v1 optimizers it may be a tensor."""
+        """The optimizer's momentum; in v1 optimizers it may be a tensor."""
         return self._taken if self._stepping else getattr(self._optimizer, self._attribute, 0.0)
 
     def by_name(self, names: Sequence[str]) -> dict[str, float]:
-        """For :func:`bpsx.plugin.compression_params.choose`."""
+        """The momentum by name, as :func:`bpsx.plugin.compression_params.choose` takes it."""
         value = self.value
         return (
             dict.fromkeys(names, float(value)) if isinstance(value, (int, float)) and value else {}
         )
 
     def take_over(self, names: Sequence[str], choices: Mapping[str, adapter.Compression]) -> None:
-        """Compression adds it to gradients of these names, from now on, if ``choices`` say so.
+        """Let compression add the momentum to the gradients of these names, if ``choices`` say so.
 
-        Raises :class:`ConfigError` if it cannot be so.
+        Raises :class:`ConfigError` if compression cannot replace the optimizer's momentum.
         """
         without = [name for name in names if name not in choices or not choices[name].momentum]
         own = type(self._optimizer).__name__
@@ -97,10 +102,10 @@ class Momentum:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the optimizer has none, if compression has taken it over.
+        """Context in which the optimizer has no momentum, if compression has taken it over.
 
-        Raises :class:`ConfigError` if somebody has changed it: what is added to gradients would not
-        follow.
+        Raises :class:`ConfigError` if the optimizer's momentum has changed since: what compression
+        adds to gradients would not follow.
         """
         if not self._taken:
             yield

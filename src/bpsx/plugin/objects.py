@@ -1,8 +1,8 @@
-"""Python objects from one worker to all, and from all to all.
+"""Sends Python objects from one worker to all, and from all to all.
 
-Plain values travel in an encoding that runs nothing when it is read. Anything else is pickled, and
-unpickling runs what the sender wants: so only in a job with a secret, and only bytes that carry the
-proof that somebody who knows it has made them.
+Plain values travel in an encoding whose decoding runs no code. Other objects are pickled, and
+unpickling runs whatever code the sender wants. So pickling needs a job secret, and a worker
+unpickles only bytes with a proof that a process that knows the secret made them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from bpsx.plugin.adapter import Handle, TensorView, capacity, check_name, checke
 
 _PURPOSE = "pickled object"
 _PROOF_BYTES = 32
-#: What a message is: its first byte.
+#: Kinds of messages: the first byte.
 _PLAIN, _PICKLED, _ERROR = b"v", b"p", b"e"
 
 
 class ObjectError(BpsxError, TypeError):
-    """An object cannot travel: neither a plain value nor one that may be, or can be, pickled."""
+    """An object cannot be sent: it is no plain value, and may not or cannot be pickled."""
 
 
 class Codec(NamedTuple):
-    """How plain values of a framework become bytes and the reverse.
+    """Converts plain values of a framework to bytes and back.
 
-    ``encode(obj, verb)`` raises :class:`~bpsx.errors.BpsxError` for what is none, and
-    :class:`RecursionError`; ``decode(body)`` whatever fits what has arrived and is not encoded.
+    ``encode(obj, verb)`` raises :class:`~bpsx.errors.BpsxError` for other values, and
+    :class:`RecursionError`. ``decode(body)`` raises whatever fits for bytes that are not encoded.
     """
 
     encode: Callable[[Any, str], bytes]
@@ -40,16 +40,16 @@ class Codec(NamedTuple):
 
 
 class _Calls:
-    """Calls of each name in this job, which all workers count alike.
+    """Counts the calls of each name in this job; all workers count alike.
 
-    What was proven for one call is of no use in another.
+    The count is part of the proof, so the proof of one call is useless in another.
     """
 
     def __init__(self) -> None:
         self._job, self._counts = -1, dict[str, int]()
 
     def next(self, where: str) -> int:
-        """The number of the call of ``where`` that begins now."""
+        """Return the number of the call of ``where`` that begins now."""
         if self._job != adapter.session().job:
             self._job, self._counts = adapter.session().job, {}
         self._counts[where] = self._counts.get(where, 0) + 1
@@ -60,15 +60,16 @@ _calls = _Calls()
 
 
 def _proof(where: str, call: int, sender: int, body: bytes) -> bytes | None:
-    """That worker ``sender`` has made ``body`` for this call of this job; None without a secret."""
+    """Proof that worker ``sender`` made ``body`` for this call; None if the job has no secret."""
     return adapter.proof(_PURPOSE, adapter.session().job, where, call, sender, body)
 
 
 def broadcast_object(obj: Any, root_rank: int, name: str | None, codec: Codec) -> Any:
-    """What ``obj`` is on worker ``root_rank``: there itself, elsewhere a copy.
+    """Return worker ``root_rank``'s ``obj``: the object itself on the root, a copy elsewhere.
 
-    Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone
-    where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does not exist.
+    Raises :class:`ObjectError` on all workers if the root's object cannot be sent, and on a single
+    worker that cannot unpickle it; :class:`~bpsx.errors.ConfigError` for a root that does not
+    exist.
     """
     verb = "broadcast_object"
     root = checked_root(root_rank, verb, adapter.session().size)
@@ -82,9 +83,9 @@ def broadcast_object(obj: Any, root_rank: int, name: str | None, codec: Codec) -
 
 
 def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> list[Any]:
-    """What ``obj`` is on each worker, by rank; the own place holds ``obj`` itself.
+    """Return the ``obj`` of each worker, by rank; this worker's entry is ``obj`` itself.
 
-    Raises :class:`ObjectError` on all workers if an object of one of them cannot travel.
+    Raises :class:`ObjectError` on all workers if an object of one of them cannot be sent.
     """
     where = _checked_name(name, verb)
     ours = adapter.session()
@@ -108,7 +109,10 @@ def _checked_name(name: Any, verb: str) -> str:
 
 
 def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
-    """A message for the others, who wait for one whatever happens here: else for the reason."""
+    """Return a message with ``obj``, or with the reason why ``obj`` cannot be sent.
+
+    The other workers wait for a message in any case.
+    """
     try:
         return _PLAIN + codec.encode(obj, verb)
     except (BpsxError, RecursionError) as e:
@@ -125,7 +129,7 @@ def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
             )
         body = pickle.dumps(obj)
         return _PICKLED + (_proof(where, call, adapter.session().rank, body) or b"") + body
-    except Exception as e:  # __reduce__ and its like may raise anything
+    except Exception as e:  # methods such as __reduce__ may raise anything
         kind = type(obj).__name__
         text = f"{verb}: {kind} cannot be pickled: {type(e).__name__}: {e}"
         return _ERROR + text.encode(errors="replace")
@@ -134,7 +138,7 @@ def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
 def _unpack(
     message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec
 ) -> Any:
-    """The object in a message. If it is this worker's own (``ours``) nothing is made of it.
+    """Return the object in a message, or None if the message is this worker's own (``ours``).
 
     Raises :class:`ObjectError`.
     """
@@ -175,20 +179,20 @@ def _decoded(body: bytes, verb: str, sender: int, codec: Codec) -> Any:
 
 
 def _begun(array: np.ndarray, name: str, root: int) -> Handle:
-    """A broadcast of ``array``, contiguous, of uint8 or int64, in its place."""
+    """Begin a broadcast of ``array``, contiguous, of uint8 or int64, in place."""
     view = TensorView(array.ctypes.data, array.nbytes, array.dtype.name, array.shape, array)
     return adapter.session().broadcast(name, view, root)
 
 
 def _room(length: int, text: bytes) -> np.ndarray:
-    """Memory for ``length`` bytes, of one of few sizes, with ``text`` at its beginning."""
+    """Return an array for ``length`` bytes that begins with ``text``; few sizes are used."""
     body = np.zeros(capacity(length), np.uint8)
     body[: len(text)] = np.frombuffer(text, np.uint8)
     return body
 
 
 def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
-    """The root's ``text``, of any length, on all workers: its length first."""
+    """Return the root's ``text``, of any length, on all workers; its length travels first."""
     own = adapter.session().rank == root
     length = np.array([len(text)], np.int64)
     _begun(length, f"{name}.length", root).wait()
@@ -199,7 +203,10 @@ def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
 
 
 def gather_bytes(text: bytes, name: str) -> list[bytes]:
-    """All workers' ``text``, of any length, by rank: their lengths first. All at once."""
+    """Return all workers' ``text``, of any length, by rank.
+
+    The lengths travel first, then the texts, in each case of all workers at once.
+    """
     ours = adapter.session()
     lengths = [np.array([len(text)], np.int64) for _ in range(ours.size)]
     for handle in [_begun(n, f"{name}.length.{root}", root) for root, n in enumerate(lengths)]:

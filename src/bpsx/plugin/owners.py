@@ -1,5 +1,7 @@
-"""Registry of who exchanges tensors under which names: two live owners of one name would add up
-what does not belong together."""
+"""Registry of the owners of tensor names.
+
+Two live owners of one name would add up tensors that do not belong together.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +15,42 @@ from typing import Any
 from bpsx.errors import ConfigError
 from bpsx.system.tracebacks import script_frame
 
-# Re-entrant: the garbage collection, which may run in here, releases names.
+# Re-entrant: garbage collection may run while it is held, and releases names.
 _lock = threading.RLock()
 _owners: dict[str, weakref.ref[Owner]] = {}
-_ordinals: Counter[str] = Counter()  # how many owners of each kind have been numbered in _session
+# Owners that have an ordinal in _session, by kind.
+_ordinals: Counter[str] = Counter()
 _session: weakref.ref[Any] | None = None
 
 
 class Owner:
-    """An optimizer, a module or a hook that exchanges tensors under names of its own, as long as it
-    lives or until :meth:`release`.
+    """An optimizer, a module or a hook that exchanges tensors under names of its own.
 
-    ``what``: its kind, for messages; the place in the user's code where it was made is added.
-    Thread-safe.
+    It owns the names until it dies or until :meth:`release`. ``what``: its kind, for messages; the
+    place in the user's code that made it is added. Thread-safe.
     """
 
     def __init__(self, what: str) -> None:
         place = _place()
         self.what = f"{what} made at {place}" if place else what
-        self.names: dict[str, int] = {}  # with the id of what is exchanged under each
+        self.names: dict[str, int] = {}  # id of the object that is exchanged under each
         self.replaced_by = ""
 
     def refusal(self, name: str, other: Owner, same: bool) -> str:
-        """Why ``other`` cannot have ``name``, which is this one's; empty if it can, and replaces
-        this one. ``same``: for the same tensor."""
+        """Return why ``other`` cannot have ``name``, which this owner has; empty if it may replace
+        it.
+
+        ``same``: whether both use the name for the same tensor.
+        """
         return f"{name!r} is a name of the {self.what}, which is still alive"
 
     def replace(self, by: Owner) -> None:
-        """Another one takes this one's names over: this one can exchange nothing any more."""
+        """Release the names to owner ``by``; from then on this owner cannot exchange anything."""
         self.replaced_by = by.what
         self.release()
 
     def check_current(self) -> None:
-        """Raise :class:`ConfigError` if another one has taken the names over."""
+        """Raise :class:`ConfigError` if another owner has taken the names over."""
         if self.replaced_by:
             raise ConfigError(
                 f"the {self.what} cannot exchange anything any more: the {self.replaced_by} has "
@@ -64,15 +69,16 @@ class Owner:
 
 
 def claim(owner: Owner, named: Mapping[str, object]) -> None:
-    """Register names with what is exchanged under each. Raises :class:`ConfigError` if another live
-    owner has one of them and cannot be replaced.
+    """Register the names in ``named``, each with the object that ``owner`` exchanges under it.
 
-    Garbage frees its names first. Thread-safe.
+    A name that another owner holds triggers a garbage collection first, which frees the names of
+    garbage. Raises :class:`ConfigError` if another live owner has one of the names and cannot be
+    replaced. Thread-safe.
     """
     with _lock:
         others = _others(owner, named)
         if any(_refusals(owner, named, others)):
-            gc.collect()  # an owner in a cycle of references lives on until then
+            gc.collect()  # an owner in a reference cycle lives until then
             others = _others(owner, named)
         for refusal in filter(None, _refusals(owner, named, others)):
             raise ConfigError(f"{owner.what}: {refusal}")
@@ -91,7 +97,7 @@ def _refusals(owner: Owner, named: Mapping[str, object], others: Mapping[str, Ow
 
 
 def _others(owner: Owner, named: Mapping[str, object]) -> dict[str, Owner]:
-    """Other live owners of some of the names, by the first name of each."""
+    """Other live owners of some of the names, each by the first name it owns."""
     found: dict[int, tuple[str, Owner]] = {}
     for name in named:
         ref = _owners.get(name)
@@ -102,10 +108,12 @@ def _others(owner: Owner, named: Mapping[str, object]) -> dict[str, Owner]:
 
 
 def next_ordinal(session: object, kind: str, is_taken: Callable[[int], bool]) -> int:
-    """The number, from 0, of an owner of ``kind`` whose names are generated, in the order in which
-    they are made in a session: the same on all workers
-    that make the same. ``is_taken``: whether a number is in use by an owner of an earlier session.
-    Thread-safe."""
+    """Return the number, from 0, of an owner of ``kind`` whose names are generated.
+
+    Owners are numbered in the order in which a session makes them, so workers that make the same
+    owners give them the same numbers. ``is_taken``: whether an owner of an earlier session uses a
+    number. Thread-safe.
+    """
     global _session
     with _lock:
         if _session is None or _session() is not session:
@@ -125,7 +133,7 @@ def is_owned(name: str) -> bool:
 
 
 def _place() -> str:
-    """File and line of the script that is running; empty if there is none."""
+    """File and line of the running script; empty if there is none."""
     frame, _ = script_frame()
     if frame is None:
         return ""

@@ -1,7 +1,6 @@
-"""Check in an owner's first step that all workers mean the same: names, their order, and equal
-weights to begin with.
+"""First-step check of an owner: all workers must have equal names, in one order, and equal weights.
 
-Each worker puts two digests into its own row of a small sum, so that all see all rows and come to
+Each worker puts two digests into its own row of a small sum. So all workers see all rows and reach
 the same verdict.
 """
 
@@ -14,17 +13,17 @@ import numpy as np
 
 from bpsx.plugin import adapter
 
-#: Under this, with a name of the owner's, rows are exchanged.
+#: Rows are exchanged under this prefix and a name of the owner.
 PREFIX = "Digest of "
-#: Elements of each tensor that are compared, evenly spread over it.
+#: Number of compared elements per tensor, evenly spread over it.
 SAMPLES = 64
 _MASK = 2**63 - 1
-#: Of a row. 0: this worker says nothing.
+#: Columns of a row. A 0 means that this worker has nothing to compare.
 COLUMNS = 2
 
 
 def digest(parts: Iterable[bytes]) -> int:
-    """63 bits, never 0, that depend on all ``parts`` and their order."""
+    """Return 63 bits, never 0, that depend on all ``parts`` and their order."""
     state = hashlib.blake2b(digest_size=8)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -33,19 +32,19 @@ def digest(parts: Iterable[bytes]) -> int:
 
 
 def meaning_of(names: Iterable[str]) -> int:
-    """The digest of names in order. Shapes and dtypes are compared when each name is declared."""
+    """Return the digest of names in order. Declaring a name compares its shape and dtype."""
     return digest(name.encode() for name in names)
 
 
 def rows_of_all(name: str, own: Sequence[int]) -> list[list[int]]:
-    """Every worker's ``own`` numbers, of 64 bits, by rank. Waits for all workers.
+    """Return every worker's ``own`` 64-bit numbers, by rank. Waits for all workers.
 
     Raises as :func:`bpsx.push_pull`.
     """
     session = adapter.session()
     rows = np.zeros((session.size, len(own)), np.int64)
     rows[session.rank] = own
-    if session.config.asynchronous:  # there a push_pull adds to what servers keep
+    if session.config.asynchronous:  # a push_pull would add to the servers' values
         for rank, row in enumerate(rows):
             of_one = f"{name}, of worker {rank}"
             session.broadcast(of_one, _view_of(row), rank, asynchronous=False).wait()
@@ -61,18 +60,18 @@ def _view_of(rows: np.ndarray) -> adapter.TensorView:
 
 
 def sample_of(array: np.ndarray) -> bytes:
-    """Elements of a contiguous array, evenly spread over it."""
+    """Return elements of a contiguous array, evenly spread over it, as bytes."""
     flat = array.reshape(-1)
     return flat[:: stride_of(flat.size)].tobytes()
 
 
 def stride_of(elements: int) -> int:
-    """Every how many-th element of a tensor is compared."""
+    """Return the stride between compared elements of a tensor with this many elements."""
     return max(1, elements // SAMPLES)
 
 
 def odd_ones(column: Sequence[int]) -> tuple[int, list[int]]:
-    """The first worker that says anything, and those that say something else."""
+    """Return the first worker with a nonzero value, and those with a different nonzero value."""
     told = [rank for rank, value in enumerate(column) if value]
     return (
         (told[0], [rank for rank in told if column[rank] != column[told[0]]]) if told else (0, [])
@@ -86,9 +85,11 @@ def meaning_problem(
     things: str = "parameters",
     order: str = "unnamed optimizers are made",
 ) -> str:
-    """The error if workers have another meaning of the owner's names. ``here``: what this worker
-    has, for people; ``things``: what has the names; ``order``: what else has to come in one
-    order."""
+    """Return the error if workers differ in the owner's names or their order; empty if not.
+
+    ``here``: this worker's names, for people. ``things``: the objects that have the names.
+    ``order``: what else must happen in the same order on all workers.
+    """
     first, others = odd_ones([row[0] for row in rows])
     if not others:
         return ""
@@ -100,7 +101,7 @@ def meaning_problem(
 
 
 def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
-    """What to say if weights differ; empty if not. ``call``: what makes them equal."""
+    """Return the message if weights differ; empty if not. ``call``: what makes them equal."""
     first, others = odd_ones([row[1] for row in rows])
     if not others:
         return ""

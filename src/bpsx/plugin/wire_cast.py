@@ -1,6 +1,6 @@
-"""Smaller types on the wire, as BytePS has them: classes with two static methods.
+"""Base classes of compressors that send tensors in smaller types; all plugins share them.
 
-What plugins share of them.
+As in BytePS, a compressor is a class with two static methods.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from bpsx.errors import ConfigError
 
 
 class Compressor:
-    """What a compressor provides, for tensors of its framework.
+    """Interface of a compressor for tensors of one framework.
 
     Both methods are pure: they never write to the tensor that they are given.
     """
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor to send, and a context for :meth:`decompress`.
+        """Return the tensor to send, and a context for :meth:`decompress`.
 
-        May return ``tensor`` itself: then it is sent as it is.
+        May return ``tensor`` itself: then it is sent unchanged.
         """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The received ``tensor`` in the form that the matching :meth:`compress` was given."""
+        """Return the received ``tensor`` in the form that the matching :meth:`compress` got."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ class NoneCompressor(Compressor):
 def check_compression(compression: Any, verb: str, plugin: str) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor.
 
-    ``plugin``: ``bpsx.torch`` and the like.
+    ``plugin``: the plugin's module, such as ``bpsx.torch``, for the message.
     """
     if not (isinstance(compression, type) and issubclass(compression, Compressor)):
         raise ConfigError(
