@@ -1,4 +1,4 @@
-"""BytePS's second name for :mod:`bpsx.tensorflow.keras.callbacks`."""
+"""Alias of :mod:`bpsx.tensorflow.keras.callbacks`, under the name that BytePS also has for it."""
 
 from bpsx.tensorflow.keras.callbacks import (
     BroadcastGlobalVariablesCallback,

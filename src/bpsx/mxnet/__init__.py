@@ -1,7 +1,7 @@
-"""bpsx for MXNet: ``import bpsx.mxnet as bps``, before MXNet itself, which then works with today's
-NumPy.
+"""bpsx for MXNet: ``import bpsx.mxnet as bps``.
 
-BytePS's names and arguments: a script for ``byteps.mxnet`` runs with the import changed.
+Import it before MXNet, which then works with current releases of NumPy. Names and arguments are
+BytePS's: a script for ``byteps.mxnet`` runs with the import changed.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Public names only: BytePS's, and ours."""
+    """Public names only: BytePS's, and those that bpsx adds."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -8,58 +8,62 @@ def load(found: Mapping[str, int]) -> None:
     """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""
 
 def wait(seconds: float) -> int:
-    """Wait until all that has been pushed is over, at most so long.
+    """Wait until all pushed operations are over, at most so many seconds.
 
-    Returns how many operations are left. Thread-safe.
+    Returns the number of operations left. Thread-safe.
     """
 
 def new_turn() -> int:
-    """For a name. It is never freed."""
+    """Make the turn of a name, which keeps the order of its operations. It is never freed."""
 
-#: What is said of those that come after one that did not begin.
+#: Error text of operations after one of their name that did not begin.
 BEHIND: str
 
 def begin_job() -> None:
-    """Forget what has failed, or has been left out, before. Thread-safe, as all below."""
+    """Forget operations of earlier jobs that failed or were left out. Thread-safe, as all below."""
 
 def is_behind(turn: int) -> bool:
-    """Whether one of that name did not begin: what begins after it, through the engine, fails with
-    :data:`BEHIND`.
+    """Whether an operation of that name did not begin.
+
+    Operations that begin after it, through the engine, fail with :data:`BEHIND`.
     """
 
 def left_out() -> bool:
-    """Whether the engine has not executed an operation, because what makes its array has failed."""
+    """Whether the engine has left out an operation because computing its array has failed."""
 
 def why() -> str:
-    """MXNet's text of what has made it leave out the first one; once, and empty if somebody has
-    been told already.
+    """Return MXNet's error text for the first operation that it left out.
+
+    Works once; empty if the error has been reported already.
     """
 
 def unheard() -> str:
-    """MXNet's text of the first error of an operation, if nobody has been told of any; empty
-    otherwise.
+    """Return MXNet's text of the first operation's error if no error has been reported; otherwise
+    empty.
 
-    From then on somebody has.
+    From then on the error counts as reported.
     """
 
 def raise_after_fork(kind: type[BaseException]) -> None:
-    """For what is called before a fork, whose exceptions Python would print and forget: raise it in
-    the calling thread when that has forked.
+    """Raise ``kind`` in the calling thread once it has forked.
+
+    For handlers that run before a fork, whose exceptions Python would print and forget.
     """
 
 class Refused(Plan):
-    """What fails with ``error`` in place of an exchange; ``again``: the same array has met one in
-    this job before.
+    """Fails with ``error`` in place of an exchange.
+
+    ``again``: an operation on the same array has been refused in this job before.
     """
 
     def __init__(self, error: Exception, again: bool) -> None: ...
 
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
-    """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what
-    writes to it before has been done.
+    """Have the engine do what ``plan`` asks for to the NDArray with the handle ``array``.
 
-    ``turn``: the name's, out of :func:`new_turn`: the core gets the operations of one name in the
-    order of these calls. ``rate``: the learning rate, negative where there is none; ``priority``:
-    within the engine. What goes wrong later is raised where the array is waited for. Raises
-    :class:`~bpsx.errors.BpsxError` if the engine does not take it.
+    The operation begins after earlier writes to the array. ``turn``: the name's, from
+    :func:`new_turn`; the core gets the operations of one name in the order of these calls.
+    ``rate``: the learning rate, negative where there is none. ``priority``: within the engine.
+    Later failures are raised where the array is waited for. Raises :class:`~bpsx.errors.BpsxError`
+    if the engine does not take the operation.
     """

@@ -26,53 +26,56 @@ BEHIND = (
 )
 
 cdef enum:
-    CPU = 1                     # of Context.kind
+    CPU = 1                     # Context.kind of the host
     KEPT = 64
-    # the engine is told when the operation is over, and keeps no thread for it
+    # The operation reports its end to the engine, and occupies none of its threads until then.
     ASYNCHRONOUS = 4
 
-cdef struct Context:            # where an operation runs
+cdef struct Context:            # Device on which an operation runs.
     int kind
     int index
 
-# mxnet::Engine's CallbackOnComplete: whom to tell that an operation is over. No error: NULL
+# mxnet::Engine's CallbackOnComplete, to call when an operation is over. No error: NULL.
 cdef struct Told:
     void (*function)(void *engine, void *operation, const void *error) noexcept nogil
     void *engine
     void *operation
 
-# std::runtime_error, of which MXNet's dmlc::Error has nothing but the name
+# std::runtime_error. MXNet's dmlc::Error adds nothing but its name.
 cdef struct Error:
     void *parts[2]
 
-# The operations of one name, which the core has to get in the order in which the engine has got
-# them: that is not the one in which their arrays are complete. Guarded by `pushed`.
+# Order of the operations of one name. The core must get them in the order in which the engine got
+# them; their arrays may be complete in another order. Guarded by `pushed`.
 cdef struct Turn:
-    int64_t given               # so many the engine has got
-    int64_t due                 # so many the core has got
-    Push *early                 # those whose arrays are there, and others' before are not
-    bint taken                  # somebody gives them to the core
-    # in that job one did not begin: all after it would be added to other steps' of the others
+    int64_t given               # Number of operations that the engine has got.
+    int64_t due                 # Number of operations that the core has got.
+    # Operations whose arrays are complete, while an earlier one's is not.
+    Push *early
+    bint taken                  # A thread is giving operations to the core.
+    # Job in which an operation did not begin: all later ones would be added to other workers' other
+    # steps.
     int64_t gap_job
-    int64_t gap                 # ... the first one's number
+    int64_t gap                 # Number of the first such operation.
 
 cdef struct Push:
-    Call call                   # first
-    void *array                 # a handle of its own, so that the memory stays
+    Call call                   # First field.
+    void *array                 # Handle of its own, which keeps the memory.
     Told done
     Error error
     bint failed
-    bint skipped                # the engine has not executed it: what makes its array has failed
-    bint again                  # its array is among those that have failed already
+    bint skipped                # The engine has left it out: computing its array has failed.
+    bint again                  # Its array is already among the failed ones.
     Turn *turn
-    int64_t number              # among those of its name
+    int64_t number              # Number among the operations of its name.
     Push *next_early
 
-# what the engine has, and throws away when it is done with the operation, executed or not
+# The engine's reference to an operation. The engine drops it when it is done with the operation,
+# executed or not.
 cdef struct Ticket:
-    Push *push                  # NULL: it has been executed
+    Push *push                  # NULL: the operation has been executed.
 
-# MXNet's C API, and two functions of C++'s library; by the names in op_library.py.
+# MXNet's C API and two functions of the C++ library, by the names in op_library.py.
 cdef struct Api:
     int (*copy)(void *array, void **made) noexcept nogil
     int (*free)(void *array) noexcept nogil
@@ -90,12 +93,12 @@ cdef struct Api:
     void (*make_error)(Error *where, const char *text) noexcept nogil
     void (*drop_error)(Error *where) noexcept nogil
 
-cdef struct Pushed:             # operations that the engine has been given
+cdef struct Pushed:             # Operations that the engine has been given.
     Monitor monitor
-    int64_t pending             # those that are not over
-    int64_t job                 # counts them, from 1
-    # Arrays of operations that have failed in this job, the first ones, and of the first that it
-    # has not executed: the engine knows whether anybody has been told.
+    int64_t pending             # Operations that are not over.
+    int64_t job                 # Number of the job, from 1.
+    # Arrays (owned) of the first operations that failed in this job, and of the first that the
+    # engine has left out. The engine knows whether their errors have been reported.
     void *failed[KEPT]
     int n_failed
     void *left_out
@@ -114,7 +117,7 @@ of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leav
 )
 
 
-# By thread: what a handler of signals has raised while a fork waited.
+# By thread: type of the exception that a signal handler raised while a fork waited.
 cdef dict interrupted = {}
 
 
@@ -169,15 +172,15 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
     with nogil:
         status = api.copy(<void *>array, &made.array)
         if status == 0:
-            # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in
-            # the engine's thread, for the engine.
+            # MKL-DNN's arrays have a layout of their own. To ask for their memory in the engine's
+            # thread would wait for the engine.
             api.reorder(made.array)
             lock(&pushed.monitor)
             pushed.pending += 1
             made.number = made.turn.given
             made.turn.given += 1
             unlock(&pushed.monitor)
-            # from here on it is the engine's, which throws the ticket away whatever happens
+            # From here on the engine owns the ticket, and drops it whatever happens.
             given = True
             array_ = made.array
             status = api.push(
@@ -223,7 +226,7 @@ def why() -> str:
 
 def unheard() -> str:
     texts = [untold(pushed.failed[i]) for i in range(pushed.n_failed)]
-    texts = texts or [why()]        # what is left out after a failure has the same error
+    texts = texts or [why()]        # an operation left out after a failure has its error
     return texts[0] if all(texts) else ""
 
 
@@ -238,8 +241,10 @@ def is_behind(uintptr_t turn) -> bool:
 
 
 cdef str untold(void *array):
-    """The error that the engine keeps for whoever waits for ``array``, which from then on is
-    told; empty: there is none.
+    """Return the error that the engine keeps for code that waits for ``array``; empty if there is
+    none.
+
+    The engine then counts the error as reported.
     """
     cdef int status
     with nogil:
@@ -267,7 +272,7 @@ def wait(double seconds) -> int:
 
 
 def _forked() -> None:
-    """What a child's parent waits for is the parent's."""
+    """Reset the state in a forked child: pending operations are the parent's."""
     pushed.pending = 0
     monitor_init(&pushed.monitor)
 
@@ -277,8 +282,10 @@ def raise_after_fork(kind) -> None:
 
 
 def _raise_interrupted() -> None:
-    """Nothing of Python's runs in here, where the exception would come at once, and be printed
-    and forgotten.
+    """Raise the exception that a signal handler raised while this thread's fork waited.
+
+    No other Python code may run in here: it would raise the exception at once, and Python would
+    print and forget it.
     """
     kind = interrupted.pop(_thread.get_ident(), None)
     if kind is None:
@@ -292,13 +299,13 @@ def _raise_interrupted() -> None:
 def _raise_in(frame, kind) -> None:
     """Have ``frame``, which has called fork(), raise at its next instruction.
 
-    Since 3.13 Python warns of forks with threads after this hook. It throws away what is raised
-    while it warns, so an exception that comes with whatever runs next would be lost.
+    Since 3.13 Python warns of forks with threads after this hook, and discards exceptions that are
+    raised while it warns. So an exception set for the next code that runs would be lost.
     """
     before = sys.gettrace()
 
     def event(*_):
-        # Python calls this by the frame's own reference, the last one: with it go our variables.
+        # The frame holds the last reference to this function: clearing it frees the closure.
         here, tracing, raised = frame, before, kind
         here.f_trace, here.f_trace_opcodes = None, False
         sys.settrace(tracing)
@@ -309,7 +316,7 @@ def _raise_in(frame, kind) -> None:
 
 
 def _trace_nothing(*_) -> None:
-    """A trace function that wants no events of new frames."""
+    """Trace function that wants no events of new frames."""
 
 
 os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
@@ -320,7 +327,7 @@ cdef class Refused(Plan):
     cdef bint again
 
     def __init__(self, error, bint again):
-        """``again``: an operation on the same array has been refused before, in this job."""
+        """``again``: an operation on the same array has been refused in this job before."""
         Plan.__init__(self, ["refused"], [0], False, -1, {})
         self.error, self.again = error, again
 
@@ -334,13 +341,15 @@ cdef object plan_of(Call *call):
         lock(&pushed.monitor)
         behind = made.turn.gap_job == pushed.job and made.number > made.turn.gap
         unlock(&pushed.monitor)
-    if behind and not adapter.session().failure:       # which says more
+    if behind and not adapter.session().failure:       # the session's error says more
         raise BpsxError(BEHIND)
     return <object>call.held
 
 
 cdef void leave_gap(Push *made) noexcept nogil:
-    """It does not begin, and its name is behind the others' from now on. Under the lock."""
+    """Mark the name as behind the other workers': the operation does not begin. Call under the
+    lock.
+    """
     if made.turn.gap_job != pushed.job or made.number < made.turn.gap:
         made.turn.gap_job, made.turn.gap = pushed.job, made.number
 
@@ -348,8 +357,9 @@ cdef void leave_gap(Push *made) noexcept nogil:
 # ---- in the engine
 
 cdef void run(void *where, void *done, void *parameter) noexcept nogil:
-    """All that the array depends on is there. Any of the engine's threads, or the one that
-    pushes.
+    """Execute an operation, whose array is complete.
+
+    Runs on any of the engine's threads, or on the thread that pushes.
     """
     cdef Ticket *ticket = <Ticket *>parameter
     cdef Push *made = ticket.push
@@ -363,7 +373,7 @@ cdef void run(void *where, void *done, void *parameter) noexcept nogil:
 
 
 cdef void thrown_away(void *parameter) noexcept nogil:
-    """The engine is done with an operation."""
+    """Drop a ticket; the engine is done with its operation."""
     cdef Ticket *ticket = <Ticket *>parameter
     if ticket.push != NULL:
         ticket.push.skipped = True
@@ -372,10 +382,11 @@ cdef void thrown_away(void *parameter) noexcept nogil:
 
 
 cdef void come(Push *made) noexcept nogil:
-    """Its array is there, or will never be.
+    """Take an operation whose array is complete, or never will be.
 
-    Give it to the core, and those of its name that have waited for it; or have it wait. One thread
-    at a time does so for a name, without the lock: whoever comes meanwhile leaves it to that one.
+    Give it to the core, with later ones of its name that have waited for it; or have it wait for
+    earlier ones. One thread at a time does so for a name, without the lock; operations that come
+    meanwhile are left to that thread.
     """
     cdef Turn *turn = made.turn
     cdef bint ends
@@ -402,7 +413,7 @@ cdef void come(Push *made) noexcept nogil:
 
 
 cdef Push *next_due(Turn *turn) noexcept nogil:
-    """Out of those that have come; NULL: it has not."""
+    """Take the next operation in order out of the early ones. NULL: it has not come."""
     cdef Push **at = &turn.early
     cdef Push *found
     while at[0] != NULL:
@@ -417,7 +428,7 @@ cdef Push *next_due(Turn *turn) noexcept nogil:
 
 cdef void take_array(Push *made) noexcept nogil:
     cdef Part *part = &made.call.parts[0]
-    cdef const int64_t *dims = NULL         # this thread's, until its next call
+    cdef const int64_t *dims = NULL         # MXNet's memory, valid until this thread's next call
     cdef int64_t *ours
     cdef void *data = NULL
     cdef int d
@@ -442,8 +453,8 @@ cdef void take_array(Push *made) noexcept nogil:
 
 
 cdef inline size_t size_of(int dtype) noexcept nogil:
-    """Bytes of an element, as mshadow numbers them: float32, float64, float16, uint8, int32,
-    int8, int64, bool, int16, uint16, uint32, uint64, bfloat16.
+    """Bytes of an element, by mshadow's numbers: float32, float64, float16, uint8, int32, int8,
+    int64, bool, int16, uint16, uint32, uint64, bfloat16.
     """
     if dtype == 1 or dtype == 6 or dtype == 11:
         return 8
@@ -474,7 +485,7 @@ cdef void fail(Call *call, int code, const char *text) noexcept nogil:
 cdef void settle(Call *call) noexcept nogil:
     cdef Push *made = <Push *>call
     cdef Told done = made.done
-    cdef Error error = made.error       # it may be moved
+    cdef Error error = made.error       # it may be copied bytewise
     cdef bint failed = made.failed, skipped = made.skipped
     cdef void *array = made.array
     cdef uint32_t i
@@ -495,9 +506,7 @@ cdef void free_array(void *array) noexcept nogil:
 
 
 cdef void keep_array(Call *call) noexcept:
-    """Have the handle keep the array, which the transport may still read, for as long as it
-    does.
-    """
+    """Have the handle keep the array for as long as the transport may still read it."""
     cdef Push *made = <Push *>call
     cdef Handle handle
     if call.n > 0 and call.parts[0].handle != NULL:

@@ -1,6 +1,4 @@
-"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what
-travels.
-"""
+"""Asynchronous training: a worker steps on its own gradients and pushes its weights' changes."""
 
 from __future__ import annotations
 
@@ -18,23 +16,24 @@ PREFIX = "Async."
 
 
 class Weights:
-    """Moves the weights of one optimizer.
+    """Synchronizes the weights of one optimizer with the servers, which hold them.
 
-    The servers hold them: worker 0's, before the first step, for which all workers wait; no later
-    step waits for anybody. Not thread-safe.
+    The servers start from worker 0's weights. All workers wait for these before the first step; no
+    later step waits for another worker. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        # by session
+        # names whose weights the servers hold, by session
         self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def step(
         self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any
     ) -> None:
-        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much,
-        and put there what the servers have then.
+        """Let ``update`` change ``weights``, push the changes, and overwrite the weights with the
+        servers'.
 
-        ``optimizer``: who changes them. Raises :class:`ConfigError` if it has weights of its own.
+        ``weights``: by name, the copies on each device. ``optimizer``: the optimizer that
+        ``update`` uses. Raises :class:`ConfigError` if the optimizer keeps weights of its own.
         """
         if optimizer.multi_precision and any(
             copies[0].dtype == np.float16 for copies in weights.values()
@@ -52,7 +51,7 @@ class Weights:
         changes = {name: copies[0].copy() for name, copies in weights.items()}
         update()
         for i, (name, copies) in enumerate(weights.items()):
-            # of its own, so that the worker's own weights stay where an exchange fails
+            # A separate array: if an exchange fails, the worker's own weights stay.
             change = changes[name]
             change[:] = copies[0] - change
             overwrite([change, *copies], PREFIX + name, priority=-i)

@@ -1,4 +1,4 @@
-"""broadcast_parameters: all workers begin with one worker's values."""
+"""broadcast_parameters: all workers start with one worker's values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ PREFIX = "Parameter."
 @public
 @counted_together(PREFIX)
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
-    """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are
-    there.
+    """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until that is done.
 
-    ``params``: a mapping from names to NDArrays of any dtype (what ``Module.get_params()`` gives,
-    each of the two), or to gluon's Parameters (what ``collect_params()`` gives), which
-    :class:`DistributedTrainer` broadcasts by itself. Names, shapes and dtypes have to be the same
-    on all workers. Raises :class:`~bpsx.errors.ConfigError`, :class:`UnsupportedTensor`,
+    ``params``: a mapping from names to NDArrays of any dtype (each of the two that
+    ``Module.get_params()`` returns), or to gluon's Parameters (the result of ``collect_params()``).
+    :class:`DistributedTrainer` broadcasts the latter by itself. Names, shapes and dtypes must be
+    the same on all workers. Raises :class:`~bpsx.errors.ConfigError`, :class:`UnsupportedTensor`,
     :class:`mxnet.MXNetError`.
     """
     verb = "broadcast_parameters"
@@ -50,7 +49,7 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
 
 
 def copies_of(value: Any, what: str) -> list[Any]:
-    """The arrays that hold it: of a Parameter one on each of its devices."""
+    """Return the arrays that hold ``value``; a Parameter has one on each of its devices."""
     if not isinstance(value, mx.gluon.Parameter):
         check_array(value, what)
         return [value]

@@ -1,8 +1,8 @@
-"""Importing MXNet 1.9.1, which was written for Python and NumPy of 2021, with those that are there.
+"""Imports MXNet 1.9.1, which was written for Python and NumPy of 2021, with current releases.
 
 MXNet's modules see NumPy through a :class:`Facade` that has the names which NumPy has dropped
-since, and a ``distutils.version``, which Python has dropped. NumPy itself stays as it is: nobody
-else sees them. What MXNet imports later, when it is needed, goes the same way.
+since. They also see a ``distutils.version``, which Python has dropped. NumPy itself is unchanged:
+no other code sees these names. Modules that MXNet imports later are treated in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from bpsx.plugin import adapter
 
 log = logging.getLogger("bpsx.mxnet")
-#: What was called like that in NumPy 1.19, by what says the same today.
+#: Names of NumPy 1.19, with what has the same meaning today.
 _NAMES: dict[str, Any] = {
     "bool": bool,
     "int": int,
@@ -48,8 +48,8 @@ _NAMES: dict[str, Any] = {
     "trapz": getattr(np, "trapezoid", None),
     "msort": lambda a: np.sort(a, axis=0),
 }
-#: The financial functions, which left NumPy for a package of their own: MXNet passes them on, and
-#: nobody is known to call them.
+#: Financial functions, which left NumPy for a package of their own. MXNet re-exports them; no
+#: script is known to call them.
 _GONE = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
 NAME = "mxnet"
 
@@ -66,7 +66,7 @@ def _gone(name: str) -> Any:
 
 
 def missing() -> dict[str, Any]:
-    """The names that this NumPy lacks."""
+    """Return the names that the installed NumPy lacks, with what stands in for them."""
     known = vars(np)
     return {
         name: value
@@ -76,7 +76,7 @@ def missing() -> dict[str, Any]:
 
 
 class Facade(types.ModuleType):
-    """A module, and a few names besides. Reading is what it is for."""
+    """A view of a module with a few more names, for reading only."""
 
     def __init__(self, module: types.ModuleType, names: dict[str, Any]) -> None:
         super().__init__(module.__name__, module.__doc__)
@@ -97,13 +97,13 @@ class Facade(types.ModuleType):
 
 
 def _of_scipy(scipy: types.ModuleType) -> Facade:
-    """With ``scipy.sparse.csr.csr_matrix``, of which SciPy warns, and which it is going to drop."""
+    """Return SciPy with ``scipy.sparse.csr.csr_matrix``, which SciPy deprecates and will drop."""
     return Facade(scipy, {"sparse": Facade(scipy.sparse, {"csr": scipy.sparse})})
 
 
 @functools.total_ordering
 class _Version:
-    """What MXNet compares NumPy's version by: the numbers in it."""
+    """Version number with which MXNet compares NumPy's: the numbers in the text."""
 
     def __init__(self, text: str) -> None:
         self._numbers = [int(number) for number in re.findall(r"\d+", text)]
@@ -118,16 +118,16 @@ class _Version:
 
 
 def _distutils() -> types.ModuleType:
-    """``from distutils.version import LooseVersion``, as in Python 3.9."""
+    """Return a module for ``from distutils.version import LooseVersion``, as in Python 3.9."""
     made = types.ModuleType("distutils.version")
     made.__dict__.update(LooseVersion=_Version, StrictVersion=_Version)
     return made
 
 
 class _Loader(importlib.abc.Loader):
-    """Executes a module of MXNet's, for which ``import numpy`` means the facade.
+    """Executes a module of MXNet's, for which ``import numpy`` gives the facade.
 
-    What Python warns of in old code is nobody's concern any more.
+    Python's deprecation and syntax warnings about MXNet's old code are suppressed.
     """
 
     def __init__(self, loader: Any, numpy: Facade) -> None:
@@ -159,7 +159,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds MXNet's modules where they are."""
+    """Finds MXNet's modules in their usual places, and has :class:`_Loader` execute them."""
 
     def __init__(self, numpy: Facade) -> None:
         self._numpy = numpy
@@ -178,7 +178,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def prepare() -> None:
     """Make ``import mxnet`` work with this Python and NumPy, from now on.
 
-    Says what it did at level INFO.
+    Logs at level INFO what it has done.
     """
     if NAME in sys.modules:
         return

@@ -1,4 +1,4 @@
-"""The gradients of one Trainer."""
+"""Gradient exchange of one Trainer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from bpsx.plugin.compression_params import Params, check_names, check_params, ch
 from bpsx.plugin.momentum import Momentum
 
 PREFIX = "Gradient."
-#: Under this, with the first Parameter's name, workers count who has which gradients.
+#: Workers count which of them have which gradients under this prefix and the first Parameter's
+#: name.
 USERS = "Users of gradients from "
-#: Of all names that an exchange uses.
+#: Prefixes of all names that an exchange uses.
 BEGINNINGS = (PREFIX, USERS)
 _VERB = "DistributedTrainer"
 
@@ -27,7 +28,7 @@ _VERB = "DistributedTrainer"
 class Exchange:
     """Sums gradients over a worker's devices and over all workers, in place.
 
-    ``params``: ``compression_params``. Not thread-safe.
+    ``params``: ``compression_params``. ``momentum``: the optimizer's. Not thread-safe.
 
     Raises :class:`ConfigError`.
     """
@@ -37,21 +38,22 @@ class Exchange:
         check_names(params, [str(p.name) for p in parameters], _VERB)
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
-        # by name, of those that are compressed
+        # compression of the gradients that have one, by name
         self.choices: dict[str, adapter.Compression] = {}
-        # by session
+        # declared names, by session
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        self._begun: set[str] = set()  # of which this has taken charge
+        self._begun: set[str] = set()  # names that this exchange has declared in any job
         self.keeping = Keeping([PREFIX + name for name in self._names])
 
     @property
     def compresses(self) -> bool:
-        """Whether compression may keep anything of gradients."""
+        """Whether compression may keep state of the gradients."""
         return bool(self._params)
 
     def check_async(self) -> None:
-        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights
-        travel in their place.
+        """Raise :class:`ConfigError` if gradients were to be compressed.
+
+        In asynchronous training changes of weights travel in their place.
         """
         if self._params:
             raise ConfigError(
@@ -60,11 +62,11 @@ class Exchange:
             )
 
     def of(self, i: int) -> adapter.Compression | None:
-        """How the gradient of the i-th Parameter is compressed, if it is."""
+        """Return the compression of the i-th Parameter's gradient, if it has one."""
         return self.choices.get(self._names[i])
 
     def declare(self) -> None:
-        """Say how gradients travel, once in a job, and again when more Parameters are trained.
+        """Declare how gradients travel, once in a job, and again when more Parameters are trained.
 
         Raises :class:`ConfigError`.
         """
@@ -74,9 +76,9 @@ class Exchange:
         new = [name for name in trained if name not in known]
         if not new:
             return
-        own = [str(p.name) for p in self._parameters]  # as users say them
+        own = [str(p.name) for p in self._parameters]  # as users know them
         chosen = choose(self._params, own, _VERB, self._momentum.by_name(own))
-        if not session.config.distributed:  # alone nothing travels
+        if not session.config.distributed:  # nothing travels
             chosen = {}
         self.choices = {
             name: chosen[o]
@@ -91,9 +93,7 @@ class Exchange:
         self.keeping.put_back()
 
     def follow(self, optimizer: Any, of_gradients: bool) -> None:
-        """Another optimizer has taken the place of the one whose gradients these are; see
-        :meth:`Momentum.follow`.
-        """
+        """Follow another optimizer that has replaced the earlier; see :meth:`Momentum.follow`."""
         self._momentum.follow(optimizer, of_gradients)
         if self.choices:
             self._momentum.take_over(self._trained(), self.choices)
@@ -108,10 +108,11 @@ class Exchange:
     def __call__(
         self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()
     ) -> None:
-        """Begin to exchange all gradients, times ``scale``, but those of the Parameters with the
-        numbers ``absent``; the first ones are the most urgent.
+        """Begin to exchange all gradients, multiplied by ``scale``; the first ones are the most
+        urgent.
 
-        ``rate``: gives the learning rate, if compression needs it.
+        ``rate``: returns the learning rate; called if compression needs it. ``absent``: indices of
+        the Parameters to leave out.
         """
         self.declare()
         now = rate() if any(c.ef == "corrected" for c in self.choices.values()) else -1.0
@@ -126,9 +127,10 @@ class Exchange:
             overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=now)
 
     def agree_on_users(self) -> list[int]:
-        """Have workers that have no new gradient of a Parameter push zeros, where others have one.
+        """Give this worker zero gradients where only other workers have a new gradient of a
+        Parameter.
 
-        Returns the numbers of those that nobody has.
+        Returns the indices of Parameters without a new gradient on any worker.
         """
         if not self._parameters:
             return []
@@ -147,5 +149,5 @@ class Exchange:
         return [i for i, count in enumerate(users) if not count]
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
+        """Continue with what :attr:`keeping` has saved, now or at the first exchange."""
         self.keeping.load(saved, adapter.session() in self._declared)

@@ -1,4 +1,4 @@
-"""What gluon's Parameters are called: by their names, alike on all workers."""
+"""Names of gluon's Parameters on the wire, the same on all workers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import mxnet as mx
 _lock = threading.Lock()
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
-#: Parameters' numbers in the order in which this process has made them.
+#: Parameters' numbers, in the order in which this process has made them.
 _created: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-#: Those numbers of the Parameters that have come here, by own name.
+#: Numbers of creation of the Parameters that have been named, by own name.
 _given: dict[str, list[int]] = {}
 
 
 def name_of(parameter: Any) -> str:
-    """Its name; another Parameter of the same name, as two blocks of one prefix have them, gets a
-    number, in the order in which they come here. Thread-safe."""
+    """Return the Parameter's name on the wire.
+
+    Two blocks with one prefix have Parameters of the same name. All but the first get a number
+    appended, in the order in which this function first sees them. Thread-safe.
+    """
     with _lock:
         if parameter not in _names:
             own = str(parameter.name)
@@ -32,15 +35,17 @@ def name_of(parameter: Any) -> str:
 
 
 def created_before(parameter: Any) -> int:
-    """How many of the Parameters of its own name that have come here were made before it: what
-    tells two of them apart that come here in different orders on workers. Thread-safe."""
+    """Return how many named Parameters of the same own name were made before this one.
+
+    This tells two of them apart that workers have named in different orders. Thread-safe.
+    """
     with _lock:
         number = _created.get(parameter, 0)
         return sum(n < number for n in _given.get(str(parameter.name), ()))
 
 
 def _number_parameters() -> None:
-    """Have each Parameter that is made from now on numbered."""
+    """Number each Parameter that is made from now on."""
     make = mx.gluon.Parameter.__init__
 
     @functools.wraps(make)

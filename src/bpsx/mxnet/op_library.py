@@ -1,4 +1,4 @@
-"""MXNet's C library, as it is loaded: the functions that operations of ours need."""
+"""Looks up the functions of MXNet's loaded C library that bpsx's operations need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mxnet as mx
 from bpsx.mxnet import _pushes
 
 VERSION = "1.9.1"
-#: What ``_pushes.pyx`` calls a function, and what it is called there.
+#: Names of functions in ``_pushes.pyx``, with their names in MXNet's library.
 _FUNCTIONS = {
     "copy": "MXShallowCopyNDArray",
     "free": "MXNDArrayFree",
@@ -29,7 +29,7 @@ _FUNCTIONS = {
 
 
 def load() -> None:
-    """Find them. Raises :class:`ImportError`, which names what is missing."""
+    """Look up the functions. Raises :class:`ImportError`, which names what is missing."""
     if mx.__version__ != VERSION:
         raise ImportError(
             f"bpsx.mxnet needs MXNet {VERSION}, the last release, and this is {mx.__version__}: pip"

@@ -23,7 +23,7 @@ from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Element types that are summed, by mshadow's numbers.
+#: Element types that can be summed, by mshadow's numbers.
 _SUMMED = {
     0: "float32",
     1: "float64",
@@ -36,7 +36,7 @@ _SUMMED = {
 }
 #: Kinds of devices whose memory is the host's.
 HOST = ("cpu", "cpu_pinned", "cpu_shared")
-#: BytePS's keys of a tensor's compression, and ours.
+#: BytePS's keys for a tensor's compression, with bpsx's keys.
 _KEYS = {
     "compressor_type": "compressor",
     "compressor_k": "k",
@@ -49,20 +49,19 @@ _KEYS = {
     "dithering_normalize": "normalize",
 }
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
-#: By name: what keeps the order of its operations, and what a thread holds while it adds one.
+#: By name: the turn, which keeps the order of its operations, and the lock for adding an operation.
 _turns: dict[str, tuple[int, threading.Lock]] = {}
-#: By session: what has made the engine leave out an exchange; None: nobody has asked the engine
-#: yet.
+#: By session: why the engine has left out an exchange. None: the engine has not been asked yet.
 _causes: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 #: Labels of arrays that :func:`refuse` has got in this job.
 _refused: set[str] = set()
 _lock = threading.Lock()
-#: Whether an exception of ours has said that exchanges of this job fail.
+#: Set when an exception of bpsx has reported that exchanges of this job fail.
 told = threading.Event()
 
 
 class UnsupportedTensor(BpsxError, TypeError):
-    """Not an NDArray, or a sparse one."""
+    """An argument is no NDArray, or a sparse one."""
 
 
 def check_array(array: Any, what: str) -> None:
@@ -87,7 +86,7 @@ def check_summable(array: Any, what: str) -> None:
 
 def _dtype_name(array: Any) -> str:
     dtype = np.dtype(array.dtype)
-    # bfloat16 is a structure with one field of that name
+    # bfloat16 is a structured dtype with one field of that name
     return str(dtype.names[0] if dtype.names else dtype.name)
 
 
@@ -104,7 +103,7 @@ def _turn(name: str) -> tuple[int, threading.Lock]:
 
 
 def _check_job() -> None:
-    """Raise if no exchange can be begun any more."""
+    """Raise if exchanges can no longer begin."""
     session = adapter.session()
     with _lock:
         if session not in _causes:
@@ -121,8 +120,9 @@ def _check_job() -> None:
 
 
 def end_job() -> None:
-    """What has failed in it, and nobody has been told of, is a line on standard error and exit
-    status 1: unless another one stands already.
+    """Report a failed exchange of the job that no exception has reported.
+
+    Prints a line on standard error and sets exit status 1, unless another status is already set.
     """
     if told.is_set():
         told.clear()
@@ -136,8 +136,8 @@ def end_job() -> None:
 
 def _left_out(session: Any) -> str:
     with _lock:
-        # Only once: for the engine an error is over once it has told it, and those of later steps
-        # are for whoever waits for their arrays.
+        # Ask only once. The engine drops an error when it has reported it, and errors of later
+        # steps are for code that waits for their arrays.
         if _causes[session] is None:
             _causes[session] = in_short(_pushes.why())
     return (
@@ -156,25 +156,25 @@ def submit(
     priority: int = 0,
     rate: float = -1.0,
 ) -> None:
-    """Have the engine overwrite ``array``, when it is complete, with the sum or average of all
-    workers', or with worker ``root``'s.
+    """Have the engine overwrite ``array`` with all workers' sum or average, or worker ``root``'s
+    value.
 
-    Returns at once.
+    Returns at once; the operation begins when ``array`` is complete.
 
-    Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` where the
-    job is known to have failed; and :class:`~bpsx.errors.BpsxError` where the engine has left an
-    exchange out, or one of that name did not begin.
+    Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` if the job
+    is known to have failed; and :class:`~bpsx.errors.BpsxError` if the engine has left out an
+    exchange, or an exchange of that name did not begin.
     """
     _check_job()
-    # Elsewhere it is copied here and back, both by the engine.
+    # The engine copies a device's array to the host and back.
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
     turn, adding = _turn(name)
     if _pushes.is_behind(turn):
         told.set()
         raise BpsxError(f"{name!r}: {_pushes.BEHIND}")
     with mx.autograd.pause():
-        # the engine gets operations in the order of their turns: those on one array would wait for
-        # each other otherwise
+        # The engine must get operations in the order of their turns: otherwise two on one array
+        # would wait for each other.
         with adding:
             _pushes.push(
                 here.handle.value, turn, _plan(name, priority, average, root), rate, priority
@@ -184,12 +184,12 @@ def submit(
 
 
 def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
-    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for
-    what Python would print and forget.
+    """Have ``error`` raised where ``arrays``, or values computed from them, are waited for.
 
-    Until then nobody has been told of it.
+    For errors that Python would print and forget. Until it is raised, the error counts as not
+    reported.
 
-    ``arrays``: by what tells them apart in a job.
+    ``arrays``: by labels that are unique in a job.
     """
     told.clear()
     turn, adding = _turn("Refused")
@@ -203,28 +203,30 @@ def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
 def overwrite(
     copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0
 ) -> None:
-    """:func:`submit` of the first of a worker's copies, and the others become the same."""
+    """:func:`submit` the first of a worker's copies, and copy the result to the others."""
     submit(copies[0], name, root=root, priority=priority, rate=rate)
     copy_to_devices(copies)
 
 
 def add_devices(copies: list[Any]) -> None:
-    """Make the first the sum of all: a gradient on each of a worker's devices."""
+    """Add a gradient's copies on all of a worker's devices into the first copy."""
     with mx.autograd.pause():
         for other in copies[1:]:
             copies[0] += other.as_in_context(copies[0].context)
 
 
 def copy_to_devices(copies: Sequence[Any]) -> None:
-    """Make all what the first is."""
+    """Copy the first array to all others."""
     with mx.autograd.pause():
         for other in copies[1:]:
             copies[0].copyto(other)
 
 
 def _behind_engine(function: _Function) -> _Function:
-    """A verb whose refusals come after what the engine has been given before, as its operations
-    do.
+    """Decorate a verb that may refuse a call: it raises after the engine's earlier operations are
+    over.
+
+    Operations of the engine report their errors in this order, too.
     """
 
     @functools.wraps(function)
@@ -250,18 +252,19 @@ def byteps_push_pull(
 ) -> None:
     """Overwrite ``tensor`` with the average (or sum) over all workers.
 
-    An operation of MXNet's engine: it returns at once, begins when what writes to ``tensor`` before
-    has been done, and what reads it afterwards waits for it. ``tensor``: dense, of a dtype in
-    :data:`bpsx.dtypes.DTYPES`, any shape; on a GPU it is copied to the host and back. Workers must
-    agree on name, shape, dtype and reduction; operations of one name are executed in the order of
-    the calls. Without a ``name`` a call is known by dtype and shape. Integers round down. Larger
-    ``priority`` goes first. ``version`` is BytePS's and ignored. In asynchronous training: adds to
-    the servers' value of ``name``, and gives that.
+    This is an operation of MXNet's engine. The call returns at once. The operation begins after
+    earlier writes to ``tensor``, and later reads of ``tensor`` wait for it. ``tensor``: dense, of a
+    dtype in :data:`bpsx.dtypes.DTYPES`, any shape; on a GPU it is copied to the host and back.
+    Workers must agree on name, shape, dtype and reduction; operations of one name run in the order
+    of the calls. Without a ``name`` a call is identified by dtype and shape. Integers round down.
+    Larger ``priority`` goes first. ``version`` is BytePS's and ignored. In asynchronous training
+    the call adds ``tensor`` to the servers' value of ``name``, and overwrites it with the new
+    value.
 
     Raises :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`,
-    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`. What goes wrong
-    later is a :class:`mxnet.MXNetError`, with bpsx's text, where the array, or what is computed
-    from it, is waited for. Thread-safe.
+    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`. Later failures are
+    a :class:`mxnet.MXNetError`, with bpsx's text, where the array, or a value computed from it, is
+    waited for. Thread-safe.
     """
     check_name(name, "byteps_push_pull")
     check_flag(is_average, "is_average", "byteps_push_pull")
@@ -277,9 +280,9 @@ def byteps_push_pull(
 def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
 
-    ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …; texts
-    are as good as numbers), or ours, as in :doc:`docs/train/compression.md`. The same on all
-    workers. Raises :class:`~bpsx.errors.ConfigError`.
+    ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …;
+    numbers may be given as strings) or by bpsx's, see :doc:`docs/train/compression.md`. They must
+    be the same on all workers. Raises :class:`~bpsx.errors.ConfigError`.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")
@@ -293,7 +296,7 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
 
 
 def _said(key: str, value: Any) -> tuple[str, Any]:
-    """A key and value of BytePS's as one of ours."""
+    """Translate a key and value of BytePS's into bpsx's."""
     if key in _CHOICES and str(value) in ("0", "1"):
         value = _CHOICES[key][int(value)]
     elif (

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: for the Module API and loops without a Trainer."""
+"""DistributedOptimizer: for the Module API and for loops without a Trainer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from bpsx.plugin import adapter
 from bpsx.session.refusals import counted_together
 from bpsx.system.tracebacks import public_methods
 
-#: Others have indices of the same numbers.
+#: Numbers of DistributedOptimizers: their gradients' indices are the same.
 _numbers = itertools.count(1)
 
 
 @public_methods
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer that works with the averages of all workers' gradients, and otherwise is
+    """An optimizer that uses the averages of all workers' gradients, and is otherwise
     ``optimizer``.
 
-    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which
-    adds up theirs), and for updaters of one's own. Gradients are known by their indices or names,
-    as the Module gives them; each is exchanged when it is updated, the first layers' with the
-    highest priority. Weights have to begin alike: see :func:`broadcast_parameters`; the first step
+    For ``Module.fit`` (with ``kvstore=None``; for a Module on several devices ``"local"``, which
+    sums over them), and for custom updaters. Gradients are identified by the indices or names that
+    the Module gives. Each is exchanged when it is updated; the first layers' have the highest
+    priority. Weights must be equal at the start: see :func:`broadcast_parameters`. The first step
     compares a sample of them (``BPSX_CHECK_WEIGHTS``). In asynchronous training the weights'
     changes travel, see ``docs/train/async.md``.
 
@@ -48,7 +48,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self.__setstate__({"_optimizer": optimizer})
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # is being unpickled
+        if name == "_optimizer":  # during unpickling
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -65,11 +65,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         )
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As the optimizer's own, after the exchange."""
+        """Exchange the gradient, then update as the optimizer itself does."""
         self._step(self._optimizer.update, index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As the optimizer's own, after the exchange."""
+        """Exchange the gradient, then update as the optimizer itself does."""
         self._step(self._optimizer.update_multi_precision, index, weight, grad, state)
 
     def _step(self, update: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -119,9 +119,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def _is_called_by_kvstore() -> bool:
-    """Whether MXNet's C library has called an updater: what is raised there is printed, and
-    forgotten.
-    """
+    """Whether MXNet's C library has called an updater: it prints exceptions and drops them."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "updater_handle" and frame.f_globals.get(
@@ -144,7 +142,7 @@ def _reading(name: str) -> Callable[[Any], Any]:
     return lambda self: getattr(self._optimizer, name)
 
 
-# What the base class defines would be found before __getattr__ is asked.
+# Python finds attributes of the base class before it calls __getattr__.
 for _name, _value in vars(mx.optimizer.Optimizer).items():
     if not _name.startswith("__") and _name not in vars(DistributedOptimizer):
         if isinstance(_value, property):

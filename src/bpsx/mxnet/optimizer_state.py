@@ -1,4 +1,4 @@
-"""What a Trainer's optimizer remembers from step to step, made the same on all workers."""
+"""Makes the state of a Trainer's optimizer the same on all workers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def share(
     decay: DecayMomentum,
     root: int,
 ) -> None:
-    """Give this worker's optimizer what worker ``root``'s remembers: counts of updates, states, and
-    the momentum of weight decay.
+    """Give this worker's optimizer the state of worker ``root``'s.
 
-    ``updaters``: the optimizer's, for each device. Waits for the overview of what there is. All
-    workers call it at the same place.
+    The state is the counts of updates, the optimizer's states, and the momentum of weight decay.
+    ``updaters``: the optimizer's, one for each device. Waits for an overview of the root's state.
+    All workers must call it at the same point.
     """
     if not parameters:
         return
@@ -68,7 +68,7 @@ def _share_state(i: int, parameter: Any, updaters: Sequence[Any], there: bool, r
 
 
 def _arrays(state: Any) -> Iterator[Any]:
-    """Those that a state is made of."""
+    """Yield the arrays of which a state consists."""
     if isinstance(state, mx.nd.NDArray):
         yield state
     elif isinstance(state, (list, tuple)):

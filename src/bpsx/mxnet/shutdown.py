@@ -1,6 +1,4 @@
-"""The end of a job and of a process, and forks: what MXNet's engine has been given is finished
-first.
-"""
+"""Finishes the operations of MXNet's engine before a job or a process ends, and before forks."""
 
 from __future__ import annotations
 
@@ -14,21 +12,23 @@ from bpsx.plugin import adapter
 
 
 def prepare() -> None:
-    """Once."""
-    atexit.register(_at_exit)  # first: what is registered last is done first
+    """Register the handlers; call it once."""
+    atexit.register(_at_exit)  # registered first, so it runs last
     adapter.add_engine(_pushes.wait)
     os.register_at_fork(before=_before_fork)
 
 
 def _at_exit() -> None:
-    """The session is closed already, so all exchanges have ended."""
+    """Report a failed exchange at exit; the session is closed, so all exchanges have ended."""
     if getattr(sys, "last_value", None) is None:
         end_job()
 
 
 def _before_fork() -> None:
-    """MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet
-    needs: so Ctrl-C waits, too.
+    """Finish the engine's operations before a fork.
+
+    MXNet's own fork handler waits for its engine with the GIL, which operations that have not begun
+    need. So Ctrl-C waits, too.
     """
     while True:
         try:

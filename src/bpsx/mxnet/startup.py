@@ -1,5 +1,8 @@
-"""Comparison among workers in the first step: all mean the same by names, and begin with the same
-weights, where nothing has made them alike."""
+"""First-step comparison of names and weights among workers.
+
+All workers must mean the same by a name, and must begin with the same weights unless something has
+made them equal.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,16 @@ _CALL = "broadcast_parameters() of what module.get_params() gives, and module.se
 
 
 def refusal_of(parameters: Sequence[Any]) -> str:
-    """The error if workers mean different things by a trainer's names; empty if not. Waits for all
-    workers, and all get the same.
+    """Return the error if workers mean different Parameters by a trainer's names; empty if not.
 
-    Raises as :func:`bpsx.push_pull`.
+    Waits for all workers, and all get the same result. Raises as :func:`bpsx.push_pull`.
     """
     session = adapter.session()
     if not session.config.distributed or not parameters:
         return ""
     names = [name_of(p) for p in parameters]
     first, what = names[0], f"DistributedTrainer: Parameters from {names[0]!r} on"
-    # Processes of an earlier job have met other Parameters before.
+    # Processes of an earlier job may have named other Parameters before.
     known = [0 if session.continued else created_before(p) for p in parameters]
     meaning = meaning_of(f"{name}, of its name the {n}th" for name, n in zip(names, known))
     rows = rows_of_all(PREFIX + min(names), [meaning, 0])
@@ -50,8 +52,11 @@ def refusal_of(parameters: Sequence[Any]) -> str:
 
 
 class FirstStep:
-    """Gradients that an optimizer has met in the first step of a job, one or a few at a time, with
-    the weights that they change. Not thread-safe."""
+    """Gradients that an optimizer meets in the first step of a job, with the weights that they
+    change.
+
+    The optimizer meets one or a few at a time. Not thread-safe.
+    """
 
     def __init__(self, suffix: str, names: Mapping[int, str]) -> None:
         session = adapter.session()
@@ -63,12 +68,15 @@ class FirstStep:
 
     @property
     def is_of_this_job(self) -> bool:
-        """Whether it is the first step of the job that this process is in."""
+        """Whether this object belongs to the job that this process is in."""
         return self._session() is adapter.session()
 
     def meet(self, indices: Sequence[Any], weights: Sequence[Any]) -> None:
-        """Look at weights that are about to be updated. In the second step, compare what was met in
-        the first: it had no gradients of the others."""
+        """Sample weights that are about to be updated.
+
+        An index that was met before begins the second step: then the first step had no other
+        gradients, and is compared.
+        """
         if not self.is_over and any(self._label(i) in self._met for i in indices):
             self._compare()
         elif not self.is_over:
@@ -76,7 +84,7 @@ class FirstStep:
             self._met.update(zip(map(self._label, indices), samples))
 
     def end_if_complete(self) -> None:
-        """Compare, if there is nothing left to meet in the first step."""
+        """Compare if no gradient is left to meet in the first step."""
         if not self.is_over and self._names and len(self._met) == len(self._names):
             self._compare()
 
@@ -84,8 +92,11 @@ class FirstStep:
         return f"{index} {self._names.get(index, '')}".rstrip()
 
     def _compare(self) -> None:
-        """Raises :class:`MismatchError`, on all workers, for other names, and with
-        ``BPSX_CHECK_WEIGHTS=error`` for other weights."""
+        """Compare with all workers the gradients that were met.
+
+        Raises :class:`MismatchError`, on all workers, if names differ, and with
+        ``BPSX_CHECK_WEIGHTS=error`` if weights differ.
+        """
         self.is_over = True
         labels = sorted(self._met)
         parts = [part for label in labels for part in (label.encode(), self._met[label])]
@@ -102,7 +113,7 @@ class FirstStep:
 
 
 def _sample(array: Any) -> bytes:
-    """Some elements, by their bits, once the array is complete. Empty: they do not lie in a row."""
+    """Wait for ``array``, and return the bytes of some elements; empty if it is sparse or empty."""
     if array.stype != "default" or not array.size:
         return b""
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())

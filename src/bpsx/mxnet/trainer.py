@@ -32,11 +32,11 @@ from bpsx.system.tracebacks import public, public_methods
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
-#: Files of states end in an archive of ours, its length in 8 bytes, and this. MXNet does not look
-#: beyond its own part, which comes first.
+#: A file of states ends in bpsx's archive, the archive's length in 8 bytes, and this mark. MXNet
+#: does not read beyond its own part, which comes first.
 _MARK = b"bpsx.mx1"
 _DECAY = "decay"
-#: Optimizers whose momentum is that of gradients.
+#: Optimizers whose momentum is a momentum of gradients.
 _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
 
 
@@ -44,21 +44,21 @@ _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon Trainer that applies the gradients of all workers.
 
-    ``params``: what ``collect_params()`` gives, a dict or a list of Parameters, the same on all
-    workers; ``optimizer``: a name or an optimizer, with ``optimizer_params``. Worker
-    ``root_rank``'s weights are everybody's from the first step on, Parameters whose shape is not
-    known then from the step in which it is. ``step(batch_size)``: of one worker's batch; gradients
-    are summed, and divided by ``batch_size`` and the number of workers. ``compression_params``: as
-    for :func:`bpsx.torch.DistributedOptimizer`, one for all or by Parameters' names; its momentum
-    takes the place of SGD's and NAG's.
+    ``params``: the result of ``collect_params()``, a dict or a list of Parameters, the same on all
+    workers. ``optimizer``: a name or an optimizer, with ``optimizer_params``. In the first step all
+    workers get worker ``root_rank``'s weights. A Parameter whose shape is not known then gets them
+    in the step in which its shape is known. ``step(batch_size)`` takes the size of one worker's
+    batch; gradients are summed, and divided by ``batch_size`` and the number of workers.
+    ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
+    Parameters' names; its momentum replaces that of SGD and NAG.
 
-    ``step(..., ignore_stale_grad=True)`` updates what has a new gradient on any worker. What
-    compression keeps is part of ``save_states()``, of which each worker needs a file of its own. In
+    ``step(..., ignore_stale_grad=True)`` updates Parameters that have a new gradient on any worker.
+    ``save_states()`` includes the state of compression, so each worker needs a file of its own. In
     asynchronous training the weights' changes travel, see ``docs/train/async.md``. Sparse
     Parameters and gradients are refused. Raises :class:`~bpsx.errors.ConfigError`,
-    :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`; and what goes
-    wrong later is a :class:`mxnet.MXNetError` where weights, or what is computed from them, are
-    waited for. Not thread-safe.
+    :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`. Later failures
+    are a :class:`mxnet.MXNetError` where weights, or values computed from them, are waited for. Not
+    thread-safe.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = weakref.ref(adapter.session()), False
-        self._compared_in, self._refusal = None, ""  # in which session, and what has come of it
+        self._compared_in, self._refusal = None, ""  # session of the last comparison, and its error
 
-    # ---- what gluon's Trainer is made of
+    # ---- overridden parts of gluon's Trainer
 
     def _init_kvstore(self) -> None:
         self._kvstore, self._distributed, self._update_on_kvstore, self._kv_initialized = (
@@ -151,16 +151,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             super()._update(ignore_stale_grad)
 
     def _rate(self) -> float:
-        """The learning rate of the step that is being made."""
+        """Learning rate of the current step."""
         scheduler = self._optimizer.lr_scheduler
         return float(
             self._optimizer.lr if scheduler is None else scheduler(self._optimizer.num_update + 1)
         )
 
-    # ---- what users call
+    # ---- public methods
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """As gluon's, with the gradients of all workers. ``batch_size``: of this worker."""
+        """As gluon's ``step``, with the gradients of all workers. ``batch_size``: this worker's."""
         self._prepare()
         if adapter.session().config.asynchronous:
             self._exchange.check_async()
@@ -172,12 +172,13 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @counted_together(*BEGINNINGS)
     def _exchange_scaled(self, batch_size: int, ignore_stale_grad: bool) -> float:
-        """Exchange gradients, for one worker's batch of that size each; returns what they are still
-        to be multiplied by.
+        """Exchange gradients for a batch of ``batch_size`` on each worker.
+
+        Returns the factor by which the gradients are still to be multiplied.
         """
-        # Before the exchange: workers' batches may differ in size, and what compression keeps is in
-        # these units. What is left of a loss's scale is for the optimizer where it can be: in half
-        # precision small gradients would be lost.
+        # Scale before the exchange: workers' batches may differ in size, and compression keeps its
+        # state in these units. A loss's scale is left to the optimizer where possible: small
+        # gradients would be lost in half precision.
         after = 1.0 if self._exchange.compresses else self._scale
         scale = self._scale / after / (batch_size * adapter.session().size)
         self._exchange(
@@ -199,14 +200,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @counted_together(*BEGINNINGS)
     def allreduce_grads(self) -> None:
-        """As gluon's, over all workers' devices: for what is done with the sums before
+        """As gluon's, over the devices of all workers; for code that uses the sums before
         ``update()``.
         """
         self._prepare()
         super().allreduce_grads()
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """As gluon's, after ``allreduce_grads()``."""
+        """As gluon's ``update``, after ``allreduce_grads()``."""
         _refuse_parts()
         super().update(batch_size, ignore_stale_grad)
 
@@ -222,7 +223,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if self._compared_in is None or self._compared_in() is not session:
             self._compared_in = weakref.ref(session)
             self._refusal = refusal_of(self._params)
-        if self._refusal:  # from then on: what follows would be exchanged for something else
+        if self._refusal:  # in each later step, too, which would mix different Parameters
             raise MismatchError(self._refusal)
         if not self._kv_initialized:
             self._init_kvstore()
@@ -233,15 +234,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._alike = True
 
     def take_states(self, root: int) -> None:
-        """Have what worker ``root``'s optimizer remembers; :func:`broadcast_optimizer_state` of
-        others.
-        """
+        """Take the optimizer state of worker ``root``; see :func:`broadcast_optimizer_state`."""
         share(self._params, self._optimizer, self._updaters, self._decay, root)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        """Inside, gluon's Trainer does not get the root's weights: other workers may not be at
-        that, and this one's may be read later.
+        """Context in which gluon's Trainer does not get the root's weights.
+
+        Other workers may not be at this point, and this worker's weights may be read later.
         """
         waiting, self._params_to_init = self._params_to_init, []
         try:
@@ -250,9 +250,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._params_to_init = waiting
 
     def save_states(self, fname: str) -> None:
-        """As gluon's, and what compression keeps: each worker needs a file of its own.
+        """As gluon's, with the state of compression: each worker needs a file of its own.
 
-        Waits for what the engine has been given.
+        Waits for the operations that the engine has been given.
         """
         adapter.finish()
         with self._by_itself():
@@ -263,10 +263,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 file.write(archive + len(archive).to_bytes(8, "little") + _MARK)
 
     def load_states(self, fname: str) -> None:
-        """As gluon's, of which files without compression are read, too: then what it keeps begins
-        anew.
+        """As gluon's; for a file without compression, the state of compression begins anew.
 
-        Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
+        Raises :class:`~bpsx.errors.ConfigError` if it is no such file, or one of other gradients.
         """
         adapter.finish()
         with self._by_itself():
@@ -274,7 +273,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 super().load_states(fname)
             except OSError:
                 raise
-            except Exception as e:  # whatever reading it raises
+            except Exception as e:  # reading may raise anything
                 raise ConfigError(
                     f"load_states: {str(fname)!r} has no states that save_states() has written: {e}"
                 ) from e
@@ -287,13 +286,13 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 @public
 def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -> None:
-    """Give all workers' optimizers what worker ``root_rank``'s remembers: momenta and the like,
-    counts of updates, and so what schedules follow.
+    """Give all workers' optimizers the state of worker ``root_rank``'s.
 
-    For after :func:`bpsx.mxnet.join`, with the worker that it returns; at the first step of a job,
-    also one that :func:`bpsx.mxnet.resume` has joined, a trainer does so by itself. Parameters
-    without a shape have nothing yet. What compression keeps is each worker's own, and stays. Raises
-    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`,
+    The state is momenta and the like, and counts of updates, which learning rate schedules follow.
+    Call it after :func:`bpsx.mxnet.join`, with the worker that ``join`` returns. In the first step
+    of a job, also of one that :func:`bpsx.mxnet.resume` has joined, a trainer does so by itself.
+    Parameters without a shape have no state yet. The state of compression stays each worker's own.
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`,
     :class:`mxnet.MXNetError`. Not thread-safe.
     """
     verb = "broadcast_optimizer_state"
@@ -305,7 +304,7 @@ def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -
 
 
 def _refuse_parts() -> None:
-    """Raise :class:`ConfigError` in asynchronous training, where a step is one."""
+    """Raise :class:`ConfigError` in asynchronous training, where a step cannot be made in parts."""
     if adapter.session().config.asynchronous:
         raise ConfigError(
             f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
@@ -314,7 +313,7 @@ def _refuse_parts() -> None:
 
 
 def _archive(content: bytes) -> bytes:
-    """Our part of a file of states; empty: it has none."""
+    """Return bpsx's part of a file of states; empty if there is none."""
     if not content.endswith(_MARK):
         return b""
     end = len(content) - len(_MARK) - 8

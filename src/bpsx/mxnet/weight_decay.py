@@ -1,5 +1,6 @@
-"""The momentum of weight decay, where compression has that of gradients: onebit would lose the
-decay (as BytePS has it).
+"""Momentum of weight decay, where compression adds the momentum of gradients.
+
+The compressor onebit would lose the decay. BytePS does the same.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import numpy as np
 
 
 class DecayMomentum:
-    """Of one SGD: m = mu m + wd w, and w -= lr mu m besides what the optimizer does.
+    """Momentum of one SGD's weight decay.
 
-    Not thread-safe.
+    m = mu m + wd w, and w -= lr mu m in addition to the optimizer's own step. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        # by the Parameter's number: on each device, float32
+        # float32 momenta on each device, by the Parameter's index
         self.kept: dict[int, list[Any]] = {}
 
     @contextmanager
@@ -30,21 +31,21 @@ class DecayMomentum:
         optimizer: Any,
         updaters: Sequence[Any],
     ) -> Iterator[None]:
-        """Inside, ``optimizer`` steps.
+        """Context in which ``optimizer`` steps; applies the momentum of weight decay afterwards.
 
-        ``mus``: by the numbers of those whose gradients' momentum is added by onebit on the way,
-        its factor; ``updaters``: the optimizer's, for each device.
+        ``mus``: the factor of each Parameter whose gradient gets its momentum on the way from
+        onebit, by index. ``updaters``: the optimizer's, one for each device.
         """
         new = {}
         for i, mu in mus.items():
             weights, wd = _dense(parameters[i]), optimizer._get_wd(i)
-            if wd and all(w._fresh_grad for w in weights):  # others are left alone
+            if wd and all(w._fresh_grad for w in weights):  # the optimizer does not update others
                 new[i] = self._grown(i, weights, mu, wd)
         yield
         for i, momenta in new.items():
             weights = _dense(parameters[i])
             if any(w._fresh_grad for w in weights):
-                continue  # an overflow: nothing was done
+                continue  # overflow: the optimizer has done nothing
             self.kept[i] = momenta
             for weight, m, updater in zip(weights, momenta, updaters, strict=True):
                 _subtract(weight, optimizer._get_lr(i) * mus[i] * m, updater.states.get(i))
@@ -54,18 +55,18 @@ class DecayMomentum:
         return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
 
     def expect(self, i: int, parameter: Any, there: bool) -> None:
-        """Have one of the Parameter with that number, or none."""
+        """Have a momentum for the Parameter with index ``i``, or none."""
         if not there:
             self.kept.pop(i, None)
         elif i not in self.kept:
             self.kept[i] = _nothing(_dense(parameter))
 
     def save(self) -> dict[str, np.ndarray]:
-        """The first device's, by number."""
+        """Return the first device's momenta, by index."""
         return {str(i): momenta[0].asnumpy() for i, momenta in self.kept.items()}
 
     def load(self, saved: Mapping[str, np.ndarray], contexts: Sequence[Any]) -> None:
-        """Put back what :meth:`save` has given."""
+        """Restore what :meth:`save` has returned."""
         self.kept = {
             int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()
         }
@@ -76,15 +77,17 @@ def _nothing(weights: Sequence[Any]) -> list[Any]:
 
 
 def _dense(parameter: Any) -> list[Any]:
-    """The copies on each device; of the one kind also where npx.set_np() makes arrays of the
-    other.
+    """Return the copies on each device as classic NDArrays, also if npx.set_np() makes the other
+    kind.
     """
     return [w.as_nd_ndarray() for w in parameter.list_data()]
 
 
 def _subtract(weight: Any, change: Any, state: Any) -> None:
-    """From a weight; of one in half precision that the optimizer has in float32, too
-    (multi_precision), from that.
+    """Subtract ``change`` from a weight.
+
+    With multi_precision the optimizer has a float32 copy of a float16 weight, which is changed,
+    too.
     """
     whole = (
         state[-1]

@@ -319,8 +319,7 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """Reset the state in a forked child: it has no serving thread; pending calls are its parent's.
-    """
+    """Reset the state in a forked child: pending calls and the serving thread are its parent's."""
     memset(&calls, 0, sizeof(calls))
     monitor_init(&calls.monitor)
 
