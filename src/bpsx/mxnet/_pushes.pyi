@@ -38,8 +38,7 @@ def why() -> str:
     """
 
 def unheard() -> str:
-    """Return MXNet's text of the first operation's error if no error has been reported; otherwise
-    empty.
+    """Return MXNet's text of the first failed operation if no error has been reported; else empty.
 
     From then on the error counts as reported.
     """

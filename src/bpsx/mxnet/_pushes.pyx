@@ -241,8 +241,7 @@ def is_behind(uintptr_t turn) -> bool:
 
 
 cdef str untold(void *array):
-    """Return the error that the engine keeps for code that waits for ``array``; empty if there is
-    none.
+    """Return the error that the engine keeps for code that waits for ``array``; empty: none.
 
     The engine then counts the error as reported.
     """
@@ -311,7 +310,8 @@ def _raise_in(frame, kind) -> None:
         sys.settrace(tracing)
         raise raised
 
-    frame.f_trace, frame.f_trace_opcodes = event, True      # line events could come after a `try`
+    # the next line event could come after a `try`
+    frame.f_trace, frame.f_trace_opcodes = event, True
     sys.settrace(_trace_nothing)
 
 
@@ -347,9 +347,7 @@ cdef object plan_of(Call *call):
 
 
 cdef void leave_gap(Push *made) noexcept nogil:
-    """Mark the name as behind the other workers': the operation does not begin. Call under the
-    lock.
-    """
+    """Mark the name as behind other workers': the operation does not begin. Call under the lock."""
     if made.turn.gap_job != pushed.job or made.number < made.turn.gap:
         made.turn.gap_job, made.turn.gap = pushed.job, made.number
 

@@ -29,8 +29,7 @@ class Weights:
     def step(
         self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any
     ) -> None:
-        """Let ``update`` change ``weights``, push the changes, and overwrite the weights with the
-        servers'.
+        """Let ``update`` change ``weights``, push the changes, and take the servers' weights.
 
         ``weights``: by name, the copies on each device. ``optimizer``: the optimizer that
         ``update`` uses. Raises :class:`ConfigError` if the optimizer keeps weights of its own.

@@ -17,8 +17,7 @@ from bpsx.plugin.compression_params import Params, check_names, check_params, ch
 from bpsx.plugin.momentum import Momentum
 
 PREFIX = "Gradient."
-#: Workers count which of them have which gradients under this prefix and the first Parameter's
-#: name.
+#: Workers count the users of each gradient under this prefix and the first Parameter's name.
 USERS = "Users of gradients from "
 #: Prefixes of all names that an exchange uses.
 BEGINNINGS = (PREFIX, USERS)
@@ -108,8 +107,7 @@ class Exchange:
     def __call__(
         self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()
     ) -> None:
-        """Begin to exchange all gradients, multiplied by ``scale``; the first ones are the most
-        urgent.
+        """Begin to exchange all gradients, times ``scale``; the first ones are the most urgent.
 
         ``rate``: returns the learning rate; called if compression needs it. ``absent``: indices of
         the Parameters to leave out.
@@ -127,10 +125,10 @@ class Exchange:
             overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=now)
 
     def agree_on_users(self) -> list[int]:
-        """Give this worker zero gradients where only other workers have a new gradient of a
-        Parameter.
+        """Set gradients to zero that are new on other workers but not on this one.
 
-        Returns the indices of Parameters without a new gradient on any worker.
+        They are then exchanged like new ones. Returns the indices of Parameters without a new
+        gradient on any worker.
         """
         if not self._parameters:
             return []

@@ -156,8 +156,7 @@ def submit(
     priority: int = 0,
     rate: float = -1.0,
 ) -> None:
-    """Have the engine overwrite ``array`` with all workers' sum or average, or worker ``root``'s
-    value.
+    """Have the engine overwrite ``array`` with all workers' sum or average, or the root's value.
 
     Returns at once; the operation begins when ``array`` is complete.
 
@@ -223,8 +222,7 @@ def copy_to_devices(copies: Sequence[Any]) -> None:
 
 
 def _behind_engine(function: _Function) -> _Function:
-    """Decorate a verb that may refuse a call: it raises after the engine's earlier operations are
-    over.
+    """Decorate a verb: it raises errors after the engine's earlier operations are over.
 
     Operations of the engine report their errors in this order, too.
     """

@@ -18,14 +18,13 @@ from bpsx.plugin import adapter
 from bpsx.session.refusals import counted_together
 from bpsx.system.tracebacks import public_methods
 
-#: Numbers of DistributedOptimizers: their gradients' indices are the same.
+#: Numbers of the DistributedOptimizers, whose gradients have the same indices.
 _numbers = itertools.count(1)
 
 
 @public_methods
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer that uses the averages of all workers' gradients, and is otherwise
-    ``optimizer``.
+    """Wraps ``optimizer`` so that it uses the averages of all workers' gradients.
 
     For ``Module.fit`` (with ``kvstore=None``; for a Module on several devices ``"local"``, which
     sums over them), and for custom updaters. Gradients are identified by the indices or names that

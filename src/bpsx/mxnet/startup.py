@@ -52,8 +52,7 @@ def refusal_of(parameters: Sequence[Any]) -> str:
 
 
 class FirstStep:
-    """Gradients that an optimizer meets in the first step of a job, with the weights that they
-    change.
+    """Gradients that an optimizer meets in the first step of a job, with their weights.
 
     The optimizer meets one or a few at a time. Not thread-safe.
     """

@@ -200,9 +200,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @counted_together(*BEGINNINGS)
     def allreduce_grads(self) -> None:
-        """As gluon's, over the devices of all workers; for code that uses the sums before
-        ``update()``.
-        """
+        """As gluon's, over all workers' devices, for code that uses the sums before update()."""
         self._prepare()
         super().allreduce_grads()
 
@@ -241,7 +239,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _by_itself(self) -> Iterator[None]:
         """Context in which gluon's Trainer does not get the root's weights.
 
-        Other workers may not be at this point, and this worker's weights may be read later.
+        Other workers may not make this call, and this worker's weights may be loaded later.
         """
         waiting, self._params_to_init = self._params_to_init, []
         try:

@@ -55,7 +55,9 @@ class DecayMomentum:
         return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
 
     def expect(self, i: int, parameter: Any, there: bool) -> None:
-        """Have a momentum for the Parameter with index ``i``, or none."""
+        """Keep or make momenta for the Parameter with index ``i`` if ``there``; otherwise drop
+        them.
+        """
         if not there:
             self.kept.pop(i, None)
         elif i not in self.kept:
@@ -77,9 +79,7 @@ def _nothing(weights: Sequence[Any]) -> list[Any]:
 
 
 def _dense(parameter: Any) -> list[Any]:
-    """Return the copies on each device as classic NDArrays, also if npx.set_np() makes the other
-    kind.
-    """
+    """Return the copies on each device, as classic NDArrays even after npx.set_np()."""
     return [w.as_nd_ndarray() for w in parameter.list_data()]
 
 

@@ -307,7 +307,8 @@ cdef void fail(Call *call, error) noexcept:
 
 @atexit.register
 def _end() -> None:
-    """At exit, forbid calls the GIL, and wait a second at most for the serving thread to finish."""
+    """At exit, keep calls from using the GIL; wait up to a second for the serving thread to finish.
+    """
     cdef int64_t end = now_ns() + 1_000_000_000
     with nogil:
         lock(&calls.monitor)

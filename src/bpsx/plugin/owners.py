@@ -37,8 +37,7 @@ class Owner:
         self.replaced_by = ""
 
     def refusal(self, name: str, other: Owner, same: bool) -> str:
-        """Return why ``other`` cannot have ``name``, which this owner has; empty if it may replace
-        it.
+        """Return why ``other`` cannot take ``name`` from this owner; empty if it may replace it.
 
         ``same``: whether both use the name for the same tensor.
         """

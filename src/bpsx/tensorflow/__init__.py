@@ -1,6 +1,6 @@
 """bpsx for TensorFlow: ``import bpsx.tensorflow as bps``.
 
-BytePS's names and arguments: a script for ``byteps.tensorflow`` runs with the import changed.
+Names and arguments are BytePS's: a script for ``byteps.tensorflow`` runs with the import changed.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Public names only: BytePS's, and ours."""
+    """Public names only: BytePS's, and those that bpsx adds."""
     return sorted(
         {*__all__, "distribute", "keras", *(name for name in globals() if name.startswith("__"))}
     )
 
 
 def __getattr__(name: str) -> _Any:
-    """The packages in this one, loaded when first used: Keras takes seconds."""
+    """Load a subpackage at its first use: Keras takes seconds to import."""
     if name not in ("distribute", "keras"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _import_module(f"{__name__}.{name}")

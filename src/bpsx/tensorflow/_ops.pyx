@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """push_pull and broadcast as asynchronous operations of TensorFlow.
 
-Loading this library with ``tensorflow.load_op_library`` registers them; after that it can be
+``tensorflow.load_op_library`` loads this library and thereby registers them; after that it can be
 imported.
 """
 from cpython.ref cimport Py_INCREF
@@ -25,7 +25,7 @@ cdef extern from *:
         bpsx_tensorflow_register(); }
     """
 
-# As DT_ in types.proto numbers them.
+# Names of element types, by their numbers DT_ in types.proto.
 cdef dict DTYPES = {
     1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16",
     19: "float16"
@@ -33,7 +33,8 @@ cdef dict DTYPES = {
 
 cdef Api api
 cdef Caller of_operation
-cdef const char *missing        # in the TensorFlow that is loaded, of what is used here
+# What the loaded TensorFlow lacks of what is used here; NULL: nothing.
+cdef const char *missing
 cdef void *known[2]
 cdef int64_t distrusted
 
@@ -85,7 +86,7 @@ cdef void register(
 
 
 cdef void copy_shapes(void *context, int64_t n, void *status) noexcept nogil:
-    """Outputs have their inputs' shapes."""
+    """Give outputs the shapes of their inputs."""
     cdef int64_t i
     cdef void *shape = api.new_shape()
     for i in range(n):
@@ -195,10 +196,10 @@ cdef object plan_of(Call *call):
     return <object>kernel.waste.held
 
 
-# ---- a call, up to the core
+# ---- a call, from TensorFlow to the core
 
 cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
-    """TensorFlow wants an op executed; any of its threads."""
+    """Execute an operation; TensorFlow calls this on any of its threads."""
     cdef void *status = api.new_status()
     cdef Call *call = NULL
     if python_ends():
@@ -252,7 +253,7 @@ cdef void take_tensors(Execution *made, void *status) noexcept nogil:
 
 
 cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
-    """Find input and output: one memory, if nobody else is going to look at the input."""
+    """Find a part's input and output; they share memory if no other operation reads the input."""
     cdef void *given = NULL
     cdef int forwarded = -1, index = <int>i
     cdef Part *part = &made.call.parts[i]
@@ -260,7 +261,7 @@ cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
     if api.code(status) != OK:
         return
     take_shape(part, given, status)
-    api.delete_tensor(given)        # while we hold it, it cannot become the output
+    api.delete_tensor(given)        # while it is held here, it cannot become the output
     if api.code(status) != OK:
         return
     part.made = api.make_output(
@@ -299,13 +300,11 @@ cdef void settle(Call *call) noexcept nogil:
     cdef Done done = (<Execution *>call).done
     drop_tensors(&api, call)
     end_call(call)
-    run(&api, &done)                # whatever that makes TensorFlow do
+    run(&api, &done)                # TensorFlow may do anything in here
 
 
 cdef void keep_tensors(Call *call) noexcept:
-    """Have handles keep their tensors, which the transport may still read, for as long as it
-    does.
-    """
+    """Have handles keep their tensors for as long as the transport may still read them."""
     cdef uint32_t i
     cdef Handle handle
     for i in range(call.n):
@@ -324,12 +323,10 @@ cdef void leave_tensors(Call *call) noexcept nogil:
         call.parts[i].given = call.parts[i].made = NULL
 
 
-# ---- what Python sees
+# ---- functions for Python
 
 def check() -> None:
-    """Raise :class:`ImportError`, naming what is missing, unless the operations have been
-    registered.
-    """
+    """Raise :class:`ImportError`, which names what is missing, unless operations are registered."""
     if missing != NULL:
         raise ImportError(
             f"bpsx.tensorflow: the TensorFlow that is loaded lacks {missing.decode()}, which bpsx "
@@ -338,7 +335,7 @@ def check() -> None:
 
 
 def distrust(on: bool) -> None:
-    """Have all calls refused, as if TensorFlow's callbacks looked unlike what is known.
+    """Have all calls refused, as if TensorFlow's callbacks had an unknown layout.
 
     For tests.
     """

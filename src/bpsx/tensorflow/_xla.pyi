@@ -1,4 +1,4 @@
-"""push_pull and broadcast in what XLA compiles; see ``_xla.pyx``."""
+"""push_pull and broadcast in programs that XLA compiles; see ``_xla.pyx``."""
 
 def register() -> bool:
-    """Make ``bpsx_exchange`` known to XLA, for the host; whether that can be."""
+    """Register ``bpsx_exchange`` with XLA, for the host. Returns whether that is possible."""

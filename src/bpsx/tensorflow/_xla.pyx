@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""push_pull and broadcast in what XLA compiles: a foreign function, called once for all tensors."""
+"""push_pull and broadcast in programs that XLA compiles: one foreign call for all tensors."""
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memset, strlen
 
@@ -15,28 +15,30 @@ from bpsx.tensorflow.xla cimport (
 
 import json
 
-# As its foreign functions number them.
+# Names of element types, by their numbers in XLA's foreign function interface.
 cdef dict DTYPES = {
     11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16",
     10: "float16"
 }
 
 cdef struct Execution:
-    Call call                   # first
+    Call call                   # First field.
     void *future
     void *error
-    const char *text            # of what is asked for, see xla.py
+    const char *text            # Text of the plan, see xla.py.
     size_t length
 
 cdef Ffi *ffi
-cdef dict plans = {}            # by their texts
+cdef dict plans = {}            # Plans, by their texts.
 cdef Caller of_xla
 of_xla.plan, of_xla.fail, of_xla.settle, of_xla.goes_first = plan_of, fail, settle, True
 
 
 cdef void *exchange(Frame *frame) noexcept nogil:
-    """Arguments: tensors, a learning rate (float64), what has to come before; results: as many
-    tensors, and something that comes after.
+    """Foreign function that XLA calls.
+
+    Arguments: tensors, a learning rate (float64), a value that the call before has given. Results:
+    as many tensors, and a value for the next call.
     """
     cdef Execution *made
     cdef Call *call
@@ -74,8 +76,8 @@ cdef void *exchange(Frame *frame) noexcept nogil:
 
 
 cdef inline size_t size_of(int dtype) noexcept nogil:
-    """Bytes of an element: PRED, S8, U8; S16, U16, F16, BF16; S32, U32, F32; S64, U64, F64, C64;
-    C128.
+    """Bytes of an element. 1: PRED, S8, U8. 2: S16, U16, F16, BF16. 4: S32, U32, F32. 8: S64, U64,
+    F64, C64. 16: C128.
     """
     if dtype == 1 or dtype == 2 or dtype == 6:
         return 1
@@ -116,7 +118,7 @@ cdef void settle(Call *call) noexcept nogil:
 
 
 def register() -> bool:
-    """Make ``bpsx_exchange`` known to XLA, for the host; whether that can be."""
+    """Register ``bpsx_exchange`` with XLA, for the host. Returns whether that is possible."""
     global ffi
     cdef Registration one
     ffi = find_ffi()

@@ -1,6 +1,4 @@
-"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what
-travels.
-"""
+"""Asynchronous training: a worker steps on its own gradients and pushes its weights' changes."""
 
 from __future__ import annotations
 
@@ -29,27 +27,26 @@ def refuse_gradients(verb: str) -> None:
 
 
 class Weights:
-    """Moves the weights of one optimizer.
+    """Synchronizes the weights of one optimizer with the servers, which hold them.
 
-    The servers hold them: worker 0's, before the first step, for which all workers wait; no later
-    step waits for anybody.
+    The servers start from worker 0's weights. All workers wait for these before the first step; no
+    later step waits for another worker.
     """
 
     def __init__(self) -> None:
-        # by session
+        # names whose weights the servers hold, by session
         self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def step(self, base: Callable[[], Any], variables: Sequence[Any]) -> Any:
-        """Let ``base`` change ``variables``, push by how much, and assign what the servers have
-        then.
+        """Let ``base`` change ``variables``, push the changes, and assign the servers' values.
 
-        In a v1 graph: an operation that does it.
+        In a v1 graph, return an operation that does it.
         """
         names = [PREFIX + name for name in names_of(variables)]
         if not tf.executing_eagerly() and not tf.inside_function():
             return self._step_in_graph(base, variables, names)
         compared("DistributedOptimizer", variables)
-        with tf.init_scope():  # when a function is traced: now
+        with tf.init_scope():  # run now, also while a function is traced
             self._seed(variables, names)
         before = [tf.identity(v) for v in variables]
         result = base()
@@ -78,8 +75,8 @@ class Weights:
     def _step_in_graph(
         self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]
     ) -> Any:
-        """Nothing has an order there but what is said."""
-        # A resource, and no variable: checkpoints shall not hold it, for another job has to seed
+        """Build the step in a v1 graph, where only control dependencies order operations."""
+        # A resource and not a variable: checkpoints must not hold it, since another job has to seed
         # its own servers.
         seeded = tf.raw_ops.VarHandleOp(
             dtype=tf.bool,

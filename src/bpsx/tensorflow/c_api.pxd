@@ -1,6 +1,6 @@
-# TensorFlow's C API, found in the library that is loaded: there is no TensorFlow where bpsx is
-# built. c/kernels.h, c/ops.h, c/tf_tensor.h and c/tf_status.h of TensorFlow say what each function
-# does; its objects are `void *` here.
+# TensorFlow's C API, looked up in the library that is loaded: bpsx is built without TensorFlow.
+# TensorFlow's c/kernels.h, c/ops.h, c/tf_tensor.h and c/tf_status.h document each function; its
+# objects are `void *` here.
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy, memset, strrchr, strstr
 
@@ -13,10 +13,10 @@ cdef extern from "<dlfcn.h>" nogil:
     int RTLD_LAZY, RTLD_NOLOAD
 
 cdef enum:
-    OK = 0                      # of a TF_Status; others are those of Why in async_op.pxd
+    OK = 0                      # code of a TF_Status; others are those of Why in async_op.pxd
 
 cdef struct Api:
-    # What an op is
+    # Definition of an op
     void *(*new_op)(const char *name) noexcept nogil
     void (*add_attr)(void *op, const char *spec) noexcept nogil
     void (*add_input)(void *op, const char *spec) noexcept nogil
@@ -31,7 +31,7 @@ cdef struct Api:
     void (*get_shape)(void *context, int i, void *shape, void *status) noexcept nogil
     void (*set_shape)(void *context, int i, void *shape, void *status) noexcept nogil
     void (*delete_shape)(void *shape) noexcept nogil
-    # Its kernels
+    # Kernels of an op
     void *(*new_kernel)(
         const char *op, const char *device, void *(*create)(void *) noexcept nogil,
         void (*compute)(void *, void *, void *) noexcept nogil,
@@ -51,7 +51,7 @@ cdef struct Api:
     void (*attr_int)(void *making, const char *name, int64_t *value, void *status) noexcept nogil
     void (*attr_bool)(void *making, const char *name, uint8_t *value, void *status) noexcept nogil
     void (*fail_making)(void *making, void *status) noexcept nogil
-    # A call of one
+    # A call of a kernel
     int (*n_inputs)(void *context) noexcept nogil
     int (*n_outputs)(void *context) noexcept nogil
     void (*get_input)(void *context, int i, void **tensor, void *status) noexcept nogil
@@ -78,14 +78,14 @@ cdef struct Api:
 cdef inline void find(
     void *library, const char **missing, const char *name, void **where
 ) noexcept nogil:
-    """Put the address of a function there, or note the first that is not to be had."""
+    """Look up a function, or note the first that is missing."""
     where[0] = dlsym(library, name)
     if where[0] == NULL and missing[0] == NULL:
         missing[0] = name
 
 
 cdef inline const char *find_all(Api *api) noexcept nogil:
-    """Fill ``api``. Returns what is missing: a function, or the library itself; NULL: nothing."""
+    """Fill ``api``. Returns the first function that is missing, or the library; NULL: none is."""
     cdef const char *missing = NULL
     cdef void *library = dlopen(b"libtensorflow_framework.so.2", RTLD_LAZY | RTLD_NOLOAD)
     if library == NULL:
@@ -135,22 +135,22 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     return missing
 
 
-# What TensorFlow hands an asynchronous kernel as its callback is the address of a
-# std::function<void()> on the caller's stack: it has to be moved out before the kernel returns.
-# This is what libstdc++ makes of one: 16 bytes of what it holds, or of a pointer to that; who knows
-# how to copy and destroy it; who calls it. No header promises it, so `is_known` looks at each
-# before it is touched.
+# TensorFlow's callback for an asynchronous kernel is the address of a std::function<void()> on the
+# caller's stack: it has to be moved out before the kernel returns. This is libstdc++'s layout: 16
+# bytes that hold the target or a pointer to it; the function that copies and destroys the target;
+# the function that calls it. No header promises this layout, so `is_known` checks each callback
+# before it is used.
 cdef struct Done:
     char held[16]
     int (*manager)(Done *target, const Done *source, int op) noexcept nogil
     void (*invoker)(const Done *held) noexcept nogil
 
 cdef enum:
-    DESTROY = 3                 # what a manager is asked for
+    DESTROY = 3                 # operation code of a manager
 
 
 cdef inline bint is_of_tensorflow(const void *address) noexcept nogil:
-    """Whether it lies in one of its libraries."""
+    """Whether ``address`` lies in one of TensorFlow's libraries."""
     cdef Dl_info found
     cdef const char *file
     if dladdr(address, &found) == 0 or found.dli_fname == NULL:
@@ -160,9 +160,9 @@ cdef inline bint is_of_tensorflow(const void *address) noexcept nogil:
 
 
 cdef inline bint is_known(const Done *done, void **known) noexcept nogil:
-    """Whether ``done`` looks as described: both pointers are to functions of TensorFlow's.
+    """Whether ``done`` has the layout above: both pointers are to functions of TensorFlow's.
 
-    ``known``: two of those seen before, for the next.
+    ``known``: the two pointers of a callback checked before, to compare with the next.
     """
     cdef void *manager = <void *>done.manager
     cdef void *invoker = <void *>done.invoker
@@ -177,13 +177,13 @@ cdef inline bint is_known(const Done *done, void **known) noexcept nogil:
 
 
 cdef inline void move(Done *target, Done *source) noexcept nogil:
-    """Take it over; what is left behind is empty."""
+    """Move ``source`` to ``target``, and leave ``source`` empty."""
     memcpy(target, source, sizeof(Done))
     source.manager = NULL
 
 
 cdef inline void run(Api *api, Done *done) noexcept nogil:
-    """Tell TensorFlow that the kernel is done, and destroy the callback."""
+    """Report to TensorFlow that the kernel is done, and destroy the callback."""
     api.run_done(done)
     done.manager(done, done, DESTROY)
     memset(done, 0, sizeof(Done))

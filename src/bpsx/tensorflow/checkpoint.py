@@ -1,4 +1,4 @@
-"""What compression keeps of gradients (residuals, momentum, counters), for checkpoints."""
+"""State that compression keeps of gradients (residuals, momentum, counters), for checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bpsx.tensorflow.names import names_of
 
 
 class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What TensorFlow's checkpoints have as a text; derived classes know what it is of."""
+    """State that TensorFlow's checkpoints store as text; derived classes say which."""
 
     def serialize(self) -> bytes:
-        """The state.
+        """Return the state.
 
         Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if
-        gradients under way do not end.
+        gradient exchanges under way do not end.
         """
         return packed(self._save())
 
     def deserialize(self, string_value: bytes) -> None:
-        """Put back what :meth:`serialize` has given, by another one perhaps.
+        """Restore what :meth:`serialize` has returned, perhaps that of another object.
 
         Raises :class:`~bpsx.errors.ConfigError` for anything else.
         """
@@ -36,23 +36,22 @@ class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     @abc.abstractmethod
     def _save(self) -> dict[str, Any]:
-        """The state, by places."""
+        """Return the state, keyed by place."""
 
     @abc.abstractmethod
     def _load(self, saved: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore the state."""
 
 
 @public_methods
 class CompressionState(Archived):
-    """What compression keeps, on this worker, of the gradients of ``variables``: for
-    ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
+    """State that compression keeps, on this worker, of the gradients of ``variables``.
 
-    Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1.
-    Each worker has to save and load a state of its own, see "Checkpoints" in
-    ``docs/train/compression.md``; on worker 0 it has what the servers keep. What belongs to a
-    variable is known by its place among ``variables``. Not to be saved or loaded while gradients
-    are under way. Thread-safe.
+    Use it as ``tf.train.Checkpoint(..., compression=CompressionState(...))`` for tapes and for v1
+    optimizers; Keras's distributed optimizers include it. Each worker must save and load its own
+    state, see "Checkpoints" in ``docs/train/compression.md``; worker 0's includes what the servers
+    keep. A variable is identified by its place in ``variables``. Do not save or load while
+    gradients are exchanged. Thread-safe.
     """
 
     def __init__(self, variables: Iterable[Any]) -> None:

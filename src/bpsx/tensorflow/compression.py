@@ -16,10 +16,10 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "che
 
 
 class FP16Compressor(Compressor):
-    """Sends float32 and float64 as float16; other dtypes as they are (bfloat16 is as small already,
-    and reaches further).
+    """Sends float32 and float64 as float16, and other dtypes unchanged.
 
-    Values beyond 65504 become infinite. The sum itself is made in float32 and rounded once.
+    bfloat16 is as small already, and has a larger range. Values beyond 65504 become infinite. The
+    sum itself is computed in float32 and rounded once.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The available compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

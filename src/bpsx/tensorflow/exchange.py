@@ -1,4 +1,4 @@
-"""The exchange of the gradients of one tape or optimizer."""
+"""Gradient exchange of one tape or optimizer."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
 PREFIX = "Gradient."
-#: Under this, with the first variable's name, eager workers count who has which gradients.
+#: Eager workers count the users of each gradient under this prefix and the first variable's name.
 USERS = "Users of gradients from "
 KINDS = "Kinds of gradients from "
 
 
-#: By session: whether a source has sparse gradients (tf.IndexedSlices) on any worker, and dense
-#: ones on none, where that is known. Workers agree.
+#: By session: whether a source has sparse gradients (tf.IndexedSlices) on some worker, and dense
+#: ones on none, where that is known. The same on all workers.
 _sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
     """Sums or averages gradients.
 
-    Thread-safe in what it calls; one thread at a time may call it first.
-
-    ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way.
-    ``sparse_as_dense``: nothing travels as IndexedSlices. ``anew``: nothing is kept of what
-    compression had left over under the same names; otherwise it goes on, as from one step's tape to
-    the next's. ``has_momentum``: the optimizer whose gradients these are has its own. Raises
-    :class:`ConfigError`.
+    ``compression``: converts tensors before the exchange. ``params``: ``compression_params``,
+    applied on the way. ``sparse_as_dense``: send IndexedSlices as dense tensors. ``anew``: drop
+    state that compression has kept under the same names; otherwise continue with it, as one step's
+    tape does after the tape of the step before. ``has_momentum``: whether the optimizer of these
+    gradients has a momentum. Calls are thread-safe, but for first calls, of which only one may run
+    at a time. Raises :class:`ConfigError`.
     """
 
-    #: Methods that a distributed optimizer of Keras gets besides, by name.
+    #: Additional methods of a distributed Keras optimizer, by name.
     methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
@@ -77,30 +76,31 @@ class Exchange:
         self._anew = anew
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
         self._rates = False  # whether compression needs the learning rate
-        # by the names of sources, of those that are compressed
+        # compression of the sources that have one, by name
         self._choices: dict[str, adapter.Compression] = {}
-        # of which this has taken charge, in the order of sources
+        # names on the wire that this exchange has declared, in the order of sources
         self._wires: list[str] = []
         self.keeping = Keeping(self._wires)
-        # by session
+        # declared names, by session
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def alike(self) -> Exchange:
-        """Another one, of the same options."""
+        """Return another exchange with the same options."""
         return Exchange(*self._given)
 
     def __reduce__(self) -> Any:
-        """So are copies and what is pickled."""
+        """Copies and unpickled objects are exchanges with the same options."""
         return Exchange, self._given
 
     @property
     def compresses(self) -> bool:
-        """Whether compression may keep anything of gradients."""
+        """Whether compression may keep state of the gradients."""
         return bool(self._params)
 
     def check_async(self) -> None:
-        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights
-        travel in their place.
+        """Raise :class:`ConfigError` if gradients were to be compressed.
+
+        In asynchronous training changes of weights travel in their place.
         """
         if self._params or self._compression is not NoneCompressor:
             raise ConfigError(
@@ -109,9 +109,9 @@ class Exchange:
             )
 
     def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
-        """Say how the gradients of these travel, once in a job.
+        """Declare how the gradients of ``sources`` travel, once in a job.
 
-        ``momentum``: the optimizer's own, whose place compression may take.
+        ``momentum``: the optimizer's own, which compression may replace.
 
         Raises :class:`ConfigError`.
         """
@@ -122,7 +122,7 @@ class Exchange:
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
         if new:
-            own = own_names_of(sources)  # as users say them
+            own = own_names_of(sources)  # as users know them
             chosen = choose(
                 self._params, own, self._verb, momentum.by_name(own) if momentum is not None else {}
             )
@@ -145,13 +145,13 @@ class Exchange:
             momentum.take_over(names, self._choices)
 
     def _declare_like(self, names: Sequence[str], wires: Sequence[str]) -> None:
-        """The second use of a source in a graph goes by another name, and as the first."""
+        """Declare names for the second use of sources in a graph, with the first's compression."""
         for name, wire in zip(names, wires, strict=True):
             if name in self._choices:
                 adapter.session().declare(wire, self._choices[name], anew=self._anew)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
+        """Continue with what :attr:`keeping` has saved, now or at the first exchange."""
         self.keeping.load(saved, adapter.session() in self._declared)
 
     @counted_together(PREFIX, USERS, KINDS)
@@ -164,14 +164,14 @@ class Exchange:
         among: Sequence[Any] | None = None,
         instead: Mapping[int, Any] | None = None,
     ) -> list[Any]:
-        """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None;
-        ``sources``: what they are the gradients of.
+        """Return the sums or averages of ``gradients``.
 
-        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's;
+        Each is a tensor, IndexedSlices or None. ``sources``: what they are the gradients of.
+        ``rate``: the learning rate, a number or a scalar tensor. ``momentum``: the optimizer's.
         ``among``: all that are sources at any time, if they are known. None stays None if no worker
-        has a gradient for that source: see docs/internals/tensorflow-gradients.md for graphs.
-        ``instead``: by place, what to give for None, where others have one; else zeros. Raises
-        :class:`ConfigError` for IndexedSlices that are to get momentum.
+        has a gradient for that source; for graphs, see docs/internals/tensorflow-gradients.md.
+        ``instead``: by place, what replaces None where other workers have a gradient; by default
+        zeros. Raises :class:`ConfigError` for IndexedSlices that need momentum.
         """
         names = names_of(sources)
         self.declare(sources if among is None else among, momentum)
@@ -181,7 +181,7 @@ class Exchange:
         wires = in_graph(plain)
         if wires != plain:
             self._declare_like(names, wires)
-        as_dense = self._as_dense or xla.is_compiled()  # which has to know shapes
+        as_dense = self._as_dense or xla.is_compiled()  # XLA must know shapes
         eager = tf.executing_eagerly()
         sparse = (
             _all_sparse(found, wires)
@@ -222,9 +222,10 @@ class Exchange:
         used: list[bool] | None,
         rate: Any,
     ) -> list[Any]:
-        """Put the sums in place. ``used``, in eager code: where this worker has a gradient.
+        """Replace the dense gradients in ``found`` by their sums.
 
-        Returns how many workers have one, of each source.
+        ``used``, in eager code: where this worker has a gradient. Returns for each source how many
+        workers have one.
         """
         wired = [self._compression.compress(found[i]) for i in dense]
         tensors, wanted, urgent = (
@@ -234,7 +235,8 @@ class Exchange:
         )
         if used:
             order = _order_of(wires)
-            # it goes with gradients that are averaged: the mean shall be the number
+            # With averaged gradients this tensor is averaged, too: the mean has to be the number of
+            # workers.
             one = adapter.session().size if self._average else 1
             tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
             wanted.append(USERS + wires[order[0]])
@@ -265,7 +267,7 @@ class Exchange:
 
 
 def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any]) -> list[Any]:
-    """``exchanged()``, if this is the last of several steps, else ``own``.
+    """Return ``exchanged()`` if this is the last of several steps, else ``own``.
 
     In a graph, where that is known later, None stays None.
     """
@@ -284,14 +286,14 @@ def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any])
 
 
 def _order_of(wires: Sequence[str]) -> list[int]:
-    """Places of sources as all workers count them, also where sources come out of a set."""
+    """Return the places of sources in an order that all workers share, even for a set."""
     return sorted(range(len(wires)), key=wires.__getitem__)
 
 
 def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
-    """In eager code: which sources have sparse gradients, and dense ones nowhere.
+    """In eager code, return which sources have sparse gradients somewhere, and dense ones nowhere.
 
-    Workers ask each other where that is not known yet.
+    Workers exchange this where it is not known yet.
     """
     known = _sparse.setdefault(adapter.session(), {})
     unknown = [i for i in _order_of(wires) if wires[i] not in known]
@@ -314,7 +316,7 @@ def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
 def _in_place_of(
     i: int, gradient: Any, source: Any, sparse: bool, instead: Mapping[int, Any]
 ) -> Any:
-    """A gradient, or what is given in place of None: nothing that changes the sum."""
+    """Return the gradient, or what replaces None and does not change the sum."""
     if gradient is not None:
         return gradient
     if i in instead:
@@ -329,7 +331,7 @@ def _in_place_of(
 
 
 def _slices(gradient: Any) -> tf.IndexedSlices:
-    """A gradient whose source has sparse ones elsewhere, as such."""
+    """Return a gradient as IndexedSlices: its source has sparse gradients on other workers."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(

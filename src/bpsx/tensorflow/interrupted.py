@@ -1,7 +1,7 @@
-"""Tracebacks of errors that come through TensorFlow.
+"""Shortens tracebacks of errors that come through TensorFlow, and restores Ctrl-C.
 
-TensorFlow looks for Ctrl-C only while it makes an exception of its own, and then raises a
-:class:`RuntimeError` that tells of both, with all frames in its text. It becomes a
+TensorFlow looks for Ctrl-C only while it makes an exception of its own. It then raises a
+:class:`RuntimeError` that reports both, with all frames in its text. bpsx turns this error into a
 :class:`KeyboardInterrupt` where it leaves a verb of bpsx, and where Python shows it.
 """
 
@@ -27,7 +27,7 @@ def was_interrupt(error: BaseException | None) -> bool:
 
 
 def public(function: _Function) -> _Function:
-    """As :func:`bpsx.system.tracebacks.public`, for TensorFlow's own errors, too."""
+    """As :func:`bpsx.system.tracebacks.public`, also for TensorFlow's own errors."""
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
@@ -50,9 +50,7 @@ def public(function: _Function) -> _Function:
 
 
 def show_interrupts() -> None:
-    """Have :data:`sys.excepthook` show such an error as Ctrl-C; all else goes to the hook that was
-    there.
-    """
+    """Have :data:`sys.excepthook` show such an error as Ctrl-C; others go to the hook before it."""
     before = sys.excepthook
 
     def hook(

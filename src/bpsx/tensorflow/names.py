@@ -1,4 +1,4 @@
-"""What variables are called on the wire: alike on all workers, and no two of a process alike."""
+"""Names of variables on the wire: the same on all workers, and unique in a process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import tensorflow as tf
 
-#: The attribute of a variable that holds whose it is and its name.
+#: Attribute of a variable that holds the id of its owner and its name.
 _NAME = "_bpsx_name"
 _lock = threading.Lock()
-_given: Counter[str] = Counter()  # how many variables of the process have been met, by own name
-#: Numbers of creation of the variables that have been met, by own name.
+_given: Counter[str] = Counter()  # number of named variables of the process, by own name
+#: Numbers of creation of the named variables, by own name.
 _created: dict[str, list[int]] = {}
 
 
 def names_of(sources: Sequence[Any]) -> list[str]:
-    """A name for each source: of a variable its own (Keras: path), with a number if another
-    variable that was met before is called like that, for as long as it lives.
+    """Return a name for each source.
 
-    Variables of one name that are met together are numbered as they were created, so that the order
-    of ``sources`` does not matter. Anything else, and a source that is there twice, is known by its
-    place. Thread-safe.
+    A variable is called by its own name (Keras: path). A number is appended if an earlier variable
+    has that name. A variable keeps its name for as long as it lives. Variables of one name that are
+    first met together are numbered in the order of creation, so the order of ``sources`` does not
+    matter. Any other source, and one that occurs twice, is identified by its place. Thread-safe.
     """
     known = [_known_name(source, f"source.{i}") for i, source in enumerate(sources)]
     if None in known:
@@ -41,13 +41,15 @@ def names_of(sources: Sequence[Any]) -> list[str]:
 
 
 def own_names_of(sources: Sequence[Any]) -> list[str]:
-    """What users call them: as :func:`names_of`, without numbers."""
+    """Return the names that users know: as :func:`names_of`, without numbers."""
     return [_own_name_of(source) or f"source.{i}" for i, source in enumerate(sources)]
 
 
 def created_before(source: Any) -> int:
-    """How many of the variables of its own name that have been met were created before ``source``:
-    what tells two of them apart that workers have met in different orders. Thread-safe."""
+    """Return how many named variables of the same own name were created before ``source``.
+
+    This tells two of them apart that workers have met in different orders. Thread-safe.
+    """
     number = _creation(source)
     with _lock:
         return sum(n < number for n in _created.get(_own_name_of(source) or "", ()))
@@ -60,18 +62,20 @@ def _own_name_of(source: Any) -> str | None:
 
 
 def _known_name(source: Any, otherwise: str) -> str | None:
-    """None: it has a name of its own, and has not been met yet."""
+    """Return the source's name. None: it has a name of its own, and has not been met yet."""
     own = _own_name_of(source)
     if own is None:
         return otherwise
     if isinstance(source, tf.Variable) and getattr(source, "_in_graph_mode", True):
-        return own  # of a graph of TensorFlow 1, which has no other one of that name
+        return own  # in a TensorFlow 1 graph names are unique
     return _kept_by(source)
 
 
 def _kept_by(source: Any) -> str | None:
-    """The name that it has been given. None: it has none yet, or that of the variable that it is a
-    copy of."""
+    """Return the name that the variable was given.
+
+    None: it has none yet, or only that of the variable of which it is a copy.
+    """
     whose, name = getattr(source, _NAME, (None, ""))
     return str(name) if whose == id(source) else None
 
@@ -79,20 +83,19 @@ def _kept_by(source: Any) -> str | None:
 def _give_name(source: Any) -> None:
     own = str(_own_name_of(source))
     with _lock:
-        if _kept_by(source) is not None:  # another thread has been here, or it is there twice
+        if _kept_by(source) is not None:  # by another thread, or it occurs twice
             return
         name = own if not _given[own] else f"{own}#{_given[own] + 1}"
         try:
             setattr(source, _NAME, (id(source), name))
-        except AttributeError:  # no variable, but something with a path: known by that alone
+        except AttributeError:  # no variable, but an object with a path, which is its name
             return
         _given[own] += 1
         _created.setdefault(own, []).append(_creation(source))
 
 
 def _creation(source: Any) -> int:
-    """TensorFlow's number of the variable, which rises from one to the next of a process. 0: it has
-    none."""
-    variable = getattr(source, "_value", source)  # of Keras, whose variables have one of TensorFlow
+    """Return TensorFlow's number of the variable, which rises with each new one; 0: none."""
+    variable = getattr(source, "_value", source)  # a Keras variable holds one of TensorFlow
     number = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
     return int(number) if number.isdigit() else 0

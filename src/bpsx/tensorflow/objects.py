@@ -1,4 +1,4 @@
-"""TensorFlow's tensors in :mod:`bpsx.plugin.objects`."""
+"""Encodes TensorFlow's tensors for :mod:`bpsx.plugin.objects`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpsx.plugin import encoding, objects
 
 
 class _Encoder(encoding.Encoder):
-    """Tensors of eager code travel as dtype, shape and bytes."""
+    """Encodes tensors of eager code as dtype, shape and bytes."""
 
     def _tensor(self, value: Any, where: str) -> list[Any] | None:
         eager = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
@@ -28,7 +28,7 @@ def _has_bytes(dtype: tf.DType) -> bool:
 
 
 def _encoded(obj: Any, verb: str) -> bytes:
-    """The length of a text, the text (JSON: the value, and how long each blob is), the blobs."""
+    """Encode as a text's length, the text (JSON: the value, and each blob's length), the blobs."""
     encoder = _Encoder(verb, exact=True)
     text = json.dumps([encoder.encode(obj, "the object"), list(map(len, encoder.blobs))]).encode()
     return len(text).to_bytes(8, "little") + text + b"".join(encoder.blobs)

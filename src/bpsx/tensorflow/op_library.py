@@ -1,8 +1,8 @@
-"""The operations of ``_ops.pyx``, loaded into TensorFlow.
+"""Loads the operations of ``_ops.pyx`` into TensorFlow.
 
 ``push_pull(tensors, rate, names, priorities, average)`` and ``broadcast(tensors, names,
-root_rank)`` are the functions that TensorFlow makes of them: one operation for a list of tensors,
-executed at once by eager code, added to the graph otherwise.
+root_rank)`` are the functions that TensorFlow makes of them, each one operation for a list of
+tensors. Eager code executes the operation at once; otherwise it is added to the graph.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import tensorflow as tf
 
 from bpsx.tensorflow.op_order import keep_turns
 
-#: What TensorFlow's operations are called.
+#: Names of the operations in TensorFlow.
 PUSH_PULL, BROADCAST = "BpsxPushPull", "BpsxBroadcast"
 
 
 def _load() -> ModuleType:
-    """The library has to be opened by TensorFlow first, which asks it what it registers, and by
-    Python then.
-    """
+    """Load the library, into TensorFlow first, which has it register operations."""
     spec = importlib.util.find_spec("bpsx.tensorflow._ops")
     if spec is None or spec.origin is None:
         raise ImportError(
@@ -39,10 +37,9 @@ def _load() -> ModuleType:
 
 
 def check_header() -> None:
-    """Raise :class:`ImportError` if TensorFlow's own header says that callbacks are something else
-    than ``_ops.pyx`` takes them for.
+    """Raise :class:`ImportError` if callbacks in TensorFlow's header are not those of ``_ops.pyx``.
 
-    A TensorFlow without headers is believed.
+    A TensorFlow without headers passes.
     """
     header = Path(tf.sysconfig.get_include(), "tensorflow", "core", "framework", "op_kernel.h")
     try:
@@ -61,10 +58,11 @@ def check_header() -> None:
 
 
 def check_callbacks() -> None:
-    """Execute an empty push_pull, in a session of its own: an eager one would settle the program's
-    devices before it has said which it wants.
+    """Execute an empty push_pull to check TensorFlow's callbacks.
 
-    Raises :class:`ImportError` if TensorFlow's callbacks are not what ``_ops.pyx`` knows.
+    It runs in a session of its own: an eager operation would fix the program's devices before the
+    program has chosen them. Raises :class:`ImportError` if the callbacks are not those that
+    ``_ops.pyx`` knows.
     """
     with (
         tf.Graph().as_default() as graph,
@@ -90,7 +88,7 @@ check_callbacks()
 def push_pull(
     tensors: list[tf.Tensor], rate: Any, names: list[str], priorities: list[int], average: bool
 ) -> list[tf.Tensor]:
-    """Sums or averages, in the order of ``tensors``. ``rate``: the learning rate; -1: none."""
+    """Return sums or averages, in order. ``rate``: the learning rate; -1: none."""
     with tf.device("CPU:0"):
         return list(
             _library.bpsx_push_pull(
@@ -100,6 +98,6 @@ def push_pull(
 
 
 def broadcast(tensors: list[tf.Tensor], names: list[str], root_rank: int) -> list[tf.Tensor]:
-    """What ``tensors`` are on worker ``root_rank``."""
+    """Return worker ``root_rank``'s ``tensors``."""
     with tf.device("CPU:0"):
         return list(_library.bpsx_broadcast(tensors, names=names, root_rank=root_rank))

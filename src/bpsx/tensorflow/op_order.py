@@ -1,11 +1,11 @@
-"""One order, on all workers, for operations of one name: they meet their like in the order in which
-each worker executes them.
+"""Keeps operations of one name in one order on all workers.
 
-Functions: TensorFlow puts what touches one resource into the order in which it was written down,
-through branches, loops and calls of functions. It can be told what an operation touches: ours, and
-what executes ours, touch one thing for each name. Graphs of TensorFlow 1 have no such order, and
-what is executed there is chosen anew each time: there the second operation of a name gets another
-name.
+Operations of one name are matched in the order in which each worker executes them. In functions,
+TensorFlow executes operations that touch one resource in the order of the program, through
+branches, loops and calls of functions. It can be told what an operation touches: bpsx's operations,
+and operations that execute these, touch one resource for each name. Graphs of TensorFlow 1 have no
+such order, and each run chooses anew what is executed. There the second operation of a name gets
+another name.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from tensorflow.python.framework import auto_control_deps
 from bpsx.tensorflow.tracing import UnsupportedCompilation, is_compiled
 
 log = logging.getLogger("bpsx.tensorflow")
-#: The attribute of a graph that counts its operations by name.
+#: Attribute of a graph that counts its operations by name.
 _COUNTS = "_bpsx_counts"
-#: The attribute of a graph that XLA is to compile: by name, what touches it.
+#: Attribute of a graph that XLA is to compile: by name, the operation that touches it.
 _TOUCHED = "_bpsx_touched"
-#: What operations that execute functions call those in their attributes.
+#: Attributes in which operations name the functions that they execute.
 _FUNCTIONS = ("f", "then_branch", "else_branch", "cond", "body", "branches")
-#: The operation by which XLA calls a foreign function, and the attribute that says which.
+#: Operation with which XLA calls a foreign function, and its attribute that says which.
 _CALL, _MODULE = "XlaCallModule", "module"
-_modules: dict[bytes, frozenset[str]] = {}  # what such a call touches
+_modules: dict[bytes, frozenset[str]] = {}  # names that such a call touches
 _things: dict[str, Any] = {}
-# what a function touches; the names of functions are those of a process
+# names that a function touches; names of functions are unique in a process
 _in_functions: dict[str, frozenset[str]] = {}
 
 
 def in_graph(names: Sequence[str]) -> list[str]:
-    """``names``, or where operations have no order those by which they can be told from earlier
-    ones of the same graph.
-    """
+    """Return ``names``, made unique within the graph where operations have no order."""
     if tf.executing_eagerly():
         return list(names)
     graph = tf.compat.v1.get_default_graph()
@@ -59,13 +57,14 @@ def in_graph(names: Sequence[str]) -> list[str]:
 
 
 def keep_turns(*operations: str) -> None:
-    """Have TensorFlow keep the order of ``operations``, which have an attribute ``names``, and of
-    what executes them.
+    """Have TensorFlow keep the order of ``operations``, and of operations that execute them.
+
+    Each of ``operations`` has an attribute ``names``.
     """
     ours = frozenset(operations)
 
     def bpsx_touches(op: Any, _: Any, writes: Any) -> bool:
-        """TensorFlow asks of each operation in a function, until nothing is added any more."""
+        """Resolver; TensorFlow calls it for each operation in a function until nothing is added."""
         names = _names_of(ours, op)
         added = [thing for thing in map(_thing, names) if thing not in writes]
         if added and is_compiled(op.graph):
@@ -85,15 +84,16 @@ def keep_turns(*operations: str) -> None:
 
 
 def touches(module: str, names: Sequence[str]) -> None:
-    """Note which names a call of a foreign function exchanges."""
+    """Record which names a call of a foreign function exchanges."""
     _modules[module.encode()] = frozenset(names)
 
 
 def _check_compiled(op: Any, names: frozenset[str]) -> None:
-    """XLA keeps the order of the calls that one function makes of foreign functions, since each
-    gives something to the next.
+    """Raise :class:`UnsupportedCompilation` if XLA would lose the order of a name's exchanges.
 
-    It forgets that of functions in a function, as it makes one program of all.
+    XLA keeps the order of the foreign functions that one function calls, since each call passes a
+    value to the next. It loses the order of functions in a function when it makes one program of
+    all.
     """
     before: dict[str, Any] | None = getattr(op.graph, _TOUCHED, None)
     if before is None:
@@ -110,19 +110,19 @@ def _check_compiled(op: Any, names: frozenset[str]) -> None:
 
 
 def _thing(name: str) -> Any:
-    """What stands for a name where TensorFlow expects the handle of a resource."""
+    """Return what stands for a name where TensorFlow expects the handle of a resource."""
     return _things.setdefault(
         name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName"))
     )
 
 
 def _names_of(ours: frozenset[str], op: Any) -> frozenset[str]:
-    # Only these can have any; of others it would cost something to look.
+    # Only stateful operations can have names; to look at others would cost time.
     return _names_in_node(ours, op.graph, op.node_def) if op._is_stateful else frozenset()
 
 
 def _names_in_node(ours: frozenset[str], graph: Any, node: Any) -> frozenset[str]:
-    """Of an operation, and of the functions that it executes."""
+    """Return the names of an operation, and of the functions that it executes."""
     if node.op in ours:
         return frozenset(name.decode() for name in node.attr["names"].list.s)
     if node.op == _CALL:
@@ -133,7 +133,7 @@ def _names_in_node(ours: frozenset[str], graph: Any, node: Any) -> frozenset[str
 
 
 def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]:
-    """Of all operations that a function executes."""
+    """Return the names of all operations that a function executes."""
     if function not in _in_functions:
         known = _definition(graph, function)
         if known is None:

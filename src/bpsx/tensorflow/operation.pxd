@@ -1,31 +1,32 @@
-# An operation of ours as TensorFlow keeps it, and one execution of it.
+# An operation of bpsx as TensorFlow keeps it, and one execution of it.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free
 
 from bpsx.plugin.async_op cimport Call, Part, Waste, drop_dims
 from bpsx.tensorflow.c_api cimport Api, Done
 
-# an op as it stands in a graph, or as eager calls with these attributes share it
+# An op in a graph, or one that all eager calls with these attributes share.
 cdef struct Kernel:
-    Waste waste                 # first: its Plan, once that has been needed
-    uint32_t n                  # tensors
+    Waste waste                 # First field; holds the op's Plan once that has been needed.
+    uint32_t n                  # Number of tensors.
     bint broadcasts
     bint average
     int64_t root
     int64_t *priorities
-    char **names                # UTF-8, not ended
+    char **names                # UTF-8, without a final NUL.
     size_t *lengths
     char *storage
 
 cdef struct Execution:
-    Call call                   # first
-    void *context               # TensorFlow's
+    Call call                   # First field.
+    void *context               # TensorFlow's.
     Done done
-    Kernel *kernel              # TensorFlow's to forget once it has been told that the call is over
+    # TensorFlow's, which may delete it once the call has been reported as over.
+    Kernel *kernel
 
 
 cdef inline void drop_tensors(Api *api, Call *call) noexcept nogil:
-    """Let go of TensorFlow's tensors, but for those that somebody else has taken over."""
+    """Release TensorFlow's tensors, except those whose ownership has moved elsewhere."""
     cdef Part *part
     cdef uint32_t i
     for i in range(call.n):

@@ -1,4 +1,4 @@
-"""push_pull and broadcast of TensorFlow's tensors, in graphs and out of them."""
+"""push_pull and broadcast of TensorFlow's tensors, in graphs and in eager code."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _INSTEAD = {
         ("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"
     ),
 }
-#: Dtypes that have no bytes of a fixed number: nothing can be done with them.
+#: Dtypes whose elements have no fixed number of bytes: they cannot be sent.
 _WITHOUT_BYTES = ("string", "resource", "variant")
 
 
 class UnsupportedTensor(BpsxError, TypeError):
-    """Neither a tensor nor what becomes one."""
+    """A value is no tensor and cannot become one."""
 
 
 def as_tensor(value: Any, what: str) -> tf.Tensor:
-    """``value`` as a dense tensor.
+    """Return ``value`` as a dense tensor.
 
     Raises :class:`UnsupportedTensor`; :class:`ConfigError` for a NumPy array with masked elements.
     """
@@ -52,9 +52,7 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
 
 
 def check_summable(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, unless
-    ``tensor`` can be summed.
-    """
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType`, with advice, for what cannot be summed."""
     name = tensor.dtype.base_dtype.name
     if name not in BY_NAME:
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -64,10 +62,10 @@ def check_summable(tensor: tf.Tensor, what: str) -> None:
 
 
 def unnamed(verb: str, tensor: tf.Tensor) -> str:
-    """What an operation without a name is called: in a graph by its place there, in eager code by
-    what the tensor is.
+    """Return the name of an operation that was given none.
 
-    Calls of one name are matched in the order in which each worker makes them.
+    In a graph it is the operation's place there, in eager code the tensor's dtype and shape. Calls
+    of one name are matched in the order in which each worker makes them.
     """
     if not tf.is_symbolic_tensor(tensor):
         return f"{verb}.noname.{tensor.dtype.name}.{tuple(tensor.shape)}"
@@ -75,8 +73,9 @@ def unnamed(verb: str, tensor: tf.Tensor) -> str:
 
 
 def check_async(enable_async: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` if a call asks for asynchronous training in a job that is
-    synchronous: it is the job's, not the call's.
+    """Raise :class:`ConfigError` if a call asks for asynchronous training in a synchronous job.
+
+    Asynchronous training is chosen for the job, not for a call.
     """
     if enable_async and not adapter.session().config.asynchronous:
         raise ConfigError(
@@ -99,24 +98,26 @@ def push_pull(
     name: str | None = None,
     priority: int = 0,
 ) -> Any:
-    """The sum or average of ``tensor`` over all workers, in its shape and dtype.
+    """Return the sum or average of ``tensor`` over all workers, in its shape and dtype.
 
-    ``tensor``: a dense tensor, a variable, or what becomes a tensor, of a dtype in
-    :data:`bpsx.dtypes.DTYPES`, any shape; or a :class:`tf.IndexedSlices`, of which the result holds
-    all workers' rows. Workers must agree on name, shape, dtype and reduction. Without a ``name``, a
-    call is known by its graph and the tensor's operation there; in eager code by dtype and shape,
-    and calls of one shape and dtype are matched in the order in which each worker makes them.
-    ``scope`` is put before the name. ``op`` is ``Average`` (the default) or ``Sum``; ``average``
-    says the same as a bool. Integers round down. Larger ``priority`` goes first. ``device_dense``
-    and ``device_sparse`` are BytePS's and ignored: the operation runs on the host, and TensorFlow
-    copies. ``compression``: smaller on the wire.
+    ``tensor``: a dense tensor, a variable, or what converts to a tensor, of a dtype in
+    :data:`bpsx.dtypes.DTYPES`, any shape; or a :class:`tf.IndexedSlices`, for which the result
+    holds all workers' rows. Workers must agree on name, shape, dtype and reduction. Without a
+    ``name``, a call is identified by its graph and the tensor's operation there. In eager code it
+    is identified by dtype and shape, and calls of one shape and dtype are matched in the order in
+    which each worker makes them. ``scope`` is put before the name. ``op`` is ``Average`` (the
+    default) or ``Sum``; ``average`` says the same as a bool. Integers round down. Larger
+    ``priority`` goes first. ``device_dense`` and ``device_sparse`` are BytePS's and ignored: the
+    operation runs on the host, and TensorFlow copies. ``compression``: how tensors are made smaller
+    on the wire.
 
-    In a graph it is an asynchronous operation: it starts when the tensor is there and occupies no
-    thread. Differentiable: the gradient is the push_pull of the gradient, under ``name + ".grad"``.
-    In asynchronous training: adds to the servers' value of ``name``, and gives that.
+    In a graph this is an asynchronous operation: it starts when the tensor is complete and occupies
+    no thread. Differentiable: the gradient is the push_pull of the gradient, under ``name +
+    ".grad"``. In asynchronous training the call adds ``tensor`` to the servers' value of ``name``,
+    and returns the new value.
 
     Raises at the call :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`,
-    :class:`~bpsx.errors.ConfigError`; when it is executed, TensorFlow's exceptions:
+    :class:`~bpsx.errors.ConfigError`. When it is executed, it raises TensorFlow's exceptions:
     :class:`tf.errors.AbortedError` for a lost peer, :class:`tf.errors.InvalidArgumentError` if
     workers differ, :class:`tf.errors.DeadlineExceededError` for a stall,
     :class:`tf.errors.FailedPreconditionError` before init. Thread-safe.
@@ -159,13 +160,11 @@ def push_pull(
 def broadcast(
     tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = True
 ) -> tf.Tensor:
-    """What ``tensor`` is on worker ``root_rank``: of any dtype but strings, of one shape on all
-    workers.
+    """Return worker ``root_rank``'s ``tensor``.
 
-    A variable is read, not written.
-
-    Names, errors and graphs as in :func:`push_pull`. Its gradient is the sum of all workers'
-    gradients at the root, and zero elsewhere. ``is_variable`` is BytePS's and ignored.
+    ``tensor``: of any dtype but strings, of one shape on all workers; a variable is read, not
+    written. Names, errors and graphs as in :func:`push_pull`. The gradient is the sum of all
+    workers' gradients on the root, and zero elsewhere. ``is_variable`` is BytePS's and ignored.
     """
     check_name(name, "broadcast")
     check_scope(scope, "broadcast")
@@ -177,7 +176,7 @@ def broadcast(
 
 
 def check_scope(scope: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` unless it is a string."""
+    """Raise :class:`ConfigError` unless ``scope`` is a string."""
     if not isinstance(scope, str):
         raise ConfigError(
             f"{verb}: scope={scope!r}: a string is needed, which is put before the name"
@@ -185,9 +184,7 @@ def check_scope(scope: Any, verb: str) -> None:
 
 
 def check_bytes(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that are not bytes of a fixed
-    number.
-    """
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements without a fixed number of bytes."""
     name = tensor.dtype.base_dtype.name
     if name in _WITHOUT_BYTES or name not in _BROADCAST:
         raise UnsupportedDType(

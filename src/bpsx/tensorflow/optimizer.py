@@ -1,4 +1,4 @@
-"""DistributedOptimizer: which it is depends on the optimizer."""
+"""DistributedOptimizer, for optimizers of Keras and of TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def DistributedOptimizer(
     op: Any = None,
     compression_params: Params = None,
 ) -> Any:
-    """An optimizer that works with the averages (``op=Sum``: sums) of all workers' gradients.
+    """Return an optimizer that uses the averages (``op=Sum``: sums) of all workers' gradients.
 
     ``optimizer``: of Keras, for which see :func:`bpsx.tensorflow.keras.DistributedOptimizer`; or of
-    ``tf.compat.v1.train``, whose ``compute_gradients`` then gives the averages. There
-    ``backward_passes_per_step`` adds up the gradients of so many ``minimize`` calls, of which the
-    last exchanges and applies the sums; ``name`` and ``use_locking`` are what such optimizers take.
+    ``tf.compat.v1.train``, whose ``compute_gradients`` then gives the averages. For the latter,
+    ``backward_passes_per_step`` adds up the gradients of so many ``minimize`` calls; the last one
+    exchanges and applies the sums. ``name`` and ``use_locking`` are what such optimizers take.
     ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
     variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 

@@ -1,5 +1,6 @@
-"""Sums and copies of lists of tensors that have been checked: one operation for each or for all, in
-an order that all workers share.
+"""Sums and copies of lists of checked tensors, in an order that all workers share.
+
+Eager code gets one operation for all tensors of a list, a graph one for each.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from bpsx.tensorflow.tracing import gradient_of
 
 @functools.cache
 def _no_rate() -> tf.Tensor:
-    """Made once: TensorFlow's way to make a tensor of a number ends a process if Python ends
-    meanwhile.
+    """Return the tensor that means no learning rate; it is made once.
+
+    TensorFlow's way to make a tensor of a number ends the process if Python ends meanwhile.
     """
     with tf.device("CPU:0"):
         return tf.constant(-1.0, tf.float64)
@@ -34,10 +36,11 @@ def sums(
     rate: Any = None,
     final: bool = False,
 ) -> list[tf.Tensor]:
-    """The sums or averages of checked tensors: one operation for all in eager code, where a call
-    blocks; one for each in a graph, where each leaves when it is there.
+    """Return the sums or averages of checked tensors.
 
-    ``final``: ``names`` need no further look at :func:`bpsx.tensorflow.op_order.in_graph`.
+    In eager code, where a call blocks, one operation serves all tensors. In a graph each tensor has
+    an operation of its own, which starts when the tensor is complete. ``final``: ``names`` have
+    been through :func:`bpsx.tensorflow.op_order.in_graph`.
     """
     known = list(names) if final else in_graph(names)
     urgent = list(priorities) if priorities is not None else [0] * len(tensors)
@@ -49,7 +52,7 @@ def sums(
         )
     if rate is None:
         rate = _no_rate() if tf.executing_eagerly() else -1.0
-    else:  # tf.cast alone makes a float32 of a number first
+    else:  # tf.cast alone would first make a float32 of a number
         rate = (
             tf.constant(rate, tf.float64)
             if isinstance(rate, (int, float))
@@ -67,9 +70,7 @@ def sums(
 def copies(
     tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int, final: bool = False
 ) -> list[tf.Tensor]:
-    """What checked tensors are on worker ``root_rank``: one operation in eager code, as in
-    :func:`sums`.
-    """
+    """Return worker ``root_rank``'s checked tensors; operations as in :func:`sums`."""
     known = list(names) if final else in_graph(names)
     if xla.is_compiled():
         return _compiled(
@@ -91,9 +92,7 @@ def _compiled(
     call: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     gradient: Callable[[Sequence[Any]], list[tf.Tensor]],
 ) -> list[tf.Tensor]:
-    """``call`` of ``tensors`` with its gradient, which the operation that XLA is called by has
-    none.
-    """
+    """Return ``call`` of ``tensors``, with a gradient: XLA's foreign calls have none."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(*given: tf.Tensor) -> Any:
@@ -105,7 +104,7 @@ def _compiled(
 def _sums_of_gradients(
     gradients: Sequence[Any], names: Sequence[str], average: bool, priorities: Sequence[int]
 ) -> list[tf.Tensor]:
-    """The same of the gradients, under names of their own."""
+    """Return the sums or averages of the gradients, under names of their own."""
     dense = [tf.convert_to_tensor(g) for g in gradients]
     return sums(dense, [f"{name}.grad" for name in names], average=average, priorities=priorities)
 
@@ -113,19 +112,22 @@ def _sums_of_gradients(
 def _copies_of_gradients(
     gradients: Sequence[Any], names: Sequence[str], root_rank: int
 ) -> list[tf.Tensor]:
-    """Everybody's loss counts, and all of it depends on what the root had."""
+    """Return the gradients of copies: their sum on the root, zeros elsewhere.
+
+    All workers' losses count, and all of them depend on the root's values.
+    """
     totals = _sums_of_gradients(gradients, names, False, [0] * len(names))
     if root_rank == adapter.session().rank:
         return totals
-    # A zero of a known shape needs no input, and a session would leave out the exchange, for which
-    # the root waits.
+    # Zeros of a known shape need no input. Without this dependency a session would leave out the
+    # exchange, for which the root waits.
     with tf.control_dependencies(totals):
         return [tf.identity(tf.zeros_like(total)) for total in totals]
 
 
 @gradient_of(op_library.PUSH_PULL)
 def _gradient_of_sums(op: tf.Operation, *gradients: Any) -> list[Any]:
-    """The last input is the learning rate."""
+    """Gradient of the push_pull operation. Its last input, the learning rate, has none."""
     return [
         *_sums_of_gradients(
             gradients, _texts(op), bool(op.get_attr("average")), list(op.get_attr("priorities"))

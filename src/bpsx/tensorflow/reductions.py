@@ -1,4 +1,4 @@
-"""How values of workers become one: upstream's ``op`` and its older ``average``."""
+"""Names of reductions: BytePS's ``op`` and its older ``average``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bpsx.errors import ConfigError
 
 
 class ReduceOps(StrEnum):
-    """BytePS's names. Equal to the strings that are their values."""
+    """BytePS's names of reductions. Equal to the strings that are their values."""
 
     Average = "Average"
     Sum = "Sum"
@@ -20,10 +20,10 @@ Average, Sum, Adasum = ReduceOps.Average, ReduceOps.Sum, ReduceOps.Adasum
 
 
 def averages(op: Any, average: Any, verb: str) -> bool:
-    """Whether an average is asked for, by ``op`` or by ``average``; by default, it is.
+    """Return whether ``op`` or ``average`` asks for an average, which is the default.
 
     Raises :class:`ConfigError` for both at once, for Adasum, which BytePS took for a plain sum, and
-    for what is neither.
+    for other values.
     """
     if average is not None:
         if op is not None:
@@ -41,7 +41,7 @@ def averages(op: Any, average: Any, verb: str) -> bool:
 
 
 def handle_average_backwards_compatibility(op: Any, average: Any) -> ReduceOps:
-    """The operation that ``op`` and the older ``average`` ask for together.
+    """Return the reduction that ``op`` and the older ``average`` ask for together.
 
     Raises :class:`ConfigError` as :func:`push_pull` does.
     """

@@ -1,4 +1,4 @@
-"""The rows of all workers, of which every worker may have another number."""
+"""Gathers the rows of all workers, whose numbers of rows may differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from bpsx.tensorflow.primitives import copies, sums
 
 @functools.cache
 def _capacities() -> tuple[int, ...]:
-    """All lengths that rows are filled up to: a name is never forgotten, so it needs few shapes."""
+    """Return all lengths to which rows are padded.
+
+    A name is never forgotten, so it must need few shapes.
+    """
     found = [0]
     while found[-1] < 2**31:
         found.append(adapter.capacity(found[-1] + 1))
@@ -21,20 +24,20 @@ def _capacities() -> tuple[int, ...]:
 
 
 def capacities(counts: tf.Tensor) -> tf.Tensor:
-    """The lengths that ``counts`` rows are filled up to; int64."""
+    """Return the lengths to which ``counts`` rows are padded; int64."""
     steps = tf.constant(_capacities(), tf.int64)
     return tf.gather(steps, tf.searchsorted(steps, counts))
 
 
 def filled(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
-    """``rows``, and zeros up to ``length`` of them."""
+    """Return ``rows``, padded with zeros to ``length`` rows."""
     shape = tf.shape(rows, out_type=tf.int64)
     missing = tf.maximum(length - shape[:1], 0)
     return tf.concat([rows, tf.zeros(tf.concat([missing, shape[1:]], 0), rows.dtype)], 0)
 
 
 def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
-    """What ``own``, an int64 scalar or vector, is on each worker, by rank. One small push_pull."""
+    """Return every worker's ``own``, an int64 scalar or vector, by rank. One small push_pull."""
     ours = adapter.session()
     mine = tf.one_hot(ours.rank, ours.size, dtype=tf.int64)
     mine = tf.reshape(mine, [-1, *[1] * own.shape.rank]) * own[None]
@@ -44,11 +47,11 @@ def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
 def gathered(
     parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor
 ) -> list[list[tf.Tensor]]:
-    """For each of ``parts``, the rows of all workers, by rank.
+    """Return for each of ``parts`` the rows of all workers, by rank.
 
-    ``parts``: tensors of as many rows as ``counts`` says for this worker; ``counts``: int64, of all
-    workers, as :func:`counts_of` gives it. On the wire: ``name + ".R"`` for each worker R with
-    rows.
+    ``parts``: tensors with as many rows as ``counts`` has for this worker. ``counts``: int64, of
+    all workers, as :func:`counts_of` returns it. On the wire: ``name + ".R"`` for each worker R
+    with rows.
     """
     ours = adapter.session()
     lengths = capacities(counts)
@@ -65,9 +68,9 @@ def gathered(
 def _rows_of(
     root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str]
 ) -> list[tf.Tensor]:
-    """What ``parts`` are on worker ``root``.
+    """Return worker ``root``'s ``parts``.
 
-    Where it has no rows nobody asks it for any: it may have called ``join()``.
+    No worker exchanges anything for a root without rows: it may have called ``join()``.
     """
     return list(
         tf.cond(

@@ -1,4 +1,4 @@
-"""The sum of :class:`tf.IndexedSlices`: the rows of all workers."""
+"""Sum of :class:`tf.IndexedSlices`: the rows of all workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bpsx.tensorflow.rows import counts_of, gathered
 def sum_of_slices(
     slices: tf.IndexedSlices, name: str, average: bool, compression: type[Compressor]
 ) -> tf.IndexedSlices:
-    """The rows of all workers with their indices, in the order of ranks.
+    """Return the rows of all workers with their indices, in the order of ranks.
 
-    For an average their values are divided by the number of workers. On the wire:
-    ``name + ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a
-    broadcast of each for each worker R with rows.
+    For an average, the values are divided by the number of workers. On the wire: ``name +
+    ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a broadcast
+    of each for each worker R with rows.
     """
     size = adapter.session().size
     wire, ctx = compression.compress(tf.convert_to_tensor(slices.values))

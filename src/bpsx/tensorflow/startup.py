@@ -1,10 +1,10 @@
-"""Comparison of variables among workers when their gradients are first exchanged: all mean the same
-by the names, and have the same values.
+"""Comparison of variables among workers when their gradients are first exchanged.
 
-Python sees the first step of a function when it is traced, and no later one: so workers compare
-there, waiting for each other. A graph of TensorFlow 1 compares when a session executes it. In a job
-with processes of an earlier one, which may have kept traced functions and graphs, only eager code
-is compared.
+All workers must mean the same by a name, and have the same values. Python sees the first step of a
+function when it is traced, and no later step. So workers compare during tracing, and wait for each
+other. A graph of TensorFlow 1 compares when a session executes it. A job may have processes of an
+earlier job, which may have kept traced functions and graphs; such a job compares only in eager
+code.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()  # by 
 
 
 class _Job:
-    """Names whose variables have been compared, texts of errors that no later step can mend, and
-    what is to be compared again."""
+    """Comparison state of a job: compared names, errors that no later step can mend, and doubts."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
-        self.fatal: dict[str, str] = {}  # by name
+        self.fatal: dict[str, str] = {}  # errors, by name
         self.doubts: list[Doubt] = []
 
 
 class Doubt:
-    """Variables that had other values on other workers in the first step.
+    """Variables whose values differed between workers in the first step.
 
     Scripts written for BytePS broadcast variables *after* the first step, when optimizers have
     theirs. So the second step compares again, and warns.
@@ -67,15 +66,15 @@ class Doubt:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to compare any more."""
+        """Whether nothing is left to compare."""
         return not self._named
 
     def concerns(self, names: Sequence[str]) -> bool:
-        """Whether ``names`` has one of its variables."""
+        """Whether ``names`` includes one of its variables."""
         return not self._named.keys().isdisjoint(names)
 
     def begin_step(self) -> None:
-        """Compare again, if this is the second step: all workers are in it. Never raises."""
+        """Compare again if this is the second step, which all workers are in. Never raises."""
         with self._lock:
             self._steps += 1
             if self._steps < 2 or self.is_over:
@@ -83,7 +82,7 @@ class Doubt:
             named, self._named = self._named, {}
         try:
             rows = rows_of_all(f"{PREFIX}{min(named)}, again", [1, _weights_of(named)])
-        except Exception:  # the exchange that follows says it
+        except Exception:  # the exchange that follows reports it
             return
         problem = weights_problem(rows, self._what, _CALL)
         if problem:
@@ -93,7 +92,7 @@ class Doubt:
 class GraphSteps:
     """Steps in sessions of TensorFlow 1: the first compares what names mean, the second weights.
 
-    Hooks that broadcast variables do so before the first step, callbacks behind it.
+    Hooks broadcast variables before the first step, callbacks after it.
     """
 
     def __init__(self, verb: str, named: Mapping[str, Any]) -> None:
@@ -104,7 +103,10 @@ class GraphSteps:
         self._lock = threading.Lock()
 
     def begin(self) -> np.bool_:
-        """A session executes a step. Whether it shall go on with :meth:`compare`."""
+        """Count a step that a session executes; the first one compares names.
+
+        Returns whether :meth:`compare` is to follow. Raises :class:`MismatchError`.
+        """
         with self._lock:
             self._run += 1
             run = self._run
@@ -130,7 +132,7 @@ class GraphSteps:
         return np.False_
 
     def in_graph(self) -> tf.Tensor:
-        """What a step has to wait for."""
+        """Return a tensor that each step has to wait for; it makes the comparisons."""
 
         def compare() -> tf.Tensor:
             return tf.numpy_function(
@@ -143,8 +145,7 @@ class GraphSteps:
 
 
 def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
-    """Compare variables that are met for the first time in this job; returns the doubts about any
-    of ``sources``.
+    """Compare variables that this job meets first; return the doubts about ``sources``.
 
     Raises :class:`~bpsx.errors.MismatchError`, on all workers and from then on, if workers mean
     different things by a name; once, with ``BPSX_CHECK_WEIGHTS=error``, if values differ.
@@ -168,8 +169,7 @@ def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
 
 
 def after(doubts: Sequence[Doubt | GraphSteps], gradients: Sequence[Any]) -> list[Any]:
-    """``gradients``, after each doubt has been told that a step begins: now, or whenever the graph
-    is executed."""
+    """Return ``gradients`` after each doubt has counted a step: now, or when a graph runs."""
     values = [doubt for doubt in doubts if isinstance(doubt, Doubt)]
     if not doubts or tf.executing_eagerly():
         for doubt in values:
@@ -190,21 +190,21 @@ def after(doubts: Sequence[Doubt | GraphSteps], gradients: Sequence[Any]) -> lis
 
 
 def _are_readable(sources: Sequence[Any]) -> bool:
-    """Whether variables have values now, or have them outside of the function that is traced."""
+    """Whether variables have values now, or outside of the function that is traced."""
     if any(isinstance(s, tf.Variable) and getattr(s, "_in_graph_mode", True) for s in sources):
-        return False  # of a session, which may be executing a function, too
+        return False  # a session's variables; a session may execute a function, too
     return bool(tf.executing_eagerly() or tf.inside_function())
 
 
 def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     session = adapter.session()
     first, what = min(named), _what_of(verb, named)
-    # In asynchronous training the first step makes weights alike.
+    # In asynchronous training the first step makes weights equal.
     checks = "off" if session.config.asynchronous else session.config.check_weights
     own = [_meaning_of(named, session.continued), _weights_of(named) if checks != "off" else 0]
     try:
         rows = rows_of_all(PREFIX + first, own)
-    except PeerLostError:  # so will the exchange, which raises it as TensorFlow's own error
+    except PeerLostError:  # the exchange fails, too, with TensorFlow's own error
         return
     error = meaning_problem(rows, what, _here(named), "variables", _ORDER)
     if error:
@@ -213,7 +213,7 @@ def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     problem = weights_problem(rows, what, _CALL)
     if problem and checks == "error":
         raise MismatchError(problem)
-    if problem and xla.is_compiled():  # which cannot call Python
+    if problem and xla.is_compiled():  # XLA cannot call Python
         warn(problem)
     elif problem:
         job.doubts.append(Doubt(what, named))
@@ -230,8 +230,11 @@ def _here(named: Mapping[str, Any]) -> str:
 
 
 def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
-    """Processes of an earlier job have met other variables before, so that only names are compared
-    with them."""
+    """Return the digest of what names mean.
+
+    Processes of an earlier job have met other variables before, so only names are compared with
+    them.
+    """
     return meaning_of(
         name if continued else f"{name}, of its name the {created_before(source)}th"
         for name, source in sorted(named.items())
@@ -239,7 +242,7 @@ def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
 
 
 def _weights_of(named: Mapping[str, Any]) -> int:
-    """Digest of some elements of each variable, by their bits. 0: none has a value yet."""
+    """Return the digest of some elements' bytes of each variable. 0: none has a value yet."""
     with tf.init_scope():
         samples = {name: _sample(source) for name, source in sorted(named.items())}
     parts = [part for name, sample in samples.items() for part in (name.encode(), sample)]
@@ -247,7 +250,7 @@ def _weights_of(named: Mapping[str, Any]) -> int:
 
 
 def _sample(source: Any) -> bytes:
-    """Empty: it is no variable, or has no value yet."""
+    """Return the bytes of some elements; empty if ``source`` is no variable or has no value yet."""
     if not hasattr(source, "assign"):
         return b""
     try:
@@ -260,7 +263,7 @@ def _sample(source: Any) -> bytes:
 
 
 def _sample_in_graph(source: Any) -> tf.Tensor:
-    """The same, as a tensor that a session computes."""
+    """Return the same elements as a tensor that a session computes."""
     if not hasattr(source, "assign"):
         return tf.zeros((0,))
     flat = tf.reshape(tf.convert_to_tensor(source), [-1])
@@ -268,15 +271,15 @@ def _sample_in_graph(source: Any) -> tf.Tensor:
 
 
 def _sample_of_gpu(value: tf.Tensor) -> bytes:
-    """The same, of which only so much is copied to the host."""
+    """Return the same bytes; only these elements are copied to the host."""
     flat = tf.reshape(value, [-1])
     sampled: bytes = np.asarray(flat[:: stride_of(int(flat.shape[0]))]).tobytes()
     return sampled
 
 
 def _value_of(source: Any) -> tf.Tensor:
-    """Not copied; tf.convert_to_tensor takes ten times as long."""
-    variable = getattr(source, "_value", source)  # of Keras, whose variables have one of TensorFlow
+    """Return the value without a copy; tf.convert_to_tensor takes ten times as long."""
+    variable = getattr(source, "_value", source)  # a Keras variable holds one of TensorFlow
     if isinstance(variable, tf.distribute.DistributedValues) or not hasattr(variable, "handle"):
         return tf.convert_to_tensor(source)
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: a tape whose gradients are those of all workers."""
+"""DistributedGradientTape: a tape that gives the gradients of all workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from bpsx.tensorflow.tracing import as_it_is
 
 @public_methods
 class Distributed(tf.GradientTape):  # type: ignore[misc]
-    """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with
-    another :meth:`gradient`.
-    """
+    """Result of :func:`DistributedGradientTape`: the given tape's state, and another gradient()."""
 
     _exchange: Exchange
 
@@ -33,10 +31,10 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who
-        have to ask for the gradients of the same sources in the same order.
+        """As :meth:`tf.GradientTape.gradient`, then summed or averaged over all workers.
 
-        ``sources`` and result may be any structure.
+        ``sources`` and result may be any structure. All workers must ask for the gradients of the
+        same sources in the same order.
         """
         return self._gradient(
             target, sources, output_gradients, unconnected_gradients, lambda flat: flat
@@ -50,7 +48,7 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
         unconnected_gradients: Any,
         known: Callable[[list[Any]], list[Any]],
     ) -> Any:
-        """``known``: what sources, as a list, are known as."""
+        """``known``: maps the list of sources to the objects that identify them in the exchange."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         refuse_gradients("DistributedGradientTape")
         flat = known(tf.nest.flatten(sources))
@@ -59,7 +57,10 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
 
 
 def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Distributed) -> Any:
-    """A tape of class ``kind`` that records with ``gradtape``. Raises :class:`ConfigError`."""
+    """Return a tape of class ``kind`` that records with ``gradtape``.
+
+    Raises :class:`ConfigError` if that is no tape.
+    """
     if not isinstance(gradtape, tf.GradientTape):
         raise ConfigError(
             f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}"
@@ -81,14 +82,13 @@ def DistributedGradientTape(
     op: Any = None,
     compression_params: Params = None,
 ) -> Any:
-    """A tape that does what ``gradtape`` does, and whose :meth:`gradient` gives sums or averages
-    over all workers.
+    """Return a tape like ``gradtape`` that gives sums or averages over all workers.
 
     ``gradtape``: a :class:`tf.GradientTape`, persistent or not, before, while or after it records;
-    both share what is recorded. ``op``: ``Average`` (the default) or ``Sum``. ``sparse_as_dense``:
-    gradients that are IndexedSlices travel as dense tensors. ``compression_params``: as for
-    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense``
-    and ``device_sparse`` are BytePS's and ignored.
+    both tapes share what is recorded. ``op``: ``Average`` (the default) or ``Sum``.
+    ``sparse_as_dense``: gradients that are IndexedSlices travel as dense tensors.
+    ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
+    variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """

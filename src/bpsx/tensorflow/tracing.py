@@ -1,4 +1,4 @@
-"""What TensorFlow's tracing has to know of functions of ours."""
+"""Marks functions of bpsx for TensorFlow's tracing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_it_is(function: F) -> F:
-    """A function whose Python AutoGraph shall not rewrite: it says itself what belongs into a
-    graph.
-    """
+    """Decorate a function that AutoGraph must not rewrite, since it builds graphs itself."""
     return public(tf.autograph.experimental.do_not_convert(function))  # type: ignore[no-any-return]
 
 
 def gradient_of(operation: str) -> Callable[[F], F]:
-    """Registers a function as the gradient of an operation."""
+    """Return a decorator that registers a function as the gradient of an operation."""
     return tf.RegisterGradient(operation)  # type: ignore[no-any-return]
 
 
 class UnsupportedCompilation(BpsxError, RuntimeError):
-    """XLA is to compile an exchange that it cannot."""
+    """XLA is to compile an exchange that it cannot compile."""
 
 
 def is_compiled(graph: Any = None) -> bool:
-    """Whether ``graph``, by default what is being traced, will be compiled by XLA."""
+    """Whether XLA will compile ``graph``, by default the graph that is being traced."""
     if graph is None:
         if tf.executing_eagerly():
             return False

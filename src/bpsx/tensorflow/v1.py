@@ -1,6 +1,4 @@
-"""DistributedOptimizer for optimizers of ``tf.compat.v1.train``, in v1 graphs, functions and eager
-code.
-"""
+"""DistributedOptimizer for ``tf.compat.v1.train``, in v1 graphs, functions and eager code."""
 
 from __future__ import annotations
 
@@ -20,16 +18,17 @@ from bpsx.tensorflow.tracing import as_it_is
 
 
 class Accumulated:
-    """Gradients added up over several passes, in variables of its own."""
+    """Adds up gradients over several passes, in variables of its own."""
 
     def __init__(self, passes: int) -> None:
         self._passes = passes
         self._count: Any = None
-        self._kept: dict[str, Any] = {}  # by variable
+        self._kept: dict[str, Any] = {}  # sums, by variable's name
 
     def add(self, pairs: list[tuple[Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Whether this is the last pass, and pairs of sums and variables; None where no pass has
-        had a gradient.
+        """Add gradients; return whether this is the last pass, and pairs of sums and variables.
+
+        A sum is None where no pass has had a gradient.
         """
         own = [g if g is None else tf.convert_to_tensor(g) for g, _ in pairs]
         names = names_of([v for _, v in pairs])
@@ -62,7 +61,7 @@ class Accumulated:
         ]
 
     def clear(self, after: list[Any]) -> list[Any]:
-        """Begin again, once ``after`` is there."""
+        """Set the sums to zero once ``after`` is complete."""
         with tf.control_dependencies(after):
             return [
                 k.assign(tf.zeros(k.shape, k.dtype), read_value=False) for k in self._kept.values()
@@ -71,8 +70,9 @@ class Accumulated:
 
 @public_methods
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """What :func:`bpsx.tensorflow.DistributedOptimizer` returns for them: computes gradients of all
-    workers, and leaves the rest to the optimizer.
+    """Result of :func:`bpsx.tensorflow.DistributedOptimizer` for v1 optimizers.
+
+    It computes gradients of all workers, and leaves the rest to the optimizer.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             "MomentumOptimizer",
         )
         self._passes = Accumulated(passes) if passes > 1 else None
-        self._last: Any = None  # whether the gradients that were computed last are complete
+        self._last: Any = None  # whether the gradients computed last are complete
 
     @as_it_is
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As the optimizer's own, and then summed or averaged over all workers.
+        """As the optimizer's own, then summed or averaged over all workers.
 
         With ``backward_passes_per_step`` they are complete in the last pass;
         :meth:`apply_gradients` knows when.
@@ -148,28 +148,28 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
         if tf.executing_eagerly():
             return tf.cond(last, finish, lambda: tf.constant(False))
-        # Said aloud, or with disable_eager_execution() TensorFlow does not see the graph from
-        # within a branch, and makes slots eagerly.
+        # Enter the graph explicitly: otherwise, with disable_eager_execution(), TensorFlow does not
+        # see it from within a branch, and makes slots eagerly.
         with tf.compat.v1.get_default_graph().as_default():
             return tf.cond(last, finish, lambda: tf.constant(False))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own."""
+        """As the optimizer's own method."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own."""
+        """As the optimizer's own method."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own."""
+        """As the optimizer's own method."""
         return self._optimizer.variables(*args, **kwargs)
 
 
 def distributed(
     optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: Any
 ) -> _DistributedOptimizer:
-    """``optimizer`` with the gradients of all workers. Raises :class:`ConfigError`."""
+    """Return ``optimizer`` with the gradients of all workers. Raises :class:`ConfigError`."""
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigError(
             f"DistributedOptimizer: this {type(optimizer._optimizer).__name__} is distributed"

@@ -1,4 +1,4 @@
-"""Making all workers start from one worker's weights."""
+"""Broadcasts variables, so that all workers start from one worker's weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PREFIX = "Variable."
 
 @as_it_is
 def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
-    """Assign to ``variables``, on all workers, what they are on worker ``root_rank``, bit for bit.
+    """Assign worker ``root_rank``'s values to ``variables`` on all workers, bit for bit.
 
     ``variables``: of TensorFlow or Keras, of any dtype but strings; all workers give the same in
-    the same order. Returns an operation that does it when it is run, in a v1 graph; otherwise None,
-    and it is done, or part of the function that is being traced. On the wire a variable is called
-    ``scope + "Variable." + its name``.
+    the same order. In a v1 graph, returns an operation that does it. Otherwise returns None: the
+    broadcast is done, or is part of the function that is being traced. On the wire a variable is
+    called ``scope + "Variable." + its name``.
 
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as
     :func:`push_pull` does.
@@ -63,7 +63,7 @@ def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -
 
 @public
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The same for all global variables of the default v1 graph. Returns an operation.
+    """Broadcast all global variables of the default v1 graph. Returns an operation.
 
     Raises :class:`~bpsx.errors.ConfigError` in TensorFlow 2's eager code and functions, which have
     no collection of global variables.
@@ -78,10 +78,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 @public_methods
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Broadcasts all global variables when a v1 session has been created: for
-    ``MonitoredTrainingSession`` and estimators.
+    """Broadcasts all global variables when a v1 session has been created.
 
-    ``device`` is BytePS's and ignored.
+    For ``MonitoredTrainingSession`` and estimators. ``device`` is BytePS's and ignored.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -97,5 +96,5 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
             self._operation, self._graph = broadcast_global_variables(self.root_rank), graph
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the operation."""
         session.run(self._operation)

@@ -1,5 +1,5 @@
-# XLA's foreign functions (FFI), version 0.2, found in the library that is loaded;
-# xla/ffi/api/c_api.h says what each part is.
+# XLA's foreign function interface (FFI), version 0.2, looked up in the library that is loaded;
+# xla/ffi/api/c_api.h documents each part.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memset
 
@@ -11,8 +11,8 @@ cdef extern from "<dlfcn.h>" nogil:
 cdef enum:
     MAJOR = 0
     MINOR = 2                   # later ones add to the ends of structs
-    METADATA = 1                # the extension by which a handler is asked which version it speaks
-    EXECUTE = 3                 # the stage
+    METADATA = 1                # extension that asks a handler for its version
+    EXECUTE = 3                 # stage of a call
 
 cdef struct Extension:
     size_t size
@@ -46,7 +46,7 @@ cdef struct Buffer:
     int64_t n_dims
     int64_t *dims
 
-cdef struct Values:             # arguments, or results
+cdef struct Values:             # Arguments or results.
     size_t size
     Extension *extension
     int64_t n
@@ -59,7 +59,7 @@ cdef struct Attributes:
     int64_t n
     int *kinds
     Bytes **names
-    Bytes **values              # of texts: all that we use
+    Bytes **values              # Texts; bpsx uses no other attributes.
 
 cdef struct Frame:
     size_t size
@@ -70,7 +70,7 @@ cdef struct Frame:
     Values arguments
     Values results
     Attributes attributes
-    void *future                # out: the call goes on after the handler has returned
+    void *future                # Out: a future, if the call goes on after the handler has returned.
 
 cdef struct Bundle:
     void *instantiate
@@ -90,7 +90,7 @@ cdef struct NewError:
     size_t size
     Extension *extension
     const char *text
-    int code                    # as a TF_Status has them
+    int code                    # In the numbering of TF_Status.
 
 cdef struct OfFuture:
     size_t size
@@ -114,8 +114,7 @@ cdef struct Ffi:
 
 
 cdef inline bint is_understood(Frame *frame) noexcept nogil:
-    """Whether its parts are as large as they are here: one that has grown has moved those behind
-    it.
+    """Whether the frame's parts are as large as here: a larger part has moved those behind it.
 
     XLA does not count the future.
     """
@@ -128,7 +127,7 @@ cdef inline bint is_understood(Frame *frame) noexcept nogil:
 
 
 cdef inline Ffi *find_ffi() noexcept nogil:
-    """NULL: there is none, or not one that we know."""
+    """Return XLA's FFI. NULL: there is none, or not one that bpsx knows."""
     cdef Ffi *(*get)() noexcept nogil
     cdef Ffi *found
     get = <Ffi *(*)() noexcept nogil>dlsym(RTLD_DEFAULT, b"_ZN3xla3ffi12GetXlaFfiApiEv")
@@ -146,7 +145,7 @@ cdef inline Ffi *find_ffi() noexcept nogil:
 
 
 cdef inline bint asks_for_metadata(Frame *frame) noexcept nogil:
-    """Whether a call only asks which version the handler speaks; it has its answer then."""
+    """Whether a call only asks for the handler's version; if so, the reply is filled in."""
     cdef MetadataExtension *asked = <MetadataExtension *>frame.extension
     if frame.extension == NULL or frame.extension.kind != METADATA:
         return False
@@ -163,7 +162,7 @@ cdef inline void *error_of(Ffi *ffi, int code, const char *text) noexcept nogil:
 
 
 cdef inline void *future_of(Ffi *ffi) noexcept nogil:
-    """A new future; NULL: none to be had."""
+    """Return a new future. NULL: XLA gives none."""
     cdef OfFuture new
     memset(&new, 0, sizeof(new))
     new.size = 2 * sizeof(void *)
@@ -173,7 +172,7 @@ cdef inline void *future_of(Ffi *ffi) noexcept nogil:
 
 
 cdef inline void complete(Ffi *ffi, void *future, void *error) noexcept nogil:
-    """``error``: NULL, or what :func:`error_of` has made."""
+    """Complete a future. ``error``: NULL, or a result of :func:`error_of`."""
     cdef OfFuture one
     memset(&one, 0, sizeof(one))
     one.size, one.future, one.error = sizeof(one), future, error

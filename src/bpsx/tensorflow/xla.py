@@ -1,9 +1,8 @@
-"""The exchange in what XLA compiles (``tf.function(jit_compile=True)``): one call that carries all
-tensors.
+"""Exchange in programs that XLA compiles (``jit_compile=True``): one call for all tensors.
 
-XLA has no kernels for TensorFlow's operations of others; what it has is a call to a foreign
-function out of a piece of StableHLO, which ``XlaCallModule`` puts into the graph. Calls run one
-after the other, so all tensors that are given together go in one. On the host only.
+XLA has no kernels for TensorFlow operations of other libraries. It can call a foreign function from
+a piece of StableHLO, which ``XlaCallModule`` puts into the graph. Calls run one after the other, so
+all tensors that are given together go in one call. On the host only.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from bpsx.tensorflow.tracing import UnsupportedCompilation, is_compiled
 
 __all__ = ["UnsupportedCompilation", "call", "is_compiled"]
 
-#: Of XlaCallModule: its format.
+#: Format version of XlaCallModule.
 _VERSION = 9
-#: What StableHLO calls element types.
+#: Element types in StableHLO.
 _TYPES = {
     "float16": "f16",
     "bfloat16": "bf16",
@@ -41,7 +40,7 @@ _TYPES = {
     "complex64": "complex<f32>",
     "complex128": "complex<f64>",
 }
-#: The attribute of a graph that holds what its latest call has given besides tensors.
+#: Attribute of a graph that holds the value that its latest call has given in addition to tensors.
 _LATEST = "_bpsx_latest_in_xla"
 _known = _xla.register()
 
@@ -54,7 +53,7 @@ def call(
     average: bool,
     root: int,
 ) -> list[tf.Tensor]:
-    """The sums of ``tensors``, or with ``root`` from 0 on what they are there.
+    """Return the sums or averages of ``tensors``, or with ``root`` from 0 on that worker's tensors.
 
     Raises :class:`UnsupportedCompilation`.
     """
@@ -83,7 +82,7 @@ def call(
         has_token_input_output=False,
         disabled_checks=[],
     )
-    # the next call takes it: so calls have one order, the same on all workers
+    # The next call takes it, so calls have one order, the same on all workers.
     setattr(graph, _LATEST, after)
     return list(found)
 

@@ -1,6 +1,4 @@
-"""BytePS's MirroredStrategy: the GPUs of a worker as TensorFlow mirrors them, and bpsx between
-workers.
-"""
+"""BytePS's MirroredStrategy: TensorFlow mirrors a worker's GPUs, bpsx connects the workers."""
 
 from bpsx.tensorflow.distribute.cross_device_ops import CrossDeviceOps
 from bpsx.tensorflow.distribute.mirrored_strategy import MirroredStrategy

@@ -1,6 +1,4 @@
-"""What :class:`MirroredStrategy` reduces gradients with: the worker's devices by TensorFlow, then
-the workers by bpsx.
-"""
+"""Reductions of :class:`MirroredStrategy`: TensorFlow reduces over devices, bpsx over workers."""
 
 from __future__ import annotations
 
@@ -16,24 +14,24 @@ from bpsx.tensorflow.exchange import Exchange
 
 
 class _Source(NamedTuple):
-    """A gradient's place in its batch, where TensorFlow does not say of which variable it is."""
+    """A gradient's place in its batch, for when TensorFlow does not say which variable it is of."""
 
     path: str
 
 
 def _source(path: str, destination: Any) -> Any:
-    """What a gradient is of: optimizers have them reduced to where the variable is."""
+    """Return the source of a gradient: optimizers reduce gradients to their variables."""
     return destination if isinstance(destination, tf.Variable) else _Source(path)
 
 
 class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
-    """Reduces batches, which is how optimizers reduce gradients, over this worker's devices and
-    then averages over workers; all else is the worker's own affair, as it is with ``local``.
+    """Reduces batches over this worker's devices, then averages them over workers.
 
-    A *sum* over devices is averaged over workers, too: TensorFlow divides losses by the number of
-    devices that it knows, which are one worker's.
+    Optimizers reduce gradients in batches. All other reductions stay within the worker, as with
+    ``local``. A *sum* over devices is averaged over workers, too: TensorFlow divides losses by the
+    number of devices that it knows, which are one worker's.
 
-    ``local``: what reduces over devices, by default :class:`tf.distribute.ReductionToOneDevice`.
+    ``local``: the reduction over devices, by default :class:`tf.distribute.ReductionToOneDevice`.
     ``compression``, ``compression_params``: as for :func:`bpsx.tensorflow.DistributedOptimizer`.
     Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -50,16 +48,15 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     @property
     def _num_between_graph_workers(self) -> int:
-        """TensorFlow leaves out to reduce a value of a single device, unless several workers do
-        it.
-        """
+        """Number of workers. If it is 1, TensorFlow does not reduce a single device's value."""
         return int(adapter.session().size)
 
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Over this worker's devices: metrics and ``strategy.reduce``, which one worker may do
-        without the others.
+        """Reduce over this worker's devices only.
+
+        Metrics and ``strategy.reduce`` come here, which one worker may call without the others.
         """
         return self._local.reduce_implementation(
             reduce_op, per_replica_value, destinations, options
@@ -68,7 +65,7 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any
     ) -> list[Any]:
-        """Over devices and workers. All workers have to reduce the same batches."""
+        """Reduce over devices and workers. All workers must reduce the same batches."""
         pairs = list(value_destination_pairs)
         reduced = self._local.batch_reduce_implementation(reduce_op, pairs, options)
         ours = [
@@ -90,7 +87,7 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """To this worker's devices."""
+        """Broadcast to this worker's devices."""
         return self._local.broadcast_implementation(tensor, destinations)
 
     def _gather_implementation(

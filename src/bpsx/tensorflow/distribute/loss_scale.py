@@ -1,7 +1,7 @@
-"""Whether a step's gradients are finite: one answer for all workers.
+"""Makes all workers agree whether a step's gradients are finite.
 
-Keras's LossScaleOptimizer looks at gradients before they are reduced, and where one is not finite
-reduces none. Workers that did so by themselves would be a step apart from then on.
+Keras's LossScaleOptimizer looks at gradients before they are reduced, and reduces none if one is
+not finite. Workers that decided by themselves would be a step apart from then on.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.tracing import as_it_is
 
 _NAME = "Not finite under MirroredStrategy"
-#: The attribute of a strategy whose workers have to agree.
+#: Attribute of a strategy whose workers have to agree.
 AGREES = "_bpsx_agrees"
 
 
 @as_it_is
 def _everywhere(strategy: Any, finite: Any) -> tf.Tensor:
-    """Whether it holds on all of this worker's devices and on all workers."""
+    """Whether ``finite`` holds on all of this worker's devices and on all workers."""
     own = [
         tf.cast(tf.logical_not(one), tf.int32)
         for one in strategy.experimental_local_results(finite)
@@ -31,7 +31,7 @@ def _everywhere(strategy: Any, finite: Any) -> tf.Tensor:
 
 
 def agree_on_finiteness() -> None:
-    """Have LossScaleOptimizer ask all workers, under a strategy that :data:`AGREES`."""
+    """Have LossScaleOptimizer ask all workers, under a strategy that has :data:`AGREES`."""
     import keras  # takes seconds
 
     cls = keras.optimizers.LossScaleOptimizer

@@ -1,4 +1,4 @@
-"""TensorFlow's MirroredStrategy in every worker of a job."""
+"""TensorFlow's MirroredStrategy, in every worker of a job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bpsx.tensorflow.distribute.loss_scale import AGREES, agree_on_finiteness
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
-    """Mirrors variables on this worker's ``devices`` (by default, its GPUs), and keeps all workers'
-    alike: gradients are reduced over devices and then averaged over workers.
+    """Mirrors variables on this worker's ``devices`` (by default its GPUs) and keeps workers equal.
 
-    Make variables alike first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback.
+    Gradients are reduced over devices, then averaged over workers. Variables must be made equal
+    first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback.
     ``num_replicas_in_sync`` counts this worker's devices. ``cross_device_ops``: what reduces, by
-    default a :class:`CrossDeviceOps`; another one reduces in this worker only and is wrapped. Under
-    mixed_float16, a gradient that is not finite on one device of one worker has all workers leave
+    default a :class:`CrossDeviceOps`; any other reduces in this worker only, and is wrapped. Under
+    mixed_float16, a gradient that is not finite on one device of one worker makes all workers leave
     out the step.
     """
 

@@ -1,10 +1,10 @@
 """Horovod's names for TensorFlow: ``import bpsx.tensorflow.horovod as hvd``.
 
-It takes the place of ``import horovod.tensorflow as hvd``: ``horovod.tensorflow`` 0.28 with its
-arguments, order and defaults, on what :mod:`bpsx.tensorflow` has. What summation servers cannot do
-(Adasum, process sets of some of the workers, elastic) is refused by a
-:class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI, gloo, NCCL
-and the like are answered with False: none of them is in use. docs/start/migrating.md has all names.
+It replaces ``import horovod.tensorflow as hvd``: the names of ``horovod.tensorflow`` 0.28, with its
+arguments, order and defaults, built on :mod:`bpsx.tensorflow`. What summation servers cannot do
+(Adasum, process sets of some of the workers, elastic) raises a :class:`~bpsx.errors.ConfigError`
+that names the alternative. Questions about MPI, gloo, NCCL and the like return False: none of them
+is in use. docs/start/migrating.md lists all names.
 
 Thread-safety is that of :mod:`bpsx.tensorflow`.
 """

@@ -1,4 +1,4 @@
-"""Errors of eager exchanges as bpsx's own, which Horovod's users catch as HorovodInternalError."""
+"""Makes errors of eager exchanges bpsx's own, which users catch as HorovodInternalError."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bpsx.session.refusals import counted_together
 from bpsx.tensorflow.tracing import as_it_is
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: An error of bpsx's in the text of one of TensorFlow's.
+#: An error of bpsx's in the text of one of TensorFlow's errors.
 _TOLD = re.compile(r"\b([A-Z]\w*Error): (.*?)\s*(\[Op:\w+\].*)?", re.DOTALL)
 
 
-#: Classes of exceptions that are of both kinds: code for either one catches them.
+#: Exception classes derived from both kinds: code for either kind catches them.
 _both: dict[tuple[str, str], type[Exception]] = {}
 
 
@@ -30,7 +30,7 @@ def _class_of_both(ours: type[BpsxError], theirs: type[Exception]) -> type[Excep
 
 
 def _translated(error: Any) -> Exception:
-    """``error``, one of TensorFlow's, as the error of bpsx's that its text tells of as well."""
+    """Return ``error``, one of TensorFlow's, as the bpsx error that its text reports as well."""
     at = _TOLD.search(error.message)
     told = _TOLD.fullmatch(error.message, at.start()) if at else None
     kind = getattr(errors, told[1], None) if told else None
@@ -42,8 +42,11 @@ def _translated(error: Any) -> Exception:
 
 
 def verb(function: F) -> F:
-    """A function that AutoGraph leaves alone; its errors are bpsx's as well as TensorFlow's, and it
-    counts though it is refused. Its names on the wire begin with its own, or a group's members'."""
+    """Decorate a verb: AutoGraph leaves it alone, and its errors are bpsx's and TensorFlow's.
+
+    A refused call counts as well. Names on the wire begin with the verb's name, or with that of a
+    group's members.
+    """
     names = {f"{function.__name__}.", f"{function.__name__.removeprefix('grouped_')}."}
     counting = counted_together(*sorted(names))(function)
 

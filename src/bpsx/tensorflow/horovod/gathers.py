@@ -1,4 +1,4 @@
-"""allgather, broadcast and alltoall in Horovod's forms, on broadcasts."""
+"""Horovod's allgather, broadcast and alltoall, built on broadcasts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bpsx.tensorflow.rows import capacities, counts_of, filled, gathered
 
 
 def _gathered(tensor: tf.Tensor, wire: str) -> tf.Tensor:
-    """The rows of all workers, by rank. The gradient is the own rows of all gradients' average."""
+    """Return the rows of all workers, by rank. Gradient: this worker's rows of the average."""
     rank = adapter.session().rank
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -48,9 +48,9 @@ def _gathered(tensor: tf.Tensor, wire: str) -> tf.Tensor:
 
 
 def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
-    """A tensor whose number of rows may differ between workers, and its name on the wire.
+    """Return a tensor whose number of rows may differ between workers, and its name on the wire.
 
-    Raises :class:`ConfigError` in asynchronous training, where no sum says how many there are.
+    Raises :class:`ConfigError` in asynchronous training, where no sum can count the rows.
     """
     if adapter.session().config.asynchronous:
         raise ConfigError(
@@ -71,12 +71,12 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The rows of all workers' ``tensor``, in the order of their ranks.
+    """Return the rows of all workers' ``tensor``, in the order of their ranks.
 
     ``tensor``: dense, of any dtype but strings, of one dimension or more. Workers may have
-    different numbers of rows, also none, and must agree on the rest and on ``name``.
-    Differentiable; the gradient is Horovod's: the own rows of the average of all workers'
-    gradients. Names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`.
+    different numbers of rows, also none, and must agree on the other dimensions, the dtype and
+    ``name``. Differentiable; the gradient is Horovod's: this worker's rows of the average of all
+    workers' gradients. Names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`.
     ``ignore_name_scope`` is Horovod's and ignored.
 
     Raises :class:`~bpsx.errors.ConfigError` for other arguments.
@@ -92,7 +92,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, …"""
+    """:func:`allgather` each of ``tensors``, which are called ``name.0``, ``name.1``, …"""
     check_process_set(process_set)
     names = group_names("grouped_allgather", name, tensors)
     known = [_rows("allgather", t, n) for t, n in zip(tensors, names, strict=True)]
@@ -110,7 +110,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Worker ``root_rank``'s ``tensor``, bit for bit; ``tensor`` stays as it is.
+    """Return worker ``root_rank``'s ``tensor``, bit for bit; ``tensor`` is not changed.
 
     Shape and dtype, any but strings, must agree. Differentiable; the gradient is Horovod's: on the
     root the average of all workers' gradients, elsewhere zero. Otherwise as :func:`allgather`.
@@ -131,10 +131,10 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Assign to ``variables`` what they are on worker ``root_rank``; returns their new values.
+    """Assign worker ``root_rank``'s values to ``variables``; return their new values.
 
     In a v1 graph they are assigned when a returned value is computed. Raises
-    :class:`~bpsx.errors.ConfigError` for what are no variables.
+    :class:`~bpsx.errors.ConfigError` for anything but variables.
     """
     check_process_set(process_set)
     root = checked_root(root_rank, "broadcast_", adapter.session().size)
@@ -162,9 +162,9 @@ def broadcast_(
 
 
 def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
-    """How many rows go to each worker; int64. Raises :class:`ConfigError`.
+    """Return how many rows go to each worker; int64. Raises :class:`ConfigError`.
 
-    In a graph, splits and rows that are not known yet are checked when it is executed.
+    In a graph, splits and rows that are not known yet are checked when the graph is executed.
     """
     size, rows = adapter.session().size, tensor.shape[0]
     if tf.is_tensor(splits):
@@ -200,12 +200,12 @@ def _checked_later(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor
 
 
 def _exchanged(tensor: tf.Tensor, splits: tf.Tensor, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """All rows travel to all workers, with all splits; each keeps its own."""
+    """Send all rows and all splits to all workers; each worker keeps its own rows."""
     rank = adapter.session().rank
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
-        told = counts_of(splits, f"{wire}.splits")  # by sender, by receiver
+        told = counts_of(splits, f"{wire}.splits")  # rows by sender, by receiver
         (parts,) = gathered([given[: tf.reduce_sum(splits)]], [wire], tf.reduce_sum(told, 1))
         begins, received = tf.cumsum(told, axis=1, exclusive=True)[:, rank], told[:, rank]
         own = [rows[begins[r] : begins[r] + received[r]] for r, rows in enumerate(parts)]
@@ -228,12 +228,12 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """What all workers have for this one, in the order of their ranks.
+    """Return the rows that all workers have for this one, in the order of their ranks.
 
     ``splits``: how many rows of ``tensor`` go to each worker, as integers or a tensor of them; then
-    the second result is how many rows have come from each, int32. Without it the rows are divided
-    evenly. Differentiable: gradients go back to where the rows came from. All rows travel to all
-    workers. Otherwise as :func:`allgather`.
+    the second result is how many rows have come from each, int32. Without ``splits`` the rows are
+    divided evenly. Differentiable: gradients go back to where the rows came from. All rows travel
+    to all workers. Otherwise as :func:`allgather`.
     """
     check_process_set(process_set)
     dense, wire = _rows("alltoall", tensor, name)

@@ -1,6 +1,4 @@
-"""The job and process sets in Horovod's forms, for TensorFlow; most is
-:mod:`bpsx.plugin.horovod`'s.
-"""
+"""Horovod's functions for the job and its process sets; :mod:`bpsx.plugin.horovod` has most."""
 
 from __future__ import annotations
 
@@ -16,24 +14,24 @@ from bpsx.plugin import adapter, horovod
 from bpsx.plugin.horovod import ProcessSet, global_process_set
 from bpsx.tensorflow.horovod.errors import verb
 
-#: What Horovod's process_set_included_op gives before init().
+#: Result of Horovod's process_set_included_op before init().
 _NOT_INITIALIZED = -1
 
 
 def check_process_set(process_set: Any) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless it is all workers."""
+    """Raise :class:`~bpsx.errors.ConfigError` unless the set has all workers."""
     horovod.check_process_set(process_set)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """The set, if it has all workers. Raises :class:`~bpsx.errors.ConfigError` for any other."""
+    """Return the set if it has all workers. Raises :class:`~bpsx.errors.ConfigError` otherwise."""
     return horovod.checked_process_set(process_set, "")
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """False: the workers of a job cannot be removed from it.
+    """Return False: the workers of a job cannot be removed from it.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what is no set.
+    Raises :class:`~bpsx.errors.ConfigError` for anything but a set of all workers.
     """
     check_process_set(process_set)
     return False
@@ -42,7 +40,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """:func:`bpsx.init`. ``comm`` must be None and ``process_sets`` of all workers, or None.
+    """:func:`bpsx.init`. ``comm`` must be None, ``process_sets`` None or sets of all workers.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.init`.
     """
@@ -51,7 +49,7 @@ def init(
 
 @verb
 def join() -> tf.Tensor:
-    """:func:`bpsx.join`: returns the rank that came last, as an int32 scalar.
+    """:func:`bpsx.join`: returns the rank of the last worker to join, as an int32 scalar.
 
     Raises :class:`~bpsx.errors.ConfigError` in functions and v1 graphs, where it would have no
     order among the exchanges.
@@ -66,7 +64,7 @@ def join() -> tf.Tensor:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every worker is here."""
+    """Wait until every worker has called it."""
     check_process_set(process_set)
     verbs.barrier()
 
@@ -80,7 +78,7 @@ def refuse_elastic() -> NoReturn:
 
 
 def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
-    """An int32 scalar: ``value()`` now, or whenever the graph is executed, by this process."""
+    """Return this process's ``value()``, an int32 scalar: now, or whenever the graph runs."""
     if tf.executing_eagerly():
         return tf.constant(value(), tf.int32, name=name)
     found = tf.numpy_function(lambda: np.int32(value()), [], tf.int32, name=name)
@@ -122,6 +120,6 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 
 @verb
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1, as an int32 scalar: every worker is in the one set; -1 before :func:`init`."""
+    """Return 1, an int32 scalar: every worker is in the one set; -1 before :func:`init`."""
     _check_id("process_set_included_op", process_set_id)
     return _when_executed(lambda: 1 if adapter.initialised() else _NOT_INITIALIZED, name)

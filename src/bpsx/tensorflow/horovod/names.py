@@ -1,4 +1,4 @@
-"""What Horovod's verbs call their tensors on the wire, and what they accept as tensors."""
+"""Names on the wire of the tensors of Horovod's verbs, and checks of these tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpsx.tensorflow.ops import UnsupportedTensor, as_tensor, unnamed
 
 
 def wire_name(verb: str, name: str | None, tensor: tf.Tensor, rows: bool = False) -> str:
-    """An operation's name on the wire: verbs do not share names.
+    """Return an operation's name on the wire; verbs do not share names.
 
     ``rows``: the first dimension may differ between workers.
     """
@@ -25,7 +25,7 @@ def wire_name(verb: str, name: str | None, tensor: tf.Tensor, rows: bool = False
 
 
 def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False) -> tf.Tensor:
-    """``tensor`` as a dense one; with ``rows``, of at least one dimension.
+    """Return ``tensor`` as a dense tensor; with ``rows``, of at least one dimension.
 
     Raises :class:`ConfigError` for a name that is no string, :class:`UnsupportedTensor`.
     """
@@ -39,7 +39,7 @@ def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False)
 
 
 def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
-    """The names of a group's members. Raises :class:`ConfigError`."""
+    """Return the names of a group's members. Raises :class:`ConfigError`."""
     check_name(name, verb)
     if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
         raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
@@ -47,7 +47,7 @@ def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
 
 
 def with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """``tensor``, whose gradient is multiplied by ``factor``."""
+    """Return ``tensor`` with its gradient multiplied by ``factor``."""
     if not tensor.dtype.is_floating:
         return tensor
 

@@ -1,4 +1,4 @@
-"""Python objects from one worker to all, and from all to all, in Horovod's forms."""
+"""Horovod's functions that send Python objects from one worker to all, and from all to all."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """What ``obj`` is on worker ``root_rank``, on every worker: there itself, elsewhere a copy.
+    """Return worker ``root_rank``'s ``obj``: the object itself on the root, a copy elsewhere.
 
     Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays
     and scalars of numbers and text, tensors of eager code, and tuples, lists, sets, dicts and
     OrderedDicts of these, exactly of these types. Anything else is pickled, if the job has a secret
-    (``BPSX_SECRET``; ``bpsx-run --local`` and ``--hostfile`` make one), and unpickled only after it
-    has been proven with that. Calls of one name are matched in order. ``session`` is Horovod's and
-    ignored: nothing runs in a graph.
+    (``BPSX_SECRET``; ``bpsx-run --local`` and ``--hostfile`` make one). A worker unpickles it only
+    after a proof with that secret. Calls of one name are matched in order. ``session`` is Horovod's
+    and ignored: nothing runs in a graph.
 
-    Raises :class:`~bpsx.plugin.objects.ObjectError` on all workers if the root's object cannot
-    travel; on a worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a
-    root that does not exist; and what ends a job.
+    Raises :class:`~bpsx.plugin.objects.ObjectError` on all workers if the root's object cannot be
+    sent, and on a single worker that cannot unpickle it; :class:`~bpsx.errors.ConfigError` for a
+    root that does not exist; and the errors that end a job.
     """
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name, CODEC)
@@ -43,7 +43,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function of an object that does what :func:`broadcast_object` does."""
+    """Return a function of an object that does what :func:`broadcast_object` does."""
     check_process_set(process_set)
     return lambda obj: broadcast_object(obj, root_rank, session, name or "broadcast_object_fn")
 
@@ -55,9 +55,9 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
+    """Return the ``obj`` of each worker, by rank; this worker's entry is ``obj`` itself.
 
-    What can travel, and how, is as with :func:`broadcast_object`; errors are raised on all workers.
+    Objects travel as with :func:`broadcast_object`; errors are raised on all workers.
     """
     check_process_set(process_set)
     return objects.all_gather_object(obj, name, CODEC, "allgather_object")

@@ -1,4 +1,4 @@
-"""An exchange of gradients that leaves out those of variables that are a worker's own."""
+"""Gradient exchange that leaves out the gradients of local variables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bpsx.tensorflow.exchange import Exchange
 
 
 class Unnamed:
-    """A source of gradients that is known by its place instead of its name."""
+    """A source of gradients that is identified by its place instead of its name."""
 
     def __init__(self, source: Any) -> None:
         self.shape, self.dtype, self.source = source.shape, source.dtype, source
 
 
 def _variable(source: Any) -> Any:
-    """TensorFlow's variable in one of Keras's, or what there is."""
+    """Return TensorFlow's variable in a Keras variable, or the source itself."""
     known = source.source if isinstance(source, Unnamed) else source
     return getattr(known, "_value", known)
 
@@ -43,10 +43,10 @@ def _register_local_var(self: Any, var: Any) -> None:
 
 
 class PartialExchange(Exchange):
-    """Sums or averages of all gradients but those of local variables; all times ``factor``.
+    """Sums or averages all gradients but those of local variables; all are times ``factor``.
 
-    ``scale_local``: local gradients are divided by the number of workers. Workers must agree on
-    which variables are local. Raises :class:`ConfigError`.
+    ``scale_local``: divide local gradients by the number of workers. Workers must agree on which
+    variables are local. Raises :class:`ConfigError`.
     """
 
     methods: ClassVar[dict[str, Callable[..., Any]]] = {"register_local_var": _register_local_var}
@@ -69,11 +69,14 @@ class PartialExchange(Exchange):
         self._local = {id(v): v for v in local}
 
     def alike(self) -> Exchange:
-        """Another one, of the same options and local variables."""
+        """Return another exchange with the same options and local variables."""
         return PartialExchange(*self._options, tuple(self._local.values()))
 
     def __reduce__(self) -> Any:
-        """For copies. Raises :class:`ConfigError` if variables are local: identity is lost."""
+        """Copies have the same options. Raises :class:`ConfigError` if variables are local.
+
+        Local variables are known by identity, which a copy loses.
+        """
         if self._local:
             raise ConfigError(
                 f"{self._verb}: with local variables it can be neither pickled nor "
@@ -94,7 +97,10 @@ class PartialExchange(Exchange):
         return id(_variable(variable)) in self._local
 
     def check_async(self) -> None:
-        """Raise :class:`ConfigError` for what only gradients can have, where weights travel."""
+        """Raise :class:`ConfigError` for options that need gradients.
+
+        In asynchronous training weights travel in their place.
+        """
         super().check_async()
         if self._local or self._factor != 1.0:
             what = "local variables" if self._local else "sums of several passes"

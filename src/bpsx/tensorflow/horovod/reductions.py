@@ -1,4 +1,4 @@
-"""allreduce and reducescatter in Horovod's forms, on sums."""
+"""Horovod's allreduce and reducescatter, built on sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
-#: Those that no server does: every worker gathers, and computes in the order of ranks.
+#: Reductions that no server computes: every worker gathers, and computes in the order of ranks.
 _HERE = {ReduceOp.Min: tf.minimum, ReduceOp.Max: tf.maximum, ReduceOp.Product: tf.multiply}
 
 
@@ -43,7 +43,7 @@ def _how(name: str, op: Any, average: Any, prescale: Any, postscale: Any, proces
 
 
 def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod's."""
+    """Multiply by ``factor``; integers are multiplied as float64 and cut off, as Horovod does."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating:
@@ -52,15 +52,18 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def _averages_here(tensor: tf.Tensor, how: How) -> bool:
-    """Whether the average is made of the sum here.
+    """Whether this worker computes the average from the sum.
 
-    Horovod rounds averages of integers towards zero, the servers down.
+    Horovod rounds averages of integers towards zero, the servers round down.
     """
     return how.op is ReduceOp.Average and not tensor.dtype.is_floating
 
 
 def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:
-    """Min, Max or Product, of what all workers have told each other. It has no derivative."""
+    """Return Min, Max or Product of all workers' tensors; every worker gathers them.
+
+    Not differentiable.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
@@ -81,7 +84,7 @@ def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:
 def _reduced(
     tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How, compression: type[Compressor]
 ) -> list[tf.Tensor]:
-    """The reductions of dense tensors, all under way at once."""
+    """Return the reductions of dense tensors, all under way at once."""
     for tensor, wire in zip(tensors, wires, strict=True):
         check_summable(tensor, wire)
     wired = [compression.compress(_scaled(tensor, how.prescale)) for tensor in tensors]
@@ -108,7 +111,7 @@ def _reduced(
 def _reduced_slices(
     slices: tf.IndexedSlices, name: str | None, how: How, compression: type[Compressor]
 ) -> tf.IndexedSlices:
-    """The rows of all workers. Horovod's gradient of an allgather is the average over workers."""
+    """Return the rows of all workers. The gradient is Horovod's for allgather: the average."""
     if how.here:
         raise ConfigError(
             f"{how.verb}: op=hvd.{how.op.name} of tf.IndexedSlices; allowed are "
@@ -127,7 +130,7 @@ def _reduced_slices(
 def _reduced_any(
     tensors: Sequence[Any], names: Sequence[str | None], how: How, compression: type[Compressor]
 ) -> list[Any]:
-    """The reductions of dense tensors and of IndexedSlices."""
+    """Return the reductions of dense tensors and of IndexedSlices."""
     check_compression(compression, how.verb)
     found: list[Any] = [None] * len(tensors)
     places = [i for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)]
@@ -155,14 +158,15 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The reduction of all workers' ``tensor``, of its shape and dtype: by default the average.
+    """Return the reduction of all workers' ``tensor``, by default the average.
 
-    ``tensor``, names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`; of
-    ``tf.IndexedSlices`` the result has the rows of all workers. ``op``: Average, Sum, Min, Max or
-    Product; ``average`` is its deprecated form. Averages of integers are cut off towards zero. The
-    factors are multiplied before and after. Differentiable for Average and Sum. Min, Max and
-    Product gather all tensors on every worker. ``device_dense``, ``device_sparse`` and
-    ``ignore_name_scope`` are Horovod's and ignored: names have no scopes here.
+    The result has the shape and dtype of ``tensor``; for ``tf.IndexedSlices`` it has the rows of
+    all workers. ``tensor``, names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`.
+    ``op``: Average, Sum, Min, Max or Product; ``average`` is its deprecated form. Averages of
+    integers are cut off towards zero. ``prescale_factor`` multiplies before the reduction,
+    ``postscale_factor`` after it. Differentiable for Average and Sum. Min, Max and Product gather
+    all tensors on every worker. ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are
+    Horovod's and ignored: names have no scopes here.
 
     Raises :class:`~bpsx.errors.ConfigError` for other arguments.
     """
@@ -184,7 +188,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, …
+    """:func:`allreduce` each of ``tensors``, which are called ``name.0``, ``name.1``, …
 
     All dense ones are under way at once.
     """
@@ -196,9 +200,9 @@ def grouped_allreduce(
 
 
 def _own_rows(whole: tf.Tensor) -> tf.Tensor:
-    """This worker's rows: as many for each, and one more for the first ones if they do not divide.
+    """Return this worker's rows; each worker has as many, and the first ones one more if needed.
 
-    The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a
+    The gradient of the sum is that of all workers' losses together. Horovod's gradient of a
     reducescatter is size() times that.
     """
     ours = adapter.session()
@@ -208,7 +212,7 @@ def _own_rows(whole: tf.Tensor) -> tf.Tensor:
 
 
 def _first_row(count: Any, rank: int, size: int) -> Any:
-    """The number of rows of lower ranks; an integer if ``count`` is one."""
+    """Return the number of rows of lower ranks; an integer if ``count`` is one."""
     more = count % size
     extra = min(rank, more) if isinstance(count, int) else tf.minimum(rank, more)
     return count // size * rank + extra
@@ -236,11 +240,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """This worker's rows of the sum or average of all workers' ``tensor``.
+    """Return this worker's rows of the sum or average of all workers' ``tensor``.
 
-    Of n rows each has n // size(), and the first n % size() one more. Differentiable; the gradient
-    is Horovod's: size() times that of all workers' losses together. All rows travel to all workers.
-    Otherwise as :func:`allreduce`; ``op`` is Average or Sum.
+    Of n rows each worker has n // size(), and the first n % size() workers one more.
+    Differentiable; the gradient is Horovod's: size() times that of all workers' losses together.
+    All rows travel to all workers. Otherwise as :func:`allreduce`; ``op`` is Average or Sum.
     """
     how = _how("reducescatter", op, None, prescale_factor, postscale_factor, process_set)
     return _scattered([tensor], [name], how, compression)[0]
@@ -256,14 +260,14 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """:func:`reducescatter` of each of ``tensors``, all under way at once."""
+    """:func:`reducescatter` each of ``tensors``, all under way at once."""
     how = _how("reducescatter", op, None, prescale_factor, postscale_factor, process_set)
     names = group_names("grouped_reducescatter", None, tensors)
     return _scattered(tensors, names, how, compression)
 
 
 def handle_average_backwards_compatibility(op: Any, average: Any) -> ReduceOp:
-    """The reduction that ``op`` and the deprecated ``average`` ask for together.
+    """Return the reduction that ``op`` and the deprecated ``average`` ask for together.
 
     Raises :class:`~bpsx.errors.ConfigError` for both at once.
     """

@@ -1,4 +1,4 @@
-"""Weights, tapes and optimizers in Horovod's forms."""
+"""Horovod's functions for broadcasting weights, and its tapes and optimizers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made_exchange(
     anew: bool = True,
     factor: float = 1.0,
 ) -> PartialExchange:
-    """The exchange that Horovod's arguments ask for. Raises :class:`ConfigError`."""
+    """Return the exchange that Horovod's arguments ask for. Raises :class:`ConfigError`."""
     check_process_set(process_set)
     kind = checked_training_op(name, op, predivide)
     check_groups(name, num_groups, groups, lambda v: hasattr(v, "assign"), "variable")
@@ -67,7 +67,7 @@ def made_exchange(
 
 
 class _Tape(tapes.Distributed):
-    """What :func:`DistributedGradientTape` returns."""
+    """Result of :func:`DistributedGradientTape`."""
 
     _exchange: PartialExchange
 
@@ -80,9 +80,9 @@ class _Tape(tapes.Distributed):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers.
+        """As :meth:`tf.GradientTape.gradient`, then summed or averaged over all workers.
 
-        ``use_generic_names``: sources are known by their place instead of their name.
+        ``use_generic_names``: identify sources by their place instead of their name.
         """
 
         def known(flat: list[Any]) -> list[Any]:
@@ -101,7 +101,7 @@ class _Tape(tapes.Distributed):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """(source, gradient) pairs: of sources that are local, and of all others."""
+        """Return (source, gradient) pairs: those of local sources, and those of all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
         local = [pair for pair in pairs if self._exchange.is_local(pair[0])]
@@ -123,10 +123,10 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
 ) -> Any:
     """:func:`bpsx.tensorflow.DistributedGradientTape`, with Horovod's arguments and methods.
 
-    Sources that are given to its ``register_local_source`` keep the worker's own gradients, divided
-    by ``size()`` with ``scale_local_gradients``. Checked, and of no influence:
+    Sources given to its ``register_local_source`` keep the worker's own gradients, divided by
+    ``size()`` with ``scale_local_gradients``. Three arguments are checked and have no effect:
     ``gradient_predivide_factor`` (half types are added in float32 and divided before they are
-    rounded), ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency).
+    rounded), ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by priority).
     ``device_dense`` and ``device_sparse`` are ignored. Raises :class:`ConfigError`.
     """
     exchange = made_exchange(
@@ -158,7 +158,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """:func:`DistributedGradientTape` for which all weights of ``local_layers`` are local sources.
+    """:func:`DistributedGradientTape` with all weights of ``local_layers`` as local sources.
 
     ``local_layers``: a layer of Keras, or a list of them.
     """
@@ -181,7 +181,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
 
 def weights_of(name: str, layers: Any) -> list[Any]:
-    """The trainable weights of a layer of Keras, or of a list of them.
+    """Return the trainable weights of a layer of Keras, or of a list of them.
 
     Raises :class:`ConfigError` for anything else.
     """
@@ -218,9 +218,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     ``optimizer``: of Keras, for which see
     :func:`bpsx.tensorflow.keras.horovod.DistributedOptimizer`, or of ``tf.compat.v1.train``. With
-    ``backward_passes_per_step`` the sums of so many passes are averaged over workers;
-    ``average_aggregated_gradients``: also over passes. Both have ``register_local_var``, for a
-    variable whose gradients stay the worker's own. The rest is as for
+    ``backward_passes_per_step`` the sums of so many passes are averaged over workers, and with
+    ``average_aggregated_gradients`` also over passes. Both kinds have ``register_local_var``, for a
+    variable whose gradients stay the worker's own. Other arguments are as for
     :func:`DistributedGradientTape`. Raises :class:`ConfigError`.
     """
     verb_ = "DistributedOptimizer"

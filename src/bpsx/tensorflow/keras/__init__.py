@@ -1,5 +1,6 @@
-"""bpsx for Keras 3 on TensorFlow: ``import bpsx.tensorflow.keras as bps``, or ``import bpsx.keras
-as bps``.
+"""bpsx for Keras 3 on TensorFlow: ``import bpsx.tensorflow.keras as bps``.
+
+``import bpsx.keras as bps`` does the same.
 """
 
 from __future__ import annotations

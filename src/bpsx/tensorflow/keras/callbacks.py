@@ -1,4 +1,4 @@
-"""Keras callbacks: starting alike, averaged metrics, learning rates of many workers."""
+"""Keras callbacks: initial broadcast, averaged metrics, learning rates for many workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bpsx.tensorflow.variables import broadcast_variables
 
 @public_methods
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the
-    first training begins; but for the states of random generators: workers shall not all drop the
-    same units.
+    """Broadcasts worker ``root_rank``'s variables when the first training begins.
 
-    A model that is built by its first batch gets them after that. ``device`` is BytePS's and
-    ignored. Raises :class:`~bpsx.errors.ConfigError`.
+    The model's and the optimizer's variables are broadcast, but not the states of random
+    generators: workers must not all drop the same units. A model that is built by its first batch
+    gets them after that batch. ``device`` is BytePS's and ignored. Raises
+    :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -36,14 +36,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def keep(self, variable: Any) -> None:
         """Leave ``variable`` as it is on each worker."""
-        known = getattr(variable, "_value", variable)  # TensorFlow's in one of Keras's
+        known = getattr(variable, "_value", variable)  # TensorFlow's variable in a Keras variable
         self._kept[id(known)] = known
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Do it, if the model is there.
+        """Broadcast if the model is built.
 
-        Keras makes the optimizer's variables in the first step; but what they begin with may be
-        loaded.
+        Keras makes the optimizer's variables in the first step. They are made here, since their
+        initial values may have been loaded.
         """
         checked_root(self.root_rank, "BroadcastGlobalVariablesCallback", adapter.session().size)
         if self.model.built:
@@ -52,7 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do it, if that was not so."""
+        """Broadcast if the model was not built before its first batch."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -71,18 +71,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 @public_methods
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages metrics over all workers at the end of each epoch, in ``logs``: put it before
-    callbacks that use them (early stopping, learning rates, logging).
+    """Averages metrics in ``logs`` over all workers at the end of each epoch.
 
-    All workers must have the same metrics, and wait for each other here, in asynchronous training
-    as well. ``device`` is BytePS's and ignored.
+    Put it before callbacks that use metrics (early stopping, learning rates, logging). All workers
+    must have the same metrics, and wait for each other here, in asynchronous training as well.
+    ``device`` is BytePS's and ignored.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace numbers in ``logs``."""
+        """Replace numbers in ``logs`` by their averages."""
         names = sorted(
             name
             for name, value in (logs or {}).items()
@@ -93,7 +93,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         own = tf.constant([float(logs[name]) for name in names], tf.float64)
         what = f"MetricAverage of {', '.join(names)}"
         session = adapter.session()
-        if session.config.asynchronous:  # where sums never start anew
+        if session.config.asynchronous:  # there a push_pull adds to the servers' values
             means = (
                 tf.add_n(
                     [broadcast(own, root, name=f"{what}.{root}") for root in range(session.size)]
@@ -113,15 +113,15 @@ def check_number(verb: str, argument: str, value: Any, least: float, allowed: st
 
 @public_methods
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` on, before
-    ``end_epoch``.
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for a range of epochs.
 
-    ``multiplier``: a number, or a function of the epoch, which is a whole number with ``staircase``
-    and has a fraction otherwise, so that the rate changes with every batch. ``initial_lr``: by
-    default the optimizer's when training begins. ``steps_per_epoch``: by default what ``fit``
-    knows. ``momentum_correction``: when the rate changes, the optimizer's momenta change in
-    proportion, as they hold gradients times the earlier rate (Goyal et al. 2017, section 2.1). The
-    rate is added to ``logs`` as ``lr``.
+    The range is from ``start_epoch`` on, before ``end_epoch``. ``multiplier``: a number, or a
+    function of the epoch. The epoch is a whole number with ``staircase``; otherwise it has a
+    fraction, so that the rate changes with every batch. ``initial_lr``: by default the optimizer's
+    when training begins. ``steps_per_epoch``: by default what ``fit`` knows.
+    ``momentum_correction``: when the rate changes, the optimizer's momenta change in proportion, as
+    they hold gradients times the earlier rate (Goyal et al. 2017, section 2.1). The rate is added
+    to ``logs`` as ``lr``.
 
     Raises :class:`~bpsx.errors.ConfigError` for an optimizer whose learning rate is a schedule of
     its own.
@@ -167,7 +167,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find what has been left out."""
+        """Fill in arguments that were left out."""
         what = type(self).__name__
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if isinstance(
@@ -188,11 +188,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note it."""
+        """Record the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate."""
+        """Set the learning rate."""
         if (
             self.current_epoch < self.start_epoch
             or self.end_epoch is not None
@@ -205,7 +205,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._set(self.current_epoch + batch / float(self.steps_per_epoch or 1))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the rate."""
+        """Add the learning rate to ``logs``."""
         if logs is not None:
             logs["lr"] = self._rate()
 
@@ -232,11 +232,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 @public_methods
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate with every batch, over ``warmup_epochs``, from ``initial_lr /
-    size()`` to ``initial_lr``, which is the rate of one worker times ``size()`` (Goyal et al.
+    """Raises the learning rate with every batch over ``warmup_epochs``, up to ``initial_lr``.
 
-    2017, section 2.2). ``verbose``: say so when that is done. The rest as in
-    :class:`LearningRateScheduleCallback`.
+    It begins at ``initial_lr / size()``; ``initial_lr`` is the rate of one worker times ``size()``
+    (Goyal et al. 2017, section 2.2). ``verbose``: print a line when the warmup is done. Other
+    arguments as in :class:`LearningRateScheduleCallback`.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
         def multiplier(epoch: float) -> float:
             size = adapter.session().size
-            # at an epoch's end the rate is what that epoch's end asks for
+            # with the last batch of an epoch the rate reaches the value for the epoch's end
             done = epoch + 1.0 / float(self.steps_per_epoch or 1)
             return 1.0 / size * (min(done / warmup_epochs, 1.0) * (size - 1) + 1)
 
@@ -267,8 +267,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the rate; at the end of the last of them it is ``initial_lr``, however many batches
-        there have been.
+        """Add the learning rate to ``logs``.
+
+        At the end of the last warmup epoch it is ``initial_lr``, whatever the number of batches
+        was.
         """
         if self.end_epoch is not None and epoch == self.end_epoch - 1:
             self._set_rate(float(self.initial_lr or 0.0))

@@ -1,4 +1,4 @@
-"""What compression keeps of an optimizer's gradients, in what Keras and TensorFlow save of it."""
+"""State of compression in what Keras and TensorFlow save of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from bpsx.tensorflow.checkpoint import Archived
 from bpsx.tensorflow.exchange import Exchange
 
-#: What Keras looks for when it walks through the attributes of what it saves. It has no public
-#: name; without it nothing is saved there.
+#: Class by which Keras recognizes attributes to save. It has no public name; without it Keras saves
+#: nothing for that attribute.
 _Saveable: Any = next(
     (cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
 )
@@ -19,9 +19,9 @@ _KEY = "state"
 
 
 class Kept(Archived, _Saveable):  # type: ignore[misc]
-    """Of one exchange.
+    """State of compression of one exchange's gradients, as Keras and TensorFlow save it.
 
-    A file without it, as of a run without compression, makes everything begin anew.
+    With a file that lacks it, such as one of a run without compression, the state begins anew.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -35,13 +35,13 @@ class Kept(Archived, _Saveable):  # type: ignore[misc]
         self._exchange.load(saved)
 
     def _obj_type(self) -> str:
-        return "Optimizer"  # whose attributes Keras does not look into
+        return "Optimizer"  # Keras does not look into such an object's attributes
 
     def save_own_variables(self, store: Any) -> None:
-        """Keras's way to :meth:`serialize`."""
+        """Save the state; Keras calls this instead of :meth:`serialize`."""
         store[_KEY] = np.frombuffer(self.serialize(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Keras's way to :meth:`deserialize`."""
+        """Load the state; Keras calls this instead of :meth:`deserialize`."""
         there = _KEY in set(store.keys())
         self.deserialize(np.asarray(store[_KEY]).tobytes() if there else b"")

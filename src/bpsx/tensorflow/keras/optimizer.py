@@ -27,15 +27,15 @@ from bpsx.tensorflow.tracing import as_it_is
 
 log = logging.getLogger("bpsx.tensorflow")
 _VERB = "DistributedOptimizer"
-#: The attribute that says that an optimizer is called by one that has exchanged the gradients.
+#: Attribute of an optimizer that is called by one that has exchanged the gradients already.
 _WITHIN = "_bpsx_within"
 LossScale = keras.optimizers.LossScaleOptimizer
 
 
 class _Distributed:
-    """What is put before the class of the user's optimizer.
+    """Base class that is put before the class of the user's optimizer.
 
-    Keras calls :meth:`apply` from all ways in.
+    Keras calls :meth:`apply` from all entry points.
     """
 
     _bpsx_exchange: Exchange
@@ -43,8 +43,9 @@ class _Distributed:
     _bpsx_momentum: Momentum
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """One that is made by the class of another, as Keras does from its configuration, exchanges
-        as that does.
+        """Exchange as the optimizer whose class makes this one does.
+
+        Keras makes optimizers from their configuration in this way.
         """
         super().__init__(*args, **kwargs)
         _equip(self, type(self)._bpsx_exchange.alike(), Weights())
@@ -61,7 +62,7 @@ class _Distributed:
 
     @as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """As the optimizer's own ``apply``, with the sums or averages of all workers' gradients."""
+        """As the optimizer's ``apply``, with the sums or averages of all workers' gradients."""
         this: Any = self
         base: Any = super()
         gradients = list(grads)
@@ -90,10 +91,10 @@ class _Distributed:
             return base.apply(found, trainable_variables)
 
     def _exchanged(self, gradients: list[Any], variables: Any) -> list[Any]:
-        """The gradients to apply.
+        """Return the gradients to apply.
 
-        Where the optimizer adds up those of several steps, workers exchange those sums in the last
-        of them: it gets their average, finds nothing added up, and divides.
+        If the optimizer adds up gradients of several steps, workers exchange these sums in the last
+        step. The optimizer then gets the sums' average, finds nothing added up, and divides.
         """
         this: Any = self
         known = this._trainable_variables
@@ -124,14 +125,16 @@ class _Distributed:
 
     @property
     def loss_scale_factor(self) -> Any:
-        """As Keras has it.
+        """As Keras's attribute; setting it shows that a LossScaleOptimizer is put around this one.
 
-        Its LossScaleOptimizer, which ``compile`` puts around an optimizer under mixed_float16, sets
-        this when it is made: so here we hear of that. It applies nothing where a gradient is not
-        finite, and with that a worker's exchange would be left out. So it exchanges instead of this
-        one, which does so only where it is called by itself: what it looks at are everybody's sums.
+        Under mixed_float16, ``compile`` puts Keras's LossScaleOptimizer around an optimizer, and
+        that sets this attribute when it is made. It applies nothing where a gradient is not finite,
+        and would so leave out this worker's exchange. Therefore the outer optimizer exchanges in
+        place of this one, which does so only if it is called directly. The outer optimizer then
+        looks at sums over all workers.
         """
-        # Keras's own ways to set an attribute, which begin by looking at it; then who sets it
+        # Skip Keras's own methods that set an attribute, which read it first; then comes the
+        # setter.
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
@@ -144,7 +147,7 @@ class _Distributed:
             adopt(outer, self._bpsx_exchange, self._bpsx_weights)
         try:
             return self.__dict__["loss_scale_factor"]
-        except KeyError:  # is being made
+        except KeyError:  # while it is made
             raise AttributeError("loss_scale_factor") from None
 
     @loss_scale_factor.setter
@@ -154,12 +157,12 @@ class _Distributed:
 
 @contextmanager
 def _within(optimizer: Any) -> Iterator[None]:
-    """Inside, an optimizer that this one applies gradients with does not exchange them again."""
+    """Context in which ``optimizer``'s inner optimizer does not exchange gradients again."""
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is None:
         yield
         return
-    # several threads may be here, one for each replica
+    # several threads may be in here, one for each replica
     inner.__dict__[_WITHIN] = inner.__dict__.get(_WITHIN, 0) + 1
     try:
         yield
@@ -170,7 +173,8 @@ def _within(optimizer: Any) -> Iterator[None]:
 def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     """Make ``optimizer`` itself a distributed one.
 
-    Saved models name its class, which is loaded without bpsx as well: so it is called the same.
+    Saved models name its class, and are loaded without bpsx as well. So the new class has the same
+    name.
     """
     _equip(optimizer, exchange, weights)
     cls = type(optimizer)
@@ -187,15 +191,15 @@ def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     registered = keras.saving.get_registered_name(cls)
     names = keras.saving.get_registered_name.__globals__.get("GLOBAL_CUSTOM_NAMES")
     if registered != cls.__name__ and names is not None:
-        # what register_keras_serializable keeps: files name it by that
+        # the name given to register_keras_serializable, which files contain
         names[ours] = registered
-    # Keras follows what is set in its own way
+    # Keras tracks attributes that are set in the usual way
     object.__setattr__(optimizer, "__class__", ours)
     return optimizer
 
 
 def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
-    """Give it what :class:`_Distributed` needs."""
+    """Give ``optimizer`` the attributes that :class:`_Distributed` needs."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(
         inner, "momentum", isinstance(inner, keras.optimizers.SGD), "SGD"
@@ -205,21 +209,22 @@ def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
     )
     if exchange.compresses:
         kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
-        optimizer.__dict__["_bpsx_kept"] = kept  # Keras finds it there, and saves it
+        optimizer.__dict__["_bpsx_kept"] = kept  # Keras finds it there and saves it
         # so does tf.train.Checkpoint
         optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)
 
 
 def _decide_auto() -> None:
-    """With ``jit_compile="auto"`` Keras has XLA compile steps where there is a GPU, where XLA
-    cannot exchange gradients: for a distributed optimizer, "auto" means no.
+    """Have ``jit_compile="auto"`` mean no for a distributed optimizer.
+
+    Keras then has XLA compile steps where there is a GPU, for which XLA cannot exchange gradients.
     """
     for cls in keras.Model.__mro__:
         decide = cls.__dict__.get("_resolve_auto_jit_compile")
         if decide is not None:
             break
     else:
-        return  # a Keras that decides otherwise
+        return  # this Keras decides in another way
 
     @functools.wraps(decide)
     def decides(model: Any) -> bool:
@@ -235,12 +240,12 @@ def _decide_auto() -> None:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether it exchanges gradients."""
+    """Whether ``optimizer`` exchanges gradients."""
     return isinstance(optimizer, _Distributed)
 
 
 def distributed(optimizer: Any, exchange: Exchange) -> Any:
-    """A distributed optimizer that shares all state with ``optimizer``."""
+    """Return a distributed optimizer that shares all state with ``optimizer``."""
     made = object.__new__(type(optimizer))
     object.__setattr__(made, "__dict__", optimizer.__dict__)
     return adopt(made, exchange, Weights())
@@ -258,20 +263,19 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     compression_params: Params = None,
 ) -> Any:
-    """A Keras optimizer that applies the averages (``op=Sum``: sums) of all workers' gradients, and
-    otherwise is ``optimizer``.
+    """Return a Keras optimizer that applies averages (``op=Sum``: sums) of all workers' gradients.
 
-    ``optimizer``: any of Keras 3; both share all state. A
-    :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so that an overflow on one
-    worker is one on all, also where ``compile`` puts it around what this returns.
-    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets: the mean
+    Otherwise it is ``optimizer``, any of Keras 3; both share all state. A
+    :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so an overflow on one worker
+    is one on all, also where ``compile`` puts it around the returned optimizer.
+    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets. The mean
     of so many steps' gradients is applied in the last of them, and only that one exchanges.
-    ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as
+    ``sparse_as_dense``: gradients of embeddings travel as dense tensors. ``compression_params``: as
     for :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' paths; its momentum
-    takes the place of SGD's, and what it keeps is saved with the optimizer's variables. ``name``,
+    replaces SGD's, and its state is saved with the optimizer's variables. ``name``,
     ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
-    Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with
+    Saved models have the class of ``optimizer``: load them with :func:`load_model` to continue with
     several workers. In asynchronous training the weights' changes travel, see
     ``docs/train/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -289,7 +293,7 @@ def DistributedOptimizer(
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless it can be made a distributed one."""
+    """Raise :class:`~bpsx.errors.ConfigError` unless ``optimizer`` can be distributed."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
             f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has"
@@ -304,7 +308,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def set_passes(optimizer: Any, passes: Any) -> None:
-    """Have it add up the gradients of so many steps. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Have it add up so many steps' gradients. Raises :class:`~bpsx.errors.ConfigError`."""
     passes = checked_passes(passes, _VERB)
     if passes == 1:
         return

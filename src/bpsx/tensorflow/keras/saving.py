@@ -1,4 +1,4 @@
-"""Loading saved Keras models for training with several workers."""
+"""Loads saved Keras models for training with several workers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     compression_params: Params = None,
 ) -> Any:
-    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is
-    distributed.
+    """As :func:`keras.models.load_model`, and make the model's optimizer distributed.
 
-    Files that end in ``.keras`` hold also what ``compression_params`` keep of gradients.
+    The optimizer keeps its state. Files that end in ``.keras`` also hold the state of compression
+    with ``compression_params``.
 
-    ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other
-    things, by name. Raises what Keras raises, and :class:`~bpsx.errors.ConfigError`.
+    ``custom_optimizers``: classes of optimizers that Keras does not know. ``custom_objects``: other
+    objects, by name. Raises what Keras raises, and :class:`~bpsx.errors.ConfigError`.
     """
 
     def distribute(optimizer: Any) -> Any:
@@ -42,7 +42,7 @@ def load_model(
         and compression_params
         and str(filepath).endswith(".keras")
     ):
-        # again: there is somebody now who reads what compression has kept
+        # Load again: only now an object exists that reads the state of compression.
         model.load_weights(filepath)
     return model
 
@@ -53,10 +53,10 @@ def loaded(
     custom_objects: dict[str, Any] | None,
     distribute: Callable[[Any], Any],
 ) -> Any:
-    """A saved model, whose optimizer is what ``distribute`` makes of it.
+    """Load a saved model, and replace its optimizer by what ``distribute`` makes of it.
 
-    Raises what Keras raises, and :class:`~bpsx.errors.ConfigError` for other classes than those of
-    optimizers.
+    Raises what Keras raises, and :class:`~bpsx.errors.ConfigError` for classes that are not those
+    of optimizers.
     """
     wrong = [
         cls

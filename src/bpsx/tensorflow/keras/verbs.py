@@ -1,4 +1,4 @@
-"""push_pull and broadcast of values, as scripts with Keras use them."""
+"""push_pull and broadcast of values, for scripts with Keras."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from bpsx.tensorflow import ops
 
 @public
 def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
-    """The average (or sum) over all workers of ``value``, a tensor or what becomes one, as an
-    array; in a function a tensor.
+    """Return all workers' average (or sum) of ``value`` as an array; in functions a tensor.
 
-    As :func:`bpsx.tensorflow.push_pull`.
+    ``value``: a tensor, or what converts to one. As :func:`bpsx.tensorflow.push_pull`.
     """
     return _evaluated(ops.push_pull(value, name=name, average=average))
 
 
 @public
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Worker ``root_rank``'s ``value`` as an array; in a function a tensor.
+    """Return worker ``root_rank``'s ``value`` as an array; in functions a tensor.
 
     As :func:`bpsx.tensorflow.broadcast`.
     """

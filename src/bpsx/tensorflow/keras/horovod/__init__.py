@@ -1,7 +1,7 @@
 """Horovod's names for Keras 3 on TensorFlow: ``import bpsx.keras.horovod as hvd``.
 
-It takes the place of ``import horovod.keras as hvd`` and of ``import horovod.tensorflow.keras as
-hvd``: the names of both, of version 0.28. Where their arguments differ, they are those of
+It replaces ``import horovod.keras as hvd`` and ``import horovod.tensorflow.keras as hvd``, with the
+names of both in version 0.28. Where their arguments differ, they are those of
 ``horovod.tensorflow.keras``, which has more. See :mod:`bpsx.tensorflow.horovod` for what is
 refused.
 """

@@ -14,7 +14,7 @@ from bpsx.tensorflow.horovod.reductions import allreduce
 
 @keras.saving.register_keras_serializable(package="bpsx")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """:class:`keras.layers.BatchNormalization` over all workers' batches, which have one size.
+    """:class:`keras.layers.BatchNormalization` over all workers' batches, which must have one size.
 
     ``fused``: False, Horovod's only choice. Raises :class:`~bpsx.errors.ConfigError` for another.
     """
@@ -25,7 +25,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(**kwargs)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Keras's, of this worker's batch, averaged over workers."""
+        """Return the moments of this worker's batch, averaged over workers."""
         mean, variance = super()._moments(inputs, mask)
         if adapter.session().size == 1:
             return mean, variance

@@ -1,4 +1,4 @@
-"""Horovod's callbacks for Keras: those of :mod:`bpsx.tensorflow.keras.callbacks` in its forms."""
+"""Horovod's forms of the callbacks in :mod:`bpsx.tensorflow.keras.callbacks`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
-    """As bpsx's; ``local_variables``, a variable or some, keep the worker's own values."""
+    """As bpsx's; ``local_variables``, one or several, keep each worker's own values."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank, device)
@@ -43,7 +43,7 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
 
 
 class LearningRateScheduleCallback(ours.LearningRateScheduleCallback):
-    """As bpsx's, but that ``initial_lr`` is needed, and a number as ``multiplier`` is a decay.
+    """As bpsx's, but ``initial_lr`` is required, and a number as ``multiplier`` is a decay.
 
     The rate is then ``initial_lr * multiplier ** (epoch - start_epoch)``.
     """
@@ -84,7 +84,7 @@ class LearningRateScheduleCallback(ours.LearningRateScheduleCallback):
 
 
 class LearningRateWarmupCallback(ours.LearningRateWarmupCallback):
-    """As bpsx's, but that ``initial_lr`` is needed, and ``verbose`` is for worker 0."""
+    """As bpsx's, but ``initial_lr`` is required, and ``verbose`` is for worker 0."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ def _check_initial(what: str, initial_lr: Any) -> None:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Keras's ``ModelCheckpoint`` of the best model, whose ``filepath`` is set before training."""
+    """Keras's ``ModelCheckpoint`` of the best model; set its ``filepath`` before training."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         mode: str = "auto",
         save_freq: Any = "epoch",
     ) -> None:
-        # Keras wants a path with the right ending; there is none yet.
+        # Keras requires a path with the right suffix; there is none yet.
         super().__init__(
             "none.weights.h5" if save_weights_only else "none.keras",
             monitor,

@@ -1,4 +1,4 @@
-"""DistributedOptimizer for Keras in Horovod's forms, and loading models that have one."""
+"""Horovod's DistributedOptimizer for Keras, and loading of models that have one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> Any:
     """:func:`bpsx.tensorflow.keras.DistributedOptimizer`, with Horovod's arguments.
 
-    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets; the sum of
-    so many steps' gradients is averaged over workers and applied in the last of them, and with
-    ``average_aggregated_gradients`` their mean. ``register_local_var`` of the result takes a
+    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets. The sum of
+    so many steps' gradients is averaged over workers and applied in the last of them; with
+    ``average_aggregated_gradients`` their mean is. ``register_local_var`` of the result takes a
     variable whose gradients stay the worker's own, divided by ``size()`` with
-    ``scale_local_gradients``. Checked, and of no influence: ``gradient_predivide_factor``,
-    ``num_groups`` and ``groups``. ``name``, ``device_dense`` and ``device_sparse`` are ignored.
+    ``scale_local_gradients``. Three arguments are checked and have no effect:
+    ``gradient_predivide_factor``, ``num_groups`` and ``groups``. ``name``, ``device_dense`` and
+    ``device_sparse`` are ignored.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -78,7 +79,7 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """:func:`DistributedOptimizer` for which all weights of ``local_layers`` are local.
+    """:func:`DistributedOptimizer` with all weights of ``local_layers`` as local variables.
 
     ``local_layers``: a layer of Keras, or a list of them.
     """
@@ -108,7 +109,7 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """:func:`bpsx.tensorflow.keras.load_model`: a saved model, whose optimizer is distributed.
+    """:func:`bpsx.tensorflow.keras.load_model`: load a model and make its optimizer distributed.
 
     Raises :class:`~bpsx.errors.ConfigError` for ``legacy_opts``: Keras 3 has no such optimizers.
     """

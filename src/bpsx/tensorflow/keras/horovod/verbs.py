@@ -1,4 +1,4 @@
-"""Verbs on values, as Horovod's scripts with Keras use them; see :mod:`bpsx.tensorflow.horovod`."""
+"""Horovod's verbs on values, for scripts with Keras; see :mod:`bpsx.tensorflow.horovod`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
-    """The reduction of all workers' ``value``, a tensor or what becomes one: the average, if not
-    told otherwise."""
+    """Return the reduction of all workers' ``value``, by default the average.
+
+    ``value``: a tensor, or what converts to one.
+    """
     return hvd.allreduce(
         value,
         average,
@@ -34,17 +36,17 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
-    """The rows of all workers' ``value``, a tensor or what becomes one."""
+    """Return the rows of all workers' ``value``, a tensor or what converts to one."""
     return hvd.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Worker ``root_rank``'s ``value``, a tensor or what becomes one."""
+    """Return worker ``root_rank``'s ``value``, a tensor or what converts to one."""
     return hvd.broadcast(value, root_rank, name)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: ReduceOp = ReduceOp.Average
 ) -> tf.Tensor:
-    """This worker's rows of the sum or average of all workers' ``value``."""
+    """Return this worker's rows of the sum or average of all workers' ``value``."""
     return hvd.reducescatter(value, op=op, name=name)
