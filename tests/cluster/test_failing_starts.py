@@ -67,7 +67,7 @@ def test_a_server_without_a_thread_ends_and_says_why(thread: str) -> None:
 #: run in worker 1 alone.
 EARLY = {
     "MemoryError: no room": (
-        "from bpsx import session\ndef refuse(_): raise MemoryError('no room')\nsession.keep_memory"
+        "from bpsx.session import session\ndef refuse(_): raise MemoryError('no room')\nsession.keep_memory"
         " = refuse"
     ),
     "BPSX_SPIN_US='fast'": "import os\nos.environ['BPSX_SPIN_US'] = 'fast'",

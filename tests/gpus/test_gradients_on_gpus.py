@@ -71,7 +71,7 @@ def settle_and_wait(managed):
 
 exchange._settling.settle = settle_and_wait
 stream, asked = [main], []
-begin = bucket._adapter.Session.push_pull_all
+begin = bucket.adapter.Session.push_pull_all
 
 
 def counted(self, items, *more, **options):
@@ -79,7 +79,7 @@ def counted(self, items, *more, **options):
     return begin(self, items, *more, **options)
 
 
-bucket._adapter.Session.push_pull_all = counted
+bucket.adapter.Session.push_pull_all = counted
 
 
 class Net(torch.nn.Module):

@@ -8,7 +8,7 @@ def load(found: Mapping[str, int]) -> None:
     """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""
 
 def wait(seconds: float) -> int:
-    """Wait until all pushed operations are over, at most so many seconds.
+    """Wait at most ``seconds`` until all pushed operations are over.
 
     Returns the number of operations left. Thread-safe.
     """
@@ -16,7 +16,7 @@ def wait(seconds: float) -> int:
 def new_turn() -> int:
     """Make the turn of a name, which keeps the order of its operations. It is never freed."""
 
-#: Error text of operations after one of their name that did not begin.
+#: Error text of operations of a name after one that did not begin.
 BEHIND: str
 
 def begin_job() -> None:
@@ -58,7 +58,7 @@ class Refused(Plan):
     def __init__(self, error: Exception, again: bool) -> None: ...
 
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
-    """Have the engine do what ``plan`` asks for to the NDArray with the handle ``array``.
+    """Have the engine execute ``plan`` on the NDArray with the handle ``array``.
 
     The operation begins after earlier writes to the array. ``turn``: the name's, from
     :func:`new_turn`; the core gets the operations of one name in the order of these calls.

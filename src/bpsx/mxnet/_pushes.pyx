@@ -48,8 +48,8 @@ cdef struct Error:
 # Order of the operations of one name. The core must get them in the order in which the engine got
 # them; their arrays may be complete in another order. Guarded by `pushed`.
 cdef struct Turn:
-    int64_t given               # Number of operations that the engine has got.
-    int64_t due                 # Number of operations that the core has got.
+    int64_t given               # Number of operations given to the engine.
+    int64_t due                 # Number of operations given to the core.
     # Operations whose arrays are complete, while an earlier one's is not.
     Push *early
     bint taken                  # A thread is giving operations to the core.

@@ -25,7 +25,7 @@ import numpy as np
 from bpsx.plugin import adapter
 
 log = logging.getLogger("bpsx.mxnet")
-#: Names of NumPy 1.19, with what has the same meaning today.
+#: Names of NumPy 1.19, with their equivalents of today.
 _NAMES: dict[str, Any] = {
     "bool": bool,
     "int": int,
@@ -66,7 +66,7 @@ def _gone(name: str) -> Any:
 
 
 def missing() -> dict[str, Any]:
-    """Return the names that the installed NumPy lacks, with what stands in for them."""
+    """Return the names that the installed NumPy lacks, with their replacements."""
     known = vars(np)
     return {
         name: value
@@ -178,7 +178,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def prepare() -> None:
     """Make ``import mxnet`` work with this Python and NumPy, from now on.
 
-    Logs at level INFO what it has done.
+    Logs its changes at level INFO.
     """
     if NAME in sys.modules:
         return

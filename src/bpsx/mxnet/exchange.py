@@ -147,5 +147,5 @@ class Exchange:
         return [i for i, count in enumerate(users) if not count]
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue with what :attr:`keeping` has saved, now or at the first exchange."""
+        """Continue with state that :attr:`keeping` has saved, now or at the first exchange."""
         self.keeping.load(saved, adapter.session() in self._declared)

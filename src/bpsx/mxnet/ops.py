@@ -53,7 +53,7 @@ _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize":
 _turns: dict[str, tuple[int, threading.Lock]] = {}
 #: By session: why the engine has left out an exchange. None: the engine has not been asked yet.
 _causes: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
-#: Labels of arrays that :func:`refuse` has got in this job.
+#: Labels of the arrays that :func:`refuse` has been given in this job.
 _refused: set[str] = set()
 _lock = threading.Lock()
 #: Set when an exception of bpsx has reported that exchanges of this job fail.

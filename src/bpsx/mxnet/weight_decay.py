@@ -68,7 +68,7 @@ class DecayMomentum:
         return {str(i): momenta[0].asnumpy() for i, momenta in self.kept.items()}
 
     def load(self, saved: Mapping[str, np.ndarray], contexts: Sequence[Any]) -> None:
-        """Restore what :meth:`save` has returned."""
+        """Restore the momenta that :meth:`save` has returned."""
         self.kept = {
             int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()
         }

@@ -307,7 +307,7 @@ def _members(group: Any) -> Iterable[Any]:
 def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) -> list[int]:
     """Return the ``splits`` of an alltoall, a sequence or None, as ``size`` integers.
 
-    ``rows``: the number of rows, None if it is not known yet. ``shown``: what the error shows in
+    ``rows``: the number of rows, None if it is not known yet. ``shown``: shown in the error in
     place of ``splits``. Raises :class:`ConfigError`.
     """
     if splits is None:

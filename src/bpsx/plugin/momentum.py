@@ -104,8 +104,8 @@ class Momentum:
     def off(self) -> Iterator[None]:
         """Context in which the optimizer has no momentum, if compression has taken it over.
 
-        Raises :class:`ConfigError` if the optimizer's momentum has changed since: what compression
-        adds to gradients would not follow.
+        Raises :class:`ConfigError` if the optimizer's momentum has changed since: the momentum that
+        compression adds to gradients would not follow.
         """
         if not self._taken:
             yield

@@ -71,7 +71,7 @@ def stride_of(elements: int) -> int:
 
 
 def odd_ones(column: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the first worker with a nonzero value, and those with a different nonzero value."""
+    """Return the first worker with a nonzero value, and the workers with another nonzero value."""
     told = [rank for rank, value in enumerate(column) if value]
     return (
         (told[0], [rank for rank in told if column[rank] != column[told[0]]]) if told else (0, [])
@@ -88,7 +88,7 @@ def meaning_problem(
     """Return the error if workers differ in the owner's names or their order; empty if not.
 
     ``here``: this worker's names, for people. ``things``: the objects that have the names.
-    ``order``: what else must happen in the same order on all workers.
+    ``order``: other actions that must happen in the same order on all workers.
     """
     first, others = odd_ones([row[0] for row in rows])
     if not others:
@@ -101,7 +101,7 @@ def meaning_problem(
 
 
 def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
-    """Return the message if weights differ; empty if not. ``call``: what makes them equal."""
+    """Return the message if weights differ; empty if not. ``call``: the call to recommend."""
     first, others = odd_ones([row[1] for row in rows])
     if not others:
         return ""

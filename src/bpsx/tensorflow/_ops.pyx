@@ -33,7 +33,7 @@ cdef dict DTYPES = {
 
 cdef Api api
 cdef Caller of_operation
-# What the loaded TensorFlow lacks of what is used here; NULL: nothing.
+# Symbol that bpsx needs and the loaded TensorFlow lacks; NULL: none.
 cdef const char *missing
 cdef void *known[2]
 cdef int64_t distrusted

@@ -28,7 +28,7 @@ class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
         return packed(self._save())
 
     def deserialize(self, string_value: bytes) -> None:
-        """Restore what :meth:`serialize` has returned, perhaps that of another object.
+        """Restore a state that :meth:`serialize` has returned, here or on another object.
 
         Raises :class:`~bpsx.errors.ConfigError` for anything else.
         """
@@ -49,8 +49,8 @@ class CompressionState(Archived):
 
     Use it as ``tf.train.Checkpoint(..., compression=CompressionState(...))`` for tapes and for v1
     optimizers; Keras's distributed optimizers include it. Each worker must save and load its own
-    state, see "Checkpoints" in ``docs/train/compression.md``; worker 0's includes what the servers
-    keep. A variable is identified by its place in ``variables``. Do not save or load while
+    state, see "Checkpoints" in ``docs/train/compression.md``; worker 0's includes the servers'
+    state. A variable is identified by its place in ``variables``. Do not save or load while
     gradients are exchanged. Thread-safe.
     """
 

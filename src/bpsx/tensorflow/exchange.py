@@ -151,7 +151,7 @@ class Exchange:
                 adapter.session().declare(wire, self._choices[name], anew=self._anew)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue with what :attr:`keeping` has saved, now or at the first exchange."""
+        """Continue with state that :attr:`keeping` has saved, now or at the first exchange."""
         self.keeping.load(saved, adapter.session() in self._declared)
 
     @counted_together(PREFIX, USERS, KINDS)
@@ -164,14 +164,14 @@ class Exchange:
         among: Sequence[Any] | None = None,
         instead: Mapping[int, Any] | None = None,
     ) -> list[Any]:
-        """Return the sums or averages of ``gradients``.
+        """Return the sums or averages of ``gradients``, each a tensor, IndexedSlices or None.
 
-        Each is a tensor, IndexedSlices or None. ``sources``: what they are the gradients of.
-        ``rate``: the learning rate, a number or a scalar tensor. ``momentum``: the optimizer's.
-        ``among``: all that are sources at any time, if they are known. None stays None if no worker
-        has a gradient for that source; for graphs, see docs/internals/tensorflow-gradients.md.
-        ``instead``: by place, what replaces None where other workers have a gradient; by default
-        zeros. Raises :class:`ConfigError` for IndexedSlices that need momentum.
+        ``sources``: the variables whose gradients they are. ``rate``: the learning rate, a number
+        or a scalar tensor. ``momentum``: the optimizer's. ``among``: all sources of all calls, if
+        they are known. None stays None if no worker has a gradient for that source; for graphs, see
+        docs/internals/tensorflow-gradients.md. ``instead``: by place, the replacement of None
+        where other workers have a gradient; by default zeros. Raises :class:`ConfigError` for
+        IndexedSlices that need momentum.
         """
         names = names_of(sources)
         self.declare(sources if among is None else among, momentum)
@@ -316,7 +316,7 @@ def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
 def _in_place_of(
     i: int, gradient: Any, source: Any, sparse: bool, instead: Mapping[int, Any]
 ) -> Any:
-    """Return the gradient, or what replaces None and does not change the sum."""
+    """Return the gradient, or a replacement of None that does not change the sum."""
     if gradient is not None:
         return gradient
     if i in instead:

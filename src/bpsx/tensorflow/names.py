@@ -96,6 +96,6 @@ def _give_name(source: Any) -> None:
 
 def _creation(source: Any) -> int:
     """Return TensorFlow's number of the variable, which rises with each new one; 0: none."""
-    variable = getattr(source, "_value", source)  # a Keras variable holds one of TensorFlow
+    variable = getattr(source, "_value", source)  # a Keras variable holds a TensorFlow variable
     number = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
     return int(number) if number.isdigit() else 0

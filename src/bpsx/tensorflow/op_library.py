@@ -1,8 +1,8 @@
 """Loads the operations of ``_ops.pyx`` into TensorFlow.
 
-``push_pull(tensors, rate, names, priorities, average)`` and ``broadcast(tensors, names,
-root_rank)`` are the functions that TensorFlow makes of them, each one operation for a list of
-tensors. Eager code executes the operation at once; otherwise it is added to the graph.
+TensorFlow makes two functions of them: ``push_pull(tensors, rate, names, priorities, average)`` and
+``broadcast(tensors, names, root_rank)``. Each is one operation for a list of tensors. Eager code
+executes it at once; otherwise it is added to the graph.
 """
 
 from __future__ import annotations

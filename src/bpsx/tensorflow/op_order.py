@@ -2,9 +2,9 @@
 
 Operations of one name are matched in the order in which each worker executes them. In functions,
 TensorFlow executes operations that touch one resource in the order of the program, through
-branches, loops and calls of functions. It can be told what an operation touches: bpsx's operations,
-and operations that execute these, touch one resource for each name. Graphs of TensorFlow 1 have no
-such order, and each run chooses anew what is executed. There the second operation of a name gets
+branches, loops and calls of functions. A resolver can add resources: bpsx's operations, and
+operations that execute these, touch one resource for each name. Graphs of TensorFlow 1 have no such
+order, and each run of a session selects operations. There the second operation of a name gets
 another name.
 """
 
@@ -110,7 +110,7 @@ def _check_compiled(op: Any, names: frozenset[str]) -> None:
 
 
 def _thing(name: str) -> Any:
-    """Return what stands for a name where TensorFlow expects the handle of a resource."""
+    """Return a stand-in for a name, to use where TensorFlow expects the handle of a resource."""
     return _things.setdefault(
         name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName"))
     )

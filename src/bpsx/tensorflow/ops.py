@@ -17,7 +17,7 @@ from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.sparse import sum_of_slices
 from bpsx.tensorflow.tracing import as_it_is
 
-#: What to send instead of a dtype that cannot be summed.
+#: Advice for dtypes that cannot be summed: a value to send instead.
 _INSTEAD = {
     "bool": "send tf.cast(tensor, tf.uint8), whose sum counts the workers with True",
     **dict.fromkeys(
@@ -52,7 +52,10 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
 
 
 def check_summable(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType`, with advice, for what cannot be summed."""
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType` unless ``tensor`` can be summed.
+
+    The error says what to send instead.
+    """
     name = tensor.dtype.base_dtype.name
     if name not in BY_NAME:
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -100,7 +103,7 @@ def push_pull(
 ) -> Any:
     """Return the sum or average of ``tensor`` over all workers, in its shape and dtype.
 
-    ``tensor``: a dense tensor, a variable, or what converts to a tensor, of a dtype in
+    ``tensor``: a dense tensor, a variable, or a value that converts to a tensor, of a dtype in
     :data:`bpsx.dtypes.DTYPES`, any shape; or a :class:`tf.IndexedSlices`, for which the result
     holds all workers' rows. Workers must agree on name, shape, dtype and reduction. Without a
     ``name``, a call is identified by its graph and the tensor's operation there. In eager code it
@@ -108,13 +111,13 @@ def push_pull(
     which each worker makes them. ``scope`` is put before the name. ``op`` is ``Average`` (the
     default) or ``Sum``; ``average`` says the same as a bool. Integers round down. Larger
     ``priority`` goes first. ``device_dense`` and ``device_sparse`` are BytePS's and ignored: the
-    operation runs on the host, and TensorFlow copies. ``compression``: how tensors are made smaller
-    on the wire.
+    operation runs on the host, and TensorFlow copies. ``compression``: a compressor that makes
+    tensors smaller on the wire.
 
     In a graph this is an asynchronous operation: it starts when the tensor is complete and occupies
-    no thread. Differentiable: the gradient is the push_pull of the gradient, under ``name +
-    ".grad"``. In asynchronous training the call adds ``tensor`` to the servers' value of ``name``,
-    and returns the new value.
+    no thread. Differentiable: the gradient is the push_pull of the gradient, under
+    ``name + ".grad"``. In asynchronous training the call adds ``tensor`` to the servers' value of
+    ``name``, and returns the new value.
 
     Raises at the call :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`,
     :class:`~bpsx.errors.ConfigError`. When it is executed, it raises TensorFlow's exceptions:

@@ -33,7 +33,7 @@ def DistributedOptimizer(
     ``optimizer``: of Keras, for which see :func:`bpsx.tensorflow.keras.DistributedOptimizer`; or of
     ``tf.compat.v1.train``, whose ``compute_gradients`` then gives the averages. For the latter,
     ``backward_passes_per_step`` adds up the gradients of so many ``minimize`` calls; the last one
-    exchanges and applies the sums. ``name`` and ``use_locking`` are what such optimizers take.
+    exchanges and applies the sums. ``name`` and ``use_locking``: arguments of such optimizers.
     ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
     variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 

@@ -14,9 +14,9 @@ def sum_of_slices(
 ) -> tf.IndexedSlices:
     """Return the rows of all workers with their indices, in the order of ranks.
 
-    For an average, the values are divided by the number of workers. On the wire: ``name +
-    ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a broadcast
-    of each for each worker R with rows.
+    For an average, the values are divided by the number of workers. On the wire:
+    ``name + ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a
+    broadcast of each for each worker R with rows.
     """
     size = adapter.session().size
     wire, ctx = compression.compress(tf.convert_to_tensor(slices.values))

@@ -44,7 +44,7 @@ _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()  # by 
 
 
 class _Job:
-    """Comparison state of a job: compared names, errors that no later step can mend, and doubts."""
+    """Comparison state of a job: compared names, permanent errors, and doubts to compare again."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -90,7 +90,7 @@ class Doubt:
 
 
 class GraphSteps:
-    """Steps in sessions of TensorFlow 1: the first compares what names mean, the second weights.
+    """Steps in sessions of TensorFlow 1: the first compares names' meanings, the second weights.
 
     Hooks broadcast variables before the first step, callbacks after it.
     """
@@ -145,7 +145,7 @@ class GraphSteps:
 
 
 def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
-    """Compare variables that this job meets first; return the doubts about ``sources``.
+    """Compare variables that are new to this job; return the doubts about ``sources``.
 
     Raises :class:`~bpsx.errors.MismatchError`, on all workers and from then on, if workers mean
     different things by a name; once, with ``BPSX_CHECK_WEIGHTS=error``, if values differ.
@@ -230,7 +230,7 @@ def _here(named: Mapping[str, Any]) -> str:
 
 
 def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
-    """Return the digest of what names mean.
+    """Return the digest of the names' meanings.
 
     Processes of an earlier job have met other variables before, so only names are compared with
     them.

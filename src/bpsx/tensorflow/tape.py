@@ -85,10 +85,10 @@ def DistributedGradientTape(
     """Return a tape like ``gradtape`` that gives sums or averages over all workers.
 
     ``gradtape``: a :class:`tf.GradientTape`, persistent or not, before, while or after it records;
-    both tapes share what is recorded. ``op``: ``Average`` (the default) or ``Sum``.
-    ``sparse_as_dense``: gradients that are IndexedSlices travel as dense tensors.
-    ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by
-    variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
+    both tapes share the record. ``op``: ``Average`` (the default) or ``Sum``. ``sparse_as_dense``:
+    gradients that are IndexedSlices travel as dense tensors. ``compression_params``: as for
+    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense``
+    and ``device_sparse`` are BytePS's and ignored.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """

@@ -16,10 +16,10 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
 
     Gradients are reduced over devices, then averaged over workers. Variables must be made equal
     first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback.
-    ``num_replicas_in_sync`` counts this worker's devices. ``cross_device_ops``: what reduces, by
-    default a :class:`CrossDeviceOps`; any other reduces in this worker only, and is wrapped. Under
-    mixed_float16, a gradient that is not finite on one device of one worker makes all workers leave
-    out the step.
+    ``num_replicas_in_sync`` counts this worker's devices. ``cross_device_ops``: the object that
+    reduces, by default a :class:`CrossDeviceOps`; any other reduces in this worker only, and is
+    wrapped. Under mixed_float16, a gradient that is not finite on one device of one worker makes
+    all workers leave out the step.
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:

@@ -1,8 +1,8 @@
 """Horovod's names for TensorFlow: ``import bpsx.tensorflow.horovod as hvd``.
 
 It replaces ``import horovod.tensorflow as hvd``: the names of ``horovod.tensorflow`` 0.28, with its
-arguments, order and defaults, built on :mod:`bpsx.tensorflow`. What summation servers cannot do
-(Adasum, process sets of some of the workers, elastic) raises a :class:`~bpsx.errors.ConfigError`
+arguments, order and defaults, built on :mod:`bpsx.tensorflow`. Features that summation servers lack
+(Adasum, process sets of some of the workers, elastic) raise a :class:`~bpsx.errors.ConfigError`
 that names the alternative. Questions about MPI, gloo, NCCL and the like return False: none of them
 is in use. docs/start/migrating.md lists all names.
 

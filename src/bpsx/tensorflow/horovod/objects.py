@@ -43,7 +43,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function of an object that does what :func:`broadcast_object` does."""
+    """Return a function that calls :func:`broadcast_object` with its argument."""
     check_process_set(process_set)
     return lambda obj: broadcast_object(obj, root_rank, session, name or "broadcast_object_fn")
 

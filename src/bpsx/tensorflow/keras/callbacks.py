@@ -118,7 +118,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     The range is from ``start_epoch`` on, before ``end_epoch``. ``multiplier``: a number, or a
     function of the epoch. The epoch is a whole number with ``staircase``; otherwise it has a
     fraction, so that the rate changes with every batch. ``initial_lr``: by default the optimizer's
-    when training begins. ``steps_per_epoch``: by default what ``fit`` knows.
+    when training begins. ``steps_per_epoch``: by default the number that ``fit`` knows.
     ``momentum_correction``: when the rate changes, the optimizer's momenta change in proportion, as
     they hold gradients times the earlier rate (Goyal et al. 2017, section 2.1). The rate is added
     to ``logs`` as ``lr``.

@@ -1,4 +1,4 @@
-"""State of compression in what Keras and TensorFlow save of an optimizer."""
+"""State of compression in the files in which Keras and TensorFlow save an optimizer."""
 
 from __future__ import annotations
 

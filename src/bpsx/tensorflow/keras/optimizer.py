@@ -308,7 +308,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def set_passes(optimizer: Any, passes: Any) -> None:
-    """Have it add up so many steps' gradients. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Have ``optimizer`` add up the gradients of ``passes`` steps.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
     passes = checked_passes(passes, _VERB)
     if passes == 1:
         return

@@ -28,7 +28,7 @@ def load_model(
     with ``compression_params``.
 
     ``custom_optimizers``: classes of optimizers that Keras does not know. ``custom_objects``: other
-    objects, by name. Raises what Keras raises, and :class:`~bpsx.errors.ConfigError`.
+    objects, by name. Raises Keras's errors, and :class:`~bpsx.errors.ConfigError`.
     """
 
     def distribute(optimizer: Any) -> Any:
@@ -53,10 +53,10 @@ def loaded(
     custom_objects: dict[str, Any] | None,
     distribute: Callable[[Any], Any],
 ) -> Any:
-    """Load a saved model, and replace its optimizer by what ``distribute`` makes of it.
+    """Load a saved model, and replace its optimizer by the result of ``distribute``.
 
-    Raises what Keras raises, and :class:`~bpsx.errors.ConfigError` for classes that are not those
-    of optimizers.
+    Raises Keras's errors, and :class:`~bpsx.errors.ConfigError` for ``custom_optimizers`` that are
+    no classes of optimizers.
     """
     wrong = [
         cls

@@ -14,7 +14,7 @@ from bpsx.tensorflow import ops
 def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
     """Return all workers' average (or sum) of ``value`` as an array; in functions a tensor.
 
-    ``value``: a tensor, or what converts to one. As :func:`bpsx.tensorflow.push_pull`.
+    ``value``: a tensor, or a value that converts to one. As :func:`bpsx.tensorflow.push_pull`.
     """
     return _evaluated(ops.push_pull(value, name=name, average=average))
 

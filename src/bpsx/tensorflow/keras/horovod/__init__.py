@@ -1,9 +1,9 @@
 """Horovod's names for Keras 3 on TensorFlow: ``import bpsx.keras.horovod as hvd``.
 
 It replaces ``import horovod.keras as hvd`` and ``import horovod.tensorflow.keras as hvd``, with the
-names of both in version 0.28. Where their arguments differ, they are those of
-``horovod.tensorflow.keras``, which has more. See :mod:`bpsx.tensorflow.horovod` for what is
-refused.
+names of both in version 0.28. Where the arguments differ, they are those of
+``horovod.tensorflow.keras``, which has more. :mod:`bpsx.tensorflow.horovod` lists the features that
+are refused.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def allreduce(
 ) -> Any:
     """Return the reduction of all workers' ``value``, by default the average.
 
-    ``value``: a tensor, or what converts to one.
+    ``value``: a tensor, or a value that converts to one.
     """
     return hvd.allreduce(
         value,
@@ -36,12 +36,12 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
-    """Return the rows of all workers' ``value``, a tensor or what converts to one."""
+    """Return the rows of all workers' ``value``, a tensor or a value that converts to one."""
     return hvd.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Return worker ``root_rank``'s ``value``, a tensor or what converts to one."""
+    """Return worker ``root_rank``'s ``value``, a tensor or a value that converts to one."""
     return hvd.broadcast(value, root_rank, name)
 
 
