@@ -307,8 +307,7 @@ cdef void fail(Call *call, error) noexcept:
 
 @atexit.register
 def _end() -> None:
-    """At exit, keep calls from using the GIL; wait up to a second for the serving thread to finish.
-    """
+    """At exit, bar calls from the GIL, and wait up to a second for the serving thread to end."""
     cdef int64_t end = now_ns() + 1_000_000_000
     with nogil:
         lock(&calls.monitor)

@@ -200,7 +200,7 @@ def grouped_allreduce(
 
 
 def _own_rows(whole: tf.Tensor) -> tf.Tensor:
-    """Return this worker's rows; each worker has as many, and the first ones one more if needed.
+    """Return this worker's rows: an even share, and one more for the first workers if needed.
 
     The gradient of the sum is that of all workers' losses together. Horovod's gradient of a
     reducescatter is size() times that.

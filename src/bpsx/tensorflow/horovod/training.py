@@ -101,7 +101,7 @@ class _Tape(tapes.Distributed):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs: the local sources' pairs, and all other sources' pairs."""
+        """Return (source, gradient) pairs: of the local sources, and of all other sources."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
         local = [pair for pair in pairs if self._exchange.is_local(pair[0])]

@@ -127,11 +127,11 @@ class _Distributed:
     def loss_scale_factor(self) -> Any:
         """As Keras's attribute; setting it shows that a LossScaleOptimizer is put around this one.
 
-        Under mixed_float16, ``compile`` puts Keras's LossScaleOptimizer around an optimizer, and
-        that sets this attribute when it is made. It applies nothing where a gradient is not finite,
-        and would so leave out this worker's exchange. Therefore the outer optimizer exchanges in
-        place of this one, which does so only if it is called directly. The outer optimizer then
-        looks at sums over all workers.
+        Under mixed_float16, ``compile`` puts Keras's LossScaleOptimizer around an optimizer. The
+        LossScaleOptimizer sets this attribute when it is made. It applies nothing where a gradient
+        is not finite, and would so leave out this worker's exchange. Therefore it exchanges in
+        place of this optimizer, which does so only if it is called directly. The LossScaleOptimizer
+        then looks at sums over all workers.
         """
         # Skip Keras's own methods that set an attribute, which read it first; then comes the
         # setter.
@@ -217,7 +217,8 @@ def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
 def _decide_auto() -> None:
     """Have ``jit_compile="auto"`` mean no for a distributed optimizer.
 
-    Keras then has XLA compile steps where there is a GPU, for which XLA cannot exchange gradients.
+    With "auto" Keras has XLA compile steps where there is a GPU. There XLA cannot exchange
+    gradients.
     """
     for cls in keras.Model.__mro__:
         decide = cls.__dict__.get("_resolve_auto_jit_compile")
