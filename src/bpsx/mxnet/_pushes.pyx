@@ -380,10 +380,10 @@ cdef void thrown_away(void *parameter) noexcept nogil:
 
 
 cdef void come(Push *made) noexcept nogil:
-    """Take an operation whose array is complete, or never will be.
+    """Submit an operation, whose array is complete or never will be, or have it wait.
 
-    Give it to the core, with later ones of its name that have waited for it; or have it wait for
-    earlier ones. One thread at a time does so for a name, without the lock; operations that come
+    It waits for earlier operations of its name; later ones that have waited for it are submitted
+    with it. One thread at a time does so for a name, without the lock; operations that come
     meanwhile are left to that thread.
     """
     cdef Turn *turn = made.turn

@@ -1,7 +1,7 @@
 """First-step comparison of names and weights among workers.
 
-All workers must mean the same by a name, and must begin with the same weights unless something has
-made them equal.
+All workers must mean the same by a name. They must also begin with the same weights, which is
+compared where nothing has made the weights equal.
 """
 
 from __future__ import annotations

@@ -55,9 +55,7 @@ class DecayMomentum:
         return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
 
     def expect(self, i: int, parameter: Any, there: bool) -> None:
-        """Keep or make momenta for the Parameter with index ``i`` if ``there``; otherwise drop
-        them.
-        """
+        """Keep or make momenta for Parameter number ``i`` if ``there``; otherwise drop them."""
         if not there:
             self.kept.pop(i, None)
         elif i not in self.kept:
