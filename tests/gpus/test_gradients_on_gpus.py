@@ -15,8 +15,7 @@ import contextlib
 import torch
 import bpsx.torch as bps
 from bpsx.plugin.adapter import TensorView
-from bpsx.torch import _gradients, exchange, ops
-from bpsx.torch import bucket
+from bpsx.torch import _gradients, bucket, exchange, submit, tensors
 from bpsx.errors import ConfigError
 
 known = {}
@@ -38,11 +37,11 @@ _gradients.streams_of, _gradients.ALL_ON_GPU = lambda device: lambda: stream[0],
 
 
 def alone(*arguments, **options):
-    ops.view_at = as_on_gpu
+    tensors.view_at = as_on_gpu
     try:
-        return ops.submit(*arguments, **options)
+        return submit.submit(*arguments, **options)
     finally:
-        ops.view_at = view_at
+        tensors.view_at = view_at
 
 
 # what PyTorch does next, to free the memory too, would be on that stream
@@ -56,7 +55,7 @@ def synchronous(plain):
     return call
 
 
-view_at, bucket.submit = ops.view_at, alone
+view_at, bucket.submit = tensors.view_at, alone
 for name in ("_receive", "_discard"):
     setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
 settle, settled = exchange._settling.settle, []

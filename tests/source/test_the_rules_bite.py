@@ -14,7 +14,7 @@ from bpsx import errors
 from bpsx.session import session as s
 from bpsx.system import sync
 if True:
-    from bpsx.torch.ops import submit
+    from bpsx.torch.submit import submit
 from . import hub
 from .messages import check
 from .. import placement

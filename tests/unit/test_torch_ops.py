@@ -18,6 +18,7 @@ from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, NotInitializedError
 from bpsx.plugin import adapter
 from bpsx.torch import ops
+from bpsx.torch import tensors as of_tensors
 from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
 from torch_release import needs_jagged
@@ -409,7 +410,7 @@ def test_releases_of_pytorch_that_mark_one_tensor_at_a_time(
         real(tensor)
 
     monkeypatch.setattr(torch.autograd.graph, "increment_version", one)
-    monkeypatch.setattr(ops, "_MARKS_MANY", ops._marks_many())
+    monkeypatch.setattr(of_tensors, "_MARKS_MANY", of_tensors._marks_many())
     tensors = [torch.zeros(3), torch.zeros(2)]
-    ops.mark_all_written(tensors)
+    of_tensors.mark_all_written(tensors)
     assert [t._version for t in tensors] == [1, 1]

@@ -39,7 +39,6 @@ from bpsx.torch.compression import Compression  # noqa: E402
 from bpsx.torch.exchange import GradientOrderError  # noqa: E402
 from bpsx.torch.objects import ObjectError, all_gather_object, broadcast_object  # noqa: E402
 from bpsx.torch.ops import (  # noqa: E402
-    UnsupportedTensor,
     declare,
     poll,
     push_pull,
@@ -49,6 +48,7 @@ from bpsx.torch.ops import (  # noqa: E402
     synchronize,
 )
 from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
+from bpsx.torch.tensors import UnsupportedTensor  # noqa: E402
 
 if _torch.distributed.is_available():
     from bpsx.torch import process_group as _process_group

@@ -21,7 +21,7 @@ from bpsx.torch.dlpack cimport (
 from bpsx.torch.rlock cimport Turn, drop_turn, end_turn, new_turn, take_turn
 
 from bpsx.torch.dynamo import eager, set_compiler
-from bpsx.torch.ops import SUMMED, streams_of
+from bpsx.torch.tensors import SUMMED, streams_of
 
 cdef enum:
     # References to the storage of an unshared tensor: the tensor's own, and the caller's.

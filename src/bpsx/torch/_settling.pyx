@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint64_t
 from bpsx.plugin.adapter cimport Handle
 from bpsx.torch._gradients cimport UNCOUNTED, Failed, Managed, Pushed, counted, place_of
 
-from bpsx.torch.ops import mark_all_written
+from bpsx.torch.tensors import mark_all_written
 
 
 def pushed_of(list managed) -> list:

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
+from bpsx.api.staged import Handle
 from bpsx.errors import MismatchError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import capacity, check_name
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public_methods
-from bpsx.torch.broadcast import bytes_view
+from bpsx.torch.dense import push_pull_dense
 from bpsx.torch.dynamo import eager
-from bpsx.torch.ops import (
-    Handle,
+from bpsx.torch.tensors import (
+    bytes_view,
     check_rows,
     check_tensor,
     dtype_name,
     is_plain,
     mark_written,
-    push_pull,
     unnamed,
 )
 
@@ -245,9 +245,9 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
         """Return this worker's rows of the gradient's sum or average over workers."""
         padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
         return (
-            push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[
-                ctx.mine
-            ],
+            push_pull_dense(
+                torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad"
+            )[ctx.mine],
             None,
             None,
         )

@@ -11,7 +11,9 @@ from bpsx.plugin import adapter
 from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.exchange import Exchange
 from bpsx.torch.exchange_round import ended, raise_first
-from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
+from bpsx.torch.ops import Handle
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import check_tensor, check_writable, mark_written, summable
 
 PREFIX = "Async."
 

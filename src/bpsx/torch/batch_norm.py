@@ -12,7 +12,8 @@ from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.dynamo import eager
-from bpsx.torch.ops import check_tensor, push_pull
+from bpsx.torch.ops import push_pull
+from bpsx.torch.tensors import check_tensor
 
 _numbers = itertools.count()
 

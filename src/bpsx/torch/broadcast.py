@@ -8,25 +8,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpsx.dtypes import BY_NAME
+from bpsx.api.staged import Handle
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.plugin import adapter
-from bpsx.plugin.adapter import TensorView, checked_root
+from bpsx.plugin.adapter import checked_root
 from bpsx.plugin.objects import broadcast_bytes
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
-from bpsx.torch.ops import (
-    Handle,
+from bpsx.torch.all_gather import check_alike
+from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
+from bpsx.torch.tensors import (
+    bytes_view,
     check_tensor,
     check_writable,
     dtype_name,
     is_plain,
     mark_written,
     plain_copy,
-    view_at,
     view_of,
 )
-from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
 
 
 @public
@@ -66,9 +66,6 @@ def broadcast_optimizer_state(
     Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` if
     ``optimizer`` is not an optimizer.
     """
-    # imported here: all_gather.py imports this module
-    from bpsx.torch.all_gather import check_alike
-
     verb, ours = "broadcast_optimizer_state", adapter.session()
     root = checked_root(root_rank, verb, ours.size)
     _check_prefix(prefix, verb)
@@ -172,18 +169,6 @@ def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str
     """Start all broadcasts at once, then wait for each."""
     for begun in [Overwriting(tensor, root, prefix + name) for name, tensor in pairs]:
         begun.wait()
-
-
-def bytes_view(tensor: torch.Tensor) -> TensorView:
-    """Return a view for broadcast, as bytes if the dtype cannot be summed.
-
-    The byte view has the element size as its last dimension.
-    """
-    dtype = dtype_name(tensor)
-    if dtype in BY_NAME:
-        return view_of(tensor, dtype)
-    size = tensor.element_size()
-    return view_at(tensor, tensor.numel() * size, "uint8", (*tensor.shape, size))
 
 
 class _Packed(NamedTuple):

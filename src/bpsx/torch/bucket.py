@@ -11,8 +11,10 @@ from bpsx.plugin.adapter import Item, Streams
 from bpsx.session.refusals import counted
 from bpsx.torch._gradients import Batch, Pushed, is_shared
 from bpsx.torch.compression import Compressor, NoneCompressor
-from bpsx.torch.ops import Handle, check_tensor, check_writable, submit
+from bpsx.torch.ops import Handle
 from bpsx.torch.profiling import followed, followed_together, profiled
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import check_tensor, check_writable
 
 
 class Named(NamedTuple):
@@ -33,8 +35,8 @@ def push(
 ) -> Pushed:
     """Begin to sum a gradient over all workers.
 
-    Raises as :func:`bpsx.torch.ops.submit`, and :class:`UnsupportedTensor` for a tensor that cannot
-    hold a result.
+    Raises as :func:`bpsx.torch.submit.submit`, and :class:`UnsupportedTensor` for a tensor that
+    cannot hold a result.
     """
     check_tensor(gradient, named.what)
     check_writable(gradient, named.what)

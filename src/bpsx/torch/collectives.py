@@ -19,15 +19,15 @@ from bpsx.errors import BpsxError, ConfigError, MismatchError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import capacity, checked_root
 from bpsx.torch.all_gather import all_gather_async
-from bpsx.torch.broadcast import bytes_view
-from bpsx.torch.ops import (
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import (
+    bytes_view,
     check_tensor,
     check_writable,
     dtype_name,
     is_plain,
     mark_written,
     plain_copy,
-    submit,
 )
 from bpsx.torch.work import Collective
 

@@ -15,8 +15,9 @@ from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.ddp_models import name_of
 from bpsx.torch.dynamo import eager
 from bpsx.torch.futures import COMPLETER
-from bpsx.torch.ops import check_tensor, mark_written, submit
 from bpsx.torch.profiling import profiled, recorded
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import check_tensor, mark_written
 
 
 class DDPHookState:

@@ -19,7 +19,7 @@ from bpsx.torch.bucket import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
 from bpsx.torch.looking import Trainer
-from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
+from bpsx.torch.ops import Handle
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
 from bpsx.torch.order_errors import (
     check_not_added,
@@ -31,6 +31,8 @@ from bpsx.torch.order_errors import (
 from bpsx.torch.owner import PREFIX, ExchangeOwner
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import check_tensor, mark_written, summable
 from bpsx.torch.unused_parameters import Users
 
 #: Prefix of the push_pull in which workers agree on sparse gradients; the first parameter's name

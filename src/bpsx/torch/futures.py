@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpsx.torch.ops import Handle
+from bpsx.api.staged import Handle
 
 #: Seconds that the interpreter's exit waits for threads whose session is not closed yet.
 _LAST_SECONDS = 10.0

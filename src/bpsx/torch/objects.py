@@ -12,8 +12,8 @@ from bpsx.plugin import objects
 from bpsx.plugin.objects import ObjectError
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
-from bpsx.torch.ops import plain_copy
 from bpsx.torch.serialization import Encoder, decode, empty_for
+from bpsx.torch.tensors import plain_copy
 
 __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from bpsx.plugin.adapter import Handle, Item
+from bpsx.torch.futures import COMPLETER
 
 _Begun = TypeVar("_Begun")
 _FutureOf = Callable[[_Begun], "torch.futures.Future[Any]"]
@@ -50,9 +51,6 @@ def followed(name: str, tensor: torch.Tensor, begin: Callable[[], Any]) -> Any:
 
     Call it only if :func:`profiled`.
     """
-    # imported here: futures.py imports ops.py, which imports this module
-    from bpsx.torch.futures import COMPLETER
-
     return recorded("bpsx::push_pull", f"push_pull {name}", [tensor], begin, COMPLETER.future_of)
 
 
@@ -61,8 +59,6 @@ def followed_together(items: Sequence[Item], begin: Callable[[], None]) -> None:
 
     There is one ``bpsx::push_pull``, and one ``bpsx:push_pull NAME`` for each.
     """
-    from bpsx.torch.futures import COMPLETER
-
     with contextlib.ExitStack() as events:
         events.enter_context(_event("bpsx::push_pull", []))
         wholes = [

@@ -8,7 +8,7 @@ import torch
 
 from bpsx.plugin import encoding
 from bpsx.plugin.encoding import StateError
-from bpsx.torch.ops import check_tensor, dtype_name
+from bpsx.torch.tensors import check_tensor, dtype_name
 
 __all__ = ["Encoder", "StateError", "decode", "empty_for"]
 

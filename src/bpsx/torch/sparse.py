@@ -7,7 +7,7 @@ import torch
 from bpsx.plugin import adapter
 from bpsx.torch.all_gather import RowGathering
 from bpsx.torch.compression import Compressor
-from bpsx.torch.ops import UnsupportedTensor, check_device, dtype_name, summable
+from bpsx.torch.tensors import UnsupportedTensor, check_device, dtype_name, summable
 
 _HALVES = (torch.float16, torch.bfloat16)
 #: Kind that a worker sends if its tensor is dense while others' are sparse.

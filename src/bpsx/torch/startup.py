@@ -22,8 +22,9 @@ from bpsx.plugin.startup_check import (
 from bpsx.system.tracebacks import warn
 from bpsx.torch._gradients import Managed
 from bpsx.torch.exchange_round import ended
-from bpsx.torch.ops import Handle, submit
+from bpsx.torch.ops import Handle
 from bpsx.torch.owner import ExchangeOwner
+from bpsx.torch.submit import submit
 
 _CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
 #: Types whose elements are this worker's own copy of a whole parameter; not so for sharded ones.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from bpsx.torch.ops import submit
+from bpsx.torch.submit import submit
 
 PREFIX = "Used."
 #: Ahead of every gradient: all workers wait for the count, and it is small.

@@ -17,7 +17,8 @@ from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import check_replaceable, push_pull
+from bpsx.torch.ops import push_pull
+from bpsx.torch.tensors import check_replaceable
 
 # ---- allgather
 

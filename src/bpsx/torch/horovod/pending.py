@@ -11,7 +11,7 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin.adapter import check_name
 from bpsx.torch.dynamo import eager
-from bpsx.torch.ops import check_rows, check_tensor, unnamed
+from bpsx.torch.tensors import check_rows, check_tensor, unnamed
 
 
 class Part(Protocol):

@@ -25,16 +25,10 @@ from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import (
-    UnsupportedTensor,
-    check_replaceable,
-    mark_written,
-    push_pull,
-    submit,
-    summable,
-    unnamed,
-)
+from bpsx.torch.ops import push_pull
 from bpsx.torch.sparse import SparseSum, check_sparse
+from bpsx.torch.submit import submit
+from bpsx.torch.tensors import UnsupportedTensor, check_replaceable, mark_written, summable, unnamed
 
 #: Reductions that servers do not compute: every worker gathers, and reduces in the order of ranks.
 _HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}

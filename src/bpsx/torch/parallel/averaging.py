@@ -16,7 +16,8 @@ from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
-from bpsx.torch.ops import Handle, submit
+from bpsx.torch.ops import Handle
+from bpsx.torch.submit import submit
 
 
 class _End:

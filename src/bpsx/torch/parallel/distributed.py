@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bpsx.api.verbs import local_rank, local_size, rank, size
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.torch.broadcast import broadcast_parameters, bytes_view
+from bpsx.torch.broadcast import broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor, check_compression
-from bpsx.torch.ops import check_tensor, declare, poll, push_pull_async_inplace, synchronize
+from bpsx.torch.ops import declare, poll, push_pull_async_inplace, synchronize
 from bpsx.torch.parallel.averaging import Averaging
+from bpsx.torch.tensors import bytes_view, check_tensor
 
 #: BytePS's name for :func:`push_pull_async_inplace`; BytePS's module of this name has it too.
 byteps_push_pull = push_pull_async_inplace
