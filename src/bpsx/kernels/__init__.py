@@ -10,26 +10,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from bpsx.kernels.addresses import Kernels as Kernels
 
 _lock = threading.Lock()
 _loaded: dict[int, Kernels] = {}
-
-
-class Kernels(NamedTuple):
-    """Addresses of one element type's kernels, and the objects that keep them alive.
-
-    An address of 0 means that the type does not need that kernel.
-    """
-
-    itemsize: int
-    wide_itemsize: int
-    pair: int
-    add: int
-    start: int
-    finish: int
-    divide: int
-    owners: tuple[object, ...]
 
 
 def load(code: int) -> Kernels:

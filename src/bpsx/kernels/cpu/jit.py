@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import types
 
-from bpsx.kernels.codecs import Codec, Compiled
+from bpsx.kernels.codec import Codec, Compiled
 from bpsx.kernels.cpu.compiled import compiled
 
 _WIDE = {"float32": types.float32, "float64": types.float64}

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from bpsx.dtypes import BY_CODE
-from bpsx.kernels import Kernels
+from bpsx.kernels.addresses import Kernels
 from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.half_precision import (
     BLOCK,
