@@ -33,6 +33,8 @@ LAYERS = {
     "planning": 13,
     "errors": 14,
 }
+#: Imports that functions make late, since they take seconds and few callers need them.
+LATE = {("bpsx.tensorflow.horovod.training", "bpsx.tensorflow.keras.horovod")}
 #: The face: it gives the verbs of ``api``, lazily.
 FACE = "bpsx"
 
@@ -51,6 +53,45 @@ def test_imports_go_down(path):
             assert LAYERS[there] > LAYERS[here], (
                 f"{module} ({LAYERS[here]}) imports {imported} ({LAYERS[there]})"
             )
+
+
+def circles() -> list[list[str]]:
+    """Sets of modules that import each other, by Tarjan's algorithm."""
+    known = {module_of(path) for path in files("src")}
+    arrows = {
+        module_of(path): {i for i in imports(path) if i in known} - {module_of(path)}
+        for path in files("src")
+    }
+    for late in LATE:
+        arrows[late[0]].discard(late[1])
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for imported in sorted(arrows[module]):
+            if imported not in number:
+                visit(imported)
+                lowest[module] = min(lowest[module], lowest[imported])
+            elif imported in stack:
+                lowest[module] = min(lowest[module], number[imported])
+        if lowest[module] == number[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in sorted(known):
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_no_import_is_circular():
+    assert circles() == [], "modules that import each other"
 
 
 def test_there_are_few_rooms_and_each_has_a_layer():

@@ -8,7 +8,7 @@ from bpsx.plugin.async_op cimport (
     ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call,
     new_call,
 )
-from bpsx.tensorflow.xla cimport (
+from bpsx.tensorflow.xla_abi cimport (
     EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi,
     future_of, is_understood,
 )
