@@ -29,13 +29,6 @@ from conformance.dataplane import DataPlane
 SIZES = [0, 1, 31, 32, 33, 64, 8191, 8192, 8193, 100_000, 4_096_000]
 
 
-def loopback_pair() -> tuple[object, object]:
-    worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
-    worker.connect(0, lane, 5)
-    lane.connect(5, worker, 0)
-    return worker, lane
-
-
 def zeromq_endpoint(send_buffer: int | None = 0, **more: object) -> ZeroMQEndpoint:
     return ZeroMQEndpoint(
         io_threads=1, send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more
@@ -75,8 +68,15 @@ def network_pair(
     return worker, lane
 
 
+def other_endpoint(**more: object) -> Any:
+    """An endpoint of the transport that the environment names, as "module:class"."""
+    module, _, name = os.environ["CONFORMANCE_OF"].partition(":")
+    options = {"heartbeat_interval": 5, "heartbeat_timeout": 30, "most_bytes": -1}
+    return getattr(importlib.import_module(module), name)(**options, **more)
+
+
 PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
-    "loopback": loopback_pair,
+    "loopback": lambda: network_pair(LoopbackEndpoint),
     "zeromq": lambda: network_pair(zeromq_endpoint),
     "tcp": lambda: network_pair(tcp_endpoint),
     "tcp-ipv6": lambda: network_pair(tcp_endpoint, "::1"),
@@ -94,6 +94,9 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     ),
     "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
 }
+
+if "CONFORMANCE_OF" in os.environ:
+    PAIRS = {"other": lambda: network_pair(other_endpoint)}
 
 
 @pytest.fixture(params=list(PAIRS))
@@ -287,6 +290,16 @@ def rdma():
     yield from made_by(rdma_endpoint)
 
 
+@pytest.fixture
+def loopback():
+    yield from made_by(LoopbackEndpoint)
+
+
+@pytest.fixture
+def other():
+    yield from made_by(other_endpoint)
+
+
 def test_a_stranger_is_not_heard(zeromq):
     """A peer of another job or secret, a second one of a rank, and one without a token are turned
     away; who has one and speaks nonsense is dropped and counted; the right one is served.
@@ -436,7 +449,9 @@ def test_garbage_bytes_on_the_port_do_not_disturb(transport, request):
     assert s.receive() == (1, b"mine", None)
 
 
-@pytest.mark.parametrize("transport", ["zeromq", "tcp", "rdma"])
+@pytest.mark.parametrize(
+    "transport", ["other"] if "other" in PAIRS else ["loopback", "zeromq", "tcp", "rdma"]
+)
 def test_a_broken_connection_is_noticed_and_named(transport, request):
     import select
 
@@ -463,6 +478,17 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     assert lost == [1]
     lanes[0].close()
     lanes[2].close()
+
+
+def test_an_address_that_nobody_has_and_one_of_another_job_are_named():
+    lane, worker = LoopbackEndpoint(), LoopbackEndpoint()
+    lane.join(7, 0)
+    worker.join(8, 0)
+    address = lane.bind("127.0.0.1")
+    with pytest.raises(TransportError, match=f"{address}: it belongs to job 7, not 8"):
+        worker.connect(0, address)
+    with pytest.raises(TransportError, match="loopback:x: no endpoint of this process"):
+        worker.connect(0, "loopback:x")
 
 
 def test_unusable_addresses_are_named(zeromq):

@@ -41,8 +41,8 @@ class Rig:
         self.endpoint.hold_done = hold_done
         self.lanes = [LoopbackEndpoint() for _ in range(lanes)]
         for i, lane in enumerate(self.lanes):
-            self.endpoint.connect(i, lane, 0)
-            lane.connect(0, self.endpoint, i)
+            self.endpoint.link(i, lane, 0)
+            lane.link(0, self.endpoint, i)
         self.core = Core(
             wrap(self.endpoint),
             rank=0,

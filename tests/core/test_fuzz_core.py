@@ -84,8 +84,8 @@ def test_mutated_answers():
     print(f"seed {seed}")
     rng = random.Random(seed)
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
-    worker.connect(0, lane, 0)
-    lane.connect(0, worker, 0)
+    worker.link(0, lane, 0)
+    lane.link(0, worker, 0)
     core = Core(worker, rank=0, job=7, lanes=[0], credit=0, spin_us=0)
     core.start()
     tensor = Tensor("x", 3, [(5, 0, 1, 0, 64)], stages_for("cpu"))
@@ -133,8 +133,8 @@ def test_mutated_answers():
 )
 def test_a_lane_has_to_prove_itself_before_it_is_believed(proof):
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
-    worker.connect(0, lane, 0)
-    lane.connect(0, worker, 0)
+    worker.link(0, lane, 0)
+    lane.link(0, worker, 0)
     core = Core(worker, rank=0, job=7, lanes=[0], credit=0, spin_us=0)
     assert core.greet(0.01, ["h:1"], b"the secret") == [0]
     _, frame, second = lane.sent(20)

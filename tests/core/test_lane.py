@@ -27,8 +27,8 @@ class Rig:
         self.endpoint = LoopbackEndpoint()
         self.workers = [LoopbackEndpoint() for _ in range(workers)]
         for rank, worker in enumerate(self.workers):
-            worker.connect(0, self.endpoint, rank)
-            self.endpoint.connect(rank, worker, 0)
+            worker.link(0, self.endpoint, rank)
+            self.endpoint.link(rank, worker, 0)
         self.log: list[str] = []
         self.lane = Lane(
             wrap(self.endpoint), job=7, workers=workers, log=self.log.append, **options

@@ -51,8 +51,8 @@ class Ours:
         ]
         if with_server:
             root = self.endpoints[-1] = LoopbackEndpoint()
-            root.connect(0, self.lane, 0)
-            self.lane.connect(0, root, 0)
+            root.link(0, self.lane, 0)
+            self.lane.link(0, root, 0)
         for i, machine in enumerate(self.machines):
             for j, other in enumerate(self.machines):
                 if i != j and not with_server:

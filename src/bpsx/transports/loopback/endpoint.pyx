@@ -1,11 +1,18 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Transport within one process: endpoints pass messages through a queue and a condition variable.
 
-It is the smallest complete transport; copy it to begin a new one. Tests use it to script the other
-side: :meth:`LoopbackEndpoint.inject` and :meth:`LoopbackEndpoint.sent` replace a peer, and
-:attr:`LoopbackEndpoint.hold_done` keeps memory "on the wire" until
-:meth:`LoopbackEndpoint.complete`.
+It is the smallest complete transport: copy this folder to begin a new one. An address is
+``loopback:N`` with the number of an endpoint of this process that is bound.
+
+Tests script the other side with it: :meth:`LoopbackEndpoint.inject` and
+:meth:`LoopbackEndpoint.sent` replace a peer, and :attr:`LoopbackEndpoint.hold_done` keeps memory
+"on the wire" until :meth:`LoopbackEndpoint.complete`.
 """
+import itertools
+import os
+import threading
+import weakref
+
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -161,20 +168,35 @@ cdef void loopback_wake(void *self) noexcept nogil:
     unlock(&s.monitor)
 
 
-cdef class LoopbackEndpoint:
-    """Endpoint that :meth:`connect` joins to another of the same process.
+#: Address -> bound endpoint of this process.
+_bound = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+#: Guards ``others``, ``gone`` and ``watched`` of all endpoints.
+_lock = threading.Lock()
 
-    All endpoints must be closed before any is dropped.
+
+cdef class LoopbackEndpoint:
+    """Endpoint that connects to others of the same process.
+
+    The contract is :class:`bpsx.transports.base.Endpoint`'s. It takes the options that all
+    transports get and needs none of them. All endpoints must be closed before any is dropped.
     """
     cdef State *state
     cdef Endpoint table
-    cdef dict others
+    cdef dict others            # peer -> endpoint
+    cdef list gone              # peers whose endpoint was closed, until lost() returns them
+    cdef int watched            # eventfd of watch(); -1: none
+    cdef uint64_t job
+    cdef int rank
+    cdef readonly str address
+    cdef object __weakref__
 
-    def __cinit__(self):
+    def __cinit__(self, **options):
         self.state = <State *>calloc(1, sizeof(State))
         if self.state == NULL or monitor_init(&self.state.monitor) != 0:
             raise MemoryError("no memory for an endpoint")
-        self.others = {}
+        self.others, self.gone, self.watched = {}, [], -1
+        self.job, self.rank, self.address = 0, 0, ""
         self.table.self = self.state
         self.table.send = loopback_send
         self.table.recv = loopback_recv
@@ -191,13 +213,66 @@ cdef class LoopbackEndpoint:
         """Return the data plane; see :mod:`bpsx.transports.base`."""
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
-    def connect(self, int peer, LoopbackEndpoint other not None, int as_peer) -> None:
+    @property
+    def malformed(self) -> int:
+        """0: no message comes from outside this process."""
+        return 0
+
+    def bind(self, str host, ports=()) -> str:
+        """Give this endpoint an address; ``host`` and ``ports`` mean nothing within a process."""
+        self.address = f"loopback:{next(_numbers)}"
+        _bound[self.address] = self
+        return self.address
+
+    def join(self, uint64_t job, int rank) -> None:
+        """Set the job's number and the rank under which lanes know this endpoint."""
+        self.job, self.rank = job, rank
+
+    def connect(self, int peer, str address) -> None:
+        """Connect to the endpoint bound to ``address``, which becomes peer ``peer``.
+
+        Raises :class:`TransportError` if there is none, or if it belongs to another job.
+        """
+        cdef LoopbackEndpoint other = _bound.get(address)
+        if other is None:
+            raise TransportError(f"{address}: no endpoint of this process is bound to it")
+        if other.job != self.job:
+            raise TransportError(f"{address}: it belongs to job {other.job}, not {self.job}")
+        self.link(peer, other, self.rank)
+        other.link(self.rank, self, peer)
+
+    def link(self, int peer, LoopbackEndpoint other not None, int as_peer) -> None:
         """Make ``other`` peer ``peer``; its messages from here come from its peer ``as_peer``."""
         if not 0 <= peer < MAX_PEERS:
             raise TransportError(f"peer {peer}: a loopback endpoint has peers 0 to {MAX_PEERS - 1}")
-        self.state.names[peer] = as_peer
-        self.state.peers[peer] = other.state
-        self.others[peer] = other
+        with _lock:
+            self.state.names[peer] = as_peer
+            self.state.peers[peer] = other.state
+            self.others[peer] = other
+
+    def watch(self) -> int:
+        """See :meth:`bpsx.transports.base.Endpoint.watch`."""
+        with _lock:
+            if self.watched < 0:
+                self.watched = os.eventfd(len(self.gone), os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self.watched
+
+    def lost(self) -> list:
+        """Return the peers whose endpoint was closed since the last call."""
+        with _lock:
+            found, self.gone = self.gone, []
+            if found and self.watched >= 0:
+                os.eventfd_read(self.watched)
+            return found
+
+    cdef _lose(self, LoopbackEndpoint other):
+        """``other`` was closed. The lock is held."""
+        for peer, known in self.others.items():
+            if known is other:
+                self.state.peers[peer] = NULL
+                self.gone.append(peer)
+                if self.watched >= 0:
+                    os.eventfd_write(self.watched, 1)
 
     def disconnect(self, int peer) -> None:
         """Make ``peer`` unreachable from now on."""
@@ -256,14 +331,24 @@ cdef class LoopbackEndpoint:
         return n
 
     def wake(self) -> None:
+        """End a wait of the data plane. Any thread may call it."""
         loopback_wake(self.state)
 
     def close(self) -> None:
         """Drop unread messages and run the callbacks that were held back. Idempotent."""
         cdef Message m
+        cdef LoopbackEndpoint other
         lock(&self.state.monitor)
-        self.state.closed = True
+        was_closed, self.state.closed = self.state.closed, True
         unlock(&self.state.monitor)
+        if not was_closed:
+            with _lock:
+                for other in set(self.others.values()):
+                    if other is not self:
+                        other._lose(self)
+                if self.watched >= 0:
+                    os.close(self.watched)
+                    self.watched = -1
         while loopback_recv(self.state, &m) == 1:
             loopback_release(self.state, &m)
         self.complete()
