@@ -1,7 +1,9 @@
-# The things that the core moves. Who may touch what:
-#   Task: made by the submitting thread, handed over through the inbox, then the driver's until
-#   `status` leaves PENDING. Tensor, Partition: filled before they are handed over, then the
-#   driver's alone. Lane.in_flight, Task.wire, Server: also by the transport's threads, atomically.
+# Data structures of the worker's core: tensors, their partitions, tasks, lanes and servers.
+#
+# Ownership: the submitting thread makes a Task and hands it over through the inbox; from then on
+# the driver owns it until `status` leaves PENDING. Tensor and Partition are filled before they are
+# handed over and then belong to the driver alone. The transport's threads also access
+# Lane.in_flight, Task.wire and Server, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
@@ -13,192 +15,200 @@ cdef enum:
     MAX_STAGES = 20
     EVERYBODY = 0xFFFFFFFF
 
-# Pinned memory of the host's in which a partition lies between COPYD2H and COPYH2D; see
-# pinned_pool.pxd.
+# Pinned host memory of one partition from COPYD2H to COPYH2D; see pinned_pool.pxd.
 cdef struct Place:
     char *host
-    # from the start of the segment of the machine's root, if there is one
+    # bytes from the start of the segment of the machine's root, if there is one
     uint64_t offset
-    uint64_t slab, slab_bytes   # ... and of the memory that was taken at once, in which it lies
-    uint32_t kind               # its size
-    # there has been a copy up out of it: it can be taken again when `up` has come,
+    uint64_t slab, slab_bytes   # base address and size of the allocation that contains this place
+    uint32_t kind               # size class
+    # A copy to the GPU has read from this place: reuse it only after the event `up`.
     bint used
-    void *up                    # ... that event
-    Place *next                 # another free one of its size, which was given back later
-    Place *next_made            # any other
+    void *up                    # event recorded after that copy
+    Place *next                 # next free place of this size; it was given back later
+    Place *next_made            # next in the list of all places
 
-# What a partition owns besides once it has been on a GPU. The driver's alone.
+# GPU state of a partition, allocated before its first push_pull on a GPU. Owned by the driver.
 cdef struct OnGpu:
-    # NULL but between COPYD2H and COPYH2D, and elsewhere than at the root of a machine
+    # NULL except from COPYD2H to COPYH2D; always NULL on processes other than the machine's root
     Place *place
-    char *host                  # where the partition lies there, for this process
-    char *data                  # on the GPU: what is copied down
-    # bytes that its stages are about: its own, or, without servers, the whole tensor's
+    char *host                  # address of the place in this process
+    char *data                  # address on the GPU that COPYD2H copies from
+    # bytes that the stages cover: the partition's, or without servers the whole tensor's
     uint64_t span
-    uint32_t owner              # who of a group copies it: a rank in it, or EVERYBODY a share
-    uint64_t begin, length      # bytes of it that this process copies
-    void *queued[N_STREAMS]     # events: what its stages have queued last on each stream has come
+    # rank within its group that copies the partition; EVERYBODY: each rank copies a share
+    uint32_t owner
+    uint64_t begin, length      # byte range of the partition that this process copies
+    # per stream: event recorded after the last work of this partition's stages
+    void *queued[N_STREAMS]
     uint32_t reduction
-    uint32_t others             # at the root: how many processes take part besides,
-    uint32_t copied, loaded     # ... and have done their part down and up
-    # Where it is compressed on the GPU:
-    void *coder                 # the Python object that queues the kernels; NULL: not there
-    char *wire                  # on the GPU, as Packed.wire on the host
-    # there, too: how many bytes have been encoded (int64), and whether bytes made no sense when
-    # decoded (int32)
+    uint32_t others             # on the root: number of other processes that take part,
+    uint32_t copied, loaded     # ... and how many of them have copied down (COPIED) and up (LOADED)
+    # Compression on the GPU:
+    # Python object that queues the kernels; NULL: compressed on the host or not at all
+    void *coder
+    char *wire                  # encoded bytes on the GPU, as Packed.wire on the host
+    # on the GPU: number of encoded bytes (int64), and whether decoding found invalid bytes (int32)
     char *words
-    int64_t size                # of what is encoded, where it is always the same; else -1
-    uint64_t counter            # of what is to be encoded,
-    double factor               # ... and by what the residual is multiplied
-    bint answered               # elsewhere: the result is on the host
-    int doom                    # ... or how the round has failed while an event was awaited
+    int64_t size                # encoded size in bytes if it is constant; else -1
+    uint64_t counter            # counter of the next encoding,
+    double factor               # ... and the factor for its residual
+    bint answered               # on processes other than the root: the result is on the host
+    # ... or the status of a round that failed while an event was awaited
+    int doom
     uint32_t doom_a, doom_b
-    Partition *next             # whose event comes after
+    Partition *next             # next partition in the line of awaited events
 
 cdef struct Partition:
-    uint64_t key                # on the wire; unique in the job
+    uint64_t key                # key in the job, as in messages
     uint64_t offset             # bytes from the tensor's start
     uint64_t length             # bytes
-    int32_t priority            # of its current task
-    uint64_t order              # age: breaks ties of priority, first come first
-    int64_t position            # bytes that had been queued before
-    uint32_t lane               # the endpoint's peer that sums it
-    uint32_t slot               # the lane's index of it
-    uint32_t index              # ours: travels as the cookie
+    int32_t priority            # of the current task
+    uint64_t order              # age: among equal priorities the smaller order goes first
+    int64_t position            # bytes queued for servers before this partition
+    uint32_t lane               # endpoint's peer number of the lane that sums it
+    uint32_t slot               # the lane's index of the key
+    uint32_t index              # this worker's index of the partition; the wire's cookie
     uint32_t round
     uint8_t stage               # position in the tensor's list of stages
-    bint registered             # the lane has been told about this key
-    char *source                # what is pushed in this round; NULL: nothing
-    char *target                # where the answer goes
-    uint32_t divisor            # what the server shall do with it, see Header
-    int64_t entered_ns          # its present stage, where it is recorded
+    bint registered             # REGISTER for this key has been sent
+    char *source                # data to push in this round; NULL: no body
+    char *target                # address for the reply's body
+    uint32_t divisor            # divisor for the server, see Header
+    int64_t entered_ns          # start of the present stage; only for recorded steps
     Tensor *tensor
-    Packed *packed              # NULL: travels as it is
-    # the present task is about what the server keeps of it, see Flag.STATE
+    Packed *packed              # NULL: not compressed
+    # The current task reads or sets the server's compression state, see Flag.STATE.
     bint keeps
-    bint encodes                # the pool shall encode it; else decode
-    int codec_status            # of that
-    Partition *next_done        # back from the pool
-    OnGpu *gpu                  # NULL: never has been on a GPU
-    bint on_gpu                 # in this round
-    # With several processes on this machine, see reduce.pxd:
-    uint32_t share_side         # elsewhere: which of its two places the share takes next
-    # by local rank: what has been posted for this round; flags 0: nothing yet
+    bint encodes                # the pool is to encode it; otherwise to decode it
+    int codec_status            # result of that encoding or decoding
+    Partition *next_done        # next in the pool's list of finished partitions
+    OnGpu *gpu                  # NULL: the tensor has not been on a GPU
+    bint on_gpu                 # this round is on the GPU
+    # Several processes on this machine, see reduce.pxd:
+    # on processes other than the root: which of the two places the next share takes
+    uint32_t share_side
+    # posts of this round by local rank; flags 0: nothing posted yet
     Post *shares
     uint32_t n_shares
-    uint32_t result_owner       # where the others find the result
+    uint32_t result_owner       # local rank in whose share the result lies
     uint64_t result_offset
-    # not 0: this machine's processes disagree, and the servers have to be told so
+    # not 0: the machine's processes disagree, and the push must say so to the servers
     int share_status
     uint32_t share_a, share_b
 
 cdef struct Tensor:
     Partition *parts
     uint32_t n_parts
-    # what each partition goes through in this round, ended by END: one of
+    # stages of this round, terminated by END: points to on_host or on_gpu
     uint8_t *stages
     uint8_t on_host[MAX_STAGES]
     uint8_t on_gpu[MAX_STAGES]
     uint8_t dtype
-    int last_stream             # where the last of its stages on a GPU is queued
+    int last_stream             # stream on which the last GPU stage is queued
     bint adopted                # the driver has given the partitions their index
-    int status                  # DONE, or why every task of this tensor fails
+    int status                  # DONE, or the error with which every task of this tensor fails
     uint32_t detail_a
     uint32_t detail_b
     char *name                  # UTF-8
     uint32_t name_bytes
-    char *codec                 # compression, as spec.py says it in a line
-    uint32_t codec_bytes        # 0: none
-    Task *current               # the task whose partitions are under way
-    # its partitions are in their stages, and not waiting for the GPU to make them
+    char *codec                 # description of the compression: one line, as spec.py writes it
+    uint32_t codec_bytes        # 0: not compressed
+    Task *current               # task whose partitions are under way
+    # The current task's partitions have entered their stages; False while its GPU input is awaited.
     bint begun
-    int64_t started_ns          # when that was submitted
-    bint waits_for_others       # whether that needs other workers' pushes
-    uint32_t step               # of the present task, counted from 1; with `watched` only
-    uint8_t recorded            # the recordings that it belongs to (core/trace/recorder.pxd)
-    Task *first_waiting         # later tasks on the same tensor: one round after another
+    int64_t started_ns          # submission time of the current task
+    bint waits_for_others       # the current task needs the pushes of other workers
+    uint32_t step               # step of the current task, counted from 1; only with `watched`
+    uint8_t recorded            # bits of the recordings that include it (core/trace/recorder.pxd)
+    Task *first_waiting         # later tasks of the same tensor, one round each
     Task *last_waiting
-    Tensor *next                # all tensors of the core
-    Tensor *next_known          # to be adopted without a task
-    # of this process's share in its segment, when another process is the machine's root
+    Tensor *next                # list of all tensors of the core
+    Tensor *next_known          # list of tensors to adopt without a task
+    # offset of this process's share in its segment, if another process is the machine's root
     uint64_t share_offset
-    uint64_t share_span         # bytes from the share's one place to its other
-    int failing_status          # what the driver shall fail it with; guarded by the core's monitor
+    uint64_t share_span         # bytes between the two places of the share
+    # status with which the driver is to fail it; guarded by the core's monitor
+    int failing_status
     Tensor *next_failing
 
-# Who wants to know of a task's end without waiting for it. Its memory is the asker's, and his again
-# when `run` begins.
+# Callback for the end of a task. The memory belongs to the caller, who may free or reuse it as soon
+# as `run` begins.
 cdef struct Tell:
-    # by whoever ends the task, once: nothing that waits
+    # Called once by the thread that ends the task; must not block.
     void (*run)(Tell *self, int64_t status) noexcept nogil
     Tell *next
 
 cdef struct Task:
     Tensor *tensor
-    char *input                 # NULL: nothing to push (a broadcast's receivers)
+    char *input                 # NULL: nothing to push (a receiver of a broadcast)
     char *output
-    uint32_t divisor            # or the broadcast's root
+    uint32_t divisor            # divisor of the sum, or the root's rank for a broadcast
     bint broadcast
-    bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
-    bint on_gpu                 # input and output are there, and then:
-    # the event after which the input is there and the output may be written to,
+    # does not wait for other workers; with `broadcast`: sets the servers' value
+    bint asynchronous
+    bint on_gpu                 # input and output are on the GPU, and then:
+    # event after which the input is complete and the output may be overwritten
     void *ready
-    # ... and the one after which neither is in use any more. With DONE it has been recorded, not
-    # yet come.
+    # Event after which input and output are no longer in use. With status DONE it has been
+    # recorded, but may not have fired yet.
     void *over
-    # ... `over` is that of a group's last task, which is as good, and has been recorded
+    # `over` is the event of the group's last task and has already been recorded.
     bint marked
-    # ... it has come. From then on it may be somebody else's. Read and written with the GIL.
+    # `over` has fired; afterwards the event may belong to another task. Accessed with the GIL.
     bint come
-    uint64_t stream             # the user's, on which `ready` was recorded,
-    uint64_t recorded           # ... as the how many-th of all; tasks may share one
-    uint64_t ended              # the how many-th of those that have ended well; 0: has not
-    Task *next_unseen           # whose `ready` was recorded later, perhaps on another stream
-    # about what servers keep of a compressed tensor: input and output are that, partition by
-    # partition
+    uint64_t stream             # user's stream on which `ready` was recorded
+    # sequence number of `ready` among all records; tasks submitted together share it
+    uint64_t recorded
+    # sequence number among the tasks that succeeded; 0: not one of them (yet)
+    uint64_t ended
+    Task *next_unseen           # next task in the line of unseen inputs, in order of `recorded`
+    # Reads or sets the servers' state of a compressed tensor: input and output hold that state,
+    # partition after partition.
     bint keeps
     int32_t priority
-    double rate                 # the learning rate, where compression asks for it
-    uint32_t remaining          # partitions not home yet
-    int64_t status              # PENDING until the driver is done with it; read atomically
+    double rate                 # learning rate, for compression that needs it
+    uint32_t remaining          # partitions that have not completed
+    int64_t status              # PENDING until the driver has finished the task; read atomically
     int64_t wire                # bodies that the transport still holds
-    int error                   # of a partition; the task ends with it when all partitions are home
+    # first error of a partition; the task ends with it after its last partition
+    int error
     int64_t submitted_ns
-    uint32_t detail_a           # with an error: the ranks it is about
+    uint32_t detail_a           # with an error: the ranks that it concerns
     uint32_t detail_b
-    Tell *tells                 # guarded by the core's monitor; NULL once it has ended
-    # the Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
+    Tell *tells                 # guarded by the core's monitor; NULL after the end
+    # Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     void *handle
     Task *next
 
-cdef struct Server:             # what its lanes share
-    bint beside                 # it is on this machine
+cdef struct Server:             # state that the lanes of a server share
+    bint beside                 # the server is on this machine
     int64_t in_flight           # bytes handed to the transport and not yet written out
-    int64_t pace                # nanoseconds in which a MiB is; 0: not known yet
-    int64_t starved             # as a lane's
-    int first                   # the lane with the most urgent partition that has credit; -1: none
+    int64_t pace                # nanoseconds per MiB written; 0: not measured yet
+    int64_t starved             # as Lane.starved
+    int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Lane:
-    Server *server              # NULL in a queue that is no lane's
+    Server *server              # NULL in a queue that does not belong to a lane
     Partition **heap            # partitions ready to push, most urgent first
     uint32_t size
     uint32_t capacity
     int64_t in_flight           # bytes handed to the transport and not yet written out
-    # the driver stopped for lack of credit: who returns some must wake it
+    # The driver stopped for lack of credit: the thread that returns credit must wake the driver.
     int64_t starved
-    char proof[PROOF_BYTES]     # what its answer to our ping must hold
-    bint ready                  # has answered our ping, and rightly
+    char proof[PROOF_BYTES]     # proof that the lane must send in reply to this worker's PING
+    bint ready                  # the lane has sent that proof
 
 cdef struct Counters:
     int64_t tasks               # completed
-    int64_t bytes               # of tensors that came home
+    int64_t bytes               # bytes of tensors whose push_pull completed
     int64_t sent                # bytes handed to the transport, headers included
     int64_t received
     int64_t messages_out
     int64_t messages_in
-    int64_t malformed           # records that made no sense
+    int64_t malformed           # records that were invalid
 
 
 cdef inline uint8_t *wire_of(Partition *p) noexcept nogil:
-    """Where the encoded bytes of a compressed partition lie on the host."""
+    """Return the address of a compressed partition's encoded bytes on the host."""
     return <uint8_t *>p.gpu.host if p.on_gpu and p.gpu.coder != NULL else p.packed.wire
