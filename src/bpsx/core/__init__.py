@@ -1,3 +1,3 @@
-"""Units of the native core: ``.pxd`` files with structs and inline bodies that run without the
+"""Native core of a worker: ``.pxd`` files of structs and inline functions that run without the
 GIL.
 """

@@ -1,4 +1,4 @@
-# What Python is told about a core: counters and glances at what is under way.
+# Counters and gauges of a core, for Python.
 from libc.stdint cimport uint32_t
 
 from bpsx.core.loop cimport busy_ns
@@ -7,19 +7,19 @@ from bpsx.system.sync cimport atomic_load
 
 
 cdef inline dict gauges_of(Core *c):
-    """What is under way: push_pulls, partitions that wait to be sent, bytes handed to the
-    transport and not written out yet.
+    """Return the push_pulls under way, partitions that wait to be sent, and bytes handed to the
+    transport and not yet written out.
     """
     cdef uint32_t i
     queued, in_flight = 0, 0
-    for i in range(c.n_lanes):     # a glance while the driver works
+    for i in range(c.n_lanes):     # unsynchronized reads while the driver works
         queued += c.lanes[i].size
         in_flight += atomic_load(&c.lanes[i].in_flight)
     return {"outstanding": atomic_load(&c.outstanding), "queued": queued, "in_flight": in_flight}
 
 
 cdef inline dict counters_of(Core *c):
-    """What has been moved so far: bytes, messages, completed push_pulls."""
+    """Return totals since the start: bytes, messages, completed push_pulls."""
     return {
         "push_pulls": c.counters.tasks, "tensor_bytes": c.counters.bytes,
         "bytes_sent": c.counters.sent, "bytes_received": c.counters.received,

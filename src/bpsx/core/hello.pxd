@@ -1,4 +1,4 @@
-# Before a tensor leaves: every lane has to answer, and to know the job's secret.
+# Handshake before the first tensor: every lane must reply and prove that it knows the job secret.
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcpy
@@ -11,7 +11,7 @@ from bpsx.system.sync cimport now_ns
 
 
 cdef inline int ask_lanes(Core *c, addresses, bytes secret) except -1:
-    """Ping all lanes; note what each has to answer."""
+    """Ping all lanes, and note the proof that each must reply with."""
     from os import urandom
 
     from bpsx.secret import lane_proof
@@ -27,7 +27,7 @@ cdef inline int ask_lanes(Core *c, addresses, bytes secret) except -1:
 
 
 cdef inline list silent_lanes(Core *c, int64_t end_ns):
-    """Wait for answers; the lanes that have not given the right one by then."""
+    """Wait for the replies; return the lanes that have not sent the right proof by `end_ns`."""
     while c.n_ready < c.n_lanes and now_ns() < end_ns:
         with nogil:
             if pump_in(c) == 0:

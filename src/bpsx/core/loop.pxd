@@ -1,4 +1,4 @@
-# The driver's loop and the hand-over of its role. One thread at a time drives: see
+# The driver's loop, and how threads hand over its role. One thread at a time drives: see
 # docs/internals/driver-and-queue.md.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
@@ -23,14 +23,15 @@ cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
 
 cdef enum:
-    PARK_MS = 1000              # a bound on any lost wake-up; an idle process makes no call at all
-    NAP_US = 50                 # between two looks at what the GPU is at
-    # between two looks at a full ring: its reader tells nobody that it has made room
+    # bounds the delay of a lost wake-up; an idle process makes no calls at all
+    PARK_MS = 1000
+    NAP_US = 50                 # between two queries of awaited events of the GPU
+    # between two attempts to post to a full ring: its reader does not signal that it has room
     CROWDED_MS = 1
 
 
 cdef inline void kick(Core *c) noexcept nogil:
-    """There is news: make sure that a driver sees it. The monitor is held."""
+    """Make sure that a driver sees the news. The caller holds the monitor."""
     if c.driving:
         if c.parked:
             c.endpoint.wake(c.endpoint.self)
@@ -39,7 +40,7 @@ cdef inline void kick(Core *c) noexcept nogil:
 
 
 cdef inline void tell_news(Core *c) noexcept nogil:
-    """Something has changed that it cannot see by itself."""
+    """Notify the driver of a change that it cannot see by itself. Any thread."""
     lock(&c.monitor)
     atomic_store(&c.news, 1)
     kick(c)
@@ -49,9 +50,9 @@ cdef inline void tell_news(Core *c) noexcept nogil:
 cdef inline void submit(
     Core *c, Task *first, Task *last, uint32_t n, bint will_wait
 ) noexcept nogil:
-    """Hand n tasks, linked by `next`, to the driver.
+    """Hand n tasks, linked by `next`, to the driver. Any thread.
 
-    A caller that waits at once drives them itself, and nobody has to be woken.
+    With `will_wait` the caller is about to drive them itself, so no thread is woken.
     """
     cdef int64_t now = now_ns()
     cdef Task *task = first
@@ -87,7 +88,7 @@ cdef inline void submit(
 
 
 cdef inline int64_t busy_ns(Core *c) noexcept nogil:
-    """Time in which push_pulls have been under way."""
+    """Nanoseconds in which at least one push_pull was under way."""
     cdef int64_t total
     lock(&c.monitor)
     total = c.busy_total
@@ -98,7 +99,7 @@ cdef inline int64_t busy_ns(Core *c) noexcept nogil:
 
 
 cdef inline void sweep(Core *c) noexcept nogil:
-    """The whole core has failed: end every task."""
+    """End every task, because the whole core has failed."""
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i
     c.swept = True
@@ -111,7 +112,7 @@ cdef inline void sweep(Core *c) noexcept nogil:
 
 
 cdef inline void enter_gpu(Core *c) noexcept nogil:
-    """If there is a GPU, and this driver is not in its context yet."""
+    """Enter the GPU's context, if there is a GPU and this driver is not in it."""
     if c.device == NULL or c.gpu.entered >= 0:
         return
     c.gpu.entered = c.device.enter(c.device.self)
@@ -120,13 +121,13 @@ cdef inline void enter_gpu(Core *c) noexcept nogil:
 
 
 cdef inline void leave_gpu(Core *c) noexcept nogil:
-    """If this driver has entered its context."""
+    """Leave the GPU's context, if this driver has entered it."""
     if c.gpu.entered >= 0:
         c.device.leave(c.device.self, c.gpu.entered)
 
 
 cdef inline int take_news(Core *c) noexcept nogil:
-    """Move what was submitted into the queues, fail what was told to fail."""
+    """Start submitted tasks, adopt known tensors, and fail those that are marked as failing."""
     cdef Task *task
     cdef Task *following
     cdef Tensor *tensor
@@ -149,7 +150,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
     if c.machine != NULL and gone_news(c.machine):
-        c.machine.somebody_gone = True          # before tasks begin that lack him
+        c.machine.somebody_gone = True          # before starting tasks that lack this process
     while known != NULL:
         if adopt(c, known) != 0:
             give_up(c, E_MEMORY)
@@ -158,7 +159,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
         following = task.next
         if adopt(c, task.tensor) != 0:
             finish(c, task, E_MEMORY)
-            give_up(c, E_MEMORY)            # the others will wait for this share
+            give_up(c, E_MEMORY)            # the other workers will wait for this share
         else:
             start(c, task)
         task = following
@@ -170,7 +171,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
 
 
 cdef inline void end_all(Core *c) noexcept nogil:
-    """The core has failed, and no driver will come any more: end what none has seen."""
+    """End tasks that no driver has seen: the core has failed, and no thread drives any more."""
     c.gpu.entered = -1
     atomic_store(&c.news, 1)
     take_news(c)
@@ -178,9 +179,10 @@ cdef inline void end_all(Core *c) noexcept nogil:
 
 
 cdef inline void tell_neighbours(Core *c) noexcept nogil:
-    """Ring their bells.
+    """Wake the machine's other processes that have posts to read.
 
-    What they have no room for is work under way: somebody has to drive until they have been told.
+    Posts that do not fit into a ring count as work under way, so that a thread drives until they
+    are written.
     """
     cdef bint unsent = ring_bells(c.machine)
     if unsent == c.unsent:
@@ -196,7 +198,7 @@ cdef inline void tell_neighbours(Core *c) noexcept nogil:
 
 
 cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
-    """Sleep until something happens. False if there was news after all."""
+    """Sleep until something happens. Returns False if there was news already."""
     cdef int64_t left_ms = PARK_MS
     if deadline_ns:
         left_ms = min(left_ms, (deadline_ns - now_ns()) // 1000000 + 1)
@@ -219,8 +221,8 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
 
 
 cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
-    """Run the loop: until `until` has ended or the deadline passed; with NULL, until nothing is
-    outstanding.
+    """Run the loop until `until` has ended or the deadline has passed; with NULL, until nothing
+    is outstanding.
     """
     c.gpu.entered = -1
     enter_gpu(c)
@@ -260,14 +262,14 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
             yield_cpu()
             continue
         if c.device != NULL and awaited(c):
-            usleep(NAP_US)                  # nobody tells that the GPU is done
+            usleep(NAP_US)                  # there is no notification that the GPU has finished
             continue
         park(c, deadline_ns)
         idle_since = 0
 
 
 cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
-    """One of the pool's threads: encode and decode until it is told to stop."""
+    """Encode and decode partitions until the pool stops: the body of a pool's thread."""
     cdef Partition *p
     cdef char *scratch = NULL
     cdef uint64_t capacity = 0
@@ -284,13 +286,13 @@ cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
 
 
 cdef inline void give_back_coded(Core *c, Pool *pool, uint32_t me, Partition *p) noexcept nogil:
-    """A pool's thread is done with a partition: the driver shall know."""
+    """Return a partition to the pool's finished list, and notify the driver."""
     pool_finish(pool, me, p)
     tell_news(c)
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:
-    """Wait for a task, driving if nobody else does. False when the deadline passed first."""
+    """Wait for a task, driving if no other thread does. False if the deadline passed first."""
     lock(&c.monitor)
     while task.status == PENDING and not c.stopping:
         if now_ns() >= deadline_ns:
@@ -305,7 +307,7 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
         drive(c, task, deadline_ns)
         lock(&c.monitor)
         c.driving = False
-        # Also when only the slice is over: this thread may not get the GIL back for long.
+        # Also when only this slice has ended: this thread may not get the GIL back for long.
         if c.outstanding and (c.waiters or c.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
@@ -313,7 +315,7 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
 
 
 cdef inline void background(Core *c) noexcept nogil:
-    """The core's own thread: drives whenever there is work and nobody else does."""
+    """Drive whenever there is work and no other thread does: the body of the core's own thread."""
     lock(&c.monitor)
     while not c.stopping:
         if c.driving or not (c.outstanding or c.news or hosts(c.machine)):

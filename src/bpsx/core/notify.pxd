@@ -1,4 +1,4 @@
-# What a driver is told by other threads of its process.
+# Notifications from other threads of the process to the driver. Any thread may call these.
 from bpsx.core.loop cimport tell_news
 from bpsx.core.partition cimport Tensor
 from bpsx.core.state cimport Core
@@ -6,7 +6,7 @@ from bpsx.system.sync cimport atomic_store, lock, unlock
 
 
 cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogil:
-    """Every task of a tensor shall end."""
+    """Ask the driver to end every task of a tensor with `status`."""
     lock(&c.monitor)
     tensor.failing_status = status
     tensor.next_failing = c.failing
@@ -16,7 +16,7 @@ cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogi
 
 
 cdef inline void tell_known(Core *c, Tensor *tensor) noexcept nogil:
-    """There is a tensor that others push."""
+    """Ask the driver to adopt a tensor that other processes push."""
     lock(&c.monitor)
     tensor.next_known = c.known
     c.known = tensor
@@ -25,7 +25,7 @@ cdef inline void tell_known(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline bint tell_failed(Core *c, int status) noexcept nogil:
-    """All tasks shall end. False if that was so already."""
+    """Ask the driver to end all tasks with `status`. False if the core had already failed."""
     cdef bint first
     lock(&c.monitor)
     first = not c.failed

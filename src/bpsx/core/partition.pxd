@@ -20,9 +20,9 @@ cdef struct Place:
     char *host
     # bytes from the start of the segment of the machine's root, if there is one
     uint64_t offset
-    uint64_t slab, slab_bytes   # base address and size of the allocation that contains this place
+    uint64_t slab, slab_bytes   # offset and size of the slab that contains this place
     uint32_t kind               # size class
-    # A copy to the GPU has read from this place: reuse it only after the event `up`.
+    # A copy from here to the GPU has been queued: reuse it only after the event `up`.
     bint used
     void *up                    # event recorded after that copy
     Place *next                 # next free place of this size; it was given back later

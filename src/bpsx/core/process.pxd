@@ -1,5 +1,5 @@
-# Which process this is, without a system call. A step asks twice for each tensor, and getpid()
-# takes 0.2 us. A forked child asks anew. With the GIL.
+# Process id without a system call: each step asks twice per tensor, and getpid() takes 0.2 us. A
+# forked child asks again. Call with the GIL.
 cdef extern from *:
     """
     #include <pthread.h>

@@ -1,4 +1,4 @@
-# The priority queue of a lane: a binary heap of partitions, most urgent first, then oldest.
+# Priority queue of a lane: a binary heap of partitions, by priority, then age.
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport realloc
 
@@ -10,7 +10,7 @@ cdef inline bint before(const Partition *a, const Partition *b) noexcept nogil:
 
 
 cdef inline int heap_push(Lane *q, Partition *p) noexcept nogil:
-    """0, or -1 when there is no memory."""
+    """Insert a partition. Returns 0, or -1 when out of memory."""
     cdef uint32_t i, parent, wanted
     cdef Partition **grown
     if q.size == q.capacity:
@@ -33,7 +33,7 @@ cdef inline int heap_push(Lane *q, Partition *p) noexcept nogil:
 
 
 cdef inline Partition *heap_pop(Lane *q) noexcept nogil:
-    """The most urgent partition. The queue must not be empty."""
+    """Remove and return the most urgent partition. The queue must not be empty."""
     cdef Partition *top = q.heap[0]
     cdef Partition *last
     cdef uint32_t i = 0, child

@@ -1,4 +1,4 @@
-# From the transport to the partitions.
+# Receives messages from the transport and moves their partitions on.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
@@ -15,12 +15,12 @@ from bpsx.core.trace.worker cimport spoke
 from bpsx.transports.abi cimport Message
 
 cdef enum:
-    MESSAGES_AT_ONCE = 32       # then the queues get a turn again,
-    BYTES_AT_ONCE = 1 << 20     # ... and when so much has been copied: meanwhile links run dry
+    MESSAGES_AT_ONCE = 32       # after that many messages the send queues get a turn,
+    BYTES_AT_ONCE = 1 << 20     # ... and after copying that many bytes, before the links run idle
 
 
 cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
-    """Whether an ANSWER or ERROR belongs to a partition of ours that waits for one from this
+    """Whether an ANSWER or ERROR names a partition of this worker, in its round and from its
     lane.
     """
     cdef Partition *p
@@ -35,14 +35,14 @@ cdef inline bint awaits(Partition *p) noexcept nogil:
 
 
 cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept nogil:
-    """0, or -1 if the record makes no sense."""
+    """Handle one record. Returns 0, or -1 if it is invalid."""
     cdef Partition *p
     cdef int status
     if h.job != c.job or h.sender != c.rank:
         return -1
     if h.kind == PONG:
         if h.length != PROOF_BYTES or memcmp(body, c.lanes[m.peer].proof, PROOF_BYTES) != 0:
-            return -1                       # it does not know the secret: no tensor goes there
+            return -1                       # the lane does not know the secret: send it no tensors
         if not c.lanes[m.peer].ready:
             c.lanes[m.peer].ready = True
             c.n_ready += 1
@@ -53,11 +53,12 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     if watched(c.watch):
         spoke(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
     if not awaits(p):
-        return 0                            # failed meanwhile: too late, not wrong
+        # the task has failed meanwhile: the reply is late, not invalid
+        return 0
     if h.kind == ERROR:
         status = -<int>h.divisor
         if status == E_JOINED:
-            # the broadcast's root; the server knows machines at most
+            # Report the rank of the broadcast's root: the server may know only machines.
             h.slot = p.tensor.current.divisor
         fail_partition(
             c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch
@@ -73,7 +74,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if h.length > most_bytes(p.packed):
             return -1
         p.packed.size = h.length
-        # an answer means that the server has had what lay there
+        # The lane replies only after it has received the push, so `wire` may be overwritten.
         if h.length and body != <char *>wire_of(p):
             memcpy(wire_of(p), body, h.length)
     elif h.length != p.length:
@@ -85,7 +86,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
 
 
 cdef inline int pump_in(Core *c) noexcept nogil:
-    """Take what has arrived. Returns how many messages."""
+    """Handle messages that have arrived, up to a bound. Returns their number."""
     cdef Message m
     cdef Header h
     cdef char *body = NULL
@@ -98,7 +99,8 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         and c.endpoint.recv(c.endpoint.self, &m) == 1
     ):
         n += 1
-        c.counters.messages_in += 1         # before anybody hears that a push_pull has ended
+        # counted before any thread can see that a push_pull has ended
+        c.counters.messages_in += 1
         c.counters.received += m.head_size + m.body_size
         at = 0
         more = -1 if m.peer >= c.n_lanes else 1

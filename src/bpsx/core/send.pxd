@@ -1,15 +1,18 @@
-# From the lanes' queues to the transport.
+# Sends partitions from the lanes' queues to the transport.
 #
-# Two bounds keep what is urgent from standing behind what is not, in bytes that are handed over and
-# not written out: a credit per lane, and what a server's link takes in a short time, at least one
-# partition. Were there more, its partitions would share the link and be complete at once, and late.
-# The second is the same for all servers, by the slowest: who had more of a link could fill more
-# connections there and would get more of it, again and again, until each worker is far ahead at
-# another server, and sums wait for the last worker of all.
+# Two bounds on the bytes that are handed over and not written out keep urgent partitions from
+# queueing behind others:
 #
-# What stays in the machine would always have room. But it goes in its turn: a server that has its
-# own machine's pushes before their time has sums to send while that machine has still to push, on
-# the same link. Who is late would be held up the most, and all wait for him.
+# * Credit, per lane.
+# * What a server's link takes in a short time, at least one partition. With more, the partitions
+#   would share the link, and all would be complete at once, and late. This bound is the same for
+#   all servers, by the slowest. With a bound per server, a worker with more of a link could fill
+#   more connections there and would get still more of it, until each worker is far ahead at another
+#   server. Then every sum waits for its last worker.
+#
+# A server on the own machine would always have room, but its partitions wait for their turn. A
+# server that gets its own machine's pushes early has sums to send while its machine still has to
+# push on the same link. That would delay the latest worker the most, and all wait for that worker.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -29,26 +32,27 @@ from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport spoke
 from bpsx.transports.abi cimport Landing
 
-# What is on its way through the transport: returned by its done callback, on whatever thread that
-# runs.
+# Bytes on their way through the transport. The transport's done callback returns their credit, on
+# any thread.
 cdef struct Wire:
     Core *core
     Lane *lane
-    Task *task                  # whose input the transport reads; NULL for a copied batch
+    # task whose input the transport reads; NULL for a batch, which is a copy
+    Task *task
     int64_t bytes
-    int64_t handed_ns           # when it was handed over,
-    # ... and what its server had to take then: its bytes, and those before it
+    int64_t handed_ns           # time of the hand-over
+    # bytes in flight to the server at that time, these included
     int64_t ahead
 
 cdef enum:
     MIB = 1 << 20
-    TELLING = 1 << 18           # bytes from which on the time that they take says something
+    TELLING = 1 << 18           # fewer bytes in flight are too few to measure the pace
 
 
 cdef inline void keep_pace(Wire *w) noexcept nogil:
-    """Learn from what has been written out how fast that goes.
+    """Update the server's measured pace from bytes that have been written out.
 
-    Of two that do so at once one may be forgotten.
+    If two threads update it at once, one of the measurements may be lost.
     """
     cdef int64_t known = atomic_load(&w.lane.server.pace), found
     if w.ahead < TELLING:
@@ -64,7 +68,7 @@ cdef inline void give_back(Wire *w) noexcept nogil:
     atomic_add(&w.lane.in_flight, -w.bytes)
     atomic_add(&server.in_flight, -w.bytes)
     if w.task != NULL:
-        atomic_add(&w.task.wire, -1)        # the last touch: with 0 its owner may free it
+        atomic_add(&w.task.wire, -1)        # the last access: with 0 the task's owner may free it
     if atomic_load(&w.lane.starved) or atomic_load(&server.starved):
         atomic_store(&w.lane.starved, 0)
         atomic_store(&server.starved, 0)
@@ -105,13 +109,13 @@ cdef inline bint has_room(
 ) noexcept nogil:
     """Whether `bytes` more may be handed over.
 
-    If not, whoever returns some will wake the driver.
+    If not, the thread that returns bytes wakes the driver.
     """
     cdef int64_t now = atomic_load(in_flight)
     if now == 0 or now + bytes <= bound:
         return True
     atomic_store(starved, 1)
-    # They may have come back between the look and the flag: then nobody would wake us.
+    # Bytes may have been returned before the flag was set; that thread has not woken the driver.
     now = atomic_load(in_flight)
     if now == 0 or now + bytes <= bound:
         atomic_store(starved, 0)
@@ -120,8 +124,10 @@ cdef inline bint has_room(
 
 
 cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
-    """The same by the lane's credit, half of it on this machine: no link has to be kept busy
-    there, and caches keep what is less.
+    """Whether the lane's credit has room.
+
+    A server on this machine gets half: no link has to be kept busy there, and fewer bytes stay in
+    the caches.
     """
     return (
         c.credit == 0
@@ -132,7 +138,7 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
 
 
 cdef inline int64_t slowest(Core *c) noexcept nogil:
-    """The pace of the slowest server to which something is under way; 0: none is known."""
+    """Pace of the slowest server with bytes in flight; 0: none is known."""
     cdef int64_t found = 0
     cdef uint32_t i
     for i in range(c.n_servers):
@@ -142,9 +148,9 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
 
 
 cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
-    """The same by what a link of that pace takes in time.
+    """Whether the server has room within what a link of that pace takes in `ahead_ns`.
 
-    So much always that there is something to learn from.
+    The bound is at least twice TELLING, so that the pace can be measured.
     """
     cdef double bound
     if c.credit == 0 or c.ahead_ns == 0 or pace == 0:
@@ -170,8 +176,9 @@ cdef inline uint64_t register_size(Partition *p) noexcept nogil:
 
 
 cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
-    """Write the REGISTER record at `at`, once in a partition's life; returns where the next
-    record goes.
+    """Write the REGISTER record at `at`, once in a partition's life.
+
+    Returns the address for the next record.
     """
     cdef Header h
     if p.registered:
@@ -226,11 +233,10 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
 
 
 cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil:
-    """Where the answer is wanted, if that is memory of the core's own, which stays; the transport
-    may prepare it.
+    """Tell the transport where the reply's body is wanted, if that is the core's own memory.
 
-    A tensor of the user's on the host may be freed and made anew from step to step, at the same
-    address: nobody would hear of it.
+    Such memory stays, so the transport may prepare it. A user's tensor on the host may be freed and
+    allocated again at the same address from step to step, without notice to bpsx.
     """
     cdef Task *task = p.tensor.current
     cdef bint packed = p.packed != NULL
@@ -246,11 +252,11 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
 
 
 cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
-    """Header, and the tensor's own memory behind it."""
+    """Send a partition as two frames: the header, and the tensor's own memory."""
     cdef uint64_t head_size = register_size(p) + HEADER_BYTES
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
-    # A stand-in's memory belongs to the machine, and it is gone when the round is over.
+    # A stand-in's memory belongs to the machine, and the task is freed when its round ends.
     cdef Wire *w = take_credit(
         c, lane, task if task.handle != NULL else NULL, push_bytes(p)
     ) if head != NULL else NULL
@@ -274,7 +280,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
 
 
 cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
-    """As many small partitions as are queued and fit, most urgent first, copied into one frame."""
+    """Copy the most urgent small partitions that are queued and fit into one frame; send it."""
     cdef char *frame = <char *>malloc(BATCH_BYTES + 2 * HEADER_BYTES + 2 * INLINE_BYTES)
     cdef char *at = frame
     cdef Partition *picked[BATCH_RECORDS]
@@ -310,28 +316,28 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
 
 
 cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcept nogil:
-    """Whether more lies between it and the most urgent than a partition for each server: then it
-    waits until that has room.
+    """Whether a partition must wait until the most urgent one has room: more bytes lie between
+    them than one partition for each server.
 
-    Where servers have unequal shares, those with little would have all of theirs long before the
-    others, whose links would then be all that is used.
+    With unequal shares, a server with a small share would otherwise get all of it early, and then
+    only the links of the other servers would be in use.
     """
     return leaving != NULL and p.position - leaving.position > c.n_servers * c.longest
 
 
 cdef inline int next_lane(Core *c) noexcept nogil:
-    """The lane with the most urgent partition that may be handed over; -1: there is none."""
+    """Lane whose most urgent partition is next to be handed over; -1: none may be."""
     cdef int best = -1
     cdef int64_t pace = slowest(c)
     cdef uint32_t i
     cdef Lane *lane
-    cdef Partition *leaving = NULL          # the most urgent that leaves the machine
+    cdef Partition *leaving = NULL          # the most urgent one for a server on another machine
     for i in range(c.n_lanes):
         c.lanes[i].server.first = -1
     for i in range(c.n_lanes):
         lane = &c.lanes[i]
         while lane.size and lane.heap[0].tensor.status != DONE:
-            heap_pop(lane)                  # its tasks have been failed
+            heap_pop(lane)                  # its tasks have failed
         if (
             lane.size
             and not lane.server.beside
@@ -344,8 +350,8 @@ cdef inline int next_lane(Core *c) noexcept nogil:
             and has_credit(c, lane, push_bytes(lane.heap[0]))
         ):
             lane.server.first = i
-    # a server that has no room for its first has none for what is less urgent and smaller: it would
-    # go on for ever
+    # A server without room for its most urgent partition gets no smaller, less urgent one either:
+    # that would delay the first for ever.
     for i in range(c.n_lanes):
         lane = &c.lanes[i]
         if (
@@ -360,7 +366,7 @@ cdef inline int next_lane(Core *c) noexcept nogil:
 
 
 cdef inline int pump_out(Core *c) noexcept nogil:
-    """Send what credit allows, most urgent first. Returns how many messages went."""
+    """Send what credit allows, most urgent first. Returns the number of messages."""
     cdef int sent = 0
     cdef int at = next_lane(c)
     cdef Lane *lane

@@ -1,8 +1,8 @@
-# Small records that live as long as their owner, apart from malloc's memory.
+# Allocator for small records that live as long as their owner, apart from malloc's memory.
 #
-# Every new name or shape leaves a record, and messages come and go around it. Records from malloc
-# would lie between the places of messages, which then never join to larger ones: each new shape
-# could cost the size of a message, not of a record.
+# Every new name or shape leaves a record, while messages are allocated and freed around it. Records
+# from malloc would lie between the blocks of messages and keep freed blocks from joining. Then each
+# new shape could cost the size of a message instead of a record.
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 
@@ -16,24 +16,24 @@ cdef extern from *:
     }
     static inline void bpsx_drop_pages(void *at, size_t n) { munmap(at, n); }
     """
-    void *pages "bpsx_pages"(size_t n) nogil                    # zeros, or NULL
+    void *pages "bpsx_pages"(size_t n) nogil                    # zeroed, or NULL
     void drop_pages "bpsx_drop_pages"(void *at, size_t n) nogil
 
 cdef enum:
-    # of address space; memory is taken page by page, as records are written
+    # Address space; memory is committed page by page, as records are written.
     SLAB_BYTES = 256 << 10
 
 cdef struct Slab:
     Slab *older
-    uint64_t size               # bytes, with this head
-    uint64_t used               # ... of which are given out
+    uint64_t size               # bytes of the slab, including this header
+    uint64_t used               # bytes given out so far, including this header
 
-cdef struct Slabs:              # all zeros: none yet
+cdef struct Slabs:              # zero-initialized: no slabs yet
     Slab *newest
 
 
 cdef inline void *take_record(Slabs *s, size_t n) noexcept nogil:
-    """``n`` bytes of zeros, at a multiple of 16. NULL when there is no memory."""
+    """Return ``n`` zeroed bytes, aligned to 16; NULL when out of memory."""
     cdef Slab *slab = s.newest
     cdef uint64_t wanted = (n + 15) & ~<uint64_t>15, head = (sizeof(Slab) + 15) & ~<uint64_t>15
     if slab == NULL or wanted > slab.size - slab.used:
@@ -47,7 +47,7 @@ cdef inline void *take_record(Slabs *s, size_t n) noexcept nogil:
 
 
 cdef inline void drop_records(Slabs *s) noexcept nogil:
-    """End the life of all records."""
+    """Free all records."""
     cdef Slab *slab
     while s.newest != NULL:
         slab, s.newest = s.newest, s.newest.older

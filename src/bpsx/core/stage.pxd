@@ -1,7 +1,8 @@
-# The state machine of a partition, and of the task that it belongs to. The one switch over stages
-# is `enter`.
+# State machine of partitions and of the tasks that they belong to. `enter` is the only switch over
+# stages.
 #
-# Only the driver calls these. stages.py has the same stage names and chooses each tensor's list.
+# Only the driver calls these functions. planning/stages.py has the same stage names and chooses
+# each tensor's list of stages.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
@@ -21,24 +22,25 @@ from bpsx.core.trace.worker cimport began, ended, passed
 
 cdef enum Stage:
     END = 0
-    COORDINATE_REDUCE = 1       # the machine's root waits for the others' shares
-    # to be copied to where the root can add it, or, at the root, to be added
+    COORDINATE_REDUCE = 1       # the machine's root waits for the shares of the other processes
+    # root: add the shares; other processes: copy the own share to where the root can add it
     REDUCE = 2
     COPYD2H = 3
     PCIE_REDUCE = 4
     COORDINATE_PUSH = 5
     COMPRESS = 6
-    PUSH = 7                    # waits in its lane's queue to be sent
-    PULL = 8                    # on its way: waits for the answer
+    PUSH = 7                    # queued in its lane until it is sent
+    PULL = 8                    # sent; waits for the reply
     DECOMPRESS = 9
     COPYH2D = 10
-    COORDINATE_BROADCAST = 11   # waits for the root's word that the result is there
-    BROADCAST = 12              # the result has to be copied out, and at the root the others told
+    COORDINATE_BROADCAST = 11   # waits for the root's post that the result is ready
+    # copy the result to the output; the root first posts it to the other processes
+    BROADCAST = 12
 
 
 cdef inline bint beside_copies(Partition *p) noexcept nogil:
-    """Of a stage of compression of a tensor on a GPU: whether it comes where the elements are
-    there, before COPYD2H or after COPYH2D.
+    """Whether a compression stage of a tensor on a GPU works on elements in GPU memory: before
+    COPYD2H or after COPYH2D.
     """
     cdef uint8_t *stages = p.tensor.stages
     cdef int i = p.stage, wanted = COPYD2H if stages[p.stage] == COMPRESS else COPYH2D
@@ -52,10 +54,9 @@ cdef inline bint beside_copies(Partition *p) noexcept nogil:
 
 
 cdef inline void give_up(Core *c, int status) noexcept nogil:
-    """Something could not be sent: the server will never count this worker's round, so nothing
-    after it can be right.
+    """Fail the whole core because a message could not be sent.
 
-    Fail everything.
+    The server will never count this worker's round, so nothing after it can be right.
     """
     lock(&c.monitor)
     if not c.failed:
@@ -65,7 +66,7 @@ cdef inline void give_up(Core *c, int status) noexcept nogil:
 
 
 cdef inline void enter(Core *c, Partition *p) noexcept nogil:
-    """Do what the partition's present stage asks for."""
+    """Start the work of the partition's present stage."""
     cdef int stage = p.tensor.stages[p.stage]
     if stage == PUSH:
         p.priority = p.tensor.current.priority
@@ -85,11 +86,11 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
             give_up(c, E_MEMORY)
     elif stage == COMPRESS or stage == DECOMPRESS:
         if p.on_gpu and beside_copies(p) != (p.gpu.coder != NULL):
-            # on the host and on the GPU; it is done once
+            # The list has this stage for the host and for the GPU; it runs only once.
             p.stage += 1
             enter(c, p)
             return
-        # the machine's processes disagree: what travels is that
+        # The machine's processes disagree: the push has no body, so there is nothing to encode.
         if p.source == NULL and stage == COMPRESS:
             p.packed.size = 0
             advance(c, p)
@@ -107,11 +108,11 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
             advance(c, p)
     elif stage == END:
         home(c, p)
-    # PULL, COORDINATE_BROADCAST: somebody's word moves it on.
+    # PULL and COORDINATE_BROADCAST end when a message or a post arrives.
 
 
 cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
-    """The same for what NCCL, copy engines and the neighbours have to do with it."""
+    """As `enter`, for the stages of NCCL, the copy engines and the machine's other processes."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef bint root = m != NULL and m.me == m.root
@@ -145,7 +146,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.others if root else p.gpu.answered):
         advance(c, p)
     if queue != NULL:
-        # NCCL takes its turns as the script has them: nobody else could be faster there.
+        # NCCL's collectives run in the script's order: no other process could run ahead of it.
         p.priority = task.priority if c.gpu.watches else 0
         p.order = c.next_order
         c.next_order += 1
@@ -163,9 +164,9 @@ cdef inline void advance(Core *c, Partition *p) noexcept nogil:
 cdef inline void fail_partition(
     Core *c, Partition *p, int status, uint32_t a, uint32_t b
 ) noexcept nogil:
-    """The partition's round failed.
+    """End the partition's round with an error.
 
-    Its task ends with the first error, once all its partitions are home.
+    The task keeps the first error and ends with it after its last partition.
     """
     cdef Task *task = p.tensor.current
     if task.error == 0:
@@ -190,7 +191,7 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
         return
     tensor.current = NULL
     finish(c, task, task.error if task.error else DONE)
-    # one that cannot be started ends at once
+    # A task that cannot be started ends at once.
     while tensor.current == NULL and tensor.first_waiting != NULL:
         task = tensor.first_waiting
         tensor.first_waiting = task.next
@@ -198,7 +199,7 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
-    """The monitor is held."""
+    """Add a finished task to the list that Python reaps. The caller holds the monitor."""
     if task.over == NULL:
         task.next = c.reap_first
         c.reap_first = task
@@ -212,7 +213,7 @@ cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
-    """Those who want to know of the end of ``task``, before ``others``. The monitor is held."""
+    """Detach a task's callbacks; return them in front of `others`. The caller holds the monitor."""
     cdef Tell *first = task.tells
     cdef Tell *last = first
     task.tells = NULL
@@ -225,7 +226,7 @@ cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
 
 
 cdef inline void tell(Tell *one, int64_t status) noexcept nogil:
-    """Tell them. The monitor is not held: they may submit."""
+    """Run callbacks. Without the monitor, because they may submit tasks."""
     cdef Tell *following
     while one != NULL:
         following = one.next
@@ -234,9 +235,12 @@ cdef inline void tell(Tell *one, int64_t status) noexcept nogil:
 
 
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
-    """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
+    """Publish a task's end.
+
+    From here on its waiter may continue, and bpsx no longer writes to the output.
+    """
     cdef uint32_t i
-    # looked at now: whoever waits may free the task as soon as it is published
+    # Read now: the waiter may free the task as soon as its status is published.
     cdef bint stands_in = task.handle == NULL
     cdef Tell *tells
     if task.tensor.recorded and not task.keeps:
@@ -272,7 +276,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
 
 
 cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
-    """Take back what a pool has encoded and decoded. Returns how many partitions."""
+    """Take back the partitions that a pool has encoded or decoded. Returns their number."""
     cdef Partition *p = pool_take(pool)
     cdef Partition *following
     cdef int n = 0
@@ -291,8 +295,9 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
 cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
     """Whether a round lacks a process of this machine that has left the job.
 
-    One that begins does if anybody has left: what the leaver took part in began before. One
-    ``under_way`` does at the root; the others know only if it is the root, or if it says so.
+    A round that begins lacks it if any process has left, because that process took part only in
+    earlier rounds. A round `under_way` lacks it on the root. Other processes know this only if the
+    root itself has left, or when the root posts the error.
     """
     cdef uint32_t i
     if m == NULL or not m.somebody_gone:
@@ -305,8 +310,9 @@ cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept no
 
 
 cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
-    """A task about what the servers keep: each partition is sent as it lies in the task's
-    memory, and home with the answer.
+    """Begin a task that reads or sets the servers' compression state.
+
+    Each partition sends its part of the task's memory as it is, and completes with the reply.
     """
     cdef uint64_t offset = 0
     cdef uint32_t i
@@ -322,9 +328,7 @@ cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
 
 
 cdef inline void start(Core *c, Task *task) noexcept nogil:
-    """Send a task's partitions on their way, or queue it behind an earlier round of the same
-    tensor.
-    """
+    """Start a task's partitions, or queue the task behind an earlier round of the same tensor."""
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
@@ -368,7 +372,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline void begin(Core *c, Task *task) noexcept nogil:
-    """What the task's partitions are made of is there."""
+    """Enter the first stages: the task's input is ready."""
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     tensor.begun = True
@@ -384,8 +388,10 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
-    """On a GPU without servers nothing is gained by cutting a tensor: its first partition goes
-    the way for all, and the others are home.
+    """Set the bytes that each partition's GPU stages cover.
+
+    Without servers nothing is gained by cutting a tensor: its first partition stands for all, and
+    the others complete at once.
     """
     cdef bint whole = c.machine != NULL and c.machine.alone
     cdef uint64_t total = 0
@@ -402,9 +408,9 @@ cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
-    """Its partitions begin when the GPU has made them.
+    """Queue a task until the GPU has produced its input.
 
-    Later rounds of a tensor start when they can: its place in the line is by its record.
+    The position in the line is by `recorded`, since a later round of a tensor may start late.
     """
     cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first
@@ -419,7 +425,7 @@ cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
-    """The task is about to end, and may be gone then."""
+    """Remove a task from its line: it is about to end, and may be freed then."""
     cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
     cdef Task *before = NULL
     cdef Task *found = line.first
@@ -437,7 +443,7 @@ cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
-    """Give a new tensor's partitions their index. 0, or -1 when there is no memory."""
+    """Give a new tensor's partitions their index. Returns 0, or -1 when out of memory."""
     cdef uint32_t i, wanted
     cdef Partition **grown
     if tensor.adopted:
@@ -464,7 +470,7 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
 cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil:
     """End every task of a tensor now.
 
-    Its partitions stay where they are and are ignored from here on.
+    Its partitions stay in their stages and queues and are ignored from here on.
     """
     cdef Task *task = tensor.current
     cdef Task *following

@@ -1,7 +1,6 @@
-# Copies of a MiB and more past the caches: what is overwritten is not read first, and memory that
-# is used again and again, as that which a worker shares with a server, stays where it is fast.
-# Whoever needs a tensor next reads it from its beginning, which such a copy would have pushed out
-# anyway.
+# Copy that bypasses the caches for a MiB and more: the destination is not read first, and memory
+# that is used again and again, such as the memory shared with a server, stays cached. The next
+# reader of a tensor starts at its beginning, which a cached copy would have evicted anyway.
 from libc.stddef cimport size_t
 
 cdef extern from *:

@@ -1,4 +1,4 @@
-# A tensor's partitions: made, and freed.
+# Allocates and frees a tensor's partitions.
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -9,10 +9,10 @@ from bpsx.core.state cimport Core
 
 
 cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0:
-    """From (key, lane, slot, offset, length) of each and, if they are compressed, a
-    bpsx.compression.spec.Made.
+    """Allocate the partitions from (key, lane, slot, offset, length) of each and, if they are
+    compressed, a bpsx.compression.spec.Made each.
 
-    Returns their bytes. Raises MemoryError.
+    Returns their total bytes. Raises MemoryError.
     """
     cdef size_t i
     cdef Partition *p
@@ -32,9 +32,9 @@ cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0
 
 
 cdef inline int give_gpu(Tensor *tensor, Device *d) except -1:
-    """Its partitions get what those on a GPU own.
+    """Allocate the GPU state of a tensor's partitions, before its first task on the GPU.
 
-    In the GPU's context, before the first task there. Raises MemoryError.
+    The caller is in the GPU's context. Raises MemoryError.
     """
     cdef size_t i
     cdef int which
@@ -52,7 +52,7 @@ cdef inline int give_gpu(Tensor *tensor, Device *d) except -1:
 
 
 cdef inline void take_gpu(Tensor *tensor, Device *d) noexcept:
-    """In the GPU's context."""
+    """Release the partitions' CUDA events. The caller is in the GPU's context."""
     cdef size_t i
     cdef int which
     for i in range(tensor.n_parts if tensor.parts != NULL else 0):
@@ -72,8 +72,9 @@ cdef inline void free_parts(Tensor *tensor) noexcept:
 
 
 cdef inline int take_coders(Tensor *tensor, list coders) except -1:
-    """Have a GPU's partitions compressed there: a bpsx.compression.gpu.Coder for each, kept
-    alive by the caller.
+    """Let each partition be compressed on the GPU by its bpsx.compression.gpu.Coder.
+
+    The caller keeps the coders alive.
     """
     cdef size_t i
     cdef OnGpu *g
@@ -87,7 +88,7 @@ cdef inline int take_coders(Tensor *tensor, list coders) except -1:
 
 
 cdef inline int queue_kernels(Core *c, Partition *p) except -1:
-    """Let a partition's coder queue the kernels that encode or decode it."""
+    """Call the partition's coder to queue the kernels that encode or decode it."""
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
     coder = <object>g.coder

@@ -1,8 +1,9 @@
-# The wire: one 64-byte little-endian header per record. This file is its only definition.
+# Format of the data plane: records with a 64-byte little-endian header. This file is its only
+# definition.
 #
-# A message is one or two frames. The first holds records back to back: header, then, if INLINE, the
-# body padded to 8 bytes. The body of the last record may be the second frame instead, which is how
-# large partitions travel without being copied.
+# A message is one or two frames. The first frame holds records back to back: a header, then, if
+# INLINE, the body padded to 8 bytes. The body of the last record may be the second frame instead,
+# so large partitions travel without a copy.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -11,47 +12,47 @@ cdef enum:
     VERSION = 2
     HEADER_BYTES = 64
     # Bodies up to this size are copied next to their header: 32 KiB cost about 2 us to copy, less
-    # than a message of their own costs.
+    # than a message of their own.
     INLINE_BYTES = 32768
     # A frame of small records is closed when it reaches this size.
     BATCH_BYTES = 131072
-    BATCH_RECORDS = 2049        # BATCH_BYTES / HEADER_BYTES, and one that may overhang
+    # BATCH_BYTES / HEADER_BYTES, and one record that may exceed the limit
+    BATCH_RECORDS = 2049
     MAX_NAME_BYTES = 4096
     MAX_CODEC_BYTES = 1024
     NONCE_BYTES = 32
     PROOF_BYTES = 32
 
 cdef enum Kind:
-    # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name, and behind it
+    # worker -> lane: slot, key, dtype, the partition's bytes in `cookie`. The body is the name,
+    # followed by `priority` bytes that describe the compression, if there is one.
     REGISTER = 1
-                                # `priority` bytes that say how the key is compressed, if it is
-    PUSH = 2                    # worker -> lane: body is the worker's share; answer with the sum
-    ANSWER = 3                  # lane -> worker: body is the result
+    PUSH = 2                    # worker -> lane: the body is the worker's share; reply: the sum
+    ANSWER = 3                  # lane -> worker: the body is the result
     # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
     ERROR = 4
-    # worker -> lane: are you there, and do we mean the same job; body: NONCE_BYTES random bytes
+    # worker -> lane: checks that the lane is alive and of the same job; body: NONCE_BYTES random
+    # bytes
     PING = 5
-    # lane -> worker; body: PROOF_BYTES that only who knows the job secret can make of them
+    # lane -> worker; body: PROOF_BYTES computed from the nonce and the job secret
     PONG = 6
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
-    # the result is the push of the sender named by `divisor`; others push no body
+    # The result is the push of the sender named by `divisor`; other senders push no body.
     BROADCAST = 2
-    # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes
-    # that value
+    # PUSH: add the body to the lane's value of this key and reply at once. With BROADCAST the
+    # body of the root becomes that value.
     ASYNC = 4
-    # no body: the sender's workers `divisor` and `priority` asked for different operations; the
-    # round has failed.
+    # No body: the sender's workers `divisor` and `priority` asked for different operations, and the
+    # round has failed. If both numbers are the same, this worker has called join(), and its
+    # broadcast has failed.
     DISAGREED = 8
-                                # If both are one worker, it has called join(), and its broadcast is
-                                # what failed.
-    PACKED = 16                 # PUSH: the body is compressed, as REGISTER has said
-    # PUSH: no share, but what compression shall keep of this key from now on
-    # (core/codec/state.pxd); without a body: nothing
+    PACKED = 16                 # PUSH: the body is compressed as REGISTER has described
+    # PUSH: the body is not a share, but the compression state that the lane is to keep for this key
+    # (core/codec/state.pxd); without a body the state stays as it is. The lane replies at once, to
+    # the sender only, with the state that it keeps. This is not counted as a round.
     STATE = 32
-                                # new. The answer, to the sender alone and at once, is what is kept.
-                                # It is no round and not counted as one.
 
 cdef packed struct Header:
     uint32_t magic
@@ -62,14 +63,14 @@ cdef packed struct Header:
     uint64_t job
     uint64_t key
     uint32_t slot               # the lane's index of this key
-    # the worker, or the machine whose workers it speaks for; on both ways
+    # the worker, or the machine whose workers it speaks for; the same in both directions
     uint32_t sender
     uint32_t epoch
     uint32_t round
-    uint32_t divisor            # the sum is divided by this; with BROADCAST: the root's rank
+    uint32_t divisor            # divides the sum; with BROADCAST: the root's rank
     int32_t priority            # larger is more urgent
-    uint64_t cookie             # the worker's partition index, returned as it came
-    uint64_t length             # body bytes
+    uint64_t cookie             # the worker's partition index, which the lane copies into its reply
+    uint64_t length             # bytes of the body
 
 
 cdef inline uint64_t padded(uint64_t n) noexcept nogil:
@@ -89,7 +90,7 @@ cdef inline int next_record(
     const char *frame, size_t frame_size, char *second, size_t second_size, bint has_second,
     size_t *at, Header *h, char **body,
 ) noexcept nogil:
-    """Read the record at *at: 1 and advance, 0 at the end, -1 if the bytes are no valid record."""
+    """Read the record at *at. Returns 1 and advances, 0 at the end, or -1 for an invalid record."""
     cdef size_t left = frame_size - at[0]
     if left == 0:
         return 0

@@ -1,1 +1,1 @@
-"""Compression, as the core sees it."""
+"""Compression in the core: the state of a compressed partition, and the threads that encode."""

@@ -1,1 +1,1 @@
-"""What the core does on GPUs."""
+"""GPU stages of the core: copies, collectives and pinned memory."""

@@ -1,1 +1,1 @@
-"""What the processes of one machine do together."""
+"""Reduction among the processes of one machine, over shared memory."""

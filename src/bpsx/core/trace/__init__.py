@@ -1,1 +1,1 @@
-"""What the core writes down about itself."""
+"""Tracing of the core: records of stages, debug prints and counters."""
