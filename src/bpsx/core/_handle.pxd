@@ -1,4 +1,4 @@
-# What other extension modules see of _handle.pyx.
+# C-level interface of _handle.pyx for other extension modules.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core._tensor cimport Tensor
@@ -25,7 +25,7 @@ cdef class Item:                # see _handle.pyx
     cdef readonly uint64_t address, nbytes
     cdef readonly int priority
     cdef public object begun
-    # of an earlier push_pull, to be used again if nobody else has it; or None
+    # handle of an earlier push_pull, to be reused if nothing else refers to it; or None
     cdef Handle spare
 
     cdef Tensor known_as(self, dict declared, dict codes)
@@ -34,20 +34,20 @@ cdef class Item:                # see _handle.pyx
 
 cdef class Handle:
     cdef Task task
-    cdef CCore *c               # of the core,
-    cdef object core            # ... which it keeps alive
+    cdef CCore *c               # state of the core,
+    cdef object core            # ... which this reference keeps alive
     cdef Tensor tensor
     cdef object owner           # keeps the memory behind task.input and task.output alive
     cdef Py_buffer view_in, view_out
     cdef bint has_in, has_out
     cdef str failure
-    cdef bint by_graph          # a framework's graph waits for it
+    cdef bint by_graph          # a framework's graph waits for this push_pull
     cdef readonly object gpu    # None: not on a GPU
-    cdef object streams         # ... a function that gives the current stream
-    cdef object moment          # ... when the input is there
-    # ... and its own for the end, which need not be the one that tells of it
+    cdef object streams         # with a GPU: function that returns the current stream
+    cdef object moment          # ... recorded when the input is ready
+    # ... the handle's own event; `task.over` may be that of another task in its group
     cdef uint64_t event
-    # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
+    # ... its memory is freed in the order of the stream that made it, as PyTorch's is
     cdef public bint by_stream
     cdef readonly str name
     cdef public object result

@@ -1,14 +1,14 @@
-"""One push_pull; see ``_handle.pyx``."""
+"""Request and handle of a push_pull; see ``_handle.pyx``."""
 
 from typing import Any
 
 from bpsx.local._cuda import Gpu
 
 def own_pid() -> int:
-    """As os.getpid(), without a system call."""
+    """Return os.getpid() without a system call."""
 
 class Request:
-    """A push_pull as its caller wants it; see ``_handle.pyx``."""
+    """Arguments of one push_pull; see ``_handle.pyx``."""
 
     source: Any
     target: Any
@@ -51,13 +51,13 @@ class Request:
     def keeps(self) -> bool: ...
 
 class Item:
-    """A tensor of several that are summed in place, all on one GPU and made by one stream.
+    """One of several tensors that are summed in place, all made by one stream of one GPU.
 
     ``view``: see :class:`bpsx.plugin.adapter.TensorView`.
     """
 
-    #: The :class:`Handle`, when it has begun; the exception that has kept it from that; None
-    #: before.
+    #: The :class:`Handle`, once the push_pull has begun; the exception, if it could not begin;
+    #: None before.
     begun: Any
     def __init__(self, name: str, view: Any, priority: int = 0) -> None: ...
     @property
@@ -79,8 +79,8 @@ class Handle:
     """One push_pull under way. Thread-safe."""
 
     result: Any
-    #: On a GPU: its memory is freed in the order of the stream that made it, as PyTorch's is, and
-    #: can be let go when that has met the end.
+    #: On a GPU: the memory is freed in the order of the stream that made it, as PyTorch's is. The
+    #: handle may drop its reference once that stream waits for the end.
     by_stream: bool
     @property
     def name(self) -> str: ...
@@ -89,7 +89,7 @@ class Handle:
     def done(self) -> bool:
         """Whether the operation has ended, well or not. Does not block."""
     def wait(self, timeout: float | None = None) -> Any:
-        """The result.
+        """Wait for the end and return the result.
 
         Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds.
         """

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""One push_pull, as who asks for it among others and who waits for it sees it."""
+"""Request and handle of a push_pull: what a caller passes to the core, and what it waits for."""
 from cpython.buffer cimport (
     PyBUF_CONTIG, PyBUF_CONTIG_RO, PyBuffer_Release, PyObject_GetBuffer,
 )
@@ -18,24 +18,25 @@ from bpsx.system.sync cimport atomic_load, lock, now_ns, unlock
 from bpsx import errors
 from bpsx.system.tracebacks import CUT, shorten
 
-# How long a wait stays without the GIL before it looks for signals (Ctrl-C).
+# Longest time that a wait stays without the GIL before it checks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
 
 
 def own_pid() -> int:
-    """As os.getpid(), without a system call."""
+    """Return os.getpid() without a system call."""
     return c_own_pid()
 
 
 cdef class Request:
-    """A push_pull as its caller wants it. One thread fills it in; the core copies what it needs.
+    """Arguments of one push_pull. One thread fills it in; the core copies what it needs.
 
     ``source``, ``target``: C-contiguous buffers, or pairs (address, bytes) that ``owner`` keeps
-    alive. ``source`` None pushes nothing: a broadcast's receivers. ``divisor`` divides the sum; of
-    a broadcast it is the root's rank. ``asynchronous``: add to the servers' value and get that, or,
-    in a broadcast, set it. ``rate``: the learning rate, for compression. ``keeps``: get, or with a
-    ``source`` set, the servers' part of the tensor's compression state. ``on``: see
-    :class:`bpsx.local.devices.OnGpu`. ``result``: what waiting for the handle returns.
+    alive. With ``source`` None nothing is pushed, as by a broadcast's receivers. ``divisor``:
+    divides the sum; in a broadcast it is the root's rank. ``asynchronous``: add to the servers'
+    value and return that; in a broadcast, set it. ``will_wait``: the caller waits at once, so no
+    other thread needs to be woken. ``rate``: the learning rate, for compression. ``keeps``: return
+    the servers' part of the tensor's compression state, after setting it to ``source`` if that is
+    given. ``on``: see :class:`bpsx.local.devices.OnGpu`. ``result``: returned by the handle's wait.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ cdef class Request:
 
 
 cdef class Item:
-    """A tensor of several that are summed in place, all on one GPU and made by one stream; see
+    """One of several tensors that are summed in place, all made by one stream of one GPU; see
     :meth:`bpsx.session.session.Session.push_pull_all`.
 
-    ``view``: see :class:`bpsx.plugin.adapter.TensorView`. ``begun``: the handle, when it has begun;
-    what has kept it from that; None before.
+    ``view``: see :class:`bpsx.plugin.adapter.TensorView`. ``begun``: the handle, once the push_pull
+    has begun; the exception, if it could not begin; None before.
     """
 
     def __init__(self, str name, view, int priority=0) -> None:
@@ -64,7 +65,9 @@ cdef class Item:
         )
 
     cdef Tensor known_as(self, dict declared, dict codes):
-        """What the core knows of it, if it is summed as it lies."""
+        """Return the core's tensor of this name, if it is declared with this shape and dtype,
+        uncompressed; otherwise None.
+        """
         cdef Declared found = declared.get(self.name)
         code = codes.get(self.dtype)
         if found is None or code is None:
@@ -75,8 +78,8 @@ cdef class Item:
         return tensor
 
     cdef Handle take_spare(self):
-        """An empty handle: the spare one, if neither the core nor the user has it any more; else
-        a new one.
+        """Return an empty handle: the spare one, if neither the core nor the user refers to it;
+        otherwise a new one.
         """
         cdef Handle handle = self.spare
         self.spare = None
@@ -87,7 +90,7 @@ cdef class Item:
 
 
 cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
-    """Of a push_pull that has not begun."""
+    """Return the handle of a push_pull that has not begun."""
     cdef Handle handle = Handle.__new__(Handle)
     handle.fill(core, c, name, divisor, priority, owner, result)
     return handle
@@ -96,9 +99,9 @@ cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority,
 cdef class Handle:
     """One push_pull under way.
 
-    Keeps input and output alive until both the result is home and the transport has let go.
+    Keeps input and output alive until the result has arrived and the transport has released them.
 
-    Thread-safe: any thread may :meth:`done` or :meth:`wait`.
+    Thread-safe: any thread may call :meth:`done` or :meth:`wait`.
     """
 
     def __dealloc__(self):
@@ -143,7 +146,7 @@ cdef class Handle:
             PyBuffer_Release(&self.view_out)
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
+        """Whether the operation has ended, well or not; on a GPU, ended there. Does not block."""
         cdef int64_t status = atomic_load(&self.task.status)
         if status == PENDING:
             self._ask()
@@ -162,7 +165,7 @@ cdef class Handle:
     def wait(self, timeout=None):       # Cython 3.1 would take no int for a `float | None`
         """Wait for the end and return the result.
 
-        On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
+        On a GPU the current stream waits instead: work queued on it from now on runs after the end.
 
         Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after
         ``timeout`` seconds.
@@ -196,25 +199,28 @@ cdef class Handle:
             self.core.asking.over()
         if self.gpu is None:
             self.core.reap()
-        # failed or not: who goes on with the memory shall not meet us there
+        # Even after a failure: later users of the memory must not meet our copies there.
         else:
             self._meet(self.streams())
         if self.task.status < 0:
-            # Ctrl-C has come to the others, too, whose end is no news then
+            # Ctrl-C has reached the other processes, too: report it instead of their end.
             PyErr_CheckSignals()
             raise self.core.error_of(self)
         return self.result
 
     cdef bint has_ended(self):
-        """Whether a wait would not wait. On a GPU that is when the end has been queued there."""
+        """Whether a wait would return or raise at once.
+
+        On a GPU this is so when the end has been queued there.
+        """
         return atomic_load(&self.task.status) != PENDING
 
     cdef bint has_succeeded(self):
-        """Whether a wait would neither wait nor raise. Only of what is on the host."""
+        """Whether a wait would neither block nor raise. Valid only for tensors on the host."""
         return atomic_load(&self.task.status) == DONE
 
     cdef rest(self):
-        """It has ended and been waited for, and may be used again: then it keeps nothing alive.
+        """Drop the references of a handle that has ended and been waited for, for reuse.
 
         Returns its core.
         """
@@ -222,8 +228,8 @@ cdef class Handle:
         return core
 
     cdef void tell_at_end(self, Tell *tell) noexcept:
-        """Have ``tell.run`` called once, with the status, by whoever ends this, any thread
-        without the GIL; here and now if it has ended.
+        """Have ``tell.run`` called once with the status: by the thread that ends the task, without
+        the GIL, or right here if the task has ended.
         """
         cdef int64_t status
         tell.next = NULL
@@ -241,12 +247,12 @@ cdef class Handle:
                 tell.run(tell, status)
 
     cdef error(self):
-        """What has ended it, where the status is not good."""
+        """Return the exception for a status other than DONE."""
         return self.core.error_of(self)
 
     cdef bint is_behind(self, uint64_t stream, uint64_t by):
-        """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that:
-        then there is nothing left to wait for.
+        """Whether the task has succeeded and ``stream``, whose number is ``by``, already waits for
+        its end, so that nothing is left to wait for.
         """
         if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
             return False
@@ -255,25 +261,26 @@ cdef class Handle:
         return True
 
     cdef _meet(self, uint64_t stream):
-        """Have a stream go on after our end.
+        """Make a stream wait for the end of this task.
 
-        One that goes on after a later end does already: of hundreds of gradients one is enough.
+        A stream that waits for a later end needs no more: one wait is enough for hundreds of
+        gradients.
         """
         cdef uint64_t by = self.gpu.number_of(stream)
         if not met(self.c, &self.task, by):
             self.core.reap()
-            # if only to refuse a captured stream
+            # Called even if the end has come, so that a captured stream is refused.
             self.gpu.wait(
                 stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over
             )
             now_met(self.c, &self.task, by)
         if self.by_stream and stream == self.task.stream:
-            # what takes the memory next comes after us; held on to, it would lie idle until
-            # somebody reaps
+            # The next user of the memory runs after us on that stream. With the reference kept, the
+            # memory would lie idle until the next reap.
             self.owner = None
 
     cdef _between_slices(self, int64_t end):
-        """Look for signals and the time; on the way out somebody else has to drive."""
+        """Check for signals and the deadline; before raising, let another thread drive."""
         self._ask()
         self.core.asking.note(self)
         try:
@@ -290,6 +297,6 @@ cdef class Handle:
             raise
 
     cdef void _ask(self):
-        """Somebody waits for it."""
+        """Note that a thread waits for this push_pull."""
         if self.tensor is not None:
             self.tensor.ask()

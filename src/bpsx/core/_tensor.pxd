@@ -1,4 +1,4 @@
-# What other extension modules see of _tensor.pyx.
+# C-level interface of _tensor.pyx for other extension modules.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.partition cimport Tensor as CTensor
@@ -7,16 +7,16 @@ from bpsx.core.partition cimport Tensor as CTensor
 cdef class Tensor:
     cdef CTensor c
     cdef bytes encoded, codec
-    cdef list made              # what keeps compiled codecs alive
+    cdef list made              # objects that keep compiled codecs alive
     cdef object gpu
-    cdef list coders            # of its partitions, if it is compressed on the GPU
+    cdef list coders            # coders of the partitions, if compressed on the GPU
     cdef readonly str name
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
-    cdef str failure            # why every push_pull of it fails, if it does
-    # when a thread has asked for it last, and since when without a long pause
+    cdef str failure            # text of the error with which every push_pull of it fails, or None
+    # ns of the last question by a thread, and of the first one since a long pause
     cdef int64_t asked, asking_since
-    cdef bint by_graph                  # a framework's graph waits for it
+    cdef bint by_graph                  # a framework's graph waits for this tensor
 
     cdef void ask(self)
     cdef void ask_no_more(self)
@@ -29,10 +29,10 @@ cdef class Declared:
     cdef readonly object shape
     cdef readonly int dtype
     cdef readonly uint64_t nbytes
-    cdef public object codec            # how it is compressed, or None
+    cdef public object codec            # compression, or None
     cdef public Tensor tensor           # None: not placed yet
-    cdef public list pending            # prepared handles, waiting for the placement
+    cdef public list pending            # prepared handles that wait for the placement
     cdef public bint failed
-    cdef public uint32_t uses           # push_pulls that have begun with it
+    cdef public uint32_t uses           # push_pulls that have begun with this declaration
 
     cpdef Tensor now(self, shape, int dtype, codec)

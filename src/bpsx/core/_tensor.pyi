@@ -1,4 +1,4 @@
-"""What a name was declared as, for the core; see ``_tensor.pyx``."""
+"""A declared tensor in the core; see ``_tensor.pyx``."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,14 +9,14 @@ from bpsx.local._cuda import Gpu
 def waiting(
     tensors: Collection[Tensor], age_s: float, everything_ns: int
 ) -> list[tuple[str, int, int, float, float]]:
-    """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other
-    workers and are older than ``age_s`` seconds, the oldest first.
+    """Return (name, generation, round, seconds under way, seconds waited for or -1) of push_pulls
+    that need other workers and are older than ``age_s`` seconds, the oldest first.
 
-    ``everything_ns``: since when all are waited for; 0: not.
+    ``everything_ns``: time from which all are waited for, in ns of the monotonic clock; 0: not.
     """
 
 class Tensor:
-    """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
+    """A declared tensor: its partitions with key, lane and slot. Immutable and thread-safe."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class Tensor:
         made: Sequence[object] = (),
         on_gpu: bytes = b"",
     ) -> None:
-        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes.
+        """``parts``: a list of (key, lane, slot, offset, length); offset and length in bytes.
 
-        ``codec``: how it is compressed, for servers; ``made``: a
+        ``codec``: description of the compression for the servers; ``made``: a
         :class:`bpsx.compression.spec.Made` for each partition. ``on_gpu``: the stages of a
         push_pull on a GPU.
         """
@@ -43,37 +43,36 @@ class Tensor:
     def nbytes(self) -> int: ...
     @property
     def rounds(self) -> int:
-        """How many of its push_pulls have ended, well or not."""
+        """Number of its push_pulls that have ended, well or not."""
     @property
     def busy(self) -> bool:
         """Whether a push_pull of it is under way, as far as the driver knows."""
     def code_on(self, gpu: Gpu, coders: Sequence[object]) -> None:
-        """From now on it is compressed on the GPU, by a :class:`bpsx.compression.gpu.Coder` for
-        each partition.
+        """Compress this tensor on the GPU from now on.
 
-        Before its first push_pull there.
+        ``coders``: a :class:`bpsx.compression.gpu.Coder` for each partition. Call before the first
+        push_pull there.
         """
     def state(self, saved: list[bytes] | None = None) -> list[bytes]:
-        """What is kept of each compressed partition, once it is what ``saved`` says, if that is
-        given.
+        """Return the compression state of each partition, after setting it to ``saved``, if given.
 
         Not while it is :attr:`busy`.
         """
     @property
     def server_bytes(self) -> int:
-        """How many bytes say what the servers keep of it."""
+        """Bytes of the servers' compression state."""
 
 class Declared:
-    """A name as a worker has declared it last."""
+    """A worker's latest declaration of a name."""
 
-    #: How it is compressed.
+    #: Compression, or None.
     codec: Compression | None
     #: None: not placed yet.
     tensor: Tensor | None
-    #: Prepared, waiting for the placement.
+    #: Prepared handles that wait for the placement.
     pending: list[Handle]
     failed: bool
-    #: push_pulls that have begun with it.
+    #: push_pulls that have begun with this declaration.
     uses: int
 
     def __init__(
@@ -93,4 +92,4 @@ class Declared:
     @property
     def nbytes(self) -> int: ...
     def now(self, shape: tuple[int, ...], dtype: int, codec: Compression | None) -> Tensor | None:
-        """What the core knows of it, if it is placed and still means that."""
+        """Return the tensor, if it is placed and the arguments are unchanged; or None."""

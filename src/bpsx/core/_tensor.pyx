@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""What a name was declared as, for the core: its partitions, and what they go through."""
+"""A declared tensor in the core: its partitions and their stages."""
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
@@ -14,23 +14,23 @@ from bpsx.system.sync cimport now_ns
 
 from bpsx.errors import DeviceError
 
-# A thread that has not asked for so long does something else meanwhile; see asking.RECENT.
+# A thread that has not asked for so long is busy with something else; see waiters.RECENT.
 cdef int64_t RECENT_NS = 3_000_000_000
 
 
 def waiting(tensors, double age_s, int64_t everything_ns) -> list:
-    """Of ``tensors``, those whose push_pull needs the other workers and is older than ``age_s``
-    seconds, the oldest first: [(name, generation, round, seconds, seconds that it has been waited
-    for or -1)].
+    """Return push_pulls that need other workers and are older than ``age_s`` seconds.
 
-    ``everything_ns``: since when all are waited for; 0: not.
+    The oldest come first: [(name, generation, round, seconds under way, seconds that a thread has
+    waited for it or -1)]. ``everything_ns``: time from which all are waited for, in ns of the
+    monotonic clock; 0: not.
     """
     cdef int64_t now = now_ns()
     cdef int64_t since
     cdef Tensor tensor
     found = []
-    # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent
-    # memory is read.
+    # Read without the monitor: the pointer to the task may go stale, so only the tensor's own,
+    # permanent memory is read.
     for tensor in list(tensors):
         if (
             tensor.c.current == NULL
@@ -39,7 +39,7 @@ def waiting(tensors, double age_s, int64_t everything_ns) -> list:
         ):
             continue
         since = 0
-        # else what was asked for was an earlier round
+        # An earlier question was about an earlier round.
         if tensor.asked >= tensor.c.started_ns and now - tensor.asked < RECENT_NS:
             since = max(tensor.asking_since, tensor.c.started_ns)
         elif tensor.by_graph:
@@ -56,26 +56,26 @@ def waiting(tensors, double age_s, int64_t everything_ns) -> list:
 
 
 cdef Device *device_of(gpu):
-    """The table of a :class:`bpsx.local._cuda.Gpu`."""
+    """Return the table of a :class:`bpsx.local._cuda.Gpu`."""
     return <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device")
 
 
 cdef class Tensor:
     """A declared tensor: its partitions with key, lane and slot.
 
-    Immutable once made; made by one thread, used by any.
+    One thread makes it; it is immutable afterwards, and any thread may use it.
     """
 
     def __cinit__(
         self, str name, int dtype, list parts, bytes stages, uint32_t generation=0, str codec="",
         made=(), bytes on_gpu=b""
     ):
-        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from
-        ``stages.py``; ``generation``: which declaration of the name this is.
+        """``parts``: a list of (key, lane, slot, offset, length), the last two in bytes;
+        ``stages``: codes from ``stages.py``; ``generation``: number of the name's declaration.
 
-        ``codec``: how it is compressed, as servers are told, and ``made``: a
-        :class:`bpsx.compression.spec.Made` for each partition, if it is. ``on_gpu``: the stages of
-        a push_pull on a GPU.
+        ``codec``: description of the compression for the servers, and ``made``: a
+        :class:`bpsx.compression.spec.Made` for each partition, if it is compressed. ``on_gpu``: the
+        stages of a push_pull on a GPU.
         """
         cdef size_t i
         if max(len(stages), len(on_gpu)) >= MAX_STAGES:
@@ -97,7 +97,7 @@ cdef class Tensor:
         for i in range(len(on_gpu)):
             self.c.on_gpu[i] = on_gpu[i]
         self.c.stages = &self.c.on_host[0]
-        # Where the host decodes, DECOMPRESS behind COPYH2D does nothing; see code_on().
+        # If the host decodes, a DECOMPRESS after COPYH2D does nothing; see code_on().
         self.c.last_stream = (
             UP
             if on_gpu.rstrip(bytes([DECOMPRESS])).endswith(bytes([COPYH2D]))
@@ -109,7 +109,7 @@ cdef class Tensor:
         free_parts(&self.c)
 
     cdef put_on(self, gpu):
-        """Before its first push_pull on a GPU. Idempotent.
+        """Allocate the GPU state, before the first push_pull on a GPU. Idempotent.
 
         Raises :class:`MemoryError`, :class:`~bpsx.errors.DeviceError`.
         """
@@ -122,21 +122,21 @@ cdef class Tensor:
                     raise DeviceError(gpu.failure) if gpu.failure else MemoryError from None
 
     cdef take_off(self):
-        """When nobody drives any more. In the GPU's context."""
+        """Release the GPU state, when no thread drives any more. Call in the GPU's context."""
         if self.gpu is not None:
             take_gpu(&self.c, device_of(self.gpu))
             self.gpu = None
 
     def code_on(self, gpu, list coders) -> None:
-        """Have it compressed on the GPU from now on, by a :class:`bpsx.compression.gpu.Coder` for
-        each partition.
+        """Compress this tensor on the GPU from now on.
 
-        Before its first push_pull there.
+        ``coders``: a :class:`bpsx.compression.gpu.Coder` for each partition. Call before the first
+        push_pull there.
         """
         cdef size_t i
         self.put_on(gpu)
         self.coders = coders
-        self.c.last_stream = BETWEEN        # where kernels decode, or processes spread the result
+        self.c.last_stream = BETWEEN        # kernels decode on it, or collectives spread the result
         for i in range(self.c.n_parts):
             coders[i].store(
                 <uintptr_t>self.c.parts[i].packed.residual,
@@ -145,11 +145,11 @@ cdef class Tensor:
         take_coders(&self.c, coders)
 
     cdef void ask_no_more(self):
-        """A thread that has waited for it does something else from now on."""
+        """Note that a thread has stopped waiting for this tensor."""
         self.asked = 0
 
     cdef void ask(self):
-        """A thread waits for it, or asks whether it has come."""
+        """Note that a thread waits for this tensor, or asks whether it has ended."""
         cdef int64_t now = now_ns()
         if now - self.asked > RECENT_NS:
             self.asking_since = now
@@ -157,7 +157,7 @@ cdef class Tensor:
 
     @property
     def rounds(self) -> int:
-        """How many of its push_pulls have ended, well or not."""
+        """Number of its push_pulls that have ended, well or not."""
         return self.c.parts[0].round if self.c.n_parts else 0
 
     @property
@@ -166,8 +166,8 @@ cdef class Tensor:
         return self.c.current != NULL
 
     def state(self, list saved=None) -> list:
-        """What is kept of each compressed partition, as bytes (core/codec/state.pxd), once it is
-        what ``saved`` says, if that is given.
+        """Return the compression state of each partition as bytes (core/codec/state.pxd), after
+        setting it to ``saved``, if that is given.
 
         Not while it is :attr:`busy`. Raises :class:`ValueError` for bytes of another length.
         """
@@ -187,14 +187,14 @@ cdef class Tensor:
 
     @property
     def server_bytes(self) -> int:
-        """How many bytes say what the servers keep of it: what :meth:`Core.prepare` with
-        ``keeps`` moves.
+        """Bytes of the servers' compression state, which :meth:`Core.prepare` with ``keeps``
+        transfers.
         """
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 
 
 cdef class Declared:
-    """A name as a worker has declared it last."""
+    """A worker's latest declaration of a name."""
 
     def __init__(self, uint32_t generation, shape, int dtype, uint64_t nbytes, codec=None) -> None:
         self.generation, self.shape, self.dtype, self.nbytes, self.codec = (
@@ -203,7 +203,7 @@ cdef class Declared:
         self.pending = []
 
     cpdef Tensor now(self, shape, int dtype, codec):
-        """What the core knows of it, if it is placed and still means that."""
+        """Return the tensor, if it is placed and shape, dtype and codec are unchanged; or None."""
         return (
             self.tensor
             if (

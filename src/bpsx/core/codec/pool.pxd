@@ -1,5 +1,5 @@
-# The threads that encode and decode. The driver gives them partitions, most urgent first, and takes
-# them back; nobody holds the GIL.
+# Thread pool that encodes and decodes partitions. The driver gives it partitions, most urgent
+# first, and takes them back. All of this runs without the GIL.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
@@ -19,7 +19,7 @@ cdef struct Pool:
     Monitor monitor
     # Guarded by it:
     Lane todo                   # only its heap is used
-    Partition *done             # to be taken back, latest first
+    Partition *done             # finished partitions, the latest first
     Partition *at_work[MAX_THREADS]
     bint stopping
     uint32_t n_threads
@@ -27,7 +27,7 @@ cdef struct Pool:
 
 
 cdef inline Pool *pool_new(int threads) except NULL:
-    """Raises MemoryError."""
+    """Allocate a pool for `threads` threads. Raises MemoryError."""
     cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
     if pool == NULL or monitor_init(&pool.monitor) != 0:
         free(pool)
@@ -37,7 +37,7 @@ cdef inline Pool *pool_new(int threads) except NULL:
 
 
 cdef inline void pool_stop(Pool *pool) noexcept nogil:
-    """Have the threads end."""
+    """Make the threads end."""
     lock(&pool.monitor)
     pool.stopping = True
     notify_all(&pool.monitor)
@@ -52,7 +52,7 @@ cdef inline void pool_free(Pool *pool) noexcept nogil:
 
 
 cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:
-    """The driver: a partition has to be encoded or decoded. 0, or -1 when there is no memory."""
+    """Queue a partition (driver). Returns 0, or -1 when out of memory."""
     cdef int rc
     lock(&pool.monitor)
     rc = heap_push(&pool.todo, p)
@@ -62,7 +62,7 @@ cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:
 
 
 cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
-    """The driver: what has been worked on, a list by `next_done`."""
+    """Return the finished partitions (driver): a list by `next_done`."""
     cdef Partition *found
     if atomic_load(&pool.ready) == 0:
         return NULL
@@ -75,8 +75,9 @@ cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
 
 
 cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
-    """The driver, which has failed `tensor`: when this returns nobody reads or writes its tasks'
-    memory any more.
+    """Wait until no thread works on `tensor`, which the driver has failed.
+
+    From then on no pool thread reads or writes the memory of its tasks.
     """
     cdef uint32_t i
     cdef bint busy = True
@@ -91,7 +92,7 @@ cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
 
 
 cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
-    """A thread of the pool: the next partition, waited for; NULL: it is to end."""
+    """Wait for the next partition (pool thread). NULL: the thread is to end."""
     cdef Partition *p = NULL
     lock(&pool.monitor)
     while p == NULL and not pool.stopping:
@@ -100,20 +101,20 @@ cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
             continue
         p = heap_pop(&pool.todo)
         if p.tensor.status != DONE:
-            p = NULL                        # its tasks have been failed
+            p = NULL                        # its tasks have failed
     pool.at_work[me] = p
     unlock(&pool.monitor)
     return p
 
 
 cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nogil:
-    """... and is done with it."""
+    """Return a partition that has been encoded or decoded (pool thread)."""
     lock(&pool.monitor)
     pool.at_work[me] = NULL
     p.next_done = pool.done
     pool.done = p
     atomic_add(&pool.ready, 1)
-    notify_all(&pool.monitor)               # who has failed the tensor may wait for this
+    notify_all(&pool.monitor)               # a driver in pool_forget may wait for this
     unlock(&pool.monitor)
 
 

@@ -1,8 +1,8 @@
-# A compressed partition: what it owns, and how its elements become bytes and come back. For workers
-# and lanes alike.
+# A compressed partition: its state, and encoding and decoding of its elements. Used by workers and
+# lanes.
 #
-# Whoever has the partition at the time (driver, pool thread, lane) is the only one to touch this.
-# kernels/codecs.py says what the functions do.
+# Only the current owner of the partition (driver, pool thread or lane) accesses this.
+# kernels/codecs.py describes the functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -14,42 +14,44 @@ cdef extern from "stdlib.h" nogil:
 
 cdef enum:
     N_OPTIONS = 8               # kernels/codecs.py has the same, and SLACK
-    ALIKE = 6                   # the slot of `options` that a lane sets
+    ALIKE = 6                   # index in `options` that a lane sets
     N_STATE = 4
     SLACK = 64
     PAGE = 4096
-    RATE_BYTES = 8              # `corrected`: a push begins with the learning rate, a float64
+    RATE_BYTES = 8              # with `corrected` a push begins with the learning rate, a float64
     STATE_HEAD = 16 + 8 * N_STATE
 
 cdef struct Packed:
     encode_fn encode
     decode_fn decode
-    # half types: to the wide type and back; NULL: elements are of the wide type
+    # half types: convert to the wide type and back; NULL: elements have the wide type already
     convert_fn widen
     convert_fn narrow
     uint32_t wide_itemsize
     uint64_t n                  # elements
-    uint64_t capacity           # the most bytes that encode makes of them
-    # bytes that encode and decode work in, those for widened elements included
+    uint64_t capacity           # most bytes that encode produces
+    # bytes of scratch memory for encode and decode, including the widened elements
     uint64_t scratch
-    uint64_t aside              # ... which are these first ones
-    uint8_t *wire               # what is sent, and then what has been answered
-    uint64_t size               # of that
+    uint64_t aside              # ... of which the first hold the widened elements
+    uint8_t *wire               # encoded bytes: first those to push, then those of the reply
+    uint64_t size               # bytes in `wire`
     char *residual              # n elements of the wide type; NULL: no error feedback
-    char *momentum              # ... NULL: none
+    char *momentum              # the same; NULL: no momentum
     double state[N_STATE]
     int64_t options[N_OPTIONS]
-    uint64_t counter            # of what has been encoded
-    # bytes begin with the counter: answers take it from pushes, and workers from answers
+    uint64_t counter            # number of encodings
+    # The bytes begin with the counter: replies copy it from pushes, and workers adopt it from
+    # replies.
     bint counted
-    bint sparse                 # a lane's error feedback may keep to what was pushed
+    # a lane's error feedback may be limited to the elements that were pushed
+    bint sparse
     double mu
     bint corrected
     double rate                 # the last learning rate
 
 
 cdef inline uint64_t most_bytes(const Packed *p) noexcept nogil:
-    """A push's longest body."""
+    """Longest body of a push, in bytes."""
     return p.capacity + (RATE_BYTES if p.corrected else 0)
 
 
@@ -62,7 +64,7 @@ cdef inline void packed_free(Packed *p) noexcept nogil:
 
 
 cdef inline Packed *packed_new(made) except NULL:
-    """From a bpsx.compression.spec.Made. Raises MemoryError."""
+    """Allocate the state for a bpsx.compression.spec.Made. Raises MemoryError."""
     cdef Packed *p = <Packed *>calloc(1, sizeof(Packed))
     cdef uint32_t i
     if p == NULL:
@@ -82,7 +84,7 @@ cdef inline Packed *packed_new(made) except NULL:
     p.sparse = made.sparse
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]
-    # Whole pages: an adapter may be told of them, and then forked children may not have them.
+    # Whole pages: a network adapter may register them, and then forked children may lose them.
     p.wire = <uint8_t *>aligned_alloc(
         PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1)
     )
@@ -101,19 +103,20 @@ cdef inline Packed *packed_new(made) except NULL:
 
 
 cdef inline uint64_t state_bytes(const Packed *p) noexcept nogil:
-    """What is kept from round to round: counter, learning rate, `state`, then residual and
-    momentum, where there are any; little-endian.
+    """Bytes of the state that is kept from round to round.
+
+    Counter, learning rate and `state`, then residual and momentum if there are any; little-endian.
     """
     return STATE_HEAD + p.n * p.wide_itemsize * ((p.residual != NULL) + (p.momentum != NULL))
 
 
 cdef inline uint64_t server_state_bytes(const Packed *p) noexcept nogil:
-    """The same of the server's, which has no momentum."""
+    """Bytes of the same state on a server, which has no momentum."""
     return STATE_HEAD + (p.n * p.wide_itemsize if p.residual != NULL else 0)
 
 
 cdef inline void save_state(const Packed *p, char *out) noexcept nogil:
-    """Write `state_bytes` bytes."""
+    """Write the state to `out`: `state_bytes` bytes."""
     cdef uint64_t size = p.n * p.wide_itemsize
     memcpy(out, &p.counter, 8)
     memcpy(out + 8, &p.rate, 8)
@@ -127,7 +130,7 @@ cdef inline void save_state(const Packed *p, char *out) noexcept nogil:
 
 
 cdef inline void load_state(Packed *p, const char *saved) noexcept nogil:
-    """The other way round."""
+    """Read the state from `saved`: `state_bytes` bytes."""
     cdef uint64_t size = p.n * p.wide_itemsize
     memcpy(&p.counter, saved, 8)
     memcpy(&p.rate, saved + 8, 8)
@@ -141,9 +144,9 @@ cdef inline void load_state(Packed *p, const char *saved) noexcept nogil:
 
 
 cdef inline bytes state_of(Packed *p, bytes saved):
-    """What is kept, once it is ``saved``, if that is not None.
+    """Return the state, after setting it to ``saved`` if that is not None.
 
-    Raises ValueError for another partition's.
+    Raises ValueError for bytes of another length.
     """
     cdef bytes found = bytes(state_bytes(p))
     if saved is not None:
@@ -155,9 +158,9 @@ cdef inline bytes state_of(Packed *p, bytes saved):
 
 
 cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:
-    """Have `wanted` bytes of aligned memory to work in, whose content is anything.
+    """Make sure of `wanted` bytes of aligned scratch memory, with undefined content.
 
-    False when there is none.
+    Returns False when out of memory.
     """
     if wanted <= capacity[0]:
         return True
@@ -170,8 +173,8 @@ cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wante
 
 
 cdef inline double correction(Packed *p, double rate) noexcept nogil:
-    """By what the residual is multiplied: the last learning rate over this one, where that is
-    asked for (arXiv 1905.10936).
+    """Factor for the residual: the last learning rate over this one, if the compression asks for
+    it (arXiv 1905.10936); else 1.
     """
     cdef double factor = 1.0
     if p.corrected and rate > 0:
@@ -182,13 +185,13 @@ cdef inline double correction(Packed *p, double rate) noexcept nogil:
 
 
 cdef inline uint64_t head_of(const Packed *p) noexcept nogil:
-    """Bytes of a push before what is encoded."""
+    """Bytes of a push before the encoded ones."""
     return RATE_BYTES if p.corrected else 0
 
 
 cdef inline void adopt_counter(Packed *p, const uint8_t *wire, uint64_t size) noexcept nogil:
-    """Go on from an answer's counter: who had fallen behind, by join() say, is where the others
-    are.
+    """Continue from the counter in a reply, so that a worker that fell behind, for example by
+    join(), catches up with the others.
     """
     if p.counted and size >= sizeof(p.counter):
         memcpy(&p.counter, wire, sizeof(p.counter))
@@ -197,10 +200,10 @@ cdef inline void adopt_counter(Packed *p, const uint8_t *wire, uint64_t size) no
 cdef inline void pack(
     Packed *p, char *elements, uint8_t *wire, char *scratch, double rate, bint head
 ) noexcept nogil:
-    """Encode `elements` into `wire`; `p.size` says how long it is.
+    """Encode `elements` into `wire`, and set `p.size` to the length in bytes.
 
-    `head`: with the learning rate, if it is asked for. Elements of half types are not changed;
-    scratch: see there.
+    `head`: begin with the learning rate, if the compression sends it. Elements of half types are
+    not changed. `scratch`: `p.scratch` bytes, see grow_scratch.
     """
     cdef double factor = correction(p, rate)
     cdef uint64_t begin = head_of(p) if head else 0
@@ -219,9 +222,9 @@ cdef inline void pack(
 cdef inline int unpack(
     Packed *p, uint8_t *wire, uint64_t size, char *elements, char *scratch
 ) noexcept nogil:
-    """Decode into elements. 0, or -1 if `wire` makes no sense.
+    """Decode `wire` into `elements`. Returns 0, or -1 if `wire` is invalid.
 
-    SLACK bytes behind it may be read.
+    Up to SLACK bytes after its end may be read.
     """
     cdef char *wide = scratch if p.narrow != NULL else elements
     if p.decode(wire, size, wide, <uint8_t *>scratch + p.aside, p.options, p.n, 0) != 0:
