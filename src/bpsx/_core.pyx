@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""The worker's side of the native core, as Python sees it.
+"""The worker's core as Python sees it.
 
 :class:`Core` runs the state machine of all partitions over one transport endpoint. The work is done
-in ``core/*.pxd`` without the GIL; this file only hands over.
+in ``core/*.pxd`` without the GIL; this file only converts and hands over.
 """
 import contextlib
 import threading
@@ -47,14 +47,14 @@ from bpsx.core.waiters import Asking
 
 @cython.no_gc_clear
 cdef class Core:
-    """The state machine of a worker's partitions over one endpoint.
+    """State machine of a worker's partitions over one endpoint.
 
     Owned by the session; all methods are thread-safe.
     """
     cdef CCore c
     cdef object endpoint, capsule, thread, machine, watch, gpu, coder
-    cdef readonly object asking     # which threads wait for what: see waiters.py
-    cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
+    cdef readonly object asking     # which threads wait for which handles: see waiters.py
+    cdef readonly int pid       # creator: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
     cdef str failure
@@ -65,12 +65,12 @@ cdef class Core:
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
         machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=()
     ):
-        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each;
-        ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: in how many
-        milliseconds the slowest server's link can take what is in flight to each, 0 for no
-        bound; ``beside``: the servers on this machine; ``machine``: a
+        """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
+        ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
+        flight to each server, as milliseconds of the slowest server's link, 0 for no bound;
+        ``beside``: the servers on this machine; ``machine``: a
         :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and
-        ``rank`` is then the machine's number; ``telemetry``: count the bytes that came home;
+        ``rank`` is then the machine's number; ``telemetry``: count the bytes of completed tensors;
         ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`.
         """
         memset(&self.c, 0, sizeof(CCore))
@@ -111,9 +111,9 @@ cdef class Core:
             self.c.lanes[i].server.beside = servers[i] in beside
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
-        """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it.
+        """Let the core use a :class:`bpsx.local._cuda.Gpu`. Call before the first tensor on it.
 
-        ``group``: collectives that go together at most.
+        ``group``: largest number of collectives in one group.
         """
         self.gpu = gpu
         for tensor in list(self.tensors):
@@ -121,11 +121,11 @@ cdef class Core:
         prepare_gpu(&self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group)
 
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
-        """Ask every lane whether it is there and knows ``secret``; returns the lanes that did not
-        answer, or not rightly, in time.
+        """Check that every lane is alive and knows ``secret``; return the lanes that did not
+        prove it in time.
 
-        Before :meth:`start`; may be called again to go on waiting. ``addresses``: of the lanes, as
-        they know them themselves.
+        Call before :meth:`start`; call again to continue waiting. ``addresses``: each lane's own
+        address, which its proof covers.
         """
         if not self.greeted:
             self.greeted = True
@@ -138,9 +138,9 @@ cdef class Core:
         self.thread.start()
 
     def open_pool(self, int threads) -> None:
-        """Start the threads that compress, before the first tensor that is compressed.
+        """Start the threads that compress. Idempotent.
 
-        Idempotent.
+        Call before the first tensor that is compressed.
         """
         if self.c.pool != NULL:
             return
@@ -153,10 +153,9 @@ cdef class Core:
             worker.start()
 
     def open_coders(self) -> None:
-        """Start the thread that queues kernels, before the first tensor that is compressed on the
-        GPU.
+        """Start the thread that queues compression kernels. Idempotent.
 
-        Idempotent.
+        Call before the first tensor that is compressed on the GPU.
         """
         if self.c.coders == NULL:
             self.c.coders = pool_new(1)
@@ -195,7 +194,7 @@ cdef class Core:
         return handle
 
     def prepare(self, Request request not None, uint64_t nbytes) -> Handle:
-        """The handle of a push_pull whose tensor may not be placed yet.
+        """Return the handle of a push_pull whose tensor may not be placed yet.
 
         :meth:`release` begins it, :meth:`end` ends it.
         """
@@ -231,11 +230,11 @@ cdef class Core:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
     def submit_known(self, Item item not None, dict declared, dict codes, uint32_t divisor) -> bool:
-        """As :meth:`submit` of one item in place, on the host and uncompressed.
+        """Begin a push_pull of one item in place, on the host and uncompressed.
 
-        It has its handle before anything can interrupt the caller; that has no result. False, and
-        nothing done, unless the item is ``declared`` as what it is, of an element type in
-        ``codes``.
+        The item gets its handle before anything can interrupt the caller; the handle has no result.
+        Returns False, with nothing done, unless the item is ``declared`` with its present shape and
+        dtype, and ``codes`` has its element type.
         """
         cdef Handle handle
         cdef Tensor tensor
@@ -253,13 +252,14 @@ cdef class Core:
         return True
 
     def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.core._handle.Item`), in place and at
-        once, with one moment ``on`` the GPU for all but those that are not ``declared``,
-        uncompressed and of an element type in ``codes``, as what they are.
+        """Begin push_pulls of ``items`` (:class:`bpsx.core._handle.Item`) in place, all at once and
+        with one moment ``on`` the GPU.
 
-        Their memory is freed in the order of streams, and is let go when the stream that made it
-        has met the end. Items have their handles before anything can interrupt the caller; those
-        have no result.
+        Skips items that are not ``declared`` with their present shape and dtype, that are
+        compressed, or whose element type is not in ``codes``. The others get their handles before
+        anything can interrupt the caller; these handles have no result. Memory of the items is
+        freed in the order of streams, so it is released once the stream that made it waits for the
+        end.
         """
         cdef Handle handle
         cdef Tensor tensor
@@ -302,7 +302,7 @@ cdef class Core:
                 submit(&self.c, first, last, n, False)
 
     cdef bint _join(self, Handle handle, Tensor tensor) except -1:
-        """A handle gets its tensor. False if that has failed, and the handle has ended."""
+        """Attach a tensor to a handle. False if that failed; then the handle has ended."""
         if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
             self.end(handle, E_DEVICE, self.failed)
             return False
@@ -314,7 +314,7 @@ cdef class Core:
         return True
 
     cdef bint _put_on(self, Tensor tensor, gpu) except -1:
-        """False if that has failed, and everything with it: this may be any thread."""
+        """Put a tensor on the GPU. On failure fail the whole core and return False. Any thread."""
         try:
             tensor.put_on(gpu)
         except (errors.DeviceError, MemoryError) as e:
@@ -323,7 +323,7 @@ cdef class Core:
         return True
 
     def copy_through(self, Handle handle not None, uint64_t nbytes) -> None:
-        """What a push_pull is with a single worker: input to output, done."""
+        """Do the push_pull of a single worker: copy input to output, and end."""
         if handle.gpu is not None:
             self._copy_on_gpu(handle, nbytes)
         elif handle.task.input != NULL and handle.task.input != handle.task.output:
@@ -365,12 +365,12 @@ cdef class Core:
             self.failure = detail
 
     def look(self) -> None:
-        """Let the driver look around: something has changed that it cannot see by itself."""
+        """Make the driver check for changes that it cannot see by itself."""
         tell_news(&self.c)
 
     @property
     def mute(self) -> int:
-        """The lane to which nothing can be sent; -1: there is none."""
+        """The lane to which sending failed; -1: none."""
         return <int>self.c.mute - 1
 
     @property
@@ -383,11 +383,11 @@ cdef class Core:
 
     @property
     def status(self) -> int:
-        """The status that everything ends with since the core has failed, or 0."""
+        """The status with which everything ends since the core failed, or 0."""
         return <int>self.c.failed
 
     def know(self, Tensor tensor not None) -> None:
-        """Learn of a tensor that the machine's other processes push, without pushing it."""
+        """Adopt a tensor that the machine's other processes push, without pushing it."""
         self.tensors.add(tensor)
         if self.gpu is not None:
             self._put_on(tensor, self.gpu)
@@ -395,14 +395,14 @@ cdef class Core:
 
     @property
     def outstanding(self) -> int:
-        """push_pulls under way."""
+        """Number of push_pulls under way."""
         return atomic_load(&self.c.outstanding)
 
     def cut_off(self) -> list:
-        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results
-        that are done and have not come: they never will.
+        """After :meth:`fail`: end GPU work that waits for other processes.
 
-        Returns their names.
+        Overwrites the results of tasks that are done but whose work on the GPU has not ended, since
+        it never will, and returns their names.
         """
         cdef Task *task
         if self.gpu is None:
@@ -420,7 +420,7 @@ cdef class Core:
 
     @property
     def unsettled(self) -> int:
-        """The same, and those that are done while the GPU is still at them, or the transport."""
+        """:attr:`outstanding`, plus those done whose memory the GPU or the transport still uses."""
         self.reap()
         return self.outstanding + (unreaped(&self.c) if self.gpu is not None else 0)
 
@@ -437,7 +437,7 @@ cdef class Core:
         return counters_of(&self.c)
 
     def close(self) -> None:
-        """End what is under way with :class:`ShutdownError`, stop the thread.
+        """End what is under way with :class:`ShutdownError`, and stop the thread.
 
         Close the endpoint *after* this. Idempotent.
         """
@@ -470,14 +470,14 @@ cdef class Core:
             for worker in self.workers:
                 worker.join()
         if self.gpu is not None and self.gpu.usable:
-            # its context may outlive this session
+            # The GPU's context may outlive this session.
             with contextlib.suppress(errors.DeviceError), self.gpu:
                 free_places(&self.c.gpu.places, self.c.device)
                 for tensor in self.tensors:
                     (<Tensor>tensor).take_off()
 
     def settle(self, seconds: float) -> None:
-        """Let what is outstanding go on for a moment, whoever drives."""
+        """Let outstanding work proceed for a moment, whichever thread drives."""
         cdef Handle none = Handle.__new__(Handle)
         cdef int64_t until = now_ns() + <int64_t>(seconds * 1e9)
         with nogil:
@@ -497,15 +497,15 @@ cdef class Core:
         monitor_destroy(&self.c.monitor)
 
     def kick(self) -> None:
-        """Somebody else has to drive from now on, if there is anything to do."""
+        """Wake another thread to drive, if there is anything to do."""
         lock(&self.c.monitor)
         if self.c.outstanding or self.c.news:
             kick(&self.c)
         unlock(&self.c.monitor)
 
     def reap(self) -> None:
-        """Drop the references to handles that are finished and whose memory neither the
-        transport nor the GPU uses any more.
+        """Drop the references to finished handles whose memory neither the transport nor the GPU
+        uses any more.
         """
         cdef Task *task
         if self.c.reap_first == NULL and self.c.reap_on_gpu == NULL:
@@ -521,7 +521,7 @@ cdef class Core:
             (<Handle>handle).owner = None
 
     def error_of(self, Handle handle not None) -> Exception:
-        """What has ended a handle."""
+        """Return the exception for a handle that has failed."""
         cdef int status = <int>handle.task.status
         if self.c.failed and self.c.failed == status:
             self.told = True

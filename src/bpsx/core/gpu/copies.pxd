@@ -1,8 +1,8 @@
-# The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver
-# calls these; see docs/internals/gpus.md.
+# A partition's stages on a GPU: queues their work and polls for its completion. Only the driver
+# calls these functions; see docs/internals/gpus.md.
 #
-# Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each
-# stream only the oldest event is asked for.
+# Nothing here blocks on the GPU. Work queued on one stream completes in order, so only the oldest
+# event of each stream is queried.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -26,7 +26,7 @@ cdef enum:
 
 
 cdef inline bint awaited(Core *c) noexcept nogil:
-    """Whether the GPU is at something whose end has to be seen."""
+    """Whether an event of the GPU is awaited."""
     cdef int i
     for i in range(N_STREAMS):
         if c.gpu.awaited[i].first != NULL:
@@ -42,15 +42,15 @@ cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
-    """Record the partition's event on a stream: what it has queued there has come with that.
+    """Record the partition's event on a stream, after the work that it has queued there.
 
-    0, or an error.
+    Returns 0, or an error.
     """
     return c.device.record(c.device.self, p.gpu.queued[which], c.device.streams[which])
 
 
 cdef inline void await_end(Core *c, Partition *p, int which) noexcept nogil:
-    """Have `arrived` called when the partition's event on that stream comes."""
+    """Have `arrived` called once the partition's event on that stream has fired."""
     p.gpu.next = NULL
     if c.gpu.awaited[which].first == NULL:
         c.gpu.awaited[which].first = p
@@ -60,14 +60,14 @@ cdef inline void await_end(Core *c, Partition *p, int which) noexcept nogil:
 
 
 cdef inline void land(Partition *p) noexcept nogil:
-    """From here on the partition is on the host."""
+    """Continue with the partition's copy in host memory."""
     p.target = p.gpu.host
     if p.source != NULL:
         p.source = p.gpu.host
 
 
 cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
-    """Which bytes of a partition this process's GPU adds up and copies: by `g.owner`."""
+    """Set the bytes of a partition that this process's GPU reduces and copies, by `g.owner`."""
     cdef uint32_t me = m.me % m.group_size
     if g.owner == EVERYBODY:
         g.length = nbytes // item // m.group_size * item
@@ -80,12 +80,12 @@ cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) 
 
 
 cdef inline uint64_t words_at(Partition *p) noexcept nogil:
-    """Where in its place lie copies of `OnGpu.words`."""
+    """Offset within the pinned place of the copies of `OnGpu.words`."""
     return (most_bytes(p.packed) + SLACK + 63) & ~(<uint64_t>63)
 
 
 cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
-    """Pinned memory for this round. False when there is none, and everything has failed."""
+    """Take pinned memory for this round. Returns False, and fails the core, if there is none."""
     cdef OnGpu *g = p.gpu
     cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
     if g.coder != NULL:
@@ -99,7 +99,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
-    """What the partition's stage had queued is over."""
+    """Continue after the GPU work of the partition's stage has completed."""
     cdef int stage = p.tensor.stages[p.stage], rc = 0
     cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
     if p.gpu.doom:
@@ -123,14 +123,12 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
-    """Have the stream of copies to the host go on when that is there which is to be copied or
-    encoded.
+    """Make the device-to-host stream wait until the data to copy or encode is ready.
 
-    0, or an error.
-
-    The user's own work has been done. With neighbours there is the group's sum to come. Alone there
-    is the round before: it ends when its copy up is queued, and who has not waited for it asks for
-    a sum of what will be there then.
+    Returns 0, or an error. The user's own work has completed. With several processes the stream
+    waits for the group's sum. With one process it waits for the tensor's previous round, which ends
+    when its copy up is queued: a script that did not wait for that round asks for a sum of its
+    result.
     """
     cdef Device *d = c.device
     cdef int which = UP if c.machine == NULL else BETWEEN
@@ -138,7 +136,7 @@ cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
-    """COPYD2H: this process's part, into the pinned place."""
+    """COPYD2H: copy this process's part into the pinned place."""
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef char *to
@@ -159,7 +157,7 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
         rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
     if rc == 0 and g.length:
         rc = mark(c, p, DOWN)
-    # the root's, who has joined: nothing may come there before this has been copied
+    # A root that has joined receives into `waste`: it must not be overwritten before this copy.
     if rc == 0 and g.length and g.data == d.waste:
         rc = d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
     if rc != 0:
@@ -171,9 +169,9 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
-    """What has been encoded on the GPU, behind the learning rate, if that travels.
+    """Copy the encoded bytes down, behind the learning rate if that is sent.
 
-    0, or an error.
+    Returns 0, or an error.
     """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
@@ -186,8 +184,8 @@ cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void code(Core *c, Partition *p) noexcept nogil:
-    """COMPRESS and DECOMPRESS on the GPU: what comes before is queued here, and the kernels by
-    the thread that can.
+    """COMPRESS and DECOMPRESS on the GPU: queue what precedes the kernels, and let the coder
+    thread queue the kernels.
     """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
@@ -211,8 +209,8 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void coded(Core *c, Partition *p) noexcept nogil:
-    """The kernels have been queued: find out how many bytes they make, or whether there was
-    sense in what they got.
+    """Copy the result of the queued kernels to the host: the number of encoded bytes, or whether
+    decoding found invalid bytes.
     """
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
@@ -237,7 +235,7 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int pump_coders(Core *c) noexcept nogil:
-    """Take back what the thread that queues kernels has been given. Returns how many partitions."""
+    """Take partitions back from the thread that queues kernels. Returns their number."""
     cdef Partition *p = pool_take(c.coders)
     cdef Partition *following
     cdef int n = 0
@@ -251,7 +249,7 @@ cdef inline int pump_coders(Core *c) noexcept nogil:
 
 
 cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
-    """COPYH2D: this process's part, from the pinned place into the output."""
+    """COPYH2D: copy this process's part from the pinned place into the output."""
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
@@ -285,14 +283,14 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int look_at_user(Core *c) noexcept nogil:
-    """Begin tasks whose input the GPU has made.
+    """Begin tasks whose input the GPU has produced.
 
-    Of those of one stream only the oldest is asked for, and once. Returns how many.
+    Queries only the oldest event of each stream, once. Returns the number of tasks.
     """
     cdef Task *task
     cdef Task *following
-    cdef Task *waits                        # the last that has not been made yet
-    cdef uint64_t come = 0                  # what has been seen last
+    cdef Task *waits                        # the last task whose input is not ready
+    cdef uint64_t come = 0                  # the last input that was ready
     cdef int i, rc, n = 0
     for i in range(USER_STREAMS):
         task = c.gpu.unseen[i].first
@@ -313,14 +311,17 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
                 come = task.recorded
                 watch_no_more(c, task)
                 begin(c, task)
-                # that may have started others
+                # `begin` may have started other tasks
                 following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen
             task = following
     return n
 
 
 cdef inline int pump_gpu(Core *c) noexcept nogil:
-    """Queue what is due, most urgent first, and see what has come. Returns how many partitions."""
+    """Queue due work, most urgent first, and handle events that have fired.
+
+    Returns the number of partitions.
+    """
     cdef Partition *p
     cdef int i, rc, stage, n = look_at_user(c)
     if c.coders != NULL:
@@ -353,7 +354,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
 
 
 cdef inline int prepare_gpu(Core *c, Device *d, uint32_t group) except -1:
-    """Before the first task on it. Raises MemoryError."""
+    """Prepare the core for a GPU, before the first task on it. Raises MemoryError."""
     c.gpu.group = group
     c.gpu.watches = c.machine == NULL or not c.machine.alone
     c.gpu.entered = -1
@@ -365,7 +366,10 @@ cdef inline int prepare_gpu(Core *c, Device *d, uint32_t group) except -1:
 
 
 cdef inline void forget_gpu(Core *c) noexcept nogil:
-    """When nobody drives any more. Its context may be gone: events are, then."""
+    """Free the GPU state when no thread drives any more.
+
+    The GPU's context may be gone, and its events with it.
+    """
     free_places(&c.gpu.places, NULL)
     free(c.gpu.work.heap)
     free(c.gpu.unchecked.heap)

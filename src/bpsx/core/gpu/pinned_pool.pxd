@@ -1,8 +1,8 @@
-# Pinned memory for partitions of tensors on a GPU: places of some sizes, given out and taken back.
-# Only the driver calls these.
+# Pool of pinned memory for partitions of tensors on a GPU, in places of certain sizes. Only the
+# driver calls these functions.
 #
-# What is under way at once bounds what is pinned; a model's weights, broadcast once, leave nothing
-# behind but places for its gradients.
+# The pinned memory is bounded by what is under way at once. For example, a model's weights, which
+# are broadcast once, leave only places that its gradients use again.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -13,22 +13,22 @@ from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
     SMALLEST = 8                # log2 of the bytes of the smallest place
-    STEPPED = 14                # from here on there are four sizes between powers of two
+    STEPPED = 14                # from here on there are four sizes per power of two
     N_KINDS = 160
-    SLAB = 32 << 20             # bytes that are taken at once
+    SLAB = 32 << 20             # bytes that are allocated at once
 
 cdef struct Places:
-    Place *unused[N_KINDS]      # by size, in the order in which they were given back
-    Place *latest[N_KINDS]      # the last of those
-    Place *made                 # all, the latest first
-    char *slab                  # the memory that was taken last,
-    uint64_t slab_offset        # ... where it is in the segment, if it is there,
-    uint64_t slab_bytes         # ... its size
-    uint64_t given              # ... and how much of it has been given out
+    Place *unused[N_KINDS]      # free places by size, in the order in which they were returned
+    Place *latest[N_KINDS]      # the last of these
+    Place *made                 # all places, the latest first
+    char *slab                  # the latest slab,
+    uint64_t slab_offset        # ... its offset in the segment, if it is there,
+    uint64_t slab_bytes         # ... its size,
+    uint64_t given              # ... and the bytes of it that have been given out
 
 
 cdef inline uint64_t bytes_of(uint32_t kind) noexcept nogil:
-    """How large places of a kind are. From a page on they are whole pages."""
+    """Bytes of a place of this kind: whole pages from one page on."""
     cdef uint32_t steps
     if kind <= STEPPED - SMALLEST:
         return <uint64_t>1 << (SMALLEST + kind)
@@ -37,7 +37,7 @@ cdef inline uint64_t bytes_of(uint32_t kind) noexcept nogil:
 
 
 cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
-    """The smallest kind with room for so many bytes."""
+    """The smallest kind with room for `nbytes`."""
     cdef uint32_t kind = 0
     while kind < N_KINDS - 1 and bytes_of(kind) < nbytes:
         kind += 1
@@ -47,10 +47,10 @@ cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
 cdef inline bint take_slab(
     Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
 ) noexcept nogil:
-    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it;
-    the network may read and write there.
+    """Allocate a slab of pinned memory.
 
-    False when there is none.
+    It comes from the device; with several processes it is in the own segment, where the others can
+    reach it. The network may read and write it. Returns False when out of memory.
     """
     cdef uint64_t at
     all.given = all.slab_bytes = 0
@@ -77,12 +77,12 @@ cdef inline bint take_slab(
 cdef inline Place *take_place(
     Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
 ) noexcept nogil:
-    """Room for so many bytes; NULL when there is no memory."""
+    """Return a place of at least `nbytes`; NULL when out of memory."""
     cdef uint32_t kind = kind_for(nbytes)
     cdef uint64_t size = bytes_of(kind), gap
     cdef Place *place = all.unused[kind]
-    # What it was used for may still be on its way up: nobody may write there before, not even the
-    # host. Of others of its size that is later.
+    # Until its last copy up has completed, not even the host may write to a place. The other free
+    # places of this size were returned later, so they are no better.
     if place != NULL and not (place.used and d.query(d.self, place.up) == 0):
         all.unused[kind] = place.next
         place.used = False
@@ -120,7 +120,7 @@ cdef inline void give_place(Places *all, Place *place) noexcept nogil:
 
 
 cdef inline void free_places(Places *all, Device *d) noexcept nogil:
-    """In the GPU's context, or with NULL when that is gone."""
+    """Free all places. Call in the GPU's context, or with NULL if that is gone."""
     cdef Place *place
     while all.made != NULL:
         place = all.made

@@ -1,5 +1,5 @@
-# Tasks that have ended: who goes on after them, and when nobody uses their memory any more. With
-# the GIL: one thread at a time.
+# Tasks that have ended: which streams wait for their end, and when their memory is free again. Call
+# with the GIL: one thread at a time.
 from libc.stdint cimport uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
@@ -9,7 +9,7 @@ from bpsx.system.sync cimport atomic_load, lock, unlock
 
 
 cdef inline Task *take_reaped(Core *c) noexcept nogil:
-    """Those whose memory nobody uses: a list by `next`."""
+    """Return the finished tasks whose memory is no longer in use: a list by `next`."""
     cdef Task *task
     cdef Task *following
     cdef Task *kept = NULL
@@ -32,8 +32,9 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
 
 
 cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
-    """The same of those on a GPU, which ends them in their order: so only the oldest is asked
-    for, and once for a group.
+    """Add the finished tasks on a GPU to `found`.
+
+    The GPU completes them in order, so only the oldest event is queried, and once per group.
     """
     cdef Task *task = c.reap_on_gpu
     cdef void *come = NULL
@@ -57,7 +58,7 @@ cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
 
 
 cdef inline int unreaped(Core *c) noexcept nogil:
-    """How many there are."""
+    """Number of finished tasks whose memory may still be in use."""
     cdef Task *task
     cdef int n = 0
     lock(&c.monitor)
@@ -74,10 +75,10 @@ cdef inline int unreaped(Core *c) noexcept nogil:
 
 
 cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
-    """Whether a user's stream goes on after the end of a task on a GPU, or of another that was
-    queued on the same stream of ours later.
+    """Whether a user's stream already waits for the end of a task on a GPU, or for a later end
+    on the same stream of the core.
 
-    ``by``: its number, 0 if it has none that is its own.
+    ``by``: the stream's unique number, or 0 if it has none.
     """
     return (
         by != 0
@@ -88,7 +89,7 @@ cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
 
 
 cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:
-    """It does from now on."""
+    """Note that the stream waits for the task's end from now on."""
     cdef int i
     if by == 0 or task.ended == 0:
         return
