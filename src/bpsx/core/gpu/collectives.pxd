@@ -1,9 +1,10 @@
-# Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these;
-# see docs/internals/gpus.md.
+# Collectives of a machine's GPUs: decides their order on the root, and queues them. Only the driver
+# calls these functions; see docs/internals/gpus.md.
 #
-# NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an
-# ORDER goes to everybody, in the same sequence, and whoever reads one queues just that, whatever
-# has become of the tensor meanwhile: without one it gives zeros, and throws away what it gets.
+# NCCL needs the same order of collectives everywhere, or GPUs wait for each other for ever. The
+# root decides it and sends each ORDER to all processes, in the same sequence. A process that reads
+# an ORDER queues exactly that collective, whatever has become of its tensor. Without the tensor it
+# sends zeros and discards what it receives.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -28,24 +29,23 @@ from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOC
 from bpsx.system.sync cimport atomic_load
 
 cdef enum:
-    NOBODY = 0xFFFFFFFE         # of this machine: whose data a broadcast is about
-    SMALL_PART = 1 << 16        # bytes: parts that are smaller are not worth a copy each
+    NOBODY = 0xFFFFFFFE         # no process of this machine: owner of a broadcast's data
+    SMALL_PART = 1 << 16        # bytes: smaller parts are not worth a copy each
 
 
-# ---- at the root: what comes next
+# ---- on the root: the next collectives
 
 cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
-    """Whether a process gives a share in this round."""
+    """Whether a process contributes a share in this round."""
     if i == m.me:
         return p.tensor.current.handle != NULL
     return p.shares[i].flags != 0
 
 
 cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
-    """A rank in the groups that stands for a process that is there, in each of them; NOBODY: none
-    does.
+    """A rank within the groups whose process takes part in every group; NOBODY: there is none.
 
-    The root's, if it can be.
+    The root's rank is preferred.
     """
     cdef uint32_t candidate, i, k
     cdef bint there
@@ -60,7 +60,7 @@ cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
-    """Who copies the partition: see OnGpu.owner."""
+    """Choose the rank that copies the partition: see OnGpu.owner."""
     cdef uint32_t i
     for i in range(m.size):
         if not present(m, p, i):                # it has joined
@@ -75,20 +75,20 @@ cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
-    """How the GPUs of a group add; what is left to divide by stays in `p.divisor`."""
+    """Choose how a group's GPUs add; `p.divisor` keeps what remains to divide by."""
     cdef bint halves = p.tensor.dtype == 1 or p.tensor.dtype == 2
     cdef bint floats = halves or p.tensor.dtype == 3 or p.tensor.dtype == 4
     if m.alone:
         return MEAN if floats and p.divisor == m.size else SUM
     if halves and p.divisor % m.size == 0:
-        # The machine's sum could overflow where the average does not: its mean travels.
+        # The machine's sum could overflow where the average does not, so its mean is sent.
         p.divisor //= m.size
         return MEAN
     return SUM
 
 
 cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noexcept nogil:
-    """The ORDER for a partition."""
+    """Fill in the ORDER for a partition."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     memset(order, 0, sizeof(Post))
@@ -128,7 +128,7 @@ cdef inline void tell_all(
 
 
 cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
-    """The round cannot be: other machines have to be told, by a push without a body."""
+    """End a round that cannot happen; a push without a body reports it to other machines."""
     if c.machine.alone:
         fail_partition(c, p, status, a, b)
         return
@@ -144,7 +144,7 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
 
 
 cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
-    """Everybody's share is there: see whether they fit."""
+    """Compare the shares' operations, now that all shares have been posted."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
@@ -165,17 +165,18 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
-    """Decide who adds and copies what. False if nobody can, which ends the round."""
+    """Decide which process adds and copies what. False if none can, which ends the round."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
-    # of a broadcast; wraps if it is on another machine
+    # rank of a broadcast's root; wraps if it is on another machine
     cdef uint32_t i, sender = task.divisor - m.first_rank
     p.gpu.owner = choose_owner(m, p)
     if p.gpu.owner == NOBODY:
         refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
         return False
     if m.n_groups > 1:
-        p.gpu.coder = NULL                      # the CPU adds the groups' sums, and compresses that
+        # the CPU adds the groups' sums, so it compresses, too
+        p.gpu.coder = NULL
     p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
     p.gpu.copied = 0
     if task.broadcast and sender >= m.size:
@@ -184,7 +185,7 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     for i in range(m.size):
         p.shares[i].takes_part = p.shares[i].flags != 0
         p.gpu.others += p.shares[i].takes_part
-        # no more words about this round: the next one's may come
+        # No more posts about this round will come, but those of the next one may.
         if m.alone:
             p.shares[i].flags = 0
     if m.alone:
@@ -203,9 +204,9 @@ cdef inline Partition *next_due(Core *c) noexcept nogil:
 
 
 cdef inline int order_next(Core *c) noexcept nogil:
-    """Tell everybody what to queue next: a group of what is due, results first.
+    """Order and queue the next group of due collectives, results first.
 
-    Returns how many partitions.
+    Returns the number of partitions.
     """
     cdef Machine *m = c.machine
     cdef Partition *p
@@ -227,7 +228,7 @@ cdef inline int order_next(Core *c) noexcept nogil:
 
 
 cdef inline int pump_orders(Core *c) noexcept nogil:
-    """The root's turn. Returns how many partitions went on."""
+    """Order due collectives (root). Returns the number of partitions that advanced."""
     cdef Partition *p
     cdef int n = 0
     while c.gpu.unchecked.size:
@@ -241,10 +242,10 @@ cdef inline int pump_orders(Core *c) noexcept nogil:
     return n
 
 
-# ---- everywhere: what has been ordered
+# ---- on all processes: ordered collectives
 
 cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """Whether the round that an order is about is under way here."""
+    """Whether the round that an ORDER names is under way in this process."""
     cdef int wanted
     if (
         p == NULL
@@ -263,17 +264,17 @@ cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept n
 
 
 cdef inline int end_group(Device *d, int rc) noexcept nogil:
-    """Close what begin_group has opened, whatever has failed in it: the depth is the thread's,
-    which may be the user's.
+    """Close the group that begin_group opened, even after an error in it.
 
-    The first error, or 0.
+    NCCL's group depth belongs to the thread, which may be the user's. Returns the first error, or
+    0.
     """
     cdef int end = d.end_group(d.self)
     return rc if rc != 0 else end
 
 
 cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
-    """Queue the collective about shares. 0, or an error."""
+    """Queue the collective that reduces shares. Returns 0, or an error."""
     cdef Machine *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
@@ -283,7 +284,7 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     if m.alone and o.flags & IS_BROADCAST:
         return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
     if o.flags & IS_BROADCAST:
-        return 0                                # its owner copies it down, and that is all
+        return 0                                # the owner copies it down; nothing else is needed
     if m.alone:
         return d.collect(d.self, ALL_REDUCE, give, get, n, o.dtype, o.reduction, 0, stream)
     if o.group_owner != EVERYBODY:
@@ -306,7 +307,7 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
 
 
 cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
-    """Queue the collective about the result, whose parts lie in place. 0, or an error."""
+    """Queue the collective that distributes the result's parts in place. Returns 0, or an error."""
     cdef Machine *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
@@ -329,7 +330,7 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
 
 
 cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """Queue what is ordered, with the partition's memory if there is one. 0, or an error."""
+    """Queue an ORDER's collective; without a partition use `zeros` and `waste`. 0, or an error."""
     cdef Device *d = c.device
     cdef Task *task = p.tensor.current if p != NULL else NULL
     cdef char *give = d.zeros
@@ -359,10 +360,10 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
 
 
 cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """The average of integers, of the sum that NCCL has been asked for: after its group, which is
-    queued at its end.
+    """Divide NCCL's sum of integers to get the average.
 
-    0, or an error.
+    Queued after the collective's group, since NCCL queues a group's work when the group ends.
+    Returns 0, or an error.
     """
     cdef Device *d = c.device
     cdef Task *task = p.tensor.current
@@ -381,13 +382,13 @@ cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept no
 
 
 cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """The partition's collective has been queued: on to what comes after it."""
+    """Move a partition on after its collective has been queued."""
     cdef Machine *m = c.machine
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
     cdef int status
     if m.me != m.root:
-        advance(c, p)                           # out of COORDINATE_...
+        advance(c, p)                           # leave the COORDINATE_ stage
     if not order.flags & GATHERS and not m.alone:
         g.owner = order.group_owner
         g.data = task.output + p.offset if task.output != NULL else c.device.waste
@@ -402,8 +403,8 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
                 give_up(c, status)
                 return
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
-            p.source = g.host                   # there will be something, whoever copies it
-    # without servers nothing of ours comes after it
+            p.source = g.host                   # there will be data, whichever process copies it
+    # Without servers no work of the core's own follows the collective.
     if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:
         give_up(c, E_DEVICE)
     elif p.tensor.recorded:
@@ -413,9 +414,9 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
 
 
 cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Let our copy engines reach a place in the root's segment.
+    """Make a place in the root's segment accessible to this process's copy engines.
 
-    0, or a status: it cannot be one, or they cannot.
+    Returns 0; E_PROTOCOL if there can be no such place; E_DEVICE if pinning fails.
     """
     cdef Machine *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
@@ -435,16 +436,17 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
 
 
 cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
-    """Record one end for all tasks that end with this group, the last one's.
+    """Record one completion event for all tasks that end with this group: the last one's.
 
-    Each alone would take the driver's lock from who queues the next layer. The last is reaped last,
-    so its event stays what it is for as long as somebody asks for it. 0, or an error.
+    An event for each would hold the NVIDIA driver's lock while the user's thread queues the next
+    layer. The last task is reaped last, so its event stays valid as long as it is queried. Returns
+    0, or an error.
     """
     cdef Task *task
     cdef void *over = NULL
     cdef uint32_t i
     cdef int rc
-    if not c.machine.alone:                     # there is more to do
+    if not c.machine.alone:                     # more stages follow
         return 0
     for i in range(n):
         task = ends_with(c, &c.gpu.orders[i])
@@ -460,9 +462,9 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
 
 
 cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
-    """The task that ends with an order's collective, if it is under way here.
+    """Return the task that ends with an ORDER's collective, if it is under way here.
 
-    One that is recorded ends when that has been seen to have come.
+    A traced task completes only after its event has fired, so it is not returned.
     """
     cdef Task *task = (
         partition_of(c.machine, order.key).tensor.current
@@ -499,10 +501,10 @@ cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
             take_part(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
 
 
-# ---- what the others say
+# ---- posts from other processes
 
 cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
-    """0, or -1 if it makes no sense."""
+    """Handle an ORDER. Returns 0, or -1 if it is invalid."""
     cdef uint32_t n = c.gpu.n_orders
     if (
         c.device == NULL
@@ -521,12 +523,12 @@ cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
 
 
 cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
-    """At the root: somebody has copied its part. 0, or -1 if it makes no sense."""
+    """Handle COPIED or LOADED of another process (root). Returns 0, or -1 if it is invalid."""
     cdef Partition *p = partition_of(c.machine, post.key)
     if p == NULL or p.gpu == NULL:
         return -1
     if not under_way(c, p) or not p.on_gpu or p.shares[post.owner].round != post.round:
-        return 0                                # failed meanwhile
+        return 0                                # the task has failed meanwhile
     if post.flags & IS_COPIED:
         p.gpu.copied += 1
         if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.others:
@@ -539,15 +541,15 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
 
 
 cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Elsewhere: the result is on the host, or the round has failed.
+    """Handle the root's post that the result is on the host, or that the round has failed.
 
-    0, or -1 if it makes no sense.
+    Returns 0, or -1 if the post is invalid.
     """
     cdef int stage = p.tensor.stages[p.stage], status
     if post.status < 0:
         if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
             fail_partition(c, p, post.status, post.detail_a, post.detail_b)
-        else:                                   # it waits for an event
+        else:                                   # an event is awaited: fail when it fires
             p.gpu.doom = post.status
             p.gpu.doom_a = post.detail_a
             p.gpu.doom_b = post.detail_b

@@ -1,5 +1,5 @@
-# The processes of one machine, as one of them sees the others. Owned by `local/_machine.pyx`; the
-# driver's alone while the core runs.
+# The processes of one machine, as seen by one of them. local/_machine.pyx owns this state; while
+# the core runs, it belongs to the driver.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
@@ -16,57 +16,57 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef enum:
     N_DTYPES = 32
-    # a key is the tensor's number times 2^PART_BITS plus the partition's, see placement.py
+    # key = number of the tensor * 2^PART_BITS + number of the partition, see placement.py
     PART_BITS = 20
     MOST_TENSORS = 1 << 24
     PAGE = 4096
     MOST_ROOTS = 64
 
-cdef struct Posts:              # a queue in private memory
+cdef struct Posts:              # queue in private memory
     Post *items
     uint32_t size
     uint32_t capacity
 
 cdef struct Neighbour:
-    Segment *segment            # mapped here
+    Segment *segment            # the neighbour's segment, mapped in this process
     uint64_t nbytes             # of the segment
-    int wake_fd                 # an eventfd that ends its driver's sleep
-    bint dirty                  # has been posted something since it was last woken
-    Posts overflow              # what its ring had no room for
+    int wake_fd                 # eventfd that ends the sleep of its driver
+    bint dirty                  # this process has posted to it since it was last woken
+    Posts overflow              # posts for which its ring had no room
     int64_t gone                # it has left the job in good order; set by any thread
-    bint noticed                # ... and the driver knows
-    int64_t joined              # it has called join(), and not all have; set by any thread
+    bint noticed                # ... and the driver has handled that
+    int64_t joined              # it has called join(), and not all workers have; set by any thread
 
 cdef struct Machine:
     uint32_t size               # processes of this machine
     uint32_t me                 # local rank
-    uint32_t first_rank         # of the workers on this machine
-    uint32_t root               # local rank of the one that speaks to the servers
+    uint32_t first_rank         # rank of the first worker on this machine
+    uint32_t root               # local rank of the process that speaks to the servers
     bint alone                  # there are no servers: the root's sum is the result
-    bint collects               # this process's GPU may be needed by the others
-    uint32_t group_size         # GPUs that reduce together: of a PCIe switch, or all
+    bint collects               # the other processes may need this process's GPU
+    uint32_t group_size         # GPUs that reduce together: those of a PCIe switch, or all
     uint32_t n_groups
-    # of a group: to whom partitions are reduced by turns; 0: each copies a part of it
+    # ranks within a group to which partitions are reduced by turns; 0: each rank copies a part
     uint32_t n_roots
     uint32_t roots[MOST_ROOTS]
-    # which slabs of the root's segment our copy engines reach, by number
+    # by number: slabs of the root's segment that this process has pinned
     uint8_t *pinned
-    Neighbour *all              # by local rank, this process included
-    uint64_t used               # bytes of this process's segment that are taken
-    Posts early                 # shares of tensors that the root does not know yet
+    Neighbour *all              # by local rank, including this process
+    uint64_t used               # bytes of this process's segment that are allocated
+    Posts early                 # shares of tensors that the root has not adopted yet
     Tensor **tensors            # by number, as in the keys
     uint32_t n_tensors
-    Lane work                   # partitions that have to be copied or summed, most urgent first
+    Lane work                   # partitions to copy or sum, most urgent first
     bint somebody_gone
-    int64_t joined_news         # a `joined` has been set
-    char **parts                # room for as many addresses as there are processes
+    int64_t joined_news         # a `joined` has been set since the driver last looked
+    char **parts                # scratch array with an address per process
     Kernels kernels[N_DTYPES]   # by dtype code; `add` is NULL until loaded
     bint (*load)(void *owner, int dtype) noexcept nogil
     void *owner
 
 
 cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
-    """0, or -1 when there is no memory."""
+    """Append a post. Returns 0, or -1 when out of memory."""
     cdef uint32_t wanted
     cdef Post *grown
     if q.size == q.capacity:
@@ -82,10 +82,10 @@ cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
 
 
 cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept nogil:
-    """Tell a neighbour, in order; it is woken by `ring_bells`. 0, or -1 when there is no memory."""
+    """Post to a neighbour, in order; `ring_bells` wakes it. Returns 0, or -1 when out of memory."""
     cdef Neighbour *n = &m.all[to]
     if atomic_load(&n.gone):
-        return 0                            # it reads no more
+        return 0                            # it no longer reads
     n.dirty = True
     if n.overflow.size == 0 and ring_put(&n.segment.rings[m.me], post):
         return 0
@@ -93,8 +93,9 @@ cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept no
 
 
 cdef inline bint ring_bells(Machine *m) noexcept nogil:
-    """Wake whoever sleeps and has been told something; True if something could not be told yet
-    for want of room.
+    """Write queued posts, and wake sleeping neighbours that have posts.
+
+    Returns True if some posts still find no room.
     """
     cdef uint32_t i, sent
     cdef uint64_t one = 1
@@ -118,7 +119,7 @@ cdef inline bint ring_bells(Machine *m) noexcept nogil:
 
 
 cdef inline void shift(Posts *q, uint32_t n) noexcept nogil:
-    """Drop the first n."""
+    """Drop the first n posts."""
     cdef uint32_t i
     if n == 0:
         return
@@ -128,7 +129,7 @@ cdef inline void shift(Posts *q, uint32_t n) noexcept nogil:
 
 
 cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept nogil:
-    """What a neighbour has told us, if anything."""
+    """Take the next post from any neighbour. False if there is none."""
     cdef uint32_t i
     for i in range(m.size):
         if i != m.me and ring_take(&m.all[m.me].segment.rings[i], post):
@@ -138,9 +139,9 @@ cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept no
 
 
 cdef inline bint fall_asleep(Machine *m) noexcept nogil:
-    """Say that our driver sleeps from now on.
+    """Announce that this process's driver goes to sleep.
 
-    False, and taken back, if there is something to do after all.
+    Returns False, with the announcement withdrawn, if there are unread posts.
     """
     cdef uint32_t i
     cdef Segment *own = m.all[m.me].segment
@@ -159,14 +160,14 @@ cdef inline void stay_awake(Machine *m) noexcept nogil:
 cdef inline char *memory_at(
     Machine *m, uint32_t owner, uint64_t offset, uint64_t length
 ) noexcept nogil:
-    """Where a neighbour's bytes are mapped here, or NULL if it cannot be."""
+    """Address of a neighbour's bytes in this process, or NULL if they exceed its segment."""
     if owner >= m.size or offset > m.all[owner].nbytes or length > m.all[owner].nbytes - offset:
         return NULL
     return <char *>m.all[owner].segment + offset
 
 
 cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
-    """The partition with this key, or NULL if this process has none (yet)."""
+    """Return the partition with this key, or NULL if this process has none (yet)."""
     cdef uint64_t number = key >> PART_BITS
     cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
     if number >= m.n_tensors or m.tensors[number] == NULL or part >= m.tensors[number].n_parts:
@@ -175,7 +176,7 @@ cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
 
 
 cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
-    """Prepare a new tensor for exchange on this machine. 0, or -1 when there is no memory."""
+    """Prepare a new tensor for this machine's processes. Returns 0, or -1 when out of memory."""
     cdef uint32_t i, wanted
     cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
     cdef Tensor **grown
@@ -197,7 +198,7 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
                 return -1
     if m.me != m.root:
         nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
-        # Address space for two: see `share_side`. Memory is taken as it is written.
+        # Address space for two places: see `share_side`. Memory is committed as it is written.
         tensor.share_span = nbytes
         if nbytes + tensor.share_span > m.all[m.me].nbytes - m.used:
             return -1
@@ -210,9 +211,9 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
 cdef inline int post_results(
     Machine *m, Partition *p, int status, uint32_t a, uint32_t b
 ) noexcept nogil:
-    """At the root: tell all who have given their share of this round how it ended.
+    """Post how a round ended to all processes that have given their share (root).
 
-    0, or -1 when there is no memory.
+    Returns 0, or -1 when out of memory.
     """
     cdef Post post
     cdef uint32_t i
@@ -240,8 +241,9 @@ cdef inline int post_results(
 
 
 cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
-    """At the root: whether everybody asks for the operation that the root asks for, in the same
-    kind of memory.
+    """Whether all shares ask for the root's operation, in the same kind of memory (root).
+
+    If not, `who` is the rank of a worker that disagrees.
     """
     cdef Task *task = p.tensor.current
     cdef uint32_t i, flags
@@ -261,7 +263,7 @@ cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
 
 
 cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
-    """At the root: whether all who will have given their share of this round."""
+    """Whether all processes that will give a share of this round have done so (root)."""
     cdef uint32_t i
     if p.n_shares + 1 == m.size:
         return True
@@ -272,14 +274,14 @@ cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline bint hosts(Machine *m) noexcept nogil:
-    """Whether this process has to work although nothing of its own is under way: it has joined,
-    and is the root or has a GPU that others need.
+    """Whether this process must work although none of its own operations is under way: it has
+    joined, and it is the root or has a GPU that the others need.
     """
     return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
 
 
 cdef inline int tell_root(Machine *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
-    """Post something about a partition on the GPU. 0, or -1 when there is no memory."""
+    """Post to the root about a partition on a GPU. Returns 0, or -1 when out of memory."""
     cdef Post post
     memset(&post, 0, sizeof(Post))
     post.key = p.key

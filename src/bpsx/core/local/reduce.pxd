@@ -1,13 +1,13 @@
-# What the processes of one machine do for each other: they lay their shares into shared memory, the
-# root adds them, and, when the result is home, everybody copies it out. See
+# Reduction on the host among the processes of one machine. The processes copy their shares into
+# shared memory, the root adds them, and all copy the result out. See
 # docs/internals/one-machine.md.
 #
-# The sum is built in the share of the lowest local rank and travels from there; the root's own
-# input is added last and in the same pass divided, if there are no servers. So the root copies
-# nothing before the push.
+# The sum is made in the share of the lowest local rank and is pushed from there. The root's own
+# input is added last; without servers the same pass divides the sum. So the root copies nothing
+# before the push.
 #
-# Who has called join() gives no share. A root that has joined goes on working for the others, by
-# stand-ins: tasks without input, output and handle.
+# A process that has called join() gives no share. A root that has joined goes on working for the
+# others with stand-ins: tasks without input, output and handle.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -36,10 +36,10 @@ cdef enum:
     WORK_AT_ONCE = 1 << 19      # bytes to copy or add before the network gets a turn again
 
 
-# ---- a process that is not the root
+# ---- processes other than the root
 
 cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
-    """Lay this process's share where the root can add it, and tell the root."""
+    """Copy this process's share to where the root can add it, and post it to the root."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef Post post
@@ -60,12 +60,12 @@ cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
-    """The root's word on a round. 0, or -1 if it makes no sense."""
+    """Handle the root's post about a round. Returns 0, or -1 if it is invalid."""
     cdef Partition *p = partition_of(c.machine, post.key)
     if p == NULL:
         return -1
     if p.tensor.status != DONE or p.tensor.current == NULL:
-        return 0                            # failed meanwhile
+        return 0                            # the task has failed meanwhile
     if p.round == post.round and p.on_gpu:
         return take_gpu_result(c, p, post)
     if p.round != post.round or p.tensor.stages[p.stage] != COORDINATE_BROADCAST:
@@ -77,8 +77,8 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
     if p.source == NULL:
         return -1
     if post.owner == c.machine.me:
-        # The result lies where our share lay, and others may still copy it out when we begin the
-        # next round: that share goes elsewhere.
+        # The result is in this process's share, and others may still copy it out when the next
+        # round begins. So the next share goes to the other place.
         p.share_side ^= 1
     advance(c, p)
     return 0
@@ -87,8 +87,9 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
 # ---- the root
 
 cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept nogil:
-    """This root has joined and pushes nothing itself, but the others need it: begin the round
-    that `post` belongs to in its place.
+    """Begin the round of `post` without a share of this root.
+
+    The root has joined and pushes nothing itself, but the other processes need it.
     """
     cdef Task *task = <Task *>calloc(1, sizeof(Task))
     if task == NULL:
@@ -108,7 +109,7 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
 
 
 cdef inline void consider(Core *c, Partition *p) noexcept nogil:
-    """Somebody's share has come, or will not: perhaps the sum can be made now."""
+    """Move a partition on if its shares are complete: a share has arrived, or will not arrive."""
     cdef Machine *m = c.machine
     cdef uint32_t i
     if p.tensor.status != DONE or p.n_shares == 0 and p.tensor.current == NULL:
@@ -128,7 +129,7 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void consider_all(Core *c) noexcept nogil:
-    """Somebody has joined."""
+    """Check all partitions after a process of this machine has joined."""
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i
     atomic_store(&c.machine.joined_news, 0)
@@ -139,12 +140,12 @@ cdef inline void consider_all(Core *c) noexcept nogil:
 
 
 cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Note a share; with the last one the sum can be made. 0, or -1 if it makes no sense."""
+    """Note a share, and move the partition on after the last. Returns 0, or -1 if invalid."""
     cdef Machine *m = c.machine
     cdef Post *noted = &p.shares[post.owner]
     cdef uint32_t who = 0, count = noted.count
     if p.tensor.status != DONE and p.tensor.status != E_LEFT:
-        # its task fails there, too: the scheduler tells everybody
+        # The sender's task fails as well: the scheduler reports the failure to all processes.
         return 0
     if (
         noted.flags
@@ -169,7 +170,7 @@ cdef inline int take_share(Core *c, const Post *post) noexcept nogil:
 
 
 cdef inline void take_early(Core *c) noexcept nogil:
-    """Look again at shares that came before this process knew their tensor."""
+    """Handle shares that arrived before this process knew their tensor."""
     cdef Machine *m = c.machine
     cdef uint32_t i, n = m.early.size
     cdef Post post
@@ -185,9 +186,9 @@ cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:
 
 
 cdef inline uint32_t gather_parts(Machine *m, Partition *p) noexcept nogil:
-    """What is to be added, into `m.parts`: the shares by local rank, then the root's own.
+    """Collect the addresses to add in `m.parts`: the shares by local rank, then the root's own.
 
-    Returns how many.
+    Returns their number.
     """
     cdef uint32_t i, n = 0
     for i in range(m.size):
@@ -201,13 +202,13 @@ cdef inline uint32_t gather_parts(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline int64_t divisor_here(Machine *m, Partition *p, Kernels *k) noexcept nogil:
-    """What this machine's sum is to be divided by, and what is left for the servers."""
+    """Divisor for this machine's sum; `p.divisor` keeps the part for the servers."""
     if m.alone:
         return p.divisor
     if k.wide_itemsize == k.itemsize or p.divisor % m.size:
         return 1
-    # An average of halves: the machine's sum could overflow where the average does not, so its mean
-    # travels.
+    # Average of half types: the machine's sum could overflow where the average does not, so its
+    # mean is sent.
     p.divisor //= m.size
     return m.size
 
@@ -217,7 +218,7 @@ cdef inline int add_parts(
 ) noexcept nogil:
     """Add the first `parts` of `m.parts` into `target`, which is the first of them or none.
 
-    0, or a status.
+    Returns 0, or a status.
     """
     cdef char *wide = NULL
     cdef uint32_t i
@@ -232,7 +233,7 @@ cdef inline int add_parts(
 
 
 cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
-    """Make the machine's sum where `p.target` is. 0, or a status."""
+    """Make the machine's sum at `p.target`. Returns 0, or a status."""
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
     cdef int64_t n, divisor
@@ -242,7 +243,7 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
     n = p.length // k.itemsize
     divisor = divisor_here(m, p, k)
     if parts == 1:
-        # the root's own, and nobody else's: the output is as good a place
+        # only the root's own input: the sum may as well be made in its output
         if m.parts[0] != p.target:
             memcpy(p.target, m.parts[0], p.length)
         if divisor > 1:
@@ -252,9 +253,9 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
-    """Whose bytes go out. 0, or a status."""
+    """Choose the data that a broadcast sends. Returns 0, or a status."""
     cdef Machine *m = c.machine
-    # wraps if it is on another machine
+    # local rank of the broadcast's root; wraps if it is on another machine
     cdef uint32_t owner = p.tensor.current.divisor - m.first_rank
     if owner >= m.size:
         return 0
@@ -265,7 +266,7 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
         p.result_owner = owner
         p.result_offset = p.shares[owner].offset
         p.target = p.source
-    # a stand-in; the input of an empty tensor may be NULL, too
+    # A stand-in has no handle. Its input cannot tell: that of an empty tensor may be NULL, too.
     elif p.tensor.current.handle == NULL:
         return E_JOINED
     elif m.alone and p.length and p.source != p.target:
@@ -274,8 +275,8 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
-    """Where the sum and the result shall lie: in the first share that there is, else in the
-    root's own output.
+    """Choose the place of the sum and the result: the first share, or without one the root's own
+    output.
     """
     cdef uint32_t i
     for i in range(m.size):
@@ -287,8 +288,8 @@ cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
-    """PCIE_REDUCE, at the root: the sums of the PCIe switches lie one behind the other; add them
-    into the first.
+    """PCIE_REDUCE (root): add the sums of the PCIe switches, which lie one behind the other, into
+    the first.
     """
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
@@ -311,7 +312,7 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
-    """The root's part, once everybody's share is there."""
+    """REDUCE (root): make the sum, or choose a broadcast's data, once all shares are there."""
     cdef Machine *m = c.machine
     cdef uint32_t one = m.first_rank + m.me, other = 0
     cdef int status = 0
@@ -327,15 +328,15 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
             status = add_up(c, p)
         p.source = p.target
     if (status == E_MISMATCH or status == E_JOINED) and not m.alone:
-        # The other machines wait for our push: it goes out without a body and says that the round
-        # has failed.
+        # The other machines wait for this push: it is sent without a body and reports that the
+        # round has failed.
         p.share_status = status
         p.share_a = one
         p.share_b = other
         p.source = NULL
         status = 0
     if status == E_MEMORY or status == E_KERNELS:
-        give_up(c, status)                  # the servers wait for a push that will never come
+        give_up(c, status)                  # the servers will wait in vain for a push
     elif status:
         fail_partition(c, p, status, one, other)
     else:
@@ -343,7 +344,7 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void spread(Core *c, Partition *p) noexcept nogil:
-    """The result is there: tell the others, copy it out."""
+    """BROADCAST: post the result to the other processes (root), and copy it to the output."""
     cdef char *result = p.target if c.machine.me == c.machine.root else p.source
     cdef char *output = p.tensor.current.output + p.offset
     if c.machine.me == c.machine.root and post_results(c.machine, p, 0, 0, 0) != 0:
@@ -354,7 +355,7 @@ cdef inline void spread(Core *c, Partition *p) noexcept nogil:
     advance(c, p)
 
 
-# ---- both
+# ---- all processes
 
 cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
     """Whether a partition of the tensor's current task needs a process that has left."""
@@ -373,7 +374,7 @@ cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
 
 
 cdef inline void notice_deserters(Core *c) noexcept nogil:
-    """Somebody of this machine has left: rounds that lack it can never close."""
+    """Fail rounds that can never close because a process of this machine has left."""
     cdef Machine *m = c.machine
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i, who = 0
@@ -446,16 +447,16 @@ cdef inline int take_posts(Core *c) noexcept nogil:
 
 
 cdef inline int pump_machine(Core *c) noexcept nogil:
-    """Take what the neighbours say, copy and add what is due, ring their bells.
+    """Handle posts, copy and add what is due, and wake neighbours.
 
-    Returns how much was done.
+    Returns the number of posts and partitions handled.
     """
     cdef Machine *m = c.machine
     cdef Partition *p
     cdef uint64_t done = 0
     cdef uint32_t i
     cdef int n
-    # before the posts are read: what somebody posted before it left counts
+    # Checked before the posts are read: what a process posted before it left counts.
     cdef bint gone = gone_news(m)
     n = take_posts(c)
     while m.work.size and done < WORK_AT_ONCE:

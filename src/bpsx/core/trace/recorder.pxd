@@ -1,10 +1,10 @@
-# What the core and the lanes tell about themselves: trace records, debug prints, who comes late.
-# One Watch belongs to one worker's core or to one lane, which write it without the GIL and without
-# a lock; `_recorder.pyx` reads it from another thread.
+# Recorder of the core and the lanes: trace records, debug prints, and workers that come late. A
+# Watch belongs to one worker's core or to one lane, which writes it without the GIL and without a
+# lock; `_recorder.pyx` reads it from another thread.
 #
-# Trace records are a queue with one writer and one reader, in blocks: the writer publishes `n` of a
-# block after the record, and `next` after the following block is ready; the reader frees a block
-# when it has taken all of it and there is a next one. The driver's role passes from thread to
+# Trace records form a queue of blocks with one writer and one reader. The writer publishes a
+# block's `n` after the record, and `next` after the following block is ready. The reader frees a
+# block once it has taken all of it and a next one exists. The driver role passes from thread to
 # thread under the core's monitor, so there is one writer at any moment.
 from libc.stdint cimport int16_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport malloc
@@ -14,7 +14,7 @@ from bpsx.system.sync cimport atomic_load, atomic_store
 
 cdef enum:
     BLOCK_RECORDS = 2048
-    # in the life of a Watch: 2^20 records; what comes later is counted and dropped
+    # Limit for the life of a Watch: 2^20 records. Later records are counted and dropped.
     MOST_BLOCKS = 512
     STAGE_NAMES = 32
     STAGE_NAME_BYTES = 24
@@ -23,23 +23,23 @@ cdef enum Recording:
     WINDOW = 1                  # from BYTEPS_TRACE_START_STEP to BYTEPS_TRACE_END_STEP
     LIVE = 2                    # on demand
 
-cdef enum What:                 # a record is of a stage (core/stage.pxd), or of one of these
-    TOTAL = 0                   # a worker's whole push_pull
-    RECEIVE = 64                # server: from a push's arrival to its sum
+cdef enum What:                 # kind of a record: a stage (core/stage.pxd), or one of these
+    TOTAL = 0                   # whole push_pull of a worker
+    RECEIVE = 64                # server: from the arrival of a push to its sum
     SUM = 65
     SEND = 66
-    ROUND = 67                  # from the first push to the answers
+    ROUND = 67                  # from the first push to the replies
 
 cdef struct Record:             # 48 bytes; timeline.py reads the same layout
-    int64_t begin               # ns of the monotonic clock
+    int64_t begin               # in nanoseconds of the monotonic clock, as `end`
     int64_t end
     uint64_t key
     uint64_t nbytes
-    uint32_t step               # the tensor's push_pulls up to this one, from 1
-    uint32_t peer               # server: the worker; with ROUND: who pushed last
+    uint32_t step               # number of the tensor's push_pull, from 1
+    uint32_t peer               # server: the worker; with ROUND: the worker that pushed last
     uint8_t what
     uint8_t flags
-    int16_t status              # of the push_pull, with TOTAL
+    int16_t status              # with TOTAL: status of the push_pull
     uint32_t spare
 
 cdef struct Block:
@@ -47,7 +47,7 @@ cdef struct Block:
     int64_t n
     Record records[BLOCK_RECORDS]
 
-cdef struct Named:              # server: a key as it was announced; a list that only grows
+cdef struct Named:              # server: a registered key; the list only grows
     Named *next
     uint64_t key
     uint64_t nbytes
@@ -55,18 +55,18 @@ cdef struct Named:              # server: a key as it was announced; a list that
     uint32_t name_bytes
     char name[1]
 
-cdef struct Late:               # what a round waited for this worker alone
+cdef struct Late:               # rounds and time in which a round waited only for this worker
     int64_t rounds
     int64_t ns
 
 cdef struct Watch:
-    int64_t on                  # anything of the next group: all that the data path looks at
+    int64_t on                  # any of the next group is on: the only check on the data path
     int64_t live
     bint window
     uint32_t first
     uint32_t last
     bint messages               # PS_VERBOSE=2
-    bint values                 # the values of sample_key are printed
+    bint values                 # print the values of sample_key
     bint all_values             # ... of every key
     uint64_t sample_key
     bint keys                   # PS_KEY_LOG
@@ -74,21 +74,21 @@ cdef struct Watch:
     char who[64]
     char stages[STAGE_NAMES][STAGE_NAME_BYTES]
 
-    Block *tail                 # the writer's
+    Block *tail                 # owned by the writer
     int64_t blocks
     int64_t lost
-    Block *head                 # the reader's
+    Block *head                 # owned by the reader
     int64_t taken
 
-    # Server: the writer's, read anywhere.
-    int64_t now                 # when the message at hand was begun
-    int64_t arrived             # ... and when it came, if it had to wait for its turn
+    # Server: owned by the writer, read by any thread.
+    int64_t now                 # time at which handling of the current message began
+    int64_t arrived             # ... and at which it arrived, if it had to wait
     int64_t received            # bytes
     int64_t sent
     int64_t open_rounds
-    int64_t waited_ns           # from a round's first push to its last
+    int64_t waited_ns           # from a round's first push to its last, in total
     int64_t named               # Named *, published atomically
-    Slabs slabs                 # where they are; their writer's
+    Slabs slabs                 # memory of that list; owned by its writer
     Late *late                  # by rank
     uint32_t n_late
 
@@ -104,7 +104,7 @@ cdef extern from *:
     #include <time.h>
     #include <unistd.h>
 
-    /* One write per line: lines of several threads and processes do not mix. */
+    /* One write per line, so that lines of several threads and processes do not mix. */
     static void bpsx_say(const char *who, int show_time, const char *format, ...) {
         char line[1280];
         size_t at = 0;
@@ -125,7 +125,7 @@ cdef extern from *:
         va_end(args);
         if (wanted < 0) return;
         size_t end = at + (wanted < left ? wanted : left - 1);
-        for (size_t i = at; i < end; i++)       /* a name from the network may hold anything */
+        for (size_t i = at; i < end; i++)       /* a name from the network may contain any byte */
             if ((unsigned char)line[i] < 32 || line[i] == 127) line[i] = '?';
         line[end++] = '\\n';
         while (write(2, line, end) < 0 && errno == EINTR) {}
@@ -140,7 +140,7 @@ cdef extern from *:
         return bits >> 15 ? -value : value;
     }
 
-    /* One element as text; the codes are those of dtypes.py. */
+    /* Format one element as text; the codes are those of dtypes.py. */
     static void bpsx_element(char *out, size_t size, int dtype, const char *at, uint64_t index) {
         uint16_t h; uint32_t w; float f; double d; int32_t i; int64_t l;
         switch (dtype) {
@@ -161,7 +161,7 @@ cdef extern from *:
     static const char *bpsx_dtype(uint32_t code) { return bpsx_dtypes[code < 9 ? code : 0]; }
     static const int bpsx_itemsize[9] = {1, 2, 2, 4, 8, 1, 1, 4, 8};
 
-    /* Says "<what>: first <x> last <y>" of the elements in memory. */
+    /* Print the number of elements in memory, and the first and last of them. */
     static void bpsx_values(const char *who, int show_time, const char *what, uint64_t key,
         uint32_t step, int dtype, const char *at, uint64_t bytes) {
         char first[40] = "-", last[40] = "-";
@@ -183,21 +183,24 @@ cdef extern from *:
 
 
 cdef inline bint watched(Watch *w) noexcept nogil:
-    """Whether anybody wants to know anything: the one branch that the data path pays when nobody
-    does.
+    """Whether anything is recorded or printed: the only branch that the data path pays when
+    nothing is.
     """
     return w != NULL and atomic_load(&w.on)
 
 
 cdef inline uint8_t recording(Watch *w, uint32_t step) noexcept nogil:
-    """Which recordings step number `step` of a tensor belongs to."""
+    """Return the recordings that step number `step` of a tensor belongs to."""
     return (WINDOW if w.window and w.first <= step <= w.last else 0) | (
         LIVE if atomic_load(&w.live) else 0
     )
 
 
 cdef inline Record *new_record(Watch *w) noexcept nogil:
-    """Where to write the next record, followed by `publish`; NULL when there is no room."""
+    """Return the address for the next record, or NULL when there is no room.
+
+    After the caller has filled it, incrementing `w.tail.n` publishes it.
+    """
     cdef Block *b = w.tail
     if b == NULL or b.n == BLOCK_RECORDS:
         b = <Block *>malloc(sizeof(Block)) if w.blocks < MOST_BLOCKS else NULL
@@ -219,7 +222,7 @@ cdef inline void put(
     Watch *w, uint8_t what, uint8_t flags, uint64_t key, uint32_t step, int64_t begin, int64_t end,
     uint64_t nbytes, uint32_t peer, int status
 ) noexcept nogil:
-    """Append a record."""
+    """Append a record and publish it."""
     cdef Record *r = new_record(w)
     if r == NULL:
         return

@@ -1,4 +1,4 @@
-# What a worker's core writes into its Watch. Called by the driver, and only where `watched` holds.
+# Writes a worker core's records into its Watch. The driver calls these only if `watched` holds.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.wire cimport Header
@@ -12,13 +12,13 @@ from bpsx.core.trace.recorder cimport (
 cdef enum:
     PUSH = 7
     PULL = 8
-    # up to PUSH the values are what this worker, or its machine, gives; afterwards the result
+    # up to PUSH the values are this worker's, or its machine's, input; afterwards the result
     LAST_OF_SOURCE = 7
-    COORDINATE_BROADCAST = 11   # the result is there, in shared memory, but not copied out yet
+    COORDINATE_BROADCAST = 11   # the result is in shared memory, not yet copied out
 
 
 cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
-    """A task's partitions are about to enter their first stage."""
+    """Begin the records of a task whose partitions are about to enter their first stage."""
     cdef int64_t now = now_ns()
     cdef uint32_t i
     tensor.step = tensor.parts[0].round + 1
@@ -28,14 +28,14 @@ cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline uint64_t bytes_of(Partition *p, bint wire) noexcept nogil:
-    """What a stage has moved."""
+    """Bytes that a stage has moved."""
     if wire:
         return p.packed.size
     return p.gpu.span if p.on_gpu else p.length
 
 
 cdef inline void passed(Core *c, Partition *p) noexcept nogil:
-    """A partition is done with its present stage and goes on to the next."""
+    """Record the end of a partition's present stage."""
     cdef Tensor *tensor = p.tensor
     cdef uint32_t stage = tensor.stages[p.stage]
     cdef char *values
@@ -62,7 +62,7 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
-    """A task that was under way has ended, well or not."""
+    """Record the end of a task that was under way, whether it succeeded or not."""
     cdef Tensor *tensor = task.tensor
     cdef uint64_t nbytes = 0
     cdef uint32_t i
@@ -78,7 +78,7 @@ cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
 
 
 cdef inline void spoke(Core *c, const char *what, Header *h, uint32_t lane) noexcept nogil:
-    """PS_VERBOSE=2: a record has been sent or received."""
+    """Print a record that has been sent or received, with PS_VERBOSE=2."""
     if c.watch.messages:
         say(
             c.watch.who, c.watch.show_time, b"%s key %llu round %u %llu bytes, connection %u", what,
