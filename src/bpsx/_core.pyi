@@ -121,6 +121,9 @@ class Core:
     ) -> None:
         """Begin push_pulls of ``items`` in place on the GPU, all at once.
 
+        ``on``: the GPU, a function that returns the current stream, and the moment at which all
+        items are ready.
+
         Skips items that are not ``declared`` with their present shape and dtype, that are
         compressed, or whose element type is not in ``codes``. The others get their handles.
         """

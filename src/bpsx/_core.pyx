@@ -252,8 +252,10 @@ cdef class Core:
         return True
 
     def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
-        """Begin push_pulls of ``items`` (:class:`bpsx.core._handle.Item`) in place, all at once and
-        with one moment ``on`` the GPU.
+        """Begin push_pulls of ``items`` (:class:`bpsx.core._handle.Item`) in place, all at once.
+
+        ``on``: the GPU, a function that returns the current stream, and the moment at which all
+        items are ready.
 
         Skips items that are not ``declared`` with their present shape and dtype, that are
         compressed, or whose element type is not in ``codes``. The others get their handles before

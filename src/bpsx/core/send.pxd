@@ -10,7 +10,7 @@
 #   more connections there and would get still more of it, until each worker is far ahead at another
 #   server. Then every sum waits for its last worker.
 #
-# A server on the own machine would always have room, but its partitions wait for their turn. A
+# A server on this machine would always have room, but its partitions wait for their turn. A
 # server that gets its own machine's pushes early has sums to send while its machine still has to
 # push on the same link. That would delay the latest worker the most, and all wait for that worker.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t

@@ -146,7 +146,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.others if root else p.gpu.answered):
         advance(c, p)
     if queue != NULL:
-        # NCCL's collectives run in the script's order: no other process could run ahead of it.
+        # Without servers NCCL's collectives run in the script's order: no other would be faster.
         p.priority = task.priority if c.gpu.watches else 0
         p.order = c.next_order
         c.next_order += 1

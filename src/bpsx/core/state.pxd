@@ -12,7 +12,7 @@ from bpsx.core.trace.recorder cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
-    USER_STREAMS = 16           # number of lines of unseen tasks; several streams may share one
+    USER_STREAMS = 16           # lines of tasks that await input; several streams may share one
 
 cdef struct Awaited:            # partitions in the order in which their events fire
     Partition *first

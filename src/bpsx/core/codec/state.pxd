@@ -84,7 +84,7 @@ cdef inline Packed *packed_new(made) except NULL:
     p.sparse = made.sparse
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]
-    # Whole pages: a network adapter may register them, and then forked children may lose them.
+    # Whole pages: a network adapter may register them, and then forked children may lack them.
     p.wire = <uint8_t *>aligned_alloc(
         PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1)
     )

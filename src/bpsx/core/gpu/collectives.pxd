@@ -29,7 +29,7 @@ from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOC
 from bpsx.system.sync cimport atomic_load
 
 cdef enum:
-    NOBODY = 0xFFFFFFFE         # no process of this machine: owner of a broadcast's data
+    NOBODY = 0xFFFFFFFE         # the owner of a broadcast's data is not on this machine
     SMALL_PART = 1 << 16        # bytes: smaller parts are not worth a copy each
 
 
@@ -43,7 +43,7 @@ cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
 
 
 cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
-    """A rank within the groups whose process takes part in every group; NOBODY: there is none.
+    """A rank within the groups that contributes a share in every group; NOBODY: there is none.
 
     The root's rank is preferred.
     """

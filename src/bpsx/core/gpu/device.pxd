@@ -62,7 +62,7 @@ cdef struct Device:
     # ends work on the GPU that waits for another process
     void (*abort)(void *self) noexcept nogil
     void *streams[N_STREAMS]
-    void *fence                 # event for mark_end; used by the driver thread only
+    void *fence                 # event for mark_end; owned by the driver thread
     # on the GPU, for a collective in which this process has no tensor:
     char *zeros                 # memory that it sends,
     char *waste                 # ... memory that it receives into,

@@ -27,8 +27,9 @@ cdef struct Posts:              # queue in private memory
     uint32_t size
     uint32_t capacity
 
+# A process of this machine, as this process sees it.
 cdef struct Neighbour:
-    Segment *segment            # the neighbour's segment, mapped in this process
+    Segment *segment            # its segment, mapped in this process
     uint64_t nbytes             # of the segment
     int wake_fd                 # eventfd that ends the sleep of its driver
     bint dirty                  # this process has posted to it since it was last woken
@@ -93,7 +94,7 @@ cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept no
 
 
 cdef inline bint ring_bells(Machine *m) noexcept nogil:
-    """Write queued posts, and wake sleeping neighbours that have posts.
+    """Write queued posts, and wake sleeping processes that have posts to read.
 
     Returns True if some posts still find no room.
     """

@@ -447,7 +447,7 @@ cdef inline int take_posts(Core *c) noexcept nogil:
 
 
 cdef inline int pump_machine(Core *c) noexcept nogil:
-    """Handle posts, copy and add what is due, and wake neighbours.
+    """Handle posts, copy and add what is due, and wake other processes.
 
     Returns the number of posts and partitions handled.
     """
