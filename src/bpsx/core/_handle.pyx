@@ -199,7 +199,7 @@ cdef class Handle:
             self.core.asking.over()
         if self.gpu is None:
             self.core.reap()
-        # Even after a failure: later users of the memory must not meet our copies there.
+        # Even after a failure: later users of the memory must not meet this task's work there.
         else:
             self._meet(self.streams())
         if self.task.status < 0:
@@ -275,8 +275,8 @@ cdef class Handle:
             )
             now_met(self.c, &self.task, by)
         if self.by_stream and stream == self.task.stream:
-            # The next user of the memory runs after us on that stream. With the reference kept, the
-            # memory would lie idle until the next reap.
+            # The next user of the memory runs after this task on that stream. With the reference
+            # kept, the memory would lie idle until the next reap.
             self.owner = None
 
     cdef _between_slices(self, int64_t end):

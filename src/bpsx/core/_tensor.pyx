@@ -136,7 +136,8 @@ cdef class Tensor:
         cdef size_t i
         self.put_on(gpu)
         self.coders = coders
-        self.c.last_stream = BETWEEN        # for kernels that decode, as for spread results
+        # Both if kernels decode and if collectives spread the result.
+        self.c.last_stream = BETWEEN
         for i in range(self.c.n_parts):
             coders[i].store(
                 <uintptr_t>self.c.parts[i].packed.residual,
