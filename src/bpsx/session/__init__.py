@@ -1,1 +1,1 @@
-"""One job, seen from one of its worker processes."""
+"""A worker process's part of one job."""

@@ -1,10 +1,9 @@
-"""What names mean on a worker: their declarations, from the first push_pull to the scheduler's
-answer and to failures.
+"""Declarations of names on a worker, from the first push_pull to the scheduler's reply and to
+failures.
 
-Which push_pulls are summed together follows from one rule. A *declaration* is (epoch, name,
-generation), and has keys of its own on the servers; under a key the n-th push of each worker
-belongs to one round. So what remains is to count alike on all workers after an error: see "After
-an error" in docs/internals/failures.md.
+One rule decides which push_pulls are summed together. A *declaration* is (epoch, name, generation)
+and has its own keys on the servers; under a key the n-th pushes of all workers belong to one round.
+So after an error all workers must count alike: see "After an error" in docs/internals/failures.md.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ log = logging.getLogger("bpsx.session.session")
 
 
 def _stands_for(which: tuple[str, str], name: str) -> bool:
-    """Whether ``which`` means ``name``: ("unnamed", verb); ("name", name); ("below", name), which
-    stands for all that begin with it and a dot, too; or ("beginning", text).
+    """Return whether the pattern ``which`` includes ``name``.
+
+    Patterns are ("unnamed", verb), ("name", name), ("beginning", text), and ("below", name), which
+    includes the name itself and all names that begin with it and a dot.
     """
     kind, text = which
     if kind == "unnamed":
@@ -47,7 +48,10 @@ def _stands_for(which: tuple[str, str], name: str) -> bool:
 
 
 class Declarations:
-    """The part of a session that knows names. The control thread hears; any thread declares."""
+    """The part of a session that knows names.
+
+    The control thread handles the scheduler's messages; any thread may declare.
+    """
 
     _lock: threading.RLock
     _core: Core
@@ -59,30 +63,32 @@ class Declarations:
     reporter: Reporter
 
     def _begin_declarations(self) -> None:
-        self._settled = threading.Condition(self._lock)  # a declaration has been answered
-        # a name as it was used last
+        # Notified when a declaration has been placed or has failed.
+        self._settled = threading.Condition(self._lock)
+        # Latest used declaration of each name.
         self._tensors: dict[str, Declared] = {}
-        # every declaration by (name, generation)
+        # Every declaration by (name, generation).
         self._declared: dict[tuple[str, int], Declared] = {}
-        # ... and by what it is, to find it again
+        # Declarations by (name, shape, dtype code, compression).
         self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], Declared] = {}
-        self._generations: dict[str, int] = {}
-        # what has been refused, for names that are seen later
+        self._generations: dict[str, int] = {}  # next generation of each name
+        # Refusals by the pattern of their names; they also apply to names that are seen later.
         self._renewed: Counter[tuple[str, str]] = Counter()
-        self._lost: dict[str, Declared] = {}  # the latest of a name that has failed
+        self._lost: dict[str, Declared] = {}  # latest failed declaration of each name
         self._epoch = 0
-        # those that have begun push_pulls, or the session
+        # Threads that have begun push_pulls, and the one that has begun the session.
         self._threads = {threading.get_ident()}
-        # push_pulls asked for since the job began, or began anew
+        # Push_pulls that the script has asked for since the last stall or join.
         self._calls = 0
-        # what the scheduler knows to be under way here
+        # Push_pulls in progress as last reported: (name, generation) -> (round, is waited for).
         self._said: dict[tuple[str, int], tuple[int, bool]] = {}
 
-    # ---- what the scheduler says (control thread)
+    # ---- messages of the scheduler (control thread)
 
     def _adopt(self, message: dict[str, Any]) -> None:
-        """A tensor that this machine's root adds for its neighbours while it has joined; declared
-        as if it had been pushed here.
+        """On a root that has joined: add a tensor that the machine's other processes push.
+
+        The tensor is declared as if it had been pushed here.
         """
         name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
         with self._lock:
@@ -114,22 +120,23 @@ class Declarations:
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
-            # Only now may others take the short way in: rounds start in the order of submission.
+            # Set the tensor last: rounds start in the order of submission. Only now may other
+            # threads submit directly.
             declared.tensor = tensor
             self._settled.notify_all()
 
     def _fail_declaration(self, name: str, generation: int, status: int, text: str) -> None:
-        """Workers disagree about what a name means the n-th time: that time is over for all of
-        them, and the next is the n + 1st.
+        """Fail a generation of a name about whose declaration the workers disagree.
 
-        That is right where each has used the declaration once; else nobody can say which of the
-        later ones belong together.
+        That generation is over on all workers; the next push_pull has the next generation. This is
+        right where each worker has used the declaration once. Otherwise it is unknown which of the
+        later push_pulls belong together.
         """
         with self._lock:
             declared = self._declared.get((name, generation))
             if declared is None or declared.failed:
                 return
-            declared.failed = True  # the next push_pull like this one declares it anew
+            declared.failed = True  # the next push_pull of this name and shape declares it anew
             self._lost[name] = declared
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
@@ -139,7 +146,7 @@ class Declarations:
                 self._core.fail_tensor(declared.tensor, status, text)
             used = declared.uses > 0 or self._joining.active
             if not used and self._generations[name] == generation + 1:
-                # who has not used it yet is told when it does
+                # A worker that has not used it yet gets the error when it does.
                 self._generations[name] = generation
             doubtful = declared.uses > 1 or (
                 declared.tensor is not None and declared.tensor.rounds > 0
@@ -153,10 +160,11 @@ class Declarations:
             )
 
     def _reset(self, epoch: int, status: int, text: str) -> None:
-        """No worker can go on: everything under way fails, on all, and all count from zero.
+        """Begin a new epoch: no worker could go on.
 
-        A worker is at one place in its script then, and hears of this there; where that is not so,
-        nobody can say which of the later push_pulls belong together.
+        Everything in progress fails on all workers, and all count from zero. Each worker then has
+        to be at one place in its script and get the error there. Where it is not, it is unknown
+        which of the later push_pulls belong together.
         """
         asking = self._core.asking
         deserted, waits = asking.deserted, asking.all_wait(self._threads - {self._joining.thread})
@@ -190,7 +198,7 @@ class Declarations:
             self._link.send("DOUBT", status=status, text=text[:60_000])
 
     def _end_pending(self, status: int, text: str) -> None:
-        """End what waits for a placement that will not come any more."""
+        """End the handles that wait for a placement, which will not come any more."""
         with self._lock:
             pending = [h for d in self._declared.values() for h in d.pending]
             for declared in self._declared.values():
@@ -201,8 +209,9 @@ class Declarations:
             self._core.end(handle, status, text)
 
     def _report_waiting(self, age_s: float) -> None:
-        """Tell the scheduler what has changed in what is under way here for longer than ``age_s``
-        seconds; once a second, as long as there is any.
+        """Tell the scheduler which push_pulls have been in progress for over ``age_s`` seconds.
+
+        Called once a second; it sends what has changed, as long as there is any such push_pull.
         """
         assert self._link is not None
         waiting = self._core.waiting(age_s)
@@ -233,33 +242,32 @@ class Declarations:
                 last=at + MOST_ITEMS >= end,
             )
 
-    # ---- the way in
+    # ---- declaring (any thread)
 
     def refused(self, kind: str, name: str, count: int = 1) -> None:
-        """``count`` push_pulls of names that ``(kind, name)`` stands for were refused before the
-        session knew of them.
+        """Count ``count`` push_pulls that were refused before the session knew of them.
 
-        They count as they do on workers where they were not refused.
+        ``(kind, name)`` is the pattern of their names. They count as on workers where they were not
+        refused.
         """
         if not self._joining.active:
             self._calls += count
             self._renew_all((kind, name))
 
     def _renew(self, name: str) -> None:
-        """A push_pull of ``name`` was asked for, and has been refused or interrupted: perhaps it
-        has begun, perhaps not.
+        """Have ``name`` declared anew after one of its push_pulls was refused or interrupted.
 
-        So the next one shall not meet what others have pushed for this one: it declares the name
-        anew. Where all workers were refused, they go on together.
+        That push_pull may have begun or not. So the next one must not be summed with what other
+        workers have pushed for this one. Where all workers were refused, they go on together.
         """
         if mine.inside:
-            mine.broken = True  # the verb around it renews all that it needs
+            mine.broken = True  # the outermost verb renews all names that it uses
         else:
             self._renew_all(("name", name))
 
     def _renew_all(self, which: tuple[str, str]) -> None:
-        """Have the names that ``which`` stands for declared anew, also those that have not been
-        seen yet.
+        """Have all names that the pattern ``which`` includes declared anew, including names not yet
+        seen.
         """
         with self._lock:
             if self._link is None or self._closed:
@@ -272,7 +280,7 @@ class Declarations:
             self._renewed[which] += 1
 
     def _generation(self, name: str) -> int:
-        """The next one of ``name``. The lock is held."""
+        """Return the next generation of ``name``. The caller holds the lock."""
         if name not in self._generations:
             self._generations[name] = sum(
                 count for which, count in self._renewed.items() if _stands_for(which, name)
@@ -288,9 +296,9 @@ class Declarations:
         nbytes: int,
         codec: Compression | None,
     ) -> None:
-        """Find what a name means when it is not what it meant last, or declare it.
+        """Find the declaration of a name that differs from its latest one, or make it.
 
-        The lock is held.
+        The caller holds the lock. The wait for another declaration of the name releases it.
         """
         assert self._link is not None
         if self._closed or self._core.failed:
@@ -308,15 +316,15 @@ class Declarations:
         if declared is not None and declared.failed:
             declared = None
         if last is not declared and last is not None and last.pending:
-            # Another meaning of the name is on its way to the scheduler: rounds start in the order
-            # of submission, so it goes first.
+            # The name's previous declaration is not placed yet. Rounds start in the order of
+            # submission, so it goes first.
             while last.pending and not self._core.failed and not self._closed:
                 self._settled.wait(1.0)
             self._first_sight(handle, name, shape, dtype, nbytes, codec)
             return
         lost = self._lost.pop(name, None)
-        # Another thread was using it when it failed; or this push_pull, too, is from before the
-        # script knew.
+        # Another thread was using the declaration when it failed, or the script has begun this
+        # push_pull, too, before it has seen the error.
         if lost is not None and (lost.uses > 1 or name in self._core.asking.unheard):
             self._doubt(
                 Status.MISMATCH,
@@ -326,7 +334,7 @@ class Declarations:
         if declared is None:
             declared = self._declare(name, shape, dtype, nbytes, codec)
         self._tensors[name] = declared
-        declared.codec = codec  # that object: it is compared by identity
+        declared.codec = codec  # later calls compare this object by identity
         declared.uses += 1
         if declared.tensor is not None:
             self._core.release(handle, declared.tensor)
@@ -336,7 +344,7 @@ class Declarations:
     def _declare(
         self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None
     ) -> Declared:
-        """Ask the scheduler for places. The lock is held."""
+        """Ask the scheduler for a tensor's keys, lanes and slots. The caller holds the lock."""
         assert self._link is not None
         generation = self._generation(name)
         self._generations[name] = generation + 1

@@ -1,5 +1,6 @@
-"""``join()`` on a worker: out of data, it waits until all others are, while rounds close without
-it.
+"""``join()`` on a worker that has run out of data.
+
+The worker waits until all others have joined. Meanwhile rounds close without it.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from bpsx.errors import JoinedError, PeerLeftError
 
 
 class Joining:
-    """Where this worker stands.
+    """State of ``join()`` on this worker.
 
-    Thread-safe; the control thread calls :meth:`hear` and :meth:`stop`, the user's threads the
+    Thread-safe: the control thread calls :meth:`hear` and :meth:`stop`, the user's threads call the
     rest.
     """
 
     def __init__(self) -> None:
-        self.active = False  # this worker has called join(), and not all have
-        self.thread = 0  # ... and waits in it
+        self.active = False  # this worker has called join(), and some others have not
+        self.thread = 0  # identifier of the thread that is in join(); 0: none
         self._changed = threading.Condition()
-        self._gatherings = 0  # how many have been completed
-        self._last = -1  # who came last to the latest
-        self._left = ""  # who has left instead of joining
+        self._gatherings = 0  # number of joins that all workers have completed
+        self._last = -1  # rank that came last to the latest of them
+        self._left = ""  # error text if a worker has left instead of joining
         self._stopped = False  # the job has failed, or bpsx was shut down
-        self._said = False
+        self._said = False  # JOIN has been sent, and ALL_JOINED has not come
 
     def check(self, name: str) -> None:
-        """Raise :class:`JoinedError` if servers do not count on this worker now."""
+        """Raise :class:`JoinedError` if this worker has joined: servers do not count on it then."""
         if self.active:
             raise JoinedError(
                 f"{name!r}: this worker has called join() and takes part in nothing until all"
@@ -42,12 +43,13 @@ class Joining:
         settle: Callable[[float], None],
         send: Callable[[str], None],
     ) -> int:
-        """Join and wait. Returns the rank that joined last, or -1 if the job has ended meanwhile.
+        """Join, and wait for all other workers.
 
-        ``unfinished``: how many push_pulls are under way; they end first, in ``settle``, with the
-        others' help: a lane that knows of the join before it has this worker's last push would
-        close that round without it. ``send``: to the scheduler. Raises :class:`PeerLeftError` if a
-        worker has left without joining.
+        ``unfinished`` returns the number of push_pulls in progress. They end first, in ``settle``,
+        with the help of the other workers: a lane that learns of the join before it has this
+        worker's last push would close that round without it. ``send`` sends a message to the
+        scheduler. Returns the rank that joined last, or -1 if the job has ended meanwhile. Raises
+        :class:`PeerLeftError` if a worker has left without joining.
         """
         self.thread = threading.get_ident()
         try:
@@ -62,7 +64,8 @@ class Joining:
         send: Callable[[str], None],
     ) -> int:
         with self._changed:
-            # else what is asked next would be refused for the join, and the failure never told
+            # After a failure stay inactive: otherwise the next call would be refused for the join,
+            # and the script would never see the failure.
             self.active = not self._stopped
         try:
             while unfinished() and not self._stopped:
@@ -85,7 +88,7 @@ class Joining:
             raise PeerLeftError(self._left)
 
     def hear(self, message: dict[str, Any]) -> None:
-        """What the scheduler says: ALL_JOINED with the ``last`` rank, or UNJOINED with a
+        """Handle a message of the scheduler: ALL_JOINED with the rank ``last``, or UNJOINED with a
         ``text``.
         """
         with self._changed:
@@ -98,7 +101,7 @@ class Joining:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """The job is over, well or not."""
+        """End all waits: the job has failed, or bpsx is being shut down."""
         with self._changed:
             self._stopped = True
             self.active = False

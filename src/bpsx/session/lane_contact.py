@@ -1,5 +1,5 @@
-"""A worker's first contact with the servers' lanes: waits until all have answered, and finds out
-why one does not.
+"""A worker's first contact with the lanes: wait until all have replied, or find out why one does
+not.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from bpsx.transports.reach import PATIENCE, Probe, unreachable
 from bpsx.transports.sockets.listener import Unreachable
 
 log = logging.getLogger("bpsx.connections")
-#: Seconds of silence after which a lane's port is tried; and between two lines that say who is
-#: silent.
+#: Seconds of silence after which a lane's port is probed; seconds between two log lines that name
+#: the silent lanes.
 _TRY_AFTER, _REPORT_EVERY = 2.0, 10.0
 
 
 def connect_lanes(
     who: str, lanes: Sequence[tuple[str, str]], connect: Callable[[int, str], None]
 ) -> None:
-    """``connect`` to each of ``lanes`` (name and address) by its number.
+    """Call ``connect`` with the index and address of each of ``lanes``, pairs of name and address.
 
     Raises :class:`~bpsx.errors.RendezvousError`, naming ``who`` and the lane that cannot be
     reached.
@@ -41,11 +41,12 @@ def greet_lanes(
     hear: Callable[[], None],
     seconds: float,
 ) -> None:
-    """Wait for the answers of ``lanes`` (name and address), at most ``seconds``.
+    """Wait at most ``seconds`` for the replies of ``lanes``, pairs of name and address.
 
-    ``silent`` waits a little and returns the lanes that have not answered. ``broken`` says whose
-    connection has broken, once the scheduler has had time to say why. ``hear`` raises what the
-    scheduler says meanwhile. Raises :class:`~bpsx.errors.RendezvousError`, naming ``who``.
+    ``silent`` waits briefly and returns the indices of the lanes that have not replied. ``broken``
+    names the lane whose connection has broken, once the scheduler has had time to name a cause;
+    otherwise it returns an empty string. ``hear`` raises the error that the scheduler reports
+    meanwhile. Raises :class:`~bpsx.errors.RendezvousError`, naming ``who``.
     """
     began, report = time.monotonic(), time.monotonic() + _REPORT_EVERY
     probes: dict[int, Probe] = {}

@@ -1,4 +1,4 @@
-"""What can be declared."""
+"""Limits on the names and sizes of declared tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from bpsx.scheduler.messages import MAX_NAME
 
 
 def check_name(name: Any, what: str) -> None:
-    """Whether the scheduler can take ``name``. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Raise :class:`~bpsx.errors.ConfigError` if the scheduler cannot accept ``name``.
+
+    ``what``: the start of the error's message.
+    """
     try:
         length = len(name.encode()) if isinstance(name, str) else 0
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -22,7 +25,7 @@ def check_name(name: Any, what: str) -> None:
 
 
 def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
-    """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""
+    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of ``nbytes`` bytes is not allowed."""
     check_name(name, "a tensor to send")
     most = PARTS_PER_TENSOR * partition_bytes
     if nbytes > most:
@@ -33,10 +36,10 @@ def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
 
 
 def capacity(length: int) -> int:
-    """``length`` rounded up to the next of about 1.25 to the power of n.
+    """Round ``length`` up to the next step of a series that grows by a factor of about 1.25.
 
-    What a name means is never forgotten, so lengths that change must not be declared as they are:
-    90 steps reach 10^9.
+    A declaration is kept until the job ends, so lengths that change must not be declared as they
+    are. 90 steps reach 10^9.
     """
     step = 0
     while step < length:

@@ -1,7 +1,7 @@
-"""Counts calls that are refused before they reach the session as those that are not.
+"""Counting of calls that are refused before they reach the session.
 
-Another worker's call may have been accepted. So the next one under that name must not meet what the
-other has pushed for this one: see "After an error" in
+Another worker's call may have been accepted. So the next push_pull of that name must not be summed
+with the one that the other worker has already pushed: see "After an error" in
 docs/internals/failures.md.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from bpsx import errors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: What all workers hear of, or what ends the job: it needs no counting.
+#: Errors that reach all workers or end the job; calls that raise them need no counting.
 _TOLD = (
     errors.PeerLostError,
     errors.MismatchError,
@@ -33,8 +33,10 @@ _TOLD = (
 
 
 class _Mine(threading.local):
-    """What the calling thread has done: push_pulls that it has asked the session for, whether it is
-    in a counted call, and whether the session has refused a push_pull of that.
+    """State of the calling thread.
+
+    ``asked``: number of push_pulls that it has asked the session for. ``inside``: whether it is in
+    a counted call. ``broken``: whether the session has refused a push_pull of that call.
     """
 
     asked = 0
@@ -43,25 +45,26 @@ class _Mine(threading.local):
 
 
 def _without_session(kind: str, name: str, count: int) -> None:
-    """There is nothing to count yet."""
+    """Do nothing: without a session there is nothing to count."""
 
 
 mine = _Mine()
-#: Set by the module that has the session, and called as
-#: :meth:`bpsx.session.declarations.Declarations.refused` is.
+#: Set by the module that owns the session; it has the arguments of
+#: :meth:`bpsx.session.declarations.Declarations.refused`.
 refused: Callable[[str, str, int], None] = _without_session
 
 
 def counted(
     verb: str, wire: str = "{}", several: bool = False, argument: str = "name", prefix: str = ""
 ) -> Callable[[_Function], _Function]:
-    """Decorate a verb whose ``argument`` is a name.
+    """Decorate a verb whose ``argument`` is a name, so that its refused calls are counted.
 
-    Of verbs that call each other the outermost counts.
+    Of verbs that call each other only the outermost counts.
 
-    ``verb``: with ".noname." behind it, names on the wire begin so where the call has none.
-    ``wire``: what the call's name is there; ``prefix``: the argument that is put before it.
-    ``several``: it makes several push_pulls, whose names begin with that.
+    ``verb``: the verb's name; calls without a name have names on the wire that begin with it and
+    ".noname.". ``wire``: format that makes the name on the wire from the call's name. ``prefix``:
+    the argument whose value is put before the name. ``several``: the verb makes several push_pulls,
+    whose names all begin with that name.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -79,8 +82,9 @@ def counted(
 
 
 def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
-    """Decorate a verb that makes the push_pulls of all names that begin with one of
-    ``beginnings``.
+    """Decorate a verb that makes the push_pulls of all names that begin with one of ``beginnings``.
+
+    After a call that fails, all these names are declared anew.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -97,10 +101,11 @@ def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
 def _outermost(
     function: _Function, count: Callable[[BaseException, bool, Any, Any], None]
 ) -> _Function:
-    """``function``, whose errors go to ``count`` unless it was called by another such verb.
+    """Return ``function`` wrapped so that an error goes to ``count``, except in a call by another
+    verb.
 
     ``count`` gets the error, whether the call has asked the session for no push_pull, and the
-    call's arguments.
+    call's positional and keyword arguments.
     """
 
     @functools.wraps(function)
@@ -126,7 +131,7 @@ def _name(
     which: tuple[str, str],
     wire: str,
 ) -> str | None:
-    """What the call's arguments make the name on the wire; None without one."""
+    """Return the name on the wire that the call's arguments make, or None if they have no name."""
     try:
         bound = bind(*args, **more)
     except TypeError:  # arguments that the verb does not have

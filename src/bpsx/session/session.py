@@ -1,5 +1,5 @@
-"""The object that owns a worker's part of a job: configuration, core, transport endpoint, and the
-link to the scheduler.
+"""A worker's session: owner of its configuration, core, transport endpoint and link to the
+scheduler.
 """
 
 from __future__ import annotations
@@ -39,15 +39,19 @@ from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 log = logging.getLogger("bpsx.session.session")
 connections = logging.getLogger("bpsx.connections")
 BARRIER = "bpsx.barrier"
-#: Tensors named in one stall report.
+#: Most tensors named in one stall report.
 MOST_REPORTED = 256
-#: How long a broken data connection waits for the scheduler to say who has died: its word names the
-#: culprit, ours only the victim.
+#: Seconds that a broken data connection waits for the scheduler's message about a death. The
+#: scheduler names the process that has died; the broken connection shows only an effect.
 VERDICT_SECONDS = 1.0
 
 
 class Session(Declarations):
-    """A worker in a job. Thread-safe. :meth:`close` ends it; it cannot be used again.
+    """A worker's part of a job. Thread-safe.
+
+    :meth:`close` ends it; it cannot be used again. ``order`` and ``remembered``: the indices of
+    names and the state of compression that a suspended session left. ``again``: whether this
+    process has been in an earlier job.
 
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or
     :class:`~bpsx.errors.TransportError` on construction.
@@ -60,7 +64,7 @@ class Session(Declarations):
         remembered: Remembered | None = None,
         again: bool = False,
     ) -> None:
-        # whether the scheduler knows of this worker, or has been asked to
+        # Whether this worker has begun to introduce itself to the scheduler.
         self._introduced = False
         try:
             self._set_up(config, order, remembered, again)
@@ -82,19 +86,19 @@ class Session(Declarations):
         self.rank, self.size = config.rank, config.size
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
-        # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
+        # Re-entrant: a user's signal handler may shut down while the main thread holds the lock.
         self._lock = threading.RLock()
         self._begin_declarations()
-        # given, like ``remembered``: as a suspended session left it
+        # A suspended session passes its order on, like ``remembered``.
         self._order: dict[str, int] = dict(order or {})
         self._async: bool = config.asynchronous
-        #: Whether some worker's process has been in an earlier job, so that workers may have kept
-        #: different things from there.
+        #: Whether some worker's process has been in an earlier job. Workers may then have kept
+        #: different state from there.
         self.continued = again
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
-        tensors = self._tensors  # knowing the session itself it would keep it alive
+        tensors = self._tensors  # a reference to the session would keep the session alive
         self.compressing = Compressing(
             config,
             self._near,
@@ -129,7 +133,7 @@ class Session(Declarations):
             )
             self.devices.core = self.compressing.core = self._core
 
-    # ---- coming together
+    # ---- joining the job
 
     def _join(self) -> None:
         link = Link(self.config)
@@ -151,20 +155,20 @@ class Session(Declarations):
             )
             link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
         except BaseException as e:
-            if isinstance(e, Exception):  # the others shall hear the cause, not only of our end
+            if isinstance(e, Exception):  # tell the others the cause, not only that we ended
                 link.give_up(
                     str(e)
                     if isinstance(e, errors.BpsxError)
                     else f"cannot start: {errors.in_short(e)}"
                 )
-            for name in ("_core", "_endpoint", "_near"):  # as far as it came
+            for name in ("_core", "_endpoint", "_near"):  # some may not exist yet
                 if hasattr(self, name):
                     getattr(self, name).close()
             link.stop()
             raise
 
     def _open(self, welcome: dict[str, Any], link: Link) -> None:
-        """Endpoint and core, and before them the meeting with this machine's other processes."""
+        """Open endpoint and core, after the handshake with the machine's other processes."""
         config, job, near = self.config, welcome["job"], self._near
         self.job: int = job
         self._lanes = (
@@ -182,7 +186,7 @@ class Session(Declarations):
                 [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)],
                 self._endpoint.connect,
             )
-        # one lane says it for all of a server
+        # dict() keeps one lane of each server: all lanes of a server are on one host.
         beside = {server for server, address in dict(self._lanes).items() if is_here(address)}
         self._core = Core(
             self._endpoint,
@@ -200,17 +204,16 @@ class Session(Declarations):
         self.devices.core = self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:
-        """Somebody may die while the job comes together.
-
-        Raises :class:`~bpsx.errors.RendezvousError`.
+        """Raise :class:`~bpsx.errors.RendezvousError` if the scheduler reports a death during
+        start-up.
         """
         message = link.news()
         if message is not None and message["type"] == "LOST":
             raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
 
     def _greet(self, link: Link) -> None:
-        """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody
-        may die right now.
+        """Wait until every lane has replied, while listening to the scheduler for reports of
+        deaths.
         """
         lanes = [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)]
         addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
@@ -236,7 +239,7 @@ class Session(Declarations):
         server, address = self._lanes[lane]
         return f"{self._names['server'][server]} at {address}"
 
-    # ---- what the scheduler says (control thread)
+    # ---- messages of the scheduler (control thread)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -252,7 +255,7 @@ class Session(Declarations):
         elif kind in ("ALL_JOINED", "UNJOINED"):
             self.devices.rest(kind == "UNJOINED")
             if kind == "ALL_JOINED":
-                self._calls = 0  # who joined first has asked for fewer
+                self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -268,12 +271,14 @@ class Session(Declarations):
             self.reporter.handle(message)
 
     def _say_heard(self) -> None:
-        """Workers that want to leave wait until all have heard of an error."""
+        """Tell the scheduler that the error has arrived: workers that want to leave wait until all
+        have heard of it.
+        """
         if self._link is not None:
             self._link.send("HEARD")
 
     def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
-        """The job is over: everything under way and everything to come fails."""
+        """End the job: fail everything in progress and everything that is asked for later."""
         if self._leaving or self._failure:
             return
         self._failure = text
@@ -289,8 +294,9 @@ class Session(Declarations):
         self._joining.stop()
 
     def _gpu_failed(self, text: str) -> None:
-        """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here
-        and, when we leave, elsewhere.
+        """Fail what needs the machine's GPUs after their communicator could not be set up.
+
+        Thread bpsx-nccl calls it. The work fails here, and elsewhere when this worker leaves.
         """
         self._core.fail(Status.DEVICE, text)
         self._end_pending(Status.DEVICE, text)
@@ -305,10 +311,11 @@ class Session(Declarations):
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
-        """Once a second: a broken connection that the scheduler had no word about, what is waited
-        for, what can be let go.
+        """Check, once a second, for broken connections, and report waits and free finished handles.
+
+        A broken connection counts as a death if the scheduler has sent no message about it in time.
         """
-        # whoever watches connections knows as much, but where memory was short
+        # The endpoint reports broken connections, except where memory was short.
         if self._broken is None and self._core.mute >= 0:
             self._broken = (
                 time.monotonic(),
@@ -323,8 +330,8 @@ class Session(Declarations):
         if self._near.machine is not None and (
             self._near.machine.deserted or self._near.machine.collects
         ):
-            # A neighbour may have posted before it heard, to an idle root that would never answer;
-            # or the root has, of what has failed here.
+            # Another local process may have posted, before it learned of the failure, to an idle
+            # root that would never reply. Or the root may have posted work that has failed here.
             self._core.look()
         self._core.reap()
         self.compressing.check_told()
@@ -336,18 +343,18 @@ class Session(Declarations):
 
     @property
     def order(self) -> dict[str, int]:
-        """The index of every declared name."""
+        """Index of every declared name, as :meth:`declare` returns it."""
         with self._lock:
             return dict(self._order)
 
     def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
-        """The index of ``name`` in the order in which this worker first saw names; stable from then
-        on.
+        """Return the index of ``name`` in the order in which this worker first saw names; it never
+        changes.
 
-        ``compression``: how its sums travel from now on; the same on all workers, from the same
-        push_pull on. None: as before. ``anew``: for an optimizer, see
+        ``compression``: compression of the name's sums from now on, the same on all workers from
+        the same push_pull on; None leaves it as it was. ``anew``: for an optimizer, see
         :meth:`bpsx.compression.manager.Compressing.begin`. Raises :class:`~bpsx.errors.ConfigError`
-        for what is no name, and for compression in asynchronous training.
+        for an invalid name, and for compression in asynchronous training.
         """
         check_name(name, "declare")
         if anew:
@@ -369,13 +376,12 @@ class Session(Declarations):
         rate: float = -1.0,
         result: object = None,
     ) -> Handle:
-        """Sum (or average) ``source`` over all workers into ``target``; they may be the same
-        memory.
+        """Sum or average ``source`` over all workers into ``target``, which may be the same memory.
 
-        Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right
-        away, and so drives the exchange itself. ``rate``: the learning rate, for names whose
+        Returns at once. A larger ``priority`` is more urgent. ``will_wait``: the caller waits at
+        once, and so drives the exchange itself. ``rate``: the learning rate, for names whose
         compression has ef="corrected". Raises :class:`~bpsx.errors.ConfigError` for a dtype that
-        cannot be summed.
+        cannot be summed, and for a source and a target that differ in shape or dtype.
         """
         try:
             if source.shape != target.shape or source.dtype != target.dtype:
@@ -410,13 +416,13 @@ class Session(Declarations):
     def push_pull_all(
         self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool
     ) -> None:
-        """As :meth:`push_pull` of each, in place, all on a GPU and made by ``stream`` of CUDA's:
-        for many, at a fraction of its costs.
+        """Begin :meth:`push_pull` of many tensors in place, at a fraction of its cost per tensor.
 
-        ``streams``: gives the stream of who waits.
+        All are on GPU ``gpu``, and CUDA's stream ``stream`` has written them. ``streams`` returns
+        the stream of the caller that waits.
 
-        Begins those that it can: they have their handles then, and the others what
-        :meth:`push_pull` would raise. Raises what concerns all.
+        Items that begin get their handles; the others get the exceptions that :meth:`push_pull`
+        would raise. Raises only the errors that concern all items.
         """
         self._threads.add(threading.get_ident())
         try:
@@ -426,7 +432,7 @@ class Session(Declarations):
                 self._refuse(item.name)
             raise
         divisor = self.size if average else 1
-        # those known need no word of ours
+        # Known tensors need no declaration.
         quick = not (self.compressing.any or self._async or self._joining.active)
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
@@ -436,13 +442,13 @@ class Session(Declarations):
                 item.begun = self._begin(item, divisor, on)
 
     def push_pull_known(self, item: Item, average: bool) -> bool:
-        """As :meth:`push_pull`, in place, of a tensor on the host that has been summed before as
-        what it is: for many small ones, at a fraction of its costs.
+        """Begin :meth:`push_pull` of a known host tensor in place, at a fraction of its cost.
 
-        The item has its handle then.
+        It is meant for many small tensors. The tensor must have been summed before with the same
+        declaration. Returns True, and the item has its handle.
 
-        False, and nothing done, if :meth:`push_pull` has to be called: names, element types,
-        compression or join() ask for more.
+        Returns False, and has done nothing, if names, element types, compression or join() require
+        :meth:`push_pull`.
         """
         if self.compressing.any or self._async or self._joining.active:
             return False
@@ -481,7 +487,7 @@ class Session(Declarations):
         result: object = None,
         asynchronous: bool | None = None,
     ) -> Handle:
-        """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
+        """Overwrite ``view`` on all workers with its contents on worker ``root``. Returns at once.
 
         Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
         """
@@ -509,28 +515,29 @@ class Session(Declarations):
         return self.submit(request, view.shape, dtype.code, view.nbytes)
 
     def barrier(self) -> None:
-        """Wait until every worker has called this as often as this worker has."""
+        """Wait until every worker has called this method as often as this worker has."""
         request = Request(BARRIER, (0, 0), (0, 0), priority=2**30, will_wait=True)
         self.submit(request, (), BY_NAME["uint8"].code, 0).wait()
 
     def join(self) -> int:
-        """See :func:`bpsx.join`."""
+        """Join: see :func:`bpsx.join`."""
         if self._link is None:
             return self.rank
         self.devices.rest(True)
-        self._core.asking.everything_ns = monotonic_ns()  # what is under way is waited for
+        self._core.asking.everything_ns = monotonic_ns()  # join() waits for all in progress
         try:
             last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
         finally:
             self._core.asking.everything_ns = 0
         if last < 0:
-            self.barrier()  # raises what has ended the job
+            self.barrier()  # raises the error that has ended the job
         return last
 
     def submit(self, request: Request, shape: tuple[int, ...], dtype: int, nbytes: int) -> Handle:
-        """Begin a push_pull or a broadcast: all but those of many known tensors come through here.
+        """Begin a push_pull or a broadcast.
 
-        ``dtype``: its code; ``nbytes``: of the tensor.
+        Known tensors of :meth:`push_pull_all` and :meth:`push_pull_known` do not come here.
+        ``dtype``: the dtype's code. ``nbytes``: size of the tensor in bytes.
         """
         name = request.name
         self._joining.check(name)
@@ -550,7 +557,7 @@ class Session(Declarations):
             handle = self._core.prepare(request, nbytes)
             if self._link is None:
                 begin = monotonic_ns()
-                # a single worker: the sum is what it pushed
+                # A single worker: the sum equals its input.
                 self._core.copy_through(handle, nbytes)
                 self.reporter.copied(name, begin, nbytes)
                 return handle
@@ -562,10 +569,10 @@ class Session(Declarations):
             raise
 
     def _codec_of(self, request: Request, dtype: int, nbytes: int) -> Compression | None:
-        """How the request's tensor is compressed; None: not.
+        """Return the compression of the request's tensor, or None if it is not compressed.
 
-        Checks what depends on it and adds the momentum that compression keeps. Raises
-        :class:`~bpsx.errors.ConfigError`.
+        It also checks the arguments that depend on compression, and adds the momentum that
+        compression keeps. Raises :class:`~bpsx.errors.ConfigError`.
         """
         if request.broadcast:
             return None
@@ -585,15 +592,16 @@ class Session(Declarations):
         return codec
 
     def _refuse(self, name: str) -> None:
-        """A push_pull of ``name`` has been refused before :meth:`submit`."""
+        """Count a push_pull of ``name`` that was refused before :meth:`submit`."""
         if not self._joining.active:
             self._calls += 1
             mine.asked += 1
             self._renew(name)
 
     def speed(self) -> Speed:
-        """Since the last call, per second in which anything was under way; zeros without
-        telemetry.
+        """Return the speed since the last call, per second in which work was in progress.
+
+        It is zero without telemetry.
         """
         return (
             self._speedometer.read(self._core.counters())
@@ -602,7 +610,7 @@ class Session(Declarations):
         )
 
     def counters(self) -> dict[str, int]:
-        """What has been moved since init: see :meth:`bpsx._core.Core.counters`."""
+        """Return the amounts moved since init: see :meth:`bpsx._core.Core.counters`."""
         return dict(self._core.counters())
 
     @property
@@ -612,16 +620,16 @@ class Session(Declarations):
 
     @property
     def told(self) -> bool:
-        """Whether an exception has told the script of a failure."""
+        """Whether the script has received an exception for the failure of the job."""
         return bool(self._core.told)
 
-    # ---- going
+    # ---- leaving
 
     def close(self, failure: str = "", waited: float = 0.0) -> None:
-        """Leave the job: wait for what is under way, say goodbye, free everything. Idempotent.
+        """Leave the job: wait for work in progress, say goodbye, free everything. Idempotent.
 
-        ``failure``: why this worker ends with work undone; the others are told. ``waited``: how
-        many seconds of ``BPSX_SHUTDOWN_TIMEOUT`` are over. Does not raise.
+        ``failure``: why this worker ends with work undone; the other workers get this text.
+        ``waited``: seconds of ``BPSX_SHUTDOWN_TIMEOUT`` that are already over. Does not raise.
         """
         with self._lock:
             if self._closed:
@@ -643,7 +651,9 @@ class Session(Declarations):
             self._near.close()
 
     def _take_leave(self, failure: str, patience: float) -> None:
-        """Wait for what is under way and tell the scheduler how it ended."""
+        """Wait at most ``patience`` seconds for work in progress, and tell the scheduler how it
+        ended.
+        """
         end = time.monotonic() + patience
         while (
             not (failure or self._failure or self._core.failed)
