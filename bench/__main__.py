@@ -10,7 +10,7 @@ import sys
 from bench import machine
 from bench.report import BenchError, as_json, as_table
 
-#: Name -> what it measures. A benchmark is a module with ``add_arguments(parser)`` and
+#: Name -> description. A benchmark is a module with ``add_arguments(parser)`` and
 #: ``run(options) -> list[Case]``.
 BENCHES = {
     "push_pull": (
@@ -76,14 +76,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 whatever the figures, 1 if the benchmark could not run, 2 for wrong
-    arguments.
+    """Run the benchmark that the command line names.
+
+    Returns the exit status: 0 whatever the figures, 1 if the benchmark could not run, 2 for wrong
+    arguments, 130 after an interrupt.
     """
     options = _parser().parse_args(arguments)
     if options.bench is None:
         print("\n".join(f"{name:<10} {about}" for name, about in BENCHES.items()))
         return 0
-    # namespaces and processes are cleaned up then, too
+    # SIGTERM raises KeyboardInterrupt, so that namespaces and processes are cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     about = machine.describe()
     try:

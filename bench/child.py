@@ -1,5 +1,5 @@
-"""The far end of :class:`bench.jobs.Child`: a process that blocks in a read until it is told to
-measure something.
+"""The process at the other end of :class:`bench.jobs.Child`; between commands it blocks in a
+read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 
 def serve(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer commands (a JSON object per line on stdin: ``op`` and its arguments) until ``quit`` or
-    end of file.
+    """Execute commands until ``quit`` or end of file.
 
-    The answer is ``{"result": ...}`` or ``{"error": text}`` on what was standard output; from here
-    on anything that is printed goes to standard error, so that a chatty library cannot break the
-    protocol.
+    A command is a JSON object on one line of stdin: ``op`` and its arguments. The reply is
+    ``{"result": ...}`` or ``{"error": text}`` on the original standard output. From here on
+    anything printed goes to standard error, so that a library's output cannot break the protocol.
     """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)

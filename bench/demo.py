@@ -1,5 +1,6 @@
-"""``bench demo``: the example's step time under bpsx, and of the same script under
-DistributedDataParallel with gloo.
+"""``bench demo``: the step time of the demo's example under bpsx.
+
+The peer is the same script under DistributedDataParallel with gloo.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from bpsx.config import child_environment
 
 _SCRIPT = "examples/pytorch/digits.py"
 _SECONDS = 600.0
-# The same in both: with two processes on few cores, more threads measure the scheduler of the
-# system.
+# The same for both sides: with two processes on few cores, more threads would measure the operating
+# system's scheduler.
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """The case ``demo``. Raises :class:`BenchError` if the script is missing or fails."""
+    """Return the case ``demo``. Raises :class:`BenchError` if the script is missing or fails."""
     if not (ROOT / _SCRIPT).exists():
         raise BenchError(f"{_SCRIPT} is missing")
     turns = 2 if options.quick else 5
@@ -96,8 +97,9 @@ def _start(command: list[str], **environment: str) -> subprocess.Popen[bytes]:
 
 
 def _finish(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for all. Raises :class:`BenchError` if one fails or takes too long; then none is
-    left.
+    """Wait for all processes.
+
+    Raises :class:`BenchError` if one fails or takes too long; then none is left running.
     """
     try:
         for process in processes:
@@ -107,7 +109,7 @@ def _finish(processes: list[subprocess.Popen[bytes]]) -> None:
         raise BenchError(f"{late.cmd!r} took longer than {_SECONDS:.0f} s") from None
     finally:
         for process in processes:
-            # The launcher ends its children when it is terminated; killed, it could not.
+            # A terminated launcher ends its children; a killed one could not.
             process.terminate()
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,7 +119,7 @@ def _finish(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _step_ms(result: Path) -> float:
-    """``step_ms_median`` of what the script wrote: its median step in milliseconds."""
+    """Return ``step_ms_median`` of the script's result: its median step in milliseconds."""
     try:
         return float(json.loads(result.read_text())["step_ms_median"])
     except (OSError, ValueError, KeyError, TypeError) as error:

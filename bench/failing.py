@@ -1,5 +1,6 @@
-"""Jobs that are brought to a stage and struck there: seconds from the signal to the exception on
-the others, and to their end.
+"""Jobs that are brought to a stage and then hit by a signal.
+
+Measured are the seconds from the signal to the exceptions on the other processes, and to their end.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds after the signal: when the last of the waiting calls had raised, and when the last of
-    the other processes had ended.
+    """Seconds from the signal until the last waiting call had raised, and until the last other
+    process had ended.
     """
 
     raised: float
@@ -68,10 +69,9 @@ class Roles:
         return self
 
     def wait_for(self, role: str, count: int) -> None:
-        """Wait until the scheduler knows ``count`` nodes of a role: nobody can miss one that has
-        not come.
+        """Wait until the scheduler knows ``count`` nodes of a role.
 
-        Raises :class:`BenchError`.
+        Only a node that has come can be missed. Raises :class:`BenchError`.
         """
         config = Config({**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
         end = time.monotonic() + _SECONDS
@@ -84,9 +84,9 @@ class Roles:
                 time.sleep(0.02)
 
     def start_roles(self) -> int:
-        """A scheduler and a server; the scheduler's port.
+        """Start a scheduler and a server. Returns the scheduler's port.
 
-        Again for another job with the same workers.
+        May be called again, for another job with the same workers.
         """
         file = Path(self._folder.name, "port")
         file.unlink(missing_ok=True)
@@ -107,9 +107,9 @@ class Roles:
         return port
 
     def end_roles(self) -> None:
-        """Forget a job that has ended.
+        """End the scheduler and the server of a job that is over.
 
-        Raises :class:`BenchError` if one of its processes ended badly.
+        Raises :class:`BenchError` if one of its processes ended with a failure.
         """
         for name, process in (("scheduler", self.scheduler), ("server", self.server)):
             if status := end_role(name, process):
@@ -118,17 +118,18 @@ class Roles:
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.process.kill()  # what it was to say has been said
+            worker.process.kill()  # its replies have been read
             worker.close()
         self._stack.close()
         self._folder.cleanup()
 
 
 def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: str) -> Outcome:
-    """One job of 3 workers and a server; workers 0 and 1 are at ``stage``, worker 2 is behind.
+    """Send a signal to one process of a job of 3 workers and a server, and measure the effect.
 
-    The signal goes to worker 1, the server or the scheduler. Raises :class:`BenchError` if a call
-    does not end, or with anything but an exception that names who it was.
+    Workers 0 and 1 are at ``stage``, worker 2 is behind. The signal goes to worker 1, the server or
+    the scheduler. Raises :class:`BenchError` if a call does not end, or ends with anything but an
+    exception that names the struck process.
     """
     with Roles(_WORKERS, **environment) as job:
         waiting = job.workers[:2]

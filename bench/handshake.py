@@ -1,5 +1,6 @@
-"""What one data connection costs, by how its ends prove themselves: not at all (NULL), a token (as
-jobs do), CURVE (BPSX_ENCRYPT=1).
+"""Cost of one data connection for each way of authentication.
+
+The ways are none (NULL), a token (the default of jobs), and CURVE (BPSX_ENCRYPT=1).
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def _connect(context: zmq.Context[Any], mechanism: str, address: str, rank: int)
 
 
 def seconds(mechanism: str, times: int = 100) -> float:
-    """Median time from a new socket to the lane's answer to its first message, both ends on this
-    machine.
+    """Return the median seconds from a new socket to the lane's reply to its first message.
+
+    Both ends are on this machine.
     """
     with zmq.Context() as lanes, zmq.Context() as workers:
         lane, door = _lane(lanes, mechanism)
@@ -79,5 +81,5 @@ def seconds(mechanism: str, times: int = 100) -> float:
 
 
 def all_seconds(times: int = 100) -> dict[str, float]:
-    """:func:`seconds` of each mechanism."""
+    """Return :func:`seconds` of each mechanism."""
     return {m: seconds(m, times) for m in MECHANISMS}

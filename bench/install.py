@@ -1,7 +1,6 @@
-"""``bench install``: seconds of each step of ``make demo``, and the size of the environment it
-makes.
+"""``bench install``: seconds of each step of ``make demo``, and the size of its environment.
 
-It works on a copy of this checkout, so that everything is made anew. pip downloads what its cache
+It works on a copy of this checkout, so that everything is built anew. pip downloads what its cache
 lacks: a second run shows what the network costs.
 """
 
@@ -20,7 +19,7 @@ from bench.report import BenchError, Case
 from bpsx.config import child_environment
 
 _SECONDS = 1800.0
-#: The step, what make is asked for, and what that does.
+#: Name of each step, its make target and its note.
 _STEPS = (
     ("packages", ".venv/environment", "an environment with the demo's packages and torch"),
     ("compile", "build", "bpsx compiled and installed into it"),
@@ -34,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case for each step and one for the size. Raises :class:`BenchError` if a step fails."""
+    """Return a case for each step and one for the size. Raises :class:`BenchError` if a step
+    fails.
+    """
     python = shutil.which(options.python)
     if python is None:
         raise BenchError(f"--python {options.python}: there is no such command")
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _not_needed(folder: str, names: list[str]) -> set[str]:
-    """What is made anew, and history."""
+    """Return the names that the copy leaves out: build results and git's history."""
     made = {".venv", "build", ".git"} if Path(folder) == ROOT else set()
     return made | {name for name in names if name == "__pycache__" or name.startswith(".pytest")}
 
@@ -80,6 +81,6 @@ def _seconds(tree: Path, words: list[str]) -> float:
 
 
 def _bytes(folder: Path) -> int:
-    """Bytes of all files below, each counted once."""
+    """Return the bytes of all files below ``folder``, each file counted once."""
     found = (p.lstat() for p in folder.rglob("*") if not p.is_symlink() and p.is_file())
     return sum({(s.st_dev, s.st_ino): s.st_size for s in found}.values())

@@ -1,4 +1,4 @@
-"""Start processes that measure, and talk to them: single ones, and a whole bpsx job on this
+"""Start measuring processes and send them commands: single ones, or a whole bpsx job on this
 machine.
 """
 
@@ -26,16 +26,16 @@ _END_SECONDS = 15.0
 
 
 def progress(text: str) -> None:
-    """Tell whoever watches; standard output is kept for the result."""
+    """Print a progress line to standard error; standard output is kept for the result."""
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def start(
     module: str, environment: Mapping[str, str], *, pipes: bool = False, prefix: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """``python -m module`` from the repository's root, behind the words of ``prefix``.
+    """Start ``python -m module`` in the repository's root, behind the words of ``prefix``.
 
-    Without ``pipes`` all it prints goes to standard error.
+    Without ``pipes`` its output goes to standard error.
     """
     pipe = subprocess.PIPE if pipes else None
     return subprocess.Popen(
@@ -48,7 +48,7 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int:
-    """Wait for the process to end by itself, else make it. Its exit status."""
+    """Wait ``seconds`` for the process to end, then kill it. Returns its exit status."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ class Child:
         return self.process.pid
 
     def tell(self, op: str, **arguments: Any) -> None:
-        """Send a command without waiting for its answer.
+        """Send a command without waiting for its reply.
 
         Raises :class:`BenchError` if the process is gone.
         """
@@ -84,13 +84,14 @@ class Child:
             raise BenchError(f"{self.name} has died (exit status {self.process.poll()})") from None
 
     def answer(self, timeout: float = 120.0) -> Any:
-        """The answer to the oldest unanswered command.
+        """Return the result of the oldest command that has no reply yet.
 
-        Raises :class:`BenchError` after ``timeout`` seconds, on an error, on death.
+        Raises :class:`BenchError` after ``timeout`` seconds, if the command failed, or if the
+        process died.
         """
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
-        waiting = select.poll()  # who asks may have more files open than select() knows
+        waiting = select.poll()  # select() fails if more than FD_SETSIZE files are open
         waiting.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._buffer:
             ready = waiting.poll(1000 * max(0.0, deadline - time.monotonic()))
@@ -107,12 +108,12 @@ class Child:
         return answer["result"]
 
     def ask(self, op: str, *, timeout: float = 120.0, **arguments: Any) -> Any:
-        """``tell`` and ``answer``."""
+        """Send a command and return its result: :meth:`tell` and :meth:`answer`."""
         self.tell(op, **arguments)
         return self.answer(timeout)
 
     def close(self) -> int:
-        """Let it quit, and wait. Its exit status. May be called twice."""
+        """Let the process quit, and wait for it. Returns its exit status. May be called twice."""
         with contextlib.suppress(BenchError, ValueError):
             self.tell("quit")
         for pipe in (self.process.stdin, self.process.stdout):
@@ -123,7 +124,7 @@ class Child:
 
 
 def processor_seconds(pid: int) -> float:
-    """What the threads of a process have had of processors so far."""
+    """Return the processor time in seconds that the live threads of a process have used."""
     return (
         sum(
             int(file.read_text().split()[0])
@@ -136,7 +137,7 @@ def processor_seconds(pid: int) -> float:
 def ask_all(
     children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any
 ) -> list[Any]:
-    """The same command to all at once; their answers in order."""
+    """Send one command to all children at once, and return their results in order."""
     group = list(children)
     for child in group:
         child.tell(op, **arguments)
@@ -145,8 +146,9 @@ def ask_all(
 
 @contextlib.contextmanager
 def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
-    """The children, closed at the end: all are told before any is waited for, since peers may leave
-    together only.
+    """Context manager of children that closes them at its end.
+
+    It sends "quit" to all before it waits for any, since peers may only be able to leave together.
     """
     group: list[Child] = []
     try:
@@ -155,7 +157,7 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
         yield group
     except KeyboardInterrupt:
         for child in group:
-            child.process.kill()  # what they are at may take minutes
+            child.process.kill()  # the command in progress may take minutes
         raise
     finally:
         for child in group:
@@ -167,7 +169,7 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
                 progress(f"{child.name} ended with status {status}")
 
 
-#: The variables by which a job's messages travel so.
+#: Environment variables that select each transport.
 TRANSPORTS = {
     "zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"},
     "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
@@ -179,9 +181,7 @@ TRANSPORTS = {
 class Job:
     """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`.
 
-    A context manager.
-
-    Without servers the workers are the processes of one machine, which sum among themselves.
+    A context manager. Without servers the workers are the local processes of one machine.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class Job:
         links: Links | None = None,
         own: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
-        """``transport``: of :data:`TRANSPORTS`; all of the job is on one machine, and speaks as
-        between machines but with "shm".
+        """``transport`` is a key of :data:`TRANSPORTS`.
 
-        ``modules``: what other workers than the usual ones run, by index; ``links``: the network
-        that the processes run in, which has a place for "scheduler", "server 0" and so on; ``own``:
-        variables of single workers, by index.
+        Except with "shm", the job's processes communicate as on different machines. ``modules``:
+        modules that single workers run instead, by index. ``links``: the network in which the
+        processes run, with places named "scheduler", "server 0" and so on. ``own``: variables of
+        single workers, by index.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
@@ -214,7 +214,7 @@ class Job:
             **(environment or {}),
         }
         self._links = links
-        if links is not None:  # beyond loopback a job needs a secret
+        if links is not None:  # a job that leaves loopback needs a secret
             self._common |= {
                 "DMLC_PS_ROOT_URI": links.address["scheduler"],
                 "BPSX_SECRET": os.urandom(16).hex(),
@@ -239,12 +239,12 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where the job's scheduler is, as variables."""
+        """Environment variables that all processes of the job share."""
         return dict(self._common)
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process numbers by role and index."""
+        """Process ids by role and index."""
         assert self.scheduler is not None
         named = {
             "scheduler": self.scheduler.pid,
@@ -253,7 +253,7 @@ class Job:
         return {**named, **{w.name: w.pid for w in self.workers}}
 
     def ask(self, op: str, **arguments: Any) -> list[Any]:
-        """Every worker's answer to a command."""
+        """Send a command to every worker and return their results."""
         return ask_all(self.workers, op, **arguments)
 
     def _start(self) -> None:
@@ -307,8 +307,9 @@ class Job:
 
 
 def end_role(role: str, process: subprocess.Popen[bytes], *, quiet: bool = False) -> int:
-    """Wait for a role's process to end by itself, else make it; its status, which is said if it is
-    not 0.
+    """Wait for a role's process to end by itself, or kill it. Returns its exit status.
+
+    A status other than 0 is printed, unless ``quiet``.
     """
     status = stop(process)
     if status and not quiet:
@@ -317,7 +318,10 @@ def end_role(role: str, process: subprocess.Popen[bytes], *, quiet: bool = False
 
 
 def port_in(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
-    """The port that the scheduler has taken, once it says so."""
+    """Wait until the scheduler has written its port to ``file``, and return the port.
+
+    Raises :class:`BenchError` if the scheduler ends or does not listen in time.
+    """
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if file.exists():

@@ -1,4 +1,6 @@
-"""The machine that a figure was measured on, and what the kernel says about a process."""
+"""Description of the machine that a figure was measured on, and the kernel's statistics of a
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def describe() -> dict[str, Any]:
-    """Cores, CPU, kernel, versions and the load average now.
+    """Return cores, CPU, kernel, versions and the present load average.
 
     A package that is not installed has the version None.
     """
@@ -41,28 +43,26 @@ def _cpu_model() -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the process's threads have used so far.
+    """Return the processor time in seconds that the threads of a process have used.
 
-    Raises :class:`OSError` if it is gone.
-
-    In nanoseconds where the kernel says (scheduler statistics), else in its clock ticks, which are
-    coarse for an idle process.
+    It is in nanoseconds where the kernel has scheduler statistics, otherwise in its clock ticks,
+    which are coarse for an idle process. Raises :class:`OSError` if the process is gone.
     """
     try:
         return sum(
             int(task.read_text().split()[0])
             for task in Path(f"/proc/{pid}/task").glob("*/schedstat")
         ) / 1e9 or _ticks(pid)
-    except OSError:  # not in this kernel, or a thread ended meanwhile
+    except OSError:  # the kernel has no schedstat, or a thread ended meanwhile
         return _ticks(pid)
 
 
 def _ticks(pid: int) -> float:
-    # The second field is the program's name in brackets, which may hold blanks and brackets.
+    # The second field is the program's name in brackets, which may contain blanks and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of the process. Raises :class:`OSError` if it is gone."""
+    """Return the resident memory of a process in bytes. Raises :class:`OSError` if it is gone."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

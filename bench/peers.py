@@ -1,6 +1,4 @@
-"""The peers that bpsx is measured against, and the walls that bound it: processes driven from
-here.
-"""
+"""Peers of bpsx and upper bounds of the machine, measured in processes that this one drives."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from bench.network import Links
 def gloo(
     size: int = 2, module: str = "bench.gloo_peer", links: Links | None = None
 ) -> Iterator[list[Child]]:
-    """The gloo job.
+    """Context manager of a gloo job of ``size`` processes.
 
-    Between commands its processes block in a read, so that it may stay up while bpsx is measured.
-    ``links``: the network in which they are where the workers are.
+    Between commands its processes block in a read, so that the job may stay up while bpsx is
+    measured. ``links``: the network in which they run in the workers' places.
     """
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if links is None else "net0"}
     made = (
@@ -44,14 +42,15 @@ def gloo(
 
 @contextlib.contextmanager
 def walls() -> Iterator[tuple[Child, Child]]:
-    """Two processes of :mod:`bench.wall_peer`: one serves, the other measures."""
+    """Start two processes of :mod:`bench.wall_peer`: one serves, the other measures."""
     with closing_all(Child("bench.wall_peer", f"wall {i}") for i in range(2)) as (server, client):
         yield server, client
 
 
 def echo(server: Child, client: Child, size: int, flight: int, count: int) -> list[float]:
-    """Seconds per message there and back of a bare ZeroMQ echo: ``flight`` messages of ``size``
-    bytes on the way at a time.
+    """Return the seconds per round trip of a bare ZeroMQ echo.
+
+    ``flight`` messages of ``size`` bytes are in flight at a time.
     """
     port = server.ask("echo_bind")
     server.tell("echo")
@@ -61,7 +60,9 @@ def echo(server: Child, client: Child, size: int, flight: int, count: int) -> li
 
 
 def tcp_rate(server: Child, client: Child, seconds: float) -> float:
-    """Bytes per second, one way, through a plain socket on loopback, written 1 MiB at a time."""
+    """Return the bytes per second, one way, through a plain socket on loopback, written 1 MiB at a
+    time.
+    """
     port = server.ask("tcp_bind")
     server.tell("tcp_receive")
     client.ask("tcp_send", port=port, seconds=seconds)
@@ -69,16 +70,18 @@ def tcp_rate(server: Child, client: Child, seconds: float) -> float:
 
 
 def memcpy_rate(client: Child, size: int, count: int) -> float:
-    """Bytes per second of copying ``size`` bytes, one core, between buffers that no cache holds."""
+    """Return the bytes per second of copying ``size`` bytes on one core, between buffers no cache
+    holds.
+    """
     return float(client.ask("memcpy", size=size, count=count))
 
 
 def memcpy_together(processes: int, size: int, count: int) -> float:
-    """The same of several processes at once, together."""
+    """Return the total bytes per second of several processes that copy at once."""
     with closing_all(Child("bench.wall_peer", f"wall {i}") for i in range(processes)) as children:
         return sum(map(float, ask_all(children, "memcpy", size=size, count=count)))
 
 
 def slowest(children: list[Child], op: str, **arguments: Any) -> list[float]:
-    """Per call the longer of the children's seconds."""
+    """Return, for each call, the seconds of the slowest child."""
     return [max(both) for both in zip(*ask_all(children, op, **arguments))]

@@ -1,5 +1,6 @@
-"""What a benchmark reports: cases with a figure, a peer's figure and their ratio; as a table for
-people, as JSON for programs.
+"""Report of a benchmark: cases with a value, a peer's value and their ratio.
+
+It is printed as a table for people or as JSON for programs.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ _TARGET = re.compile(r"(<=|>=|<|>)\s*([0-9.]+)$")
 
 
 class BenchError(Exception):
-    """A benchmark could not run: a process died, an answer did not come, a sum was wrong."""
+    """A benchmark could not run: a process died, a reply did not come, or a sum was wrong."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row.
+    """One row of the report.
 
-    ``value`` and ``peer`` are in ``unit``; ``samples`` are what ``value`` is the median of (or its
-    single measurement).
-
-    ``target`` is a bound such as ``">= 0.70"`` on the ratio, or on the value where there is no
-    peer. ``note`` is for the table only.
+    ``value`` and ``peer`` are in ``unit``. ``value`` is the median of ``samples``, or its single
+    measurement. ``target`` is a bound such as ``">= 0.70"`` on the ratio, or on the value if there
+    is no peer. ``note`` is for the table only.
     """
 
     case: str
@@ -49,12 +48,12 @@ class Case:
 
     @property
     def ratio(self) -> float | None:
-        """value / peer; None without a peer."""
+        """``value / peer``; None without a peer."""
         return self.value / self.peer if self.peer else None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None if there is none."""
+        """Whether the target is met; None without a target."""
         if self.target is None:
             return None
         match = _TARGET.match(self.target)
@@ -68,7 +67,7 @@ class Case:
         }[match[1]]
 
     def as_dict(self) -> dict[str, Any]:
-        """The case as it appears in the JSON object."""
+        """Return the case as it appears in the JSON object."""
         return {
             "case": self.case,
             "value": short(self.value),
@@ -81,17 +80,17 @@ class Case:
 
 
 def median_case(case: str, samples: Sequence[float], unit: str, **rest: Any) -> Case:
-    """The case whose value is the median of ``samples``."""
+    """Return a case whose value is the median of ``samples``."""
     return Case(case, statistics.median(samples), unit, samples=tuple(samples), **rest)
 
 
 def short(figure: float | None) -> float | None:
-    """``figure`` to six significant digits: more would be noise."""
+    """Round ``figure`` to six significant digits: more would be noise."""
     return None if figure is None else float(f"{figure:.6g}")
 
 
 def as_json(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> str:
-    """The one JSON object of a run, on one line."""
+    """Return the JSON object of a run, on one line."""
     return json.dumps(
         {"bench": bench, "machine": dict(machine), "cases": [c.as_dict() for c in cases]},
         allow_nan=False,
@@ -99,7 +98,7 @@ def as_json(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> st
 
 
 def as_table(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> str:
-    """The same for people, with notes and whether each target is met."""
+    """Return the report as a table, with notes and whether each target is met."""
     head = ("case", "value", "unit", "peer", "ratio", "target", "met", "note")
     rows = [head, *(_row(c) for c in cases)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]

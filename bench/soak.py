@@ -1,9 +1,12 @@
-"""``bench soak``: jobs started and stopped again and again, and whatever of that stays behind.
+"""``bench soak``: start and stop jobs again and again, and count what they leave behind.
 
-*cycles*: two workers that live through all of them join (``init``), sum, leave (``shutdown``) and
-join the next job, whose scheduler and server are new processes. *jobs*: whole jobs by ``bpsx-run
---local``, in which every process is new. A wrong sum, a status other than 0, a job that does not
-come together or end is an error at once; what grows is counted.
+*cycles*: two workers that live through all cycles join (``init``), sum, leave (``shutdown``) and
+join the next job, whose scheduler and server are new processes.
+
+*jobs*: whole jobs by ``bpsx-run --local``, in which every process is new.
+
+An error at once: a wrong sum, a status other than 0, a job that does not come together or does not
+end. What grows is counted.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` at the first failure."""
+    """Return all cases. Raises :class:`BenchError` at the first failure."""
     wanted = set(options.only.split(","))
     if unknown := wanted - {"cycles", "jobs"}:
         raise BenchError(
@@ -66,14 +69,14 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def cycles(count: int, folder: str) -> list[Case]:
-    """The same workers in one job after another."""
+    """Run one job after another with the same worker processes."""
     course: list[dict[str, int]] = []
     seconds = []
     looks = {max(1, (i + 1) * count // _LOOKS) for i in range(_LOOKS)}
     with Roles(2, TMPDIR=folder, XDG_RUNTIME_DIR=folder) as job:
         for i in range(1, count + 1):
             before = time.perf_counter()
-            port = None if i == 1 else job.start_roles()  # the first are there
+            port = None if i == 1 else job.start_roles()  # the first job's roles run already
             for op, arguments in (("init", {"port": port}), ("exchange", {}), ("leave", {})):
                 ask_all(job.workers, op, **arguments)
             job.end_roles()
@@ -87,8 +90,9 @@ def cycles(count: int, folder: str) -> list[Case]:
 
 
 def _growth(course: list[dict[str, int]]) -> list[Case]:
-    """The worse worker's growth from the first look to the last, and of memory in the second
-    half.
+    """Return the growth of the worse worker from the first sample to the last.
+
+    For memory it is the growth in the second half.
     """
     first, last, middle = course[0], course[-1], course[len(course) // 2]
     rows = [
@@ -124,7 +128,7 @@ def _growth(course: list[dict[str, int]]) -> list[Case]:
 
 
 def jobs(count: int, folder: str) -> list[Case]:
-    """Whole jobs by the launcher."""
+    """Run whole jobs with the launcher."""
     seconds = []
     words = [
         sys.executable,
@@ -185,7 +189,7 @@ _OUTSIDE = {
 
 
 def _outside(folder: str) -> dict[str, int]:
-    """What the jobs could leave behind outside of any process of theirs."""
+    """Return the counts of things that jobs could leave behind outside of their processes."""
     return {
         "files": sum(p.is_file() or p.is_socket() for p in Path(folder).rglob("*")),
         "shm": sum("bpsx" in name for name in os.listdir("/dev/shm")),

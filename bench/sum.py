@@ -1,8 +1,7 @@
-"""``bench sum``: what a server's kernels do to one partition, against numpy.add and against each
-other; and what loading them costs.
+"""``bench sum``: the servers' kernels on one partition, and the time to load them.
 
-Half types cannot have 0.8 of float32's rate in the cache on every processor: docs/decisions/0007
-has the bounds of AMD's Zen 4.
+The peers are numpy.add and the kernels of other dtypes. Half types cannot reach 0.8 of float32's
+rate in the cache on every processor: docs/decisions/0007 has the bounds of AMD's Zen 4.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from bpsx.kernels import load
 _BYTES = 4_096_000
 _NAMES = ("float32", "float16", "bfloat16", "float64", "int8")
 _HALVES = ("float16", "bfloat16")
-#: Pairs of partitions in turn for the rows ``*-many``: more than caches hold, as when many tensors
-#: are in flight.
+#: Pairs of partitions that the rows ``*-many`` use in turn: more than caches hold, as when many
+#: tensors are in flight.
 _MANY = 16
 _PAIR = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-# Prints how long it takes from a running interpreter to kernels that can be called.
+# Prints the seconds from a running interpreter to callable kernels.
 _LOAD = (
     "import time; b = time.perf_counter(); from bpsx.kernels import load; load({code});"
     " print(time.perf_counter() - b)"
@@ -40,11 +39,11 @@ _LOAD = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add nothing: this benchmark has no options of its own."""
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     turns, repeats, starts = (5, 20, 1) if options.quick else (25, 40, 3)
     progress("kernels")
     rates = _measure(_loops(), turns, repeats)
@@ -91,8 +90,9 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _aligned(name: str, seed: int) -> np.ndarray:
-    """A partition of random elements (bfloat16 as uint16), at the start of a cache line: no dtype
-    gets a better place than another.
+    """Return a partition of random elements (bfloat16 as uint16) at the start of a cache line.
+
+    So no dtype has a better alignment than another.
     """
     raw = np.empty(_BYTES + 64, np.uint8)
     raw = raw[-raw.ctypes.data % 64 :][:_BYTES]
@@ -110,8 +110,10 @@ def _aligned(name: str, seed: int) -> np.ndarray:
 
 
 def _pair(name: str, divisor: int = 1, pairs: int = 1) -> Callable[[], object]:
-    """A call of the kernel that a server of two workers runs, on the next of ``pairs`` pairs of
+    """Return a function that runs the kernel of a server of two workers on the next pair of
     partitions.
+
+    It takes ``pairs`` pairs in turn.
     """
     kernels = load(BY_NAME[name].code)
     call = _PAIR(kernels.pair)
@@ -124,7 +126,7 @@ def _pair(name: str, divisor: int = 1, pairs: int = 1) -> Callable[[], object]:
     )
 
     def loop(keep: object = (kernels, arrays)) -> None:
-        """``keep``: what the addresses point to lives as long as the loop."""
+        """Run the kernel once; ``keep`` holds the memory that the addresses point to."""
         call(*next(turns))
 
     return loop
@@ -144,7 +146,7 @@ def _loops() -> dict[str, Callable[[], object]]:
 def _measure(
     loops: dict[str, Callable[[], object]], turns: int, repeats: int
 ) -> dict[str, list[float]]:
-    """GB/s of each loop, one sample a turn, all loops taking turns."""
+    """Return samples in GB/s of each loop, one per turn; all loops take turns."""
     rates: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(turns):
         for name, loop in loops.items():
@@ -157,7 +159,9 @@ def _measure(
 
 
 def _starts(count: int) -> list[Case]:
-    """Time to load the float32 kernels in a fresh process: compiled, and from the cache."""
+    """Measure the loading of the float32 kernels in a fresh process: compiled, and from the
+    cache.
+    """
     progress("time to load")
     cold, warm = [], []
     for _ in range(count):

@@ -1,5 +1,6 @@
-"""A worker of ``bench tensorflow``: exchanges gradients and trains, with bpsx or under TensorFlow's
-MultiWorkerMirroredStrategy.
+"""Worker of ``bench tensorflow``: exchanges gradients and trains.
+
+It uses bpsx or TensorFlow's MultiWorkerMirroredStrategy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _made: dict[str, Any] = {}
 
 
 def init() -> int:
-    """Join the job of the environment: bpsx's, or the peer's if there is a TF_CONFIG."""
+    """Join the job of the environment: the peer's if there is a TF_CONFIG, otherwise bpsx's."""
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if "TF_CONFIG" in os.environ:
@@ -55,8 +56,8 @@ def _ways() -> dict[str, Any]:
 
     @tf.function
     def traced() -> tf.Tensor:
-        # As in a step, tensors are neither arguments nor results of the function: a hundred of
-        # those take Python as long as their exchange.
+        # As in a training step, the tensors are neither arguments nor results of the function: for
+        # a hundred of them Python would take as long as for their exchange.
         with tf.control_dependencies(
             sums(
                 tensors, [f"function.{i}" for i in range(_TENSORS)], average=True, priorities=urgent
@@ -71,7 +72,9 @@ def _ways() -> dict[str, Any]:
 
 
 def exchange(way: str, count: int, warm: int = 2) -> list[float]:
-    """Seconds of each of ``count`` exchanges, which are begun together."""
+    """Return the seconds of each of ``count`` exchanges, after ``warm`` others and a common
+    start.
+    """
     import bpsx
 
     call, seconds = _ways()[way], []
@@ -88,7 +91,7 @@ def exchange(way: str, count: int, warm: int = 2) -> list[float]:
 
 
 def _model() -> Any:
-    """Six layers, 1.2 million parameters."""
+    """Return a model of six layers with 1.2 million parameters."""
     keras = tf.keras
     keras.utils.set_random_seed(1)
     return keras.Sequential(
@@ -114,7 +117,7 @@ def _loss(model: Any, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 @cache
 def _training(way: str) -> tuple[Any, Any]:
-    """A model, and a function that makes a step."""
+    """Return a model, and a function that makes a training step."""
     rng = np.random.default_rng(3)
     images, labels = (
         tf.constant(rng.random((16, 28, 28, 1), np.float32)),
@@ -164,7 +167,7 @@ WORKERS = 2
 
 
 def steps(way: str, count: int, warm: int = 3) -> list[float]:
-    """Seconds of a step, as the mean of ``count`` in a row after ``warm`` others."""
+    """Return the seconds of a step: the mean of ``count`` in a row, after ``warm`` others."""
     _, step = _training(way)
     for i in range(warm + count):
         if i == warm:
@@ -174,7 +177,10 @@ def steps(way: str, count: int, warm: int = 3) -> list[float]:
 
 
 def checksum(way: str) -> str:
-    """The weights, to compare between workers: a fast wrong step would be a fine figure."""
+    """Return a digest of the weights, to compare between workers.
+
+    This guards against a fast step that is wrong.
+    """
     model, _ = _training(way)
     return ".".join(
         f"{np.asarray(w).view(np.uint8).astype(np.int64).sum():x}" for w in model.get_weights()

@@ -1,28 +1,29 @@
-"""``bench torch``: training steps of 2 workers on this machine under bpsx.torch, against PyTorch's
-DistributedDataParallel with gloo.
+"""``bench torch``: training steps of 2 workers on this machine under bpsx.torch.
 
-**step**: seconds of zero_grad, forward, backward and step: the mean of a few in a row, of the
-slower worker, and the median of these; ours and the peer's take turns. Transports: *tcp* is two
-workers and one server over loopback, *machine* two processes of one machine that sum in shared
-memory. ``step-<model>-<transport>`` is DistributedOptimizer; ``-barrier`` and ``-ddp`` behind it
-are CrossBarrier and ``bpsx.torch.parallel``, for information. ``alone-<model>`` is a step of the
-two processes side by side that exchange nothing: nobody can be faster.
+The peer is PyTorch's DistributedDataParallel with gloo.
 
-**overlap**: of the time in which at least one gradient is under way, the share in which this
-worker's ``backward()`` runs. *Under way*, from the timeline (docs/run/tracing.md): the union of the
-``total`` rows of all gradients, from the hook's push to the result in place. *Runs*: from the call
-of ``backward()`` to its return, on the same clock. The workers' mean. 1 would mean that ``step()``
-never waits; what is made last, the first layer's gradient, cannot be hidden.
+**step**: seconds of zero_grad, forward, backward and step. A sample is the mean of a few in a row
+of the slower worker; the figure is the median. Ours and the peer's take turns. Transports: *tcp* is
+two workers and one server over loopback, *machine* two processes of one machine that sum in shared
+memory. ``step-<model>-<transport>`` is DistributedOptimizer. The suffixes ``-barrier`` and ``-ddp``
+are CrossBarrier and ``bpsx.torch.parallel``, for information. ``alone-<model>`` is a step of two
+processes side by side that exchange nothing: a lower bound.
 
-**crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every
-process in a network namespace of its own whose link sends at most 1 Gbit/s, for a model whose first
-layers are the largest, with AdamW; as many servers as workers. Both with the options that
-docs/tune/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for
-information.
+**overlap**: the share of the time with at least one gradient in progress in which this worker's
+``backward()`` runs; the mean of the workers. *In progress*, from the timeline
+(docs/run/tracing.md): the union of the ``total`` rows of all gradients, from the hook's push to the
+result in place. *Runs*: from the call of ``backward()`` to its return, on the same clock. 1 would
+mean that ``step()`` never waits; the last gradient, which is the first layer's, cannot be hidden.
+
+**crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, on a slow
+network. Every process is in a network namespace of its own whose link sends at most 1 Gbit/s. The
+model's first layers are the largest; the optimizer is AdamW; there are as many servers as workers.
+Both have the options that docs/tune/tuning.md gives for slow networks. ``crossbarrier-defaults`` is
+without them, for information.
 
 **small**: processor time that the exchange of 2,000 tensors of 4 elements adds to a step, per
-tensor and worker, all threads of the worker and its share of the server included; beside it the
-same of DistributedDataParallel with gloo, which sums buckets.
+tensor and worker. It includes all threads of the worker and its share of the server. Beside it is
+the same figure of DistributedDataParallel with gloo, which sums buckets.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WORKERS = 2
 MODELS = ("mlp", "gpt")
 CASES = ("step", "overlap", "crossbarrier", "small")
 _MODULES = dict.fromkeys(range(WORKERS), "bench.torch_worker")
-# With two processes on few cores, more threads measure the scheduler of the system.
+# With two processes on few cores, more threads would measure the operating system's scheduler.
 _THREADS = {"OMP_NUM_THREADS": "1"}
 _RATE = "1gbit"
 _SLOW = {
@@ -58,7 +59,7 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """``turns``: how often ours and the peer's take turns; ``steps``: of each in a turn."""
+    """``turns``: how often ours and the peer's take turns. ``steps``: steps of each in a turn."""
 
     turns: int = 8
     steps: int = 6
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted, models = options.only.split(","), options.models.split(",")
     for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
         if unknown := set(given) - set(known):
@@ -109,7 +110,7 @@ def _job(
 
 
 def step(plan: Plan, models: list[str]) -> list[Case]:
-    """Both transports and the peer, in turn."""
+    """Measure both transports and the peer in turn."""
     with _job(1) as tcp, _job(0) as machine, peers.gloo(WORKERS, "bench.torch_worker") as gloo:
         jobs = {"tcp": tcp.workers, "machine": machine.workers}
         return [case for model in models for case in _step_of(model, jobs, gloo, plan)]
@@ -170,7 +171,7 @@ def _check(workers: list[Child], model: str, way: str) -> None:
 
 
 def overlap(plan: Plan) -> list[Case]:
-    """See the module's text."""
+    """Measure **overlap**: see the module's docstring."""
     cases = []
     for transport, servers in (("tcp", 1), ("machine", 0)):
         with (
@@ -203,9 +204,9 @@ def overlap(plan: Plan) -> list[Case]:
 
 
 def small(plan: Plan) -> Case:
-    """See the module's text.
+    """Measure **small**: see the module's docstring.
 
-    The least of all turns: other processes' work on the machine makes caches cold.
+    The figure is the least of all turns: other processes' work on the machine makes caches cold.
     """
     found: dict[str, list[float]] = defaultdict(list)
     with _job(1) as job, peers.gloo(WORKERS, "bench.torch_worker") as gloo:
@@ -236,7 +237,10 @@ def small(plan: Plan) -> Case:
 
 
 def crossbarrier(plan: Plan) -> list[Case]:
-    """With and without, in turn, on slow links. No case where there can be no namespaces."""
+    """Measure steps with and without CrossBarrier in turn, on slow links.
+
+    Returns no case where network namespaces are not possible.
+    """
     if reason := network.why_not():
         progress(f"crossbarrier: skipped, {reason}")
         return []

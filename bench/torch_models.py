@@ -1,5 +1,5 @@
-"""What the PyTorch benchmarks train: a multi-layer perceptron, a small GPT, and one that begins
-large.
+"""Models of the PyTorch benchmarks: a multi-layer perceptron, a small GPT, one of many small
+tensors, and one whose first layers are the largest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _SEQUENCE, _VOCABULARY = 64, 512
 
 
 class Workload(NamedTuple):
-    """``model()`` has the same weights at every call; ``loss(model, rank)`` is of a fixed batch of
-    that worker's.
+    """A model with its loss.
+
+    ``model()`` returns the same weights at every call. ``loss(model, rank)`` is the loss of a fixed
+    batch of worker ``rank``.
     """
 
     model: Callable[[], nn.Module]
@@ -45,7 +47,7 @@ def _classes(rows: int, inputs: int, classes: int) -> Callable[[nn.Module, int],
 
 
 class _Small(nn.Module):
-    """As many small parameters as a network of thousands of normalization layers has."""
+    """A model with as many small parameters as a network of thousands of normalization layers."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
@@ -72,20 +74,20 @@ WORKLOADS = {
         _classes(64, 1024, 10),
         lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     ),
-    # 3.3 million in 51
+    # 3.3 million parameters in 51 tensors
     "gpt": Workload(
         _seeded(lambda: GPT(_VOCABULARY, _SEQUENCE)),
         _next_token(8),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     ),
-    # 2,000 tensors of 4 elements: what each costs besides its bytes
+    # 2,000 tensors of 4 elements, for the cost of a tensor apart from its bytes
     "small": Workload(
         lambda: _Small(2000),
         lambda model, rank: cast("torch.Tensor", model(torch.full((1,), rank + 1.0))),
         lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
     ),
-    # 12.8 million, of which the first nine layers have 12.0. On a link of 1 Gbit/s their gradients
-    # take longer than forward and backward.
+    # 12.8 million parameters, of which the first nine layers have 12.0 million. On a link of
+    # 1 Gbit/s their gradients take longer than forward and backward.
     "front": Workload(
         _seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)),
         _classes(160, 1152, 10),

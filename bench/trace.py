@@ -1,5 +1,6 @@
-"""``bench trace``: what it costs to record a timeline of every step, on workers and server, against
-the same without.
+"""``bench trace``: the cost of recording a timeline of every step, on workers and server.
+
+The peer is the same step without recording.
 """
 
 from __future__ import annotations
@@ -14,30 +15,29 @@ from bench.report import BenchError, Case
 from bpsx.config import Config, child_environment
 from bpsx.launch.job_view import Observer
 
-#: Steps per turn. Short turns: a machine that others use, too, drifts, so neighbours in time are
-#: compared.
+#: Steps per turn. Turns are short because the speed of a shared machine drifts: each comparison is
+#: between neighbours in time.
 _STEPS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    """Add nothing: this benchmark has no options of its own."""
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """The case ``trace-overhead``."""
+    """Return the case ``trace-overhead``."""
     return [overhead(options.quick)]
 
 
 def trust_cases(quick: bool) -> list[Case]:
-    """For ``bench trust``."""
+    """Return the case for ``bench trust``."""
     return [overhead(quick)]
 
 
 def overhead(quick: bool = False) -> Case:
-    """Seconds of a step with all of it recorded, against seconds without, in turns of one job of 2
-    workers and 1 server.
+    """Compare the seconds of a recorded step with those of a step without recording, in turns.
 
-    The same processes in both: two jobs differ by more than what is looked for. Raises
+    One job of 2 workers and 1 server runs both: two jobs differ by more than the overhead. Raises
     :class:`BenchError` when the job fails.
     """
     turns = 6 if quick else 40
@@ -54,7 +54,7 @@ def overhead(quick: bool = False) -> Case:
             for on in (False, True):
                 if on:
                     observer.ask(trace=3600)
-                time.sleep(0.2)  # also without: after a pause the machine is not the same
+                time.sleep(0.2)  # in both turns: a pause changes the machine's speed
                 samples[on] += [max(step) for step in zip(*job.ask("model", rounds=_STEPS))]
                 if on:
                     _stop(observer, (turn + 1) * 3)
@@ -71,7 +71,10 @@ def overhead(quick: bool = False) -> Case:
 
 
 def _stop(observer: Observer, files: int) -> None:
-    """End the recording, and wait until every process has written: that is not what is measured."""
+    """End the recording, and wait until every process has written its file.
+
+    The writing is not measured.
+    """
     observer.ask(trace=-1)
     end = time.monotonic() + 60
     while observer.ask()["traced_count"] < files:

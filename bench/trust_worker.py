@@ -1,5 +1,7 @@
-"""A bpsx worker that goes through the stages of a job when told to, and says when a call of its
-ended and how; for ``bench trust`` and ``soak``.
+"""A bpsx worker that enters stages of a job on command, and reports when and how the stage's call
+ended.
+
+``bench trust`` and ``bench soak`` use it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _thread: threading.Thread | None = None
 
 
 class _Heard(logging.Handler):
-    """Sets the event when the scheduler has answered: from then on this process is waiting for the
-    others.
+    """Log handler that sets the event when the scheduler has replied.
+
+    From then on this process waits for the others.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -36,7 +39,7 @@ class _Heard(logging.Handler):
 
 
 def init(port: int | None = None) -> float:
-    """Join a job; seconds it took."""
+    """Join a job. Returns the seconds it took."""
     if port is not None:
         os.environ["DMLC_PS_ROOT_PORT"] = str(port)
     before = time.perf_counter()
@@ -45,14 +48,14 @@ def init(port: int | None = None) -> float:
 
 
 def leave() -> float:
-    """Leave the job; seconds it took."""
+    """Leave the job. Returns the seconds it took."""
     before = time.perf_counter()
     bpsx.shutdown()
     return time.perf_counter() - before
 
 
 def exchange(rounds: int = 1) -> None:
-    """A few sums, checked."""
+    """Make a few sums, and check them."""
     whole = bpsx.size() * (bpsx.size() + 1) // 2
     for i in range(rounds):
         for size in (1, 1000, 100_000):
@@ -64,9 +67,7 @@ def exchange(rounds: int = 1) -> None:
 
 
 def begin(stage: str) -> None:
-    """Enter the call that ``stage`` is about, on a thread of its own; returns once it is under
-    way.
-    """
+    """Enter the call of ``stage`` in a new thread; returns once the call is in progress."""
     global _thread
     _staged.clear()
     _ended.clear()
@@ -108,7 +109,7 @@ def _idle() -> None:
 
 
 def _begun(size: int) -> Any:
-    """A push_pull under way, of which something has been sent."""
+    """Return a push_pull in progress, of which some message has been sent."""
     before = session().counters()["messages_sent"]
     handle = bpsx.push_pull_async(np.ones(size, np.float32), name="stage")
     while session().counters()["messages_sent"] == before and not bpsx.poll(handle):
@@ -127,8 +128,9 @@ _STAGES = {
 
 
 def ended(timeout_s: float) -> tuple[float, str, str]:
-    """When the stage's call ended (monotonic clock, the same for all processes of a machine), the
-    exception's type and its text.
+    """Return when the stage's call ended, and its exception's type and text.
+
+    The time is of the monotonic clock, which all processes of a machine share.
     """
     assert _thread is not None
     _thread.join(timeout_s)
@@ -138,8 +140,10 @@ def ended(timeout_s: float) -> tuple[float, str, str]:
 
 
 def resources() -> dict[str, int]:
-    """What a leak would let grow: descriptors, threads, resident bytes, children, objects of the
-    garbage collector.
+    """Return the amounts that a leak would increase.
+
+    They are descriptors, threads, resident bytes, child processes, and objects of the garbage
+    collector.
     """
     gc.collect()
     return {

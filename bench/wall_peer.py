@@ -1,5 +1,5 @@
-"""Processes that measure what nothing on this machine can beat: a bare ZeroMQ echo, a plain socket,
-a memory copy.
+"""Processes that measure upper bounds of this machine: a bare ZeroMQ echo, a plain socket, a memory
+copy.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _state: dict[str, Any] = {}
 
 
 def _keep_large_blocks() -> None:
-    """Let malloc keep large blocks, as bpsx does: with fresh pages for each message the wall would
-    be lower than what it bounds.
+    """Let malloc keep large blocks, as bpsx does.
+
+    With fresh pages for each message the measured bound would be lower than what it bounds.
     """
     # M_MMAP_THRESHOLD (at most 32 MiB), M_TRIM_THRESHOLD, M_ARENA_MAX of glibc's malloc.h
     for option, value in ((-3, 32 << 20), (-1, 256 << 20), (-8, 1)):
@@ -35,13 +36,13 @@ def _dealer() -> Any:
 
 
 def echo_bind() -> int:
-    """Listen on a free port and say which."""
+    """Listen on a free port and return it."""
     _state["echo"] = _dealer()
     return int(_state["echo"].bind_to_random_port("tcp://127.0.0.1"))
 
 
 def echo() -> None:
-    """Send back all that comes, without a copy, until told to stop."""
+    """Send back every message without a copy, until told to stop."""
     with _state.pop("echo") as dealer:
         while True:
             frame = dealer.recv(copy=False)
@@ -51,9 +52,10 @@ def echo() -> None:
 
 
 def echo_client(port: int, size: int, flight: int, count: int) -> list[float]:
-    """Seconds between one answer and the next, the time to send the next message included.
+    """Return the seconds between one reply and the next, including the time to send the next
+    message.
 
-    The first ``flight`` are not counted.
+    The first ``flight`` replies are not counted.
     """
     # Small messages are cheaper copied than tracked.
     copy, message = size <= 65536, np.ones(size, np.uint8)
@@ -74,13 +76,13 @@ def echo_client(port: int, size: int, flight: int, count: int) -> list[float]:
 
 
 def tcp_bind() -> int:
-    """Listen on a free port and say which."""
+    """Listen on a free port and return it."""
     _state["tcp"] = socket.create_server(("127.0.0.1", 0))
     return int(_state["tcp"].getsockname()[1])
 
 
 def tcp_receive() -> float:
-    """Bytes per second of what one connection brings until it closes."""
+    """Receive from one connection until it closes. Returns bytes per second."""
     buffer, total = bytearray(_CHUNK), 0
     with _state.pop("tcp") as listener:
         connection, _ = listener.accept()
@@ -92,7 +94,7 @@ def tcp_receive() -> float:
 
 
 def tcp_send(port: int, seconds: float) -> None:
-    """Send for that long."""
+    """Send for ``seconds`` seconds."""
     block = bytes(_CHUNK)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         end = time.perf_counter() + seconds
@@ -101,8 +103,9 @@ def tcp_send(port: int, seconds: float) -> None:
 
 
 def memcpy(size: int, count: int) -> float:
-    """Bytes per second of copying over 32 pairs of buffers in turn, as many as the rate's case
-    has.
+    """Return the bytes per second of copying over 32 pairs of buffers in turn.
+
+    The case "rate" has as many buffers.
     """
     pairs = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(32)]
     before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A bpsx worker of a benchmark job: measures push_pulls when told to."""
+"""Worker of a benchmark job: it measures push_pulls on command."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def init() -> int:
 def _arrays(
     kind: str, count: int, nbytes: int
 ) -> tuple[list[str], list[np.ndarray], list[np.ndarray]]:
-    """Names, inputs and outputs, allocated and touched once: a training script's gradients stay
-    where they are, too.
+    """Return names, inputs and outputs of ``count`` tensors of ``nbytes`` bytes.
+
+    They are allocated and touched once, as a training script's gradients stay in place, too.
     """
     names = [f"bench.{kind}.{i}" for i in range(count)]
     inputs = [np.full(nbytes // 4, bpsx.rank() + 1 + i % 7, np.float32) for i in range(count)]
@@ -41,7 +42,7 @@ def _round(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray]
 def _timed(
     names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray], rounds: int, warm: int
 ) -> list[float]:
-    """Seconds of each of ``rounds`` rounds, begun together by all workers after ``warm`` others."""
+    """Return the seconds of each of ``rounds`` rounds, after ``warm`` others and a barrier."""
     for _ in range(warm):
         _round(names, inputs, outputs)
     bpsx.barrier()
@@ -54,15 +55,15 @@ def _timed(
 
 
 def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
-    """Seconds of each round in which all tensors of that kind are in flight together."""
+    """Return the seconds of each round in which all tensors of a kind are in flight together."""
     names, inputs, outputs = _arrays(kind, *_MANY[kind])
     return _timed(names, inputs, outputs, rounds, warm)
 
 
 def check(kind: str) -> bool:
-    """Whether the outputs of the last round are the averages.
+    """Return whether the outputs of the last round are the averages.
 
-    A fast wrong sum would be a fine figure.
+    This guards against a fast result that is wrong.
     """
     _, inputs, outputs = _arrays(kind, *_MANY[kind])
     lead = (bpsx.size() - 1) / 2 - bpsx.rank()
@@ -70,7 +71,7 @@ def check(kind: str) -> bool:
 
 
 def one(calls: int, nbytes: int = 4096, warm: int = 20) -> list[float]:
-    """Seconds of each synchronous push_pull, alone."""
+    """Return the seconds of each of ``calls`` synchronous push_pulls of one tensor."""
     (name,), (array,), (output,) = _arrays("one", 1, nbytes)
     for _ in range(warm):
         bpsx.push_pull(array, name=name, output=output)
@@ -84,15 +85,18 @@ def one(calls: int, nbytes: int = 4096, warm: int = 20) -> list[float]:
 
 
 def steps(count: int) -> None:
-    """That many training steps' worth of traffic: a large tensor and twenty small ones."""
+    """Exchange the traffic of ``count`` training steps: a large tensor and twenty small ones in
+    each.
+    """
     large, small = _arrays("large", 1, 1 << 20), _arrays("small", 20, 4096)
     for _ in range(count):
         _round(large[0] + small[0], large[1] + small[1], large[2] + small[2])
 
 
 def model(rounds: int, warm: int = 1) -> list[float]:
-    """Seconds of each step of a model with 160 tensors and 48 MB of gradients: a few large ones,
-    more in between, mostly small ones.
+    """Return the seconds of each step of a model with 160 tensors and 48 MB of gradients.
+
+    The model has a few large tensors, more of middle size, and mostly small ones.
     """
     parts = [
         _arrays("model.large", 8, 4_000_000),
@@ -104,7 +108,7 @@ def model(rounds: int, warm: int = 1) -> list[float]:
 
 
 def count_up(name: str, elements: int, rounds: int) -> bool:
-    """Push rank + round + 1 in each round; whether all sums were right."""
+    """Push rank + round + 1 in each round. Returns whether all sums were right."""
     right = True
     for i in range(rounds):
         got = bpsx.push_pull(
@@ -115,7 +119,7 @@ def count_up(name: str, elements: int, rounds: int) -> bool:
 
 
 def spin(on: bool) -> None:
-    """Start or stop a Python thread that never gives up the GIL by itself."""
+    """Start or stop a Python thread that never releases the GIL by itself."""
     global _stop_spinning
     if _stop_spinning is not None:
         _stop_spinning.set()
