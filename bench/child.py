@@ -1,5 +1,6 @@
-"""The process at the other end of :class:`bench.jobs.Child`; between commands it blocks in a
-read.
+"""The other end of :class:`bench.jobs.Child`: a process that executes commands from stdin.
+
+Between commands it blocks in a read.
 """
 
 from __future__ import annotations

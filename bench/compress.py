@@ -1,9 +1,8 @@
-"""``bench compress``: the compressors' CPU kernels on partitions of normal float32, one thread,
-against memcpy in the same run.
+"""``bench compress``: the compressors' CPU kernels on partitions of normal float32, one thread.
 
-Partitions take turns, more than caches hold: a gradient has just been made, and the caches are full
-of what made it. memcpy copies the same partitions, also in turn. Rates are GB/s of uncompressed
-input (for decoding: of output).
+The peer is memcpy in the same run. Partitions take turns, more than caches hold: a real gradient
+has just been made, and the caches are full of the data that made it. memcpy copies the same
+partitions, also in turn. Rates are GB/s of uncompressed input (for decoding: of output).
 
 ``--end-to-end`` trains a network on slow links instead: :mod:`bench.end_to_end`.
 """
@@ -28,7 +27,7 @@ from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
 
 _N = 1_024_000
 _BYTES = 4 * _N
-#: Partitions in turn.
+#: Number of partitions that take turns.
 _MANY = 16
 _MU = 0.9
 _ENCODE = ctypes.CFUNCTYPE(
@@ -71,7 +70,7 @@ ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which cases, and of what."""
+    """Add the options that choose cases."""
     parser.add_argument(
         "--only",
         metavar="PART",
@@ -96,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases that were asked for. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases that the options choose. Raises :class:`BenchError` if one cannot run."""
     if options.end_to_end:
         return _end_to_end(options)
     if options.plot:
@@ -140,7 +139,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _end_to_end(options: argparse.Namespace) -> list[Case]:
-    # what is missing is said before, not after
+    # Import matplotlib first, so that its absence is reported before the long run.
     plot = importlib.import_module("bench.end_to_end_plot") if options.plot else None
     cases, runs = end_to_end.cases(options.only, options.quick)
     if plot is not None:
@@ -159,14 +158,14 @@ def _memcpy() -> Callable[[], object]:
     )
 
     def loop(keep: object = pairs) -> None:
-        """``keep``: what the addresses point to lives as long as the loop."""
+        """Copy the next partition; ``keep`` holds the memory that the addresses point to."""
         ctypes.memmove(*next(turns))
 
     return loop
 
 
 class _Partition:
-    """What the core keeps of a partition, and a gradient."""
+    """A gradient, and the state that the core keeps of a partition."""
 
     def __init__(self, row: Row, gradient: np.ndarray) -> None:
         made = codec(row.compressor)
@@ -186,7 +185,7 @@ class _Partition:
         self.size = self.compress()
 
     def compress(self) -> int:
-        """The bytes written."""
+        """Encode the gradient. Returns the number of bytes written."""
         self.counter += 1
         return int(
             self.encode(
@@ -205,7 +204,7 @@ class _Partition:
         )
 
     def decompress(self) -> None:
-        """Into the gradient's memory."""
+        """Decode into the gradient's memory."""
         if (
             self.decode(
                 self.wire.ctypes.data,
@@ -228,7 +227,7 @@ def _loop(row: Row) -> tuple[Callable[[], object], int]:
 
 
 def _measure(loops: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """GB/s of each loop, one sample a turn, all loops taking turns."""
+    """Return samples in GB/s of each loop, one per turn; all loops take turns."""
     rates: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(turns):
         for name, loop in loops.items():

@@ -1,10 +1,10 @@
-"""``bench compress --gpu``: the compressors' CUDA kernels on tensors of 64 MiB of normal float32,
-against a copy on the device in the same run.
+"""``bench compress --gpu``: the compressors' CUDA kernels on tensors of 64 MiB of normal float32.
 
-Tensors take turns, more than the cache holds. Time is the device's, between events around many
-queued calls; a kernel that waits in front of them lets the host queue them all first. Rates are the
-bytes that a kernel cannot do without, read and written, over that time, and so is the copy's.
-``topk-torch`` is how many times as long torch.topk takes for the magnitudes of the same tensor.
+The peer is a copy on the device in the same run. Tensors take turns, more than the cache holds.
+Time is the device's, between events around many queued calls; a kernel that waits in front of them
+lets the host queue them all first. Rates are the least bytes that a kernel must read and write,
+over that time; the copy's rate is made in the same way. ``topk-torch`` is how many times as long
+torch.topk takes for the magnitudes of the same tensor.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, amount_of, codec, dev
 
 _N = 16 << 20
 _BYTES = 4 * _N
-#: Tensors in turn, and calls between two events.
+#: Number of tensors that take turns; calls between two events.
 _MANY, _CALLS = 4, 16
 _MU = 0.9
-#: The least that a place at random costs: what memory moves at once.
+#: Least bytes that an access at a random position costs: memory moves that much at once.
 _SECTOR = 32
 
 
 class Row(NamedTuple):
-    """One case: what is measured, and the target as a multiple of a copy's rate, where there is
-    one.
+    """One case: its codec and options, and its target as a multiple of the copy's rate, if any.
 
-    ``compress.py``'s too: there that is memcpy.
+    ``compress.py`` uses it, too, with memcpy's rate.
     """
 
     case: str
@@ -83,7 +82,7 @@ ROWS = [
 
 
 class _Tensor:
-    """A gradient and what is kept beside it."""
+    """A gradient, and the state that is kept with it."""
 
     def __init__(self, row: Row, seed: int) -> None:
         import torch
@@ -113,7 +112,7 @@ class _Tensor:
         self.size = int(self.written.item()) if size is None else size
 
     def compress(self) -> None:
-        """Queue it."""
+        """Queue an encoding of the gradient."""
         self.counter += 1
         self.codec.encode(
             "float32",
@@ -133,7 +132,7 @@ class _Tensor:
         )
 
     def decompress(self) -> None:
-        """Queue it; into the gradient's memory."""
+        """Queue a decoding into the gradient's memory."""
         self.codec.decode(
             "float32",
             self.wire,
@@ -148,7 +147,7 @@ class _Tensor:
         )
 
     def moved(self) -> int:
-        """The bytes that cannot be done without."""
+        """Return the least bytes that the kernel must read and write."""
         row, sent = (
             self._row,
             amount_of(_N, self.options) if self._row.compressor in ("topk", "randomk") else 0,
@@ -158,14 +157,14 @@ class _Tensor:
         if row.compressor == "randomk" and not row.residual:
             return self.size + _SECTOR * sent
         whole = _BYTES * (1 + 2 * row.residual + 2 * row.momentum)
-        # reads what it has made again: the norm is known at the end of the first pass
+        # A second pass reads the first one's values again: only then is the norm known.
         if row.compressor == "dithering":
             whole += _BYTES * (2 if row.residual else 1 + row.momentum)
         return whole + self.size
 
 
 def run(quick: bool, only: str) -> list[Case]:
-    """All cases whose name contains ``only``. Raises :class:`BenchError` if there is no GPU."""
+    """Return all cases whose name contains ``only``. Raises :class:`BenchError` without a GPU."""
     try:
         import torch
     except ImportError as e:
@@ -237,7 +236,7 @@ def _copies(turns: int) -> list[float]:
 
 
 def _seconds(calls: list[Callable[[], object]], turns: int) -> tuple[list[float], float]:
-    """Of one call, on the device, in each turn; and what the host takes to queue one."""
+    """Return the device's seconds of one call in each turn, and the host's seconds to queue one."""
     import torch
 
     found, host, in_turn = [], [], itertools.cycle(calls)

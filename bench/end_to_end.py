@@ -1,22 +1,29 @@
-"""``bench compress --end-to-end``: does compression pay?
+"""``bench compress --end-to-end``: train a network with each compressor on slow links, and without.
 
-A network is trained with each compressor on slow links, and without.
+It answers whether compression pays. 2 workers and 1 server each run in a network namespace whose
+link sends at most the given rate. The two slow links have the options that docs/tune/tuning.md
+gives for such links, which are the best for float32, too. The fast link has the defaults. The
+network is that of examples/pytorch/digits.py, but wider: 9.9 MB of gradients a step.
 
-2 workers and 1 server, each in a network namespace of its own whose link sends at most what is
-said. On the two slow links with the options that docs/tune/tuning.md has for such, which are the
-best for float32, too; on the fast one without. The network of examples/pytorch/digits.py, wider:
-9.9 MB of gradients a step. All ways begin with the same weights, see the same pictures in the same
-order with the same learning rate, which falls from epoch to epoch, and take turns, an epoch each.
-With the same options the bits do not depend on the link, which is checked.
+All ways begin with the same weights and see the same pictures in the same order with the same
+learning rate, which falls from epoch to epoch. They take turns, an epoch each. With the same
+options the bits do not depend on the link, which is checked.
 
-**step-<link>-<way>**: milliseconds of a step of the slower worker, median. **wire-<way>**: what a
-worker sends and receives in a step, all headers included. **accuracy-<way>**: of the test pictures
-after the last epoch (its samples: after each); both on the slowest link. **until-<link>-<way>**:
-seconds of training to the end of the first epoch after which it is at least 95 %; no case where it
-never is. The peer is float32 in the same run. *alone*: no exchange.
+**step-<link>-<way>**: milliseconds of a step of the slower worker, median.
 
-**Pays**: reaches 95 % in at most 0.9 of the time of float32 and of bfloat16, which costs a user
-four lines and no processor time to speak of.
+**wire-<way>**: bytes that a worker sends and receives in a step, all headers included, on the
+slowest link.
+
+**accuracy-<way>**: share of the test pictures that are recognised after the last epoch (its
+samples: after each epoch), on the slowest link.
+
+**until-<link>-<way>**: seconds of training to the end of the first epoch after which the accuracy
+is at least 95 %; no case where it never is.
+
+The peer is float32 in the same run. *alone*: no exchange.
+
+**Pays**: reaches 95 % in at most 0.9 of the time of float32 and of bfloat16. bfloat16 costs a user
+four lines and almost no processor time.
 """
 
 from __future__ import annotations
@@ -32,39 +39,41 @@ from bench.jobs import Job, ask_all, progress
 from bench.report import BenchError, Case, median_case
 
 WORKERS = 2
-#: What is trained: pictures of one worker in a step, width of the two hidden layers.
+#: Pictures of one worker in a step; width of the two hidden layers.
 BATCH, WIDTH = 64, 1536
 LEARNING_RATE, EPOCHS = 0.05, 12
-#: An accuracy that all are to reach.
+#: Accuracy that all ways should reach.
 ENOUGH = 0.95
 _SLOW = {
     "BYTEPS_PARTITION_BYTES": "256000",
     "BYTEPS_SCHEDULING_CREDIT": "2",
     "BPSX_SEND_BUFFER_KB": "128",
 }
-#: With the options of the job.
+#: Options of the job by link.
 LINKS: Mapping[str, Mapping[str, str]] = {"10gbit": {}, "1gbit": _SLOW, "200mbit": _SLOW}
 #: ``compression_params`` by way; None: the way is not one of bpsx's compressors.
 WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "alone": None,
     "float32": None,
     "bfloat16": None,
-    # The learning rate falls: "corrected".
+    # "corrected", since the learning rate falls.
     "onebit": {"compressor": "onebit", "scaling": True, "ef": "corrected"},
     "topk": {"compressor": "topk", "k": 0.01, "ef": "corrected"},
     "randomk": {"compressor": "randomk", "k": 0.01, "ef": "sparse", "seed": 1},
     "dithering-linear": {"compressor": "dithering", "k": 2, "seed": 1},
     "dithering-natural": {"compressor": "dithering", "k": 4, "partition": "natural", "seed": 1},
 }
-#: Those that are always there: the others are compared with them.
+#: Ways that always run: the others are compared with them.
 _BASE = ("alone", "float32", "bfloat16")
 _SECONDS = 600.0
 
 
 @dataclass
 class Run:
-    """One way on one link: seconds of each step; bytes of a step; after each epoch the accuracy,
-    and the seconds of all training so far.
+    """One way on one link.
+
+    ``steps``: seconds of each step. ``moved``: bytes sent and received in a step. ``scores``:
+    accuracy after each epoch. ``seconds``: seconds of all training up to the end of each epoch.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -74,21 +83,21 @@ class Run:
 
     @property
     def step(self) -> float:
-        """The median, in milliseconds."""
+        """Median of a step in milliseconds."""
         return 1e3 * statistics.median(self.steps)
 
     @property
     def until(self) -> float | None:
-        """Seconds until it is good enough; None if it never was."""
+        """Seconds until the accuracy is reached; None if it never was."""
         return next((s for s, score in zip(self.seconds, self.scores) if score >= ENOUGH), None)
 
 
-#: By link, then by way.
+#: Runs by link, then by way.
 Runs = dict[str, dict[str, Run]]
 
 
 def cases(only: str, quick: bool) -> tuple[list[Case], Runs]:
-    """All of it, for the ways whose name contains ``only``.
+    """Run the benchmark for the ways whose name contains ``only``; returns cases and runs.
 
     Raises :class:`BenchError` if it cannot run.
     """
@@ -109,7 +118,7 @@ def cases(only: str, quick: bool) -> tuple[list[Case], Runs]:
 
 
 def _trained(link: str, ways: list[str], epochs: int, steps: int | None) -> dict[str, Run]:
-    """All ways in turn, an epoch each, or the first ``steps`` of it."""
+    """Train all ways in turn, an epoch each, or only its first ``steps`` steps."""
     runs = {way: Run() for way in ways}
     modules = dict.fromkeys(range(WORKERS), "bench.end_to_end_worker")
     with (
@@ -160,7 +169,7 @@ def _check(runs: Runs) -> None:
 
 
 def report(runs: Runs) -> list[Case]:
-    """The cases; see the module's text."""
+    """Return the cases that the module's docstring describes."""
     found = []
     for link, ways in runs.items():
         plain, half = ways["float32"].step, ways["bfloat16"].step
@@ -220,7 +229,7 @@ def _reaches(run: Run) -> str:
 
 
 def verdict(runs: Runs) -> list[str]:
-    """In words, where compression pays and where it does not."""
+    """Return sentences that say where compression pays and where it does not."""
     lines = []
     for link, ways in runs.items():
         bound = min(

@@ -1,5 +1,5 @@
 """The picture of ``bench compress --end-to-end``: accuracy against epochs and against seconds, and
-what a step takes on each link.
+the time of a step on each link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ except ImportError as missing:
         f"--plot needs matplotlib ({missing.name} is missing): pip install 'bpsx[plot]'"
     ) from None
 
-#: Colours that colour-blind people can tell apart (Okabe and Ito), line styles, markers.
+#: Colours that colour-blind people can distinguish (Okabe and Ito), line styles, markers.
 _STYLES = {
     "float32": ("#000000", "-", "o"),
     "bfloat16": ("#7f7f7f", "--", "s"),
@@ -35,10 +35,10 @@ _SLOW = ("1gbit", "200mbit")
 def draw(runs: Runs, path: str) -> None:
     """Write the picture to ``path``.
 
-    Raises :class:`BenchError` for an ending that matplotlib does not know.
+    Raises :class:`BenchError` if matplotlib does not know the file name's ending.
     """
-    # The same bytes for the same figures: no date, no random ids. Text stays text: a quarter of the
-    # bytes.
+    # The same figures give the same bytes: no date, no random ids. Text stays text, which takes a
+    # quarter of the bytes.
     matplotlib.rcParams.update(
         {
             "svg.hashsalt": "bpsx",
@@ -66,7 +66,7 @@ def draw(runs: Runs, path: str) -> None:
 
 def _drawn(axes: Any, way: str, across: list[float], scores: list[float]) -> None:
     colour, line, marker = _STYLES[way]
-    # Thick and below: what lies on the same points remains to be seen.
+    # float32's line is thick and below the others, so that lines on the same points stay visible.
     wide = 3.5 if way == "float32" else 1.3
     axes.plot(
         across,
@@ -93,7 +93,7 @@ def _enough(axes: Any) -> None:
 
 
 def _plain(axis: Any) -> None:
-    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on."""
+    """Make an axis logarithmic, with plain numbers at 1, 2, 5, 10 and so on."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())

@@ -1,5 +1,5 @@
-"""A worker of ``bench compress --end-to-end``: trains the digits with one kind of compression or
-another, a few steps at a time.
+"""Worker of ``bench compress --end-to-end``: trains the digits in one of the ways, an epoch at a
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _made: dict[str, Any] = {}
 
 
 class Bfloat16(Compressor):
-    """What a user writes who has no compressor: gradients travel as bfloat16, and their sum too."""
+    """Gradients and their sums travel as bfloat16: the code of a user who has no compressor."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -45,9 +45,10 @@ def _data() -> Digits:
 
 
 def make(way: str) -> int:
-    """A network and its optimizer, alike for all ways.
+    """Build a network and its optimizer, the same for all ways, and compile the compressor's
+    kernels.
 
-    Returns the bytes of its gradients. Compiles what the compressor needs.
+    Returns the bytes of its gradients.
     """
     model = network(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -72,8 +73,9 @@ def _distributed(
 
 
 def _warm(way: str) -> None:
-    """A step of a tensor large enough to be compressed, so that kernels are there, on the server
-    too, and training has not begun.
+    """Exchange one tensor large enough to be compressed.
+
+    So the kernels are loaded, on the server too, before training begins.
     """
     weight = torch.nn.Parameter(torch.zeros(1 << 16))
     optimizer = _distributed(torch.optim.SGD([weight], lr=0.1), [(f"warm.{way}", weight)], way)
@@ -82,8 +84,9 @@ def _warm(way: str) -> None:
 
 
 def steps(way: str, epoch: int, count: int | None = None) -> dict[str, Any]:
-    """An epoch, or the first ``count`` steps of it, begun by all workers together: the seconds of
-    each step and of all, and what a step has sent and received, in bytes.
+    """Train an epoch, or its first ``count`` steps, begun by all workers together.
+
+    Returns the seconds of each step and of all, and the bytes sent and received in a step.
     """
     data, (model, optimizer) = _data(), _made[way]
     parts = data.batches(epoch, BATCH, bps.rank(), bps.size())[:count]
@@ -108,15 +111,19 @@ def _moved() -> int:
 
 
 def score(way: str) -> float:
-    """The share of test pictures that are recognised, in float64: float32's 0.95 is less than
-    0.95.
+    """Return the share of test pictures that are recognised.
+
+    It is a float64: float32's 0.95 is less than 0.95.
     """
     n = len(_data().test_y)
     return round(accuracy(_made[way][0], _data()) * n) / n
 
 
 def checksum(way: str) -> str:
-    """The weights, to compare between workers: a fast wrong step would be a fine figure."""
+    """Return a digest of the weights, to compare between workers.
+
+    This guards against a fast step that is wrong.
+    """
     return "".join(
         f"{p.detach().view(torch.int32).to(torch.int64).sum().item():x}."
         for p in _made[way][0].parameters()

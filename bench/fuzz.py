@@ -1,8 +1,8 @@
-"""A worker that takes part in a job rightly and sends mutated messages in between: what a server
-must survive from who holds a valid connection.
+"""A worker that takes part in a job correctly and sends mutated messages in between.
 
-A stranger's messages never reach a lane: he is turned away in the handshake. So the mutations come
-from a member who knows the secret.
+A server must survive these from the holder of a valid connection. A stranger's messages never reach
+a lane: the handshake rejects the stranger. So the mutations come from a member that knows the
+secret.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAGIC, VERSION, REGISTER, PUSH, ANSWER, PING, INLINE, BROADCAST, FLOAT32 = (
     2,
     3,
 )
-#: The wire's header, written from ``core/wire.pxd``.
+#: Layout of the wire's header, a copy of that in ``core/wire.pxd``.
 HEADER = np.dtype(
     [
         ("magic", "<u4"),
@@ -91,7 +91,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The key that is attacked, and as whom."""
+    """The attacked key, and the rank of the attacking worker."""
 
     job: int
     key: int
@@ -99,7 +99,7 @@ class Target:
     rank: int
 
     def push(self, round_: int, body: bytes) -> np.ndarray:
-        """The header of this worker's valid push."""
+        """Return the header of this worker's valid push."""
         return np.array(
             [
                 (
@@ -127,15 +127,16 @@ class Target:
 def mutants(
     rng: np.random.Generator, n: int, target: Target, round_: int
 ) -> tuple[list[list[bytes]], int]:
-    """``n`` messages as lists of frames, none of which is a valid push in this or the next round;
-    and how many a lane does not count as malformed or repeated: those that its transport drops, and
-    empty ones, in which nothing is wrong.
+    """Return ``n`` mutated messages as lists of frames, and how many of them a lane does not count.
+
+    None is a valid push in this or the next round. A lane counts malformed and repeated messages.
+    It does not count those that its transport drops, nor empty ones, which are not wrong.
     """
     body = rng.bytes(4 * ELEMENTS)
     heads = np.repeat(target.push(round_, body), n)
     kinds = rng.integers(0, len(KINDS), n)
     which = {name: kinds == i for i, name in enumerate(KINDS)}
-    for name, (field, bits) in _FIELDS.items():  # any other value than the right one
+    for name, (field, bits) in _FIELDS.items():  # any value but the right one
         heads[field][which[name]] ^= rng.integers(1, 2 ** (bits - 1), which[name].sum()).astype(
             HEADER[field]
         )
@@ -185,7 +186,7 @@ def _frames(
         return [(head + body)[:cut]]
     if kind == "random bytes":
         return [(noise * 2)[:cut]]
-    if kind == "all fields":  # what passes the first look, then anything
+    if kind == "all fields":  # valid magic, version and job, then random bytes
         start = struct.pack("<IBB", MAGIC, VERSION, 6 + noise[0] % 200)
         return [start + noise[6:8] + struct.pack("<Q", target.job) + noise[16:]]
     if kind == "second frame":
@@ -196,7 +197,7 @@ def _frames(
 class Peer:
     """Worker ``config.rank`` of a job with one lane.
 
-    :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`.
+    Call :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`.
     """
 
     def __init__(self, config: Config, seed: int) -> None:
@@ -208,10 +209,10 @@ class Peer:
         self._socket = self._context.socket(zmq.DEALER)
         self._places: list[Any] = []
         self._round = 0
-        self._sum: np.ndarray | None = None  # of this round
+        self._sum: np.ndarray | None = None  # sum of the present round, once it has come
 
     def join(self) -> None:
-        """Enter the job, connect to its lane and declare the tensor that all push."""
+        """Join the job, connect to its lane and declare the tensor that all workers push."""
         rank, secret = self._config.rank, self._config.secret_bytes
         welcome = self._link.join("worker", rank, "127.0.0.1", [])
         ((address,),) = welcome["lanes"]
@@ -251,8 +252,9 @@ class Peer:
         self._socket.send(head.tobytes() + NAME.encode().ljust(8))
 
     def round(self, values: np.ndarray, garbage: int) -> np.ndarray:
-        """Push ``values`` (float32, ELEMENTS of them) with ``garbage`` mutants around it; returns
-        the sum.
+        """Push ``values`` with ``garbage`` mutants around it, and return the sum.
+
+        ``values``: float32, ``ELEMENTS`` of them.
         """
         made, uncounted = mutants(self.rng, garbage, self.target, self._round)
         for i, frames in enumerate(made):
@@ -280,8 +282,9 @@ class Peer:
         return found
 
     def _drain(self) -> None:
-        """Read what there is: answers that nobody takes would fill the server's memory, and that is
-        known.
+        """Read all replies that have come.
+
+        Unread replies would fill the server's memory, which is a known limit.
         """
         while self._socket.poll(0):
             self._read(self._socket.recv())
@@ -295,18 +298,17 @@ class Peer:
             at += HEADER.itemsize + (int(head["length"]) + 7) // 8 * 8
 
     def leave(self) -> None:
-        """Say goodbye in good order."""
+        """Leave the job in good order."""
         self._link.leave("", 10)
         self._link.stop()
         self._context.destroy(0)
 
 
 def attack(messages: int, rounds: int, seed: int) -> dict[str, float]:
-    """What a fuzzing worker does from beginning to end; to be run with a worker's environment.
+    """Run the fuzzing worker from joining to leaving, with a worker's environment.
 
-    The others push rank + round + 1 in each of ``rounds`` + 1.
-
-    Returns counts and messages per second. Raises :class:`AssertionError` for a wrong sum.
+    The other workers push rank + round + 1 in each of ``rounds`` + 1 rounds. Returns counts and
+    messages per second. Raises :class:`AssertionError` for a wrong sum.
     """
     peer = Peer(Config(role="worker"), seed)
     peer.join()
@@ -316,10 +318,10 @@ def attack(messages: int, rounds: int, seed: int) -> dict[str, float]:
 
 
 def garbage_rounds(peer: Peer, messages: int, rounds: int) -> dict[str, float]:
-    """The part of :func:`attack` between joining and leaving."""
+    """Run the part of :func:`attack` between joining and leaving."""
     config = Config(role="worker")
     begun = time.monotonic()
-    # the last one without garbage: when it is answered, everything before it has been read
+    # The last round is without garbage: its reply shows that the lane has read all before it.
     for i in range(rounds + 1):
         got = peer.round(
             np.full(ELEMENTS, config.rank + i + 1, np.float32),
@@ -335,9 +337,9 @@ def garbage_rounds(peer: Peer, messages: int, rounds: int) -> dict[str, float]:
 
 
 def trust_cases(quick: bool) -> list[Case]:
-    """For ``bench trust``: mutated messages per second that a server with a job running survives.
+    """Return the case for ``bench trust``: mutated messages per second that a server survives.
 
-    Raises :class:`BenchError` if it does not.
+    A job runs meanwhile. Raises :class:`BenchError` if the server does not survive.
     """
     messages, rounds, workers = 100_000 if quick else 1_000_000, 50, 3
     progress(f"{messages} mutated messages")
@@ -366,7 +368,7 @@ def trust_cases(quick: bool) -> list[Case]:
 
 
 def _child() -> None:
-    """The fuzzing worker of a benchmark's job."""
+    """Run the fuzzing worker of a benchmark's job."""
     peer = Peer(Config(role="worker"), int.from_bytes(os.urandom(4), "little"))
     serve(
         {

@@ -12,7 +12,7 @@ from bench.child import serve
 
 
 def init(store: str, rank: int, size: int) -> None:
-    """Join through a file: no port to choose, and so none to lose to somebody else."""
+    """Join the gloo job through a file, so that no other process can take the port in between."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
 
@@ -24,7 +24,7 @@ def _tensor(nbytes: int) -> torch.Tensor:
 
 
 def all_reduce(nbytes: int, calls: int, warm: int = 1) -> list[float]:
-    """Seconds of each float32 all_reduce of ``nbytes``."""
+    """Return the seconds of each float32 all_reduce of ``nbytes`` bytes."""
     tensor = _tensor(nbytes)
     for _ in range(warm):
         dist.all_reduce(tensor)

@@ -1,27 +1,30 @@
-"""``bench gpu``: tensors and gradients on GPUs, one process per GPU, against PyTorch's NCCL in the
-same processes and in turn.
+"""``bench gpu``: tensors and gradients on GPUs, one process per GPU, against PyTorch's NCCL.
 
-**nccl**: one machine without servers. *many*: 64 tensors of 4,096,000 B under way together;
-*large*: one of 512 MiB; both as bytes of one worker over the seconds of the slower, against
-all_reduce of the same tensors. *latency*: one of 4 KiB and a synchronisation of the device.
+Both run in the same processes and take turns.
 
-**pcie**: a machine per GPU, imitated, and two servers, all on this host. The same rates with
-tensors on the GPUs, against tensors on the CPU in the same job: is the way up and down hidden
-behind the network's?
+**nccl**: one machine without servers. *many*: 64 tensors of 4,096,000 B in flight together;
+*large*: one of 512 MiB. Both are bytes of one worker over the seconds of the slower, against
+all_reduce of the same tensors. *latency*: one tensor of 4 KiB and a synchronisation of the device.
 
-**train**: one machine. A step of a network of :mod:`bench.shapes`, whose layers take their time and
-make gradients of these shapes (:mod:`bench.gpu_model`): DistributedOptimizer with SGD against
-DistributedDataParallel. ``alone-<network>`` is a step that exchanges nothing, against the same.
+**pcie**: an imitated machine per GPU, and two servers, all on this host. The same rates with
+tensors on the GPUs, against tensors on the CPU in the same job. It shows whether the copies between
+GPU and host are hidden behind the network.
+
+**train**: one machine. A step of a network of :mod:`bench.shapes`, whose layers take their real
+time and make gradients of these shapes (:mod:`bench.gpu_model`): DistributedOptimizer with SGD
+against DistributedDataParallel. ``alone-<network>`` is a step that exchanges nothing, against the
+same peer.
 
 **links**: the same step with a machine per GPU, each in a network namespace whose link carries at
-most what is said, each way. ``k0``: a server beside each worker; ``k4``: four servers on machines
-of their own, whose links are alike, and none beside workers. With n workers and k such machines a
+most the given rate, each way. ``k0``: a server beside each worker. ``k4``: four servers on machines
+of their own with the same links, and none beside workers. With n workers and k such machines a
 parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*.
-``-onebit``: with onebit and error feedback, both ways. Needs root and iproute2. ``--machines`` more
-than there are GPUs share them, in turn: networks as slow as these leave a GPU idle nearly all the
-time. ``--congestion`` is TCP's congestion control, of both ways: hosts differ in it, and Linux' own
-is cubic. Namespaces may have what the host allows (``sysctl
-net.ipv4.tcp_allowed_congestion_control``).
+``-onebit``: with onebit and error feedback, both ways. Needs root and iproute2.
+
+If ``--machines`` is more than there are GPUs, machines share GPUs in turn: on networks as slow as
+these a GPU is idle nearly all the time. ``--congestion`` is TCP's congestion control for both ways.
+Hosts differ in it; Linux' own default is cubic. Namespaces may use those that the host allows
+(``sysctl net.ipv4.tcp_allowed_congestion_control``).
 
 ``--device cpu`` tries the plan out where there is no GPU, with gloo for NCCL and small tensors; its
 figures mean nothing.
@@ -48,8 +51,8 @@ from bench.shapes import NETWORKS
 TRAIN, LINKS = ("resnet50", "vgg16", "bert-large"), ("vgg16", "bert-large")
 RATES, EXTRA = ("10gbit", "5gbit"), (0, 4)
 _UNITS = {"gbit": 1e9, "mbit": 1e6}
-#: Of a link's time, what it may send at once (4 MB at 10 Gbit/s), and bytes; with less the rate is
-#: not reached.
+#: Burst that a link may send at once: seconds of its rate (4 MB at 10 Gbit/s), and bytes. With less
+#: the rate is not reached.
 _BURST = 3.2e-3, 256_000
 _SERVERS = 2
 _SECONDS = 300.0
@@ -58,9 +61,10 @@ _WAYS = {"train": ("ddp", "bpsx", "alone"), "links": ("ddp", "bpsx", "onebit")}
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Amount of measuring.
 
-    ``turns``: how often ours and the peer's take turns; the rest is per turn, or a size in bytes.
+    ``turns``: how often ours and the peer's take turns. The other fields are per turn, or a size in
+    bytes.
     """
 
     turns: int = 9
@@ -81,8 +85,10 @@ QUICK = Plan(turns=3, rounds=2, calls=100, steps=3, pcie_turns=3, link_turns=1)
 
 @dataclass(frozen=True)
 class Setup:
-    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``,
-    ``rates``, ``extra``, ``congestion``: of links, see the module's text.
+    """Options of a run.
+
+    ``device``: cuda or cpu. ``networks``: names of networks; None means each part's own.
+    ``machines``, ``rates``, ``extra``, ``congestion``: for **links**, see the module's docstring.
     """
 
     device: str = "cuda"
@@ -137,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted, networks = (
         options.only.split(","),
         options.networks.split(",") if options.networks else None,
@@ -170,13 +176,15 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def plan_of(device: str, quick: bool) -> Plan:
-    """What is measured. Without a GPU little: gloo and the CPU are too slow for the rest."""
+    """Return the amount of measuring; it is small without a GPU, where gloo and the CPU are
+    slow.
+    """
     plan = QUICK if quick else Plan()
     return replace(plan, count=8, part=65536, large=4 << 20) if device == "cpu" else plan
 
 
 def numbers(text: str) -> list[int]:
-    """``"0,4"`` -> [0, 4]"""
+    """Convert ``"0,4"`` to [0, 4]."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
@@ -187,7 +195,7 @@ def numbers(text: str) -> list[int]:
 
 
 def bits(rate: str) -> float:
-    """``"10gbit"`` -> 1e10, a second."""
+    """Convert ``"10gbit"`` to 1e10, bits per second."""
     match = re.fullmatch(r"([0-9.]+)(gbit|mbit)", rate)
     if match is None:
         raise BenchError(f"--rates: {rate!r} is no rate such as 10gbit or 200mbit")
@@ -195,8 +203,11 @@ def bits(rate: str) -> float:
 
 
 def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
-    """Why this cannot run here, before anything is measured; empty if it can."""
-    least = 1 if set(wanted) == {"links"} else 2  # machines that links join may share a GPU
+    """Return why this cannot run here, or an empty string if it can.
+
+    It is called before anything is measured.
+    """
+    least = 1 if set(wanted) == {"links"} else 2  # the machines of "links" may share a GPU
     if setup.gpus < least:
         return f"--gpus {setup.gpus}: at least {least} are needed"
     if setup.machines < 2:
@@ -215,9 +226,10 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
 
 
 def own(machines: int, gpus: int, visible: str | None) -> dict[int, dict[str, str]]:
-    """The variables of imitated machines: each has one of so many GPUs, of those that
-    ``CUDA_VISIBLE_DEVICES`` names here, and is another host to NCCL, which would refuse two
-    processes of one host on one GPU.
+    """Return the variables of imitated machines by index.
+
+    Each machine has one of ``gpus`` GPUs, of those that ``CUDA_VISIBLE_DEVICES`` names here. Each
+    is another host to NCCL, which would refuse two processes of one host on one GPU.
     """
     known = visible.split(",") if visible else [str(i) for i in range(gpus)]
     return {
@@ -230,10 +242,10 @@ def own(machines: int, gpus: int, visible: str | None) -> dict[int, dict[str, st
 def _job(
     setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True
 ) -> Iterator[Job]:
-    """A worker per GPU: without servers on one machine, else each on its own; with ``links`` a
-    worker per machine.
+    """Start a job with a worker per GPU; with ``links``, a worker per machine.
 
-    With ``peer`` they are torch.distributed's processes, too.
+    Without servers all workers are on one machine, otherwise each is on its own. With ``peer`` they
+    are torch.distributed's processes, too.
     """
     count = setup.gpus if links is None else setup.machines
     interface = "lo" if links is None else "net0"
@@ -269,7 +281,7 @@ def _job(
 
 
 def nccl(setup: Setup) -> list[Case]:
-    """See the module's text."""
+    """Measure **nccl**: see the module's docstring."""
     plan = setup.plan
     kinds = {"many": (plan.count, plan.part), "large": (1, plan.large), "latency": (1, plan.small)}
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -295,7 +307,7 @@ def nccl(setup: Setup) -> list[Case]:
 
 
 def nccl_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
-    """Of medians by turn, by way and kind."""
+    """Return the cases of **nccl** from the medians of each turn, by way and kind."""
     cases = _rates(
         "nccl",
         plan,
@@ -356,7 +368,7 @@ def _check_sums(job: Job, way: str, device: str, count: int, nbytes: int) -> Non
 
 
 def pcie(setup: Setup) -> list[Case]:
-    """See the module's text."""
+    """Measure **pcie**: see the module's docstring."""
     plan = setup.plan
     seconds: dict[str, list[float]] = defaultdict(list)
     with _job(setup, _SERVERS, peer=False) as job:
@@ -383,7 +395,7 @@ def pcie(setup: Setup) -> list[Case]:
 
 
 def pcie_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
-    """Of the seconds of rounds, by where tensors are and kind."""
+    """Return the cases of **pcie** from the seconds of rounds, by the tensors' place and kind."""
     pairs = {kind: (seconds[f"gpu {kind}"], seconds[f"cpu {kind}"]) for kind in ("many", "large")}
     return _rates(
         "pcie", plan, pairs, ">= 0.85", f"tensors on the CPU in the same job; {_SERVERS} servers"
@@ -393,7 +405,7 @@ def pcie_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
 def _steps(
     job: Job, name: str, ways: Sequence[str], label: str, turns: int, count: int
 ) -> dict[str, list[float]]:
-    """Seconds of a step by way, a turn's mean of the slower worker."""
+    """Return, by way, the seconds of a step in each turn: the mean of the slower worker."""
     for way in ways:
         progress(f"{label}: first steps of {way}")
         job.ask("make", timeout=_SECONDS, workload=name, way=way)
@@ -408,7 +420,7 @@ def _steps(
         if not all(job.ask("right", workload=name, way=way)):
             raise BenchError(f"{label}: {way} has made wrong weights")
     job.ask("drop", workload=name)
-    # should what comes then fail
+    # Printed now, in case a later measurement fails.
     progress(
         f"{label}: "
         + ", ".join(f"{way} {_median_ms(found):.4g} ms" for way, found in seconds.items())
@@ -417,7 +429,7 @@ def _steps(
 
 
 def train(setup: Setup) -> list[Case]:
-    """See the module's text."""
+    """Measure **train**: see the module's docstring."""
     cases = []
     with _job(setup, 0) as job:
         for name in setup.networks or TRAIN:
@@ -431,7 +443,7 @@ def train(setup: Setup) -> list[Case]:
 
 
 def train_cases(name: str, seconds: Mapping[str, list[float]]) -> list[Case]:
-    """Of the steps' seconds by way."""
+    """Return the cases of **train** from the seconds of steps by way."""
     of, peer = NETWORKS[name](), _median_ms(seconds["ddp"])
     about = f"{of.elements / 1e6:.1f} M parameters in {of.tensors} tensors, batch {of.batch}"
     return [
@@ -450,7 +462,7 @@ def train_cases(name: str, seconds: Mapping[str, list[float]]) -> list[Case]:
 
 
 def links(setup: Setup) -> list[Case]:
-    """See the module's text."""
+    """Measure **links**: see the module's docstring."""
     cases = []
     for rate in setup.rates:
         for extra in setup.extra:
@@ -490,7 +502,7 @@ def _linked(setup: Setup, rate: str, extra: int) -> Iterator[Job]:
 
 
 def places_of(workers: int, extra: int) -> tuple[list[str], dict[str, str]]:
-    """The namespaces, and who is in another's."""
+    """Return the names of the namespaces, and the processes that share another's namespace."""
     names = ["scheduler", *(f"worker {i}" for i in range(workers))]
     if extra:
         return [*names, *(f"server {i}" for i in range(extra))], {}
@@ -498,7 +510,7 @@ def places_of(workers: int, extra: int) -> tuple[list[str], dict[str, str]]:
 
 
 def bound(workers: int, extra: int) -> float:
-    """The most that a parameter server can be faster than an all-reduce."""
+    """Return the largest factor by which a parameter server can be faster than an all-reduce."""
     return (workers * workers + extra * workers - 2 * extra) / (workers * workers)
 
 
@@ -510,18 +522,18 @@ def link_cases(
     seconds: Mapping[str, list[float]],
     congestion: str,
 ) -> list[Case]:
-    """Of the steps' seconds by way.
+    """Return the cases of **links** from the seconds of steps by way.
 
-    A ratio is of times: without servers' machines no more than the peer's, with them nine tenths of
-    the bound.
+    Targets are ratios of times: without servers' machines at most the peer's time, with them at
+    least nine tenths of the bound.
     """
     peer, most, label = (
         _median_ms(seconds["ddp"]),
         bound(workers, extra),
         f"links-{rate}-k{extra}-{name}",
     )
-    # What an all-reduce cannot do without: a measured share of more than 1 would mean that the
-    # links are not what they are said to be.
+    # Share of the link's rate that the least traffic of an all-reduce uses. A share above 1 would
+    # mean that the links are faster than stated.
     used = 1e3 * 2 * (workers - 1) / workers * 32 * NETWORKS[name]().elements / bits(rate) / peer
     faster, packed = peer / _median_ms(seconds["bpsx"]), peer / _median_ms(seconds["onebit"])
     note = (
@@ -550,7 +562,7 @@ def _median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
 
-#: What can be run, by name.
+#: Parts of the benchmark by name.
 PARTS: Mapping[str, Callable[[Setup], list[Case]]] = {
     "nccl": nccl,
     "pcie": pcie,

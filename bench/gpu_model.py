@@ -1,9 +1,9 @@
-"""A network that computes nothing and takes the time: layers of :mod:`bench.shapes` whose backward
-makes gradients of the right shapes, last first.
+"""A network that only takes the time of a real one: its backward makes gradients of the right
+shapes.
 
-Each layer does the matrix products of its forward and backward pass on memory kept for that, in
-bfloat16 on a GPU. The gradients are float32 and all of one value, so that what training makes of
-the weights is known.
+Layers are those of :mod:`bench.shapes`; the last one's gradients come first. Each layer does the
+matrix products of its forward and backward pass on memory kept for that, in bfloat16 on a GPU. The
+gradients are float32 and all of one value, so that the trained weights are known.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bench.shapes import Layer, Network
 
 
 class Work:
-    """The memory that products read and write; all layers' and all models' of a network."""
+    """Memory that the products read and write, shared by all layers and all models of a network."""
 
     def __init__(self, network: Network, device: str) -> None:
         self._batch = network.batch
         sizes = (n for layer in network.layers if layer.rows for n in self._sizes(layer))
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        # What is read is never written to: products of products would soon be infinite, and those
-        # are computed in no time that matters.
+        # Products never write to memory that they read: products of products would soon be
+        # infinite, and the time of those would mean nothing.
         self._source = torch.randn(max(sizes), dtype=dtype, device=device)
         self._sink = torch.empty_like(self._source)
 
@@ -33,19 +33,21 @@ class Work:
         return rows * layer.inputs, rows * layer.outputs, layer.inputs * layer.outputs
 
     def forward(self, layer: Layer) -> None:
-        """outputs = inputs x weight"""
+        """Compute outputs = inputs x weight."""
         rows = layer.rows * self._batch
         self._product(rows, layer.inputs, layer.outputs)
 
     def backward(self, layer: Layer) -> None:
-        """The gradients of the inputs and of the weight."""
+        """Compute the gradients of the inputs and of the weight."""
         rows = layer.rows * self._batch
         self._product(rows, layer.outputs, layer.inputs)
         self._product(layer.outputs, rows, layer.inputs, across=True)
 
     def _product(self, rows: int, inner: int, columns: int, across: bool = False) -> None:
-        """``across``: the left factor lies the other way round in memory, as outputs' gradients do
-        for that of the weight.
+        """Multiply two matrices.
+
+        ``across``: the left factor is transposed in memory, as outputs' gradients are for the
+        gradient of the weight.
         """
         if rows:
             left = (
@@ -65,7 +67,7 @@ class Work:
 
 
 class _Apply(torch.autograd.Function):
-    """A layer. ``token`` goes through all of them and is what keeps their order in backward."""
+    """A layer. ``token`` passes through all layers and so fixes their order in backward."""
 
     @staticmethod
     def forward(
@@ -90,9 +92,10 @@ class _Apply(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Weights are zero at first; every element of every gradient is ``value``.
+    """A model of a network. Weights are zero at first; every element of every gradient is
+    ``value``.
 
-    The output's backward is the pass.
+    The backward of its output is the backward pass.
     """
 
     def __init__(self, network: Network, work: Work, value: float, device: str) -> None:
@@ -108,13 +111,15 @@ class Model(nn.Module):
             self._layers.append((layer, made))
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
-        """``token``: one element that requires a gradient."""
+        """Run the forward pass. ``token``: one element that requires a gradient."""
         for layer, parameters in self._layers:
             token = _Apply.apply(token, self._work, layer, self._value, *parameters)
         return token
 
     def holds(self, weight: float, tolerance: float = 0.0) -> bool:
-        """Whether every element of every parameter is that, up to a share of it."""
+        """Return whether every element of every parameter is ``weight``, up to a share
+        ``tolerance`` of it.
+        """
         with torch.no_grad():
             return all(
                 bool(((p - weight).abs() <= tolerance * abs(weight)).all())

@@ -1,5 +1,6 @@
-"""A worker of ``bench gpu``: moves tensors and trains, with bpsx.torch or with torch.distributed in
-the same process, and says how long it takes.
+"""Worker of ``bench gpu``: moves tensors and trains, and reports how long it takes.
+
+One process uses both bpsx.torch and torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.shapes import NETWORKS
 
 _DEVICE = os.environ["BENCH_DEVICE"]
 _RATE = 2.0**-10
-#: ``compression_params`` by way.
+#: ``compression_params`` of each way that compresses.
 _COMPRESSION = {"onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla"}}
 _work: dict[str, Work] = {}
 _made: dict[str, _Made] = {}
@@ -34,8 +35,9 @@ def init() -> int:
 
 
 def join(store: str, rank: int, size: int) -> None:
-    """Be a process of the peer's job, too: they meet at a file, since nothing of the network is
-    known here.
+    """Join the peer's job, too.
+
+    Its processes meet at a file, since nothing about the network is known here.
     """
     backend = "nccl" if _DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
@@ -48,7 +50,7 @@ def _sync() -> None:
 
 @cache
 def _tensors(device: str, count: int, nbytes: int) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors. Zeros stay finite however often they are summed in place."""
+    """Return names and tensors. Zeros stay finite however often they are summed in place."""
     return (
         [f"bench.{device}.{count}x{nbytes}.{i}" for i in range(count)],
         [torch.zeros(nbytes // 4, device=device) for _ in range(count)],
@@ -56,7 +58,10 @@ def _tensors(device: str, count: int, nbytes: int) -> tuple[list[str], list[torc
 
 
 def _round(way: str, names: list[str], tensors: list[torch.Tensor]) -> None:
-    """The sums of all, in place: all under way together, or the blocking verb if there is one."""
+    """Sum all tensors in place.
+
+    Several tensors are in flight together; a single one goes through the blocking verb.
+    """
     if way == "bpsx" and len(tensors) == 1:
         bps.push_pull_inplace(tensors[0], average=False, name=names[0])
     elif way == "bpsx":
@@ -77,8 +82,9 @@ def _round(way: str, names: list[str], tensors: list[torch.Tensor]) -> None:
 def rounds(
     way: str, device: str, count: int, nbytes: int, calls: int, warm: int = 1
 ) -> list[float]:
-    """Seconds of each sum of ``count`` tensors, from the first call until the device has done all,
-    after ``warm`` others.
+    """Return the seconds of each sum of ``count`` tensors, after ``warm`` others.
+
+    A sum takes from the first call until the device has finished.
     """
     names, tensors = _tensors(device, count, nbytes)
     for _ in range(warm):
@@ -95,7 +101,7 @@ def rounds(
 
 
 def check(way: str, device: str, count: int, nbytes: int) -> bool:
-    """Whether the sums are right: a fast wrong one would be a fine figure."""
+    """Return whether the sums are right, to guard against a fast sum that is wrong."""
     names, tensors = _tensors(device, count, nbytes)
     for i, tensor in enumerate(tensors):
         tensor.fill_(bps.rank() + 1 + i)
@@ -110,14 +116,14 @@ def check(way: str, device: str, count: int, nbytes: int) -> bool:
 
 
 class _Made:
-    """A model, what trains it, and how many steps it has done."""
+    """A model, its optimizer, and the number of steps done."""
 
     def __init__(self, workload: str, way: str) -> None:
         network, value = NETWORKS[workload](), float(bps.rank() + 1)
         if workload not in _work:
             _work[workload] = Work(network, _DEVICE)
         self.plain = Model(network, _work[workload], value, _DEVICE)
-        # A view of its bucket as a gradient saves DDP a copy.
+        # Gradients that are views of their bucket save DDP a copy.
         self.model: Any = (
             torch.nn.parallel.DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
             if way == "ddp"
@@ -143,9 +149,9 @@ class _Made:
 
 
 def make(workload: str, way: str) -> int:
-    """Build a model and do the first steps, in which names are declared and buckets are made.
+    """Build a model and do its first steps, in which names are declared and buckets are built.
 
-    The number of its parameters.
+    Returns the number of its parameters.
     """
     made = _made[f"{workload} {way}"] = _Made(workload, way)
     for _ in range(2):
@@ -155,8 +161,9 @@ def make(workload: str, way: str) -> int:
 
 
 def steps(workload: str, way: str, count: int, warm: int = 1) -> list[float]:
-    """Seconds of a step (zero_grad, forward, backward, step): the mean of ``count`` in a row after
-    ``warm`` others, until the device has done all.
+    """Return the mean seconds of a step: zero_grad, forward, backward and step.
+
+    The mean is of ``count`` steps in a row after ``warm`` others, until the device has finished.
     """
     made = _made[f"{workload} {way}"]
     for _ in range(warm):
@@ -171,13 +178,13 @@ def steps(workload: str, way: str, count: int, warm: int = 1) -> list[float]:
 
 
 def right(workload: str, way: str) -> bool:
-    """Whether the weights are what that many steps make of them."""
+    """Return whether the weights are those that this number of steps must give."""
     made = _made[f"{workload} {way}"]
     return made.plain.holds(-_RATE * made.done * made.average, made.tolerance)
 
 
 def drop(workload: str) -> None:
-    """Give memory back."""
+    """Free the memory of a network's models."""
     for name in [n for n in _made if n.startswith(f"{workload} ")]:
         del _made[name]
     _work.pop(workload, None)

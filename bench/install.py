@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """Return a case for each step and one for the size. Raises :class:`BenchError` if a step
-    fails.
-    """
+    """Return a case for each step and one for the size. Raises :class:`BenchError` on failure."""
     python = shutil.which(options.python)
     if python is None:
         raise BenchError(f"--python {options.python}: there is no such command")

@@ -1,4 +1,4 @@
-"""A small network: a namespace for each process, on a bridge, whose links can be made slow.
+"""A small network of namespaces on a bridge, one for each process, whose links can be made slow.
 
 Needs root and iproute2.
 """
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def run(*words: str) -> None:
-    """Run a command. Raises :class:`BenchError` with what it said if it fails."""
+    """Run a command. Raises :class:`BenchError` with its error output if it fails."""
     try:
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
     except subprocess.CalledProcessError as error:
@@ -28,7 +28,7 @@ def run(*words: str) -> None:
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no such network here; empty if there can."""
+    """Return why this host cannot have such a network, or an empty string if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -42,12 +42,12 @@ def why_not() -> str:
 
 
 def congestion() -> str:
-    """The host's TCP congestion control."""
+    """Return the host's TCP congestion control."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="utf-8").strip()
 
 
 def congestions() -> list[str]:
-    """Those that namespaces may have."""
+    """Return the congestion controls that namespaces may use."""
     return (
         Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
         .read_text(encoding="utf-8")
@@ -56,12 +56,12 @@ def congestions() -> list[str]:
 
 
 class Links:
-    """Namespaces by name; the first holds the bridge.
+    """Context manager of network namespaces by name; the first holds the bridge.
 
-    With a ``rate`` each of the others sends at most that, and with ``both`` it receives no more,
-    either. ``beside``: who else is there, by the name of a namespace that has a place of its own.
-    ``congestion``: TCP's congestion control, by default the host's. A context manager that removes
-    them all.
+    It removes all of them at its end. With a ``rate`` each of the other namespaces sends at most
+    that much; with ``both`` it also receives no more than that. ``beside``: further processes, each
+    with the name of the namespace whose place it shares. ``congestion``: TCP's congestion control,
+    by default the host's.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Links:
         return f"{self._mark}-{self._place[name]}"
 
     def prefix(self, name: str) -> list[str]:
-        """What goes before a command that is to run there."""
+        """Return the words before a command that is to run in the place ``name``."""
         return ["ip", "netns", "exec", self.namespace(name)]
 
     def __enter__(self) -> Links:
@@ -140,17 +140,17 @@ class Links:
             self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
             self._ip(name, "link", "set", "net0", "up")
         for i, name in enumerate(self._names[1:] if self._rate else ()):
-            # The burst is a few segments as large as TCP hands them down; smaller, and the rate is
-            # not reached.
+            # The burst is a few segments as large as TCP hands them down. With a smaller one the
+            # rate is not reached.
             self.slow(name, str(self._rate), self._burst)
-            if self._both:  # what the bridge sends there
+            if self._both:  # bound also what the bridge sends to the namespace
                 self.slow(hub, str(self._rate), self._burst, f"port{i}")
 
     def _ip(self, name: str, *words: str) -> None:
         run("ip", "-n", self.namespace(name), *words)
 
     def slow(self, name: str, rate: str, burst: str = "32k", device: str = "net0") -> None:
-        """Bound what ``name`` sends, in ``tc``'s notation, as in ``50mbit``."""
+        """Bound what ``name`` sends to ``rate`` in ``tc``'s notation, as in ``50mbit``."""
         run(
             "tc",
             "-n",

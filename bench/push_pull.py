@@ -1,5 +1,6 @@
-"""``bench push_pull``: a job of two workers against gloo's all_reduce with two processes, and
-against what ZeroMQ and TCP can do.
+"""``bench push_pull``: a job of two workers against gloo's all_reduce with two processes.
+
+Also against the upper bounds of ZeroMQ and TCP.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _OURS = 32 * _PARTITION
 _GLOO = 128 << 20
 _SMALL = 4096
 _LOOKS = 9
-#: Of rate, tiny and latency. For RDMA there has been no card to set any by.
+#: Targets of rate, tiny and latency by transport. RDMA has none: there was no card to set them by.
 _TARGETS = {
     "zmq": (">= 0.70", "<= 0.10", "<= 0.6"),
     "tcp": (">= 0.75", "<= 0.04", "<= 0.4"),
@@ -33,9 +34,9 @@ CASES = ("rate", "tiny", "latency", "spin", "idle", "steady", "machine", "walls"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Amount of measuring.
 
-    ``turns``: how often ours and the peer's take turns; the rest is per turn or in all.
+    ``turns``: how often ours and the peer's take turns. The other fields are per turn or in all.
     """
 
     turns: int = 12
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted = set(options.only.split(","))
     if unknown := wanted - set(CASES):
         raise BenchError(
@@ -94,8 +95,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     if "rate" in wanted and options.transport == "shm":
         cases.append(memory_bound(plan, cases[0]))
     if "steady" in wanted:
-        # A job of its own: freed memory that malloc has kept from the large rounds would hide a
-        # leak.
+        # A separate job: malloc keeps freed memory of the large rounds, which would hide a leak.
         with Job(WORKERS, options.servers, options.transport) as job:
             cases += steady(job, plan)
     if "machine" in wanted:
@@ -106,15 +106,17 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 class Turns:
-    """Ours and the peer's in turn (A B A B ...), so that a slow minute of the machine hits both."""
+    """Measure ours and the peer's in turn (A B A B ...), so that a slow minute of the machine hits
+    both.
+    """
 
     def __init__(self, job: Job, gloo: list[Child], wanted: set[str], plan: Plan) -> None:
         self.job, self.gloo, self.wanted, self.plan = job, gloo, wanted, plan
-        #: seconds per call or round, all turns
+        #: Seconds per call or round of all turns, by name of the measurement.
         self.seconds: dict[str, list[float]] = defaultdict(list)
 
     def run(self) -> dict[str, list[float]]:
-        """Seconds by what was measured."""
+        """Return the seconds of all turns by name of the measurement."""
         if self.wanted & {"rate", "spin"}:
             peers.slowest(self.job.workers, "many", kind="rate", rounds=1)
             if not all(self.job.ask("check", kind="rate")):
@@ -163,7 +165,7 @@ def speed(
     wanted: set[str],
     targets: tuple[str | None, str | None, str | None],
 ) -> list[Case]:
-    """The cases that have gloo or ourselves for a peer."""
+    """Return the cases whose peer is gloo or bpsx itself."""
     cases = []
     rate = _rates(seconds["rate"], _OURS)
     if "rate" in wanted:
@@ -202,7 +204,7 @@ def speed(
             )
         )
     if "spin" in wanted:
-        # The thread takes one core; what is left of a pair is half, and of more cores more.
+        # The thread takes one core. Of two cores half is left, of more cores a larger share.
         cases.append(
             median_case(
                 "spin",
@@ -220,11 +222,11 @@ def speed(
 
 
 def memory_bound(plan: Plan, rate: Case) -> Case:
-    """The rate against what memory lets through, by decision 26: each worker's tensor is copied in
-    and out, which is 4 bytes for each of its own, and the lane reads the share of every worker and
-    writes one sum.
+    """Return the rate against the bound that memory sets, by decision 26.
 
-    A copy moves two bytes for each that it copies.
+    Each worker's tensor is copied in and out, which moves 4 bytes for each byte of the tensor. The
+    lane reads the share of every worker and writes one sum. A copy moves two bytes for each byte
+    that it copies.
     """
     progress("memcpy on all cores that the job can use")
     processes = min(WORKERS + 1, len(os.sched_getaffinity(0)))
@@ -248,7 +250,7 @@ def memory_bound(plan: Plan, rate: Case) -> Case:
 
 
 def one_machine(plan: Plan) -> list[Case]:
-    """Two processes of one machine, which sum in shared memory, against gloo's two."""
+    """Measure two processes of one machine, which sum in shared memory, against two of gloo."""
     with Job(WORKERS, 0) as job, peers.gloo(WORKERS) as gloo:
         seconds = Turns(job, gloo, {"rate", "latency"}, plan).run()
         rate, gloo_rate = (
@@ -278,9 +280,9 @@ def _rates(seconds: list[float], nbytes: int) -> list[float]:
 
 
 def idle(job: Job, plan: Plan) -> list[Case]:
-    """Processor time of a job that does nothing."""
+    """Measure the processor time of an idle job."""
     progress(f"idle for {plan.idle_seconds:.0f} s")
-    time.sleep(0.5)  # let threads that still yield after their last work go to sleep
+    time.sleep(0.5)  # threads that still yield after their last work go to sleep
     started = time.monotonic()
     before = {name: machine.cpu_seconds(pid) for name, pid in job.pids.items()}
     time.sleep(plan.idle_seconds)
@@ -311,7 +313,7 @@ def idle(job: Job, plan: Plan) -> list[Case]:
 
 
 def steady(job: Job, plan: Plan) -> list[Case]:
-    """Growth of resident memory while the same tensors are summed again and again.
+    """Measure the growth of resident memory while the same tensors are summed again and again.
 
     The samples show its course in the worst process.
     """
@@ -353,7 +355,7 @@ def steady(job: Job, plan: Plan) -> list[Case]:
 
 
 def walls(plan: Plan, cases: list[Case]) -> list[Case]:
-    """What bounds the cases, and rows that set our figures against it."""
+    """Return the upper bounds of the cases, and rows that compare our figures with them."""
     progress("walls: bare ZeroMQ echo, TCP, memcpy")
     large, small, tcp, copy = [], [], [], []
     with peers.walls() as (server, client):
@@ -383,7 +385,7 @@ def walls(plan: Plan, cases: list[Case]) -> list[Case]:
 
 
 def _fractions(by_name: dict[str, Case]) -> list[Case]:
-    """How near our figures come to the walls."""
+    """Return the ratios of our figures to the upper bounds."""
     rows = []
     if "rate" in by_name:
         rate = by_name["rate"].value

@@ -1,13 +1,14 @@
-"""``bench scheduler``: processor time of one message at the scheduler, by what it is about and by
-how many workers there are.
+"""``bench scheduler``: processor time of a message at the scheduler, by its type and by the number
+of workers.
 
 The scheduler's own code handles and answers the messages of simulated workers; only sockets are
 left out.
 
-A message costs the same steps whatever the number of workers; tests/unit/test_many_workers.py
-counts them. A ratio above 1 is memory: a message finds its worker's reports in the cache of the
-processor, or does not where 1,024 workers have them. When the same 63 of 1,024 workers report again
-and again, ``still-waiting`` takes 2.85 us, as with 64 workers (2.82 us); when all do, 6.3 us.
+A message costs the same number of steps whatever the number of workers;
+tests/unit/test_many_workers.py counts them. A ratio above 1 comes from memory: with few workers a
+worker's reports are in the processor's cache, with 1,024 workers they may not be. When the same 63
+of 1,024 workers report again and again, ``still-waiting`` takes 2.85 us, as with 64 workers (2.82
+us). When all of them report, it takes 6.3 us.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Message = tuple[bytes, dict[str, Any]]
 
 
 class _NoSocket:
-    """Takes what the scheduler sends, and counts it."""
+    """Socket that only counts what the scheduler sends."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -44,10 +45,10 @@ class _NoSocket:
 
 
 class Simulated:
-    """A scheduler without sockets, and the messages of ``workers`` workers that push ``tensors``
-    tensors each.
+    """A scheduler without sockets, and the messages of its simulated workers.
 
-    ``processes``: of a machine, which sum among themselves.
+    ``workers`` workers push ``tensors`` tensors each. ``processes``: worker processes of a machine,
+    which sum among themselves.
     """
 
     def __init__(self, workers: int, tensors: int, processes: int = 1) -> None:
@@ -81,7 +82,7 @@ class Simulated:
         }
 
     def phase(self, name: str) -> Iterator[Message]:
-        """The messages of one of :data:`PHASES`, which come in this order."""
+        """Return the messages of one of :data:`PHASES`; phases come in that order."""
         everybody = [(r, b"w%d" % r) for r in range(self.workers)]
         if name == "gathering":
             for s in range(SERVERS):
@@ -104,7 +105,7 @@ class Simulated:
                             "epoch": 0,
                         },
                     )
-        elif name == "waiting":  # worker 0 saves: all others wait for all tensors
+        elif name == "waiting":  # worker 0 saves a checkpoint; all others wait for all tensors
             for _, ident in everybody[1:]:
                 yield (
                     ident,
@@ -139,7 +140,7 @@ class Simulated:
         }
 
     def handle(self, ident: bytes, message: dict[str, Any]) -> None:
-        """What the scheduler does with a message that has arrived."""
+        """Handle a message as the scheduler does when one has arrived."""
         messages.check(message)
         if message["type"] == "HELLO":
             self.hub._members.would_refuse(ident, message)
@@ -158,8 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """Microseconds per message; beside it what it costs with the smallest number of workers."""
-    # what is measured includes making the warnings, not printing them
+    """Return microseconds per message; the peer is the cost with the smallest number of workers."""
+    # The measured time includes making the warnings, but not printing them.
     logging.disable(logging.WARNING)
     cases = []
     peers: dict[str, float] = {}
@@ -169,7 +170,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         simulated = Simulated(workers, tensors)
         for phase in PHASES:
             sent = list(simulated.phase(phase))
-            begun = time.thread_time()  # other processes on the machine shall not count
+            begun = time.thread_time()  # excludes the time of other processes on the machine
             for message in sent:
                 simulated.handle(*message)
             seconds = time.thread_time() - begun

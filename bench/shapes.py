@@ -1,9 +1,8 @@
-"""The parameters of well-known networks, layer by layer in the order of the forward pass: shapes,
-not weights.
+"""Shapes of the parameters of well-known networks, layer by layer in the order of the forward pass.
 
-A layer's work in a forward pass is that of one matrix product: ``rows`` of each sample, as wide as
-its weight has inputs, times that weight. For a convolution these are the positions of its output;
-backward does two products of that size. Left out are products without a weight (attention's own: 6
+A layer's work in a forward pass is one matrix product: ``rows`` rows of each sample, as wide as the
+weight's inputs, times the weight. For a convolution the rows are the positions of its output.
+Backward does two products of that size. Left out are products without a weight (attention's own: 6
 % of BERT-large's at 384 tokens), normalisation, activations and pooling.
 """
 
@@ -13,14 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-#: Elements of each tensor of ``bench torch``'s network of small tensors.
+#: Elements of each tensor of the network of small tensors in ``bench torch``.
 SMALL_ELEMENTS = 4
 
 
 class Layer(NamedTuple):
-    """``shapes`` by parameter's name; the first is the weight, outputs first.
+    """One layer of a network.
 
-    ``rows``: of one sample; 0: looked up or done element by element.
+    ``shapes``: shape of each parameter by its name; the first is the weight, with outputs first.
+    ``rows``: rows of one sample; 0 if the layer is a look-up or works element by element.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all its parameters."""
+        """Number of elements of all parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
 
 
 class Network(NamedTuple):
-    """``batch``: samples of one worker in a step."""
+    """A network. ``batch``: samples of one worker in a step."""
 
     layers: tuple[Layer, ...]
     batch: int
@@ -71,8 +71,9 @@ def _dense(name: str, inputs: int, outputs: int, rows: int = 1) -> Layer:
 
 
 def _normed(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Layer:
-    """A convolution without bias whose output is ``side`` by ``side``, and the batch normalisation
-    behind it.
+    """Return a convolution without bias, followed by batch normalisation.
+
+    The convolution's output has ``side`` x ``side`` positions.
     """
     shapes: Mapping[str, tuple[int, ...]] = {
         "weight": (outputs, inputs, kernel, kernel),
@@ -83,8 +84,9 @@ def _normed(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Lay
 
 
 def resnet50() -> Network:
-    """Of 224 x 224 pixels and 1000 classes; the stride is in the middle convolution of a block, as
-    everybody has it today.
+    """Return ResNet-50 for 224 x 224 pixels and 1000 classes.
+
+    The stride is in the middle convolution of a block, as is usual today.
     """
     layers, inputs, side = [_normed("conv1", 3, 64, 7, 112)], 64, 56
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -104,7 +106,7 @@ def resnet50() -> Network:
 
 
 def vgg16() -> Network:
-    """Of 224 x 224 pixels and 1000 classes, without batch normalisation."""
+    """Return VGG-16 for 224 x 224 pixels and 1000 classes, without batch normalisation."""
     layers, inputs, side = [], 3, 224
     for stage, widths in enumerate(
         ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -131,9 +133,9 @@ def vgg16() -> Network:
 
 
 def bert_large(tokens: int = 384) -> Network:
-    """24 layers of 1024, 16 heads, vocabulary of 30,522; with the pooler, without a task's head.
+    """Return BERT-large: 24 layers of width 1024, 16 heads, a vocabulary of 30,522.
 
-    A sample is a text of so many tokens.
+    It has the pooler, but no task's head. A sample is a text of ``tokens`` tokens.
     """
     hidden, inner = 1024, 4096
     norm: Mapping[str, tuple[int, ...]] = {"weight": (hidden,), "bias": (hidden,)}
@@ -158,7 +160,7 @@ def bert_large(tokens: int = 384) -> Network:
 
 
 def tiny() -> Network:
-    """To see that a benchmark runs: 0.4 million parameters in nine tensors."""
+    """Return a network of 0.4 million parameters in nine tensors, to see that a benchmark runs."""
     return Network(
         (
             _normed("conv", 3, 16, 3, 8),
@@ -170,7 +172,7 @@ def tiny() -> Network:
     )
 
 
-#: By name; ``tiny`` is for trying out.
+#: Networks by name; ``tiny`` is for trying a benchmark out.
 NETWORKS: Mapping[str, Callable[[], Network]] = {
     "resnet50": resnet50,
     "vgg16": vgg16,

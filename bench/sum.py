@@ -159,9 +159,7 @@ def _measure(
 
 
 def _starts(count: int) -> list[Case]:
-    """Measure the loading of the float32 kernels in a fresh process: compiled, and from the
-    cache.
-    """
+    """Measure how long a fresh process loads the float32 kernels: compiled, and from the cache."""
     progress("time to load")
     cold, warm = [], []
     for _ in range(count):

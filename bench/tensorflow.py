@@ -1,12 +1,12 @@
 """``bench tensorflow``: bpsx.tensorflow with 2 workers and 1 server on this machine, over TCP.
 
-**overhead**: seconds in which 100 gradients of 256 KiB are averaged, from tensors that are there to
-tensors that are: in a ``tf.function`` (100 operations) and in eager code (one call), against the
-same bytes through the NumPy API (100 ``push_pull_async`` and their waits).
+**overhead**: seconds in which 100 gradients of 256 KiB are averaged, from existing tensors to the
+resulting tensors. It is measured in a ``tf.function`` (100 operations) and in eager code (one
+call). The peer is the same bytes through the NumPy API (100 ``push_pull_async`` and their waits).
 
-**step**: seconds of a training step of a small convolutional network in a ``tf.function``, against
-``tf.distribute.MultiWorkerMirroredStrategy`` with its own collectives between two processes; both
-of the same model, data and optimizer. ``step-alone`` is the step without any exchange.
+**step**: seconds of a training step of a small convolutional network in a ``tf.function``. The peer
+is ``tf.distribute.MultiWorkerMirroredStrategy`` with its own collectives between two processes.
+Both have the same model, data and optimizer. ``step-alone`` is the step without any exchange.
 
 All take turns; a sample is the mean of a few in a row, of the slower worker.
 """
@@ -34,7 +34,7 @@ _QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LE
 
 @dataclass(frozen=True)
 class Plan:
-    """``turns``: how often all take turns; ``calls``: of each in a turn."""
+    """``turns``: how often all take turns. ``calls``: calls of each in a turn."""
 
     turns: int = 10
     calls: int = 10
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(CASES):
         raise BenchError(
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def overhead(job: Job, plan: Plan) -> list[Case]:
-    """See the module's text."""
+    """Measure **overhead**: see the module's docstring."""
     ways = {"function": "100 operations of a tf.function", "eager": "one call of eager code"}
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(plan.turns):
@@ -87,7 +87,7 @@ def overhead(job: Job, plan: Plan) -> list[Case]:
 
 
 def step(job: Job, plan: Plan) -> list[Case]:
-    """See the module's text."""
+    """Measure **step**: see the module's docstring."""
     ways = {
         "step": "DistributedGradientTape in a tf.function",
         "step-keras": "Keras's optimizer, distributed, in a tf.function",
@@ -127,7 +127,7 @@ def _ms(seconds: list[float]) -> list[float]:
 
 @contextlib.contextmanager
 def mirrored() -> Iterator[list[Child]]:
-    """The peer's processes."""
+    """Context manager of the peer's processes."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(WORKERS)]
         for one in sockets:

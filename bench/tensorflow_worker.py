@@ -72,8 +72,9 @@ def _ways() -> dict[str, Any]:
 
 
 def exchange(way: str, count: int, warm: int = 2) -> list[float]:
-    """Return the seconds of each of ``count`` exchanges, after ``warm`` others and a common
-    start.
+    """Return the seconds of each of ``count`` exchanges after ``warm`` others.
+
+    All workers begin each exchange together.
     """
     import bpsx
 

@@ -1,5 +1,6 @@
-"""A worker of ``bench torch``: trains with bpsx, or with PyTorch's DistributedDataParallel over
-gloo, and says how long steps take.
+"""Worker of ``bench torch``: trains and reports how long steps take.
+
+It uses bpsx, or PyTorch's DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _made: dict[str, Any] = {}
 
 
 def init(store: str = "", rank: int = 0, size: int = 2) -> int:
-    """Join the job of the environment, or with ``store`` gloo's."""
+    """Join the job of the environment, or gloo's if ``store`` is given."""
     torch.set_num_threads(1)
     if store:
         dist.init_process_group(
@@ -29,7 +30,7 @@ def init(store: str = "", rank: int = 0, size: int = 2) -> int:
         return rank
     import bpsx.torch as bps
 
-    if "BYTEPS_TRACE_DIR" in os.environ:  # two machines in one would write to one file
+    if "BYTEPS_TRACE_DIR" in os.environ:  # two imitated machines would write to one file
         os.environ["BYTEPS_TRACE_DIR"] = str(
             Path(os.environ["BYTEPS_TRACE_DIR"], os.environ["DMLC_WORKER_ID"])
         )
@@ -38,7 +39,7 @@ def init(store: str = "", rank: int = 0, size: int = 2) -> int:
 
 
 def make(workload: str, way: str) -> int:
-    """Build a model and its optimizer; returns the number of parameters.
+    """Build a model and its optimizer. Returns the number of parameters.
 
     ``way``: gloo, optimizer, barrier or ddp.
     """
@@ -74,11 +75,11 @@ def _meet(way: str) -> None:
 
 
 def steps(workload: str, way: str, count: int, warm: int = 2) -> list[float]:
-    """Seconds of a step, zero_grad, forward, backward and step, as the mean of ``count`` in a row,
-    after ``warm`` others, which are begun together.
+    """Return the mean seconds of a step: zero_grad, forward, backward and step.
 
-    A mean, and nobody waits in between: CrossBarrier's steps reach into each other, and end on one
-    worker now before and now after the other's.
+    The mean is of ``count`` steps in a row after ``warm`` others; all workers begin together. No
+    worker waits in between: CrossBarrier's steps overlap, and end on one worker now before and now
+    after the other's.
     """
     model, optimizer, rank, loss = _made[f"{workload} {way}"]
     _meet(way)
@@ -92,7 +93,9 @@ def steps(workload: str, way: str, count: int, warm: int = 2) -> list[float]:
 
 
 def processor(workload: str, way: str, count: int) -> float:
-    """Seconds of processors for one step, all threads of this process, after two others."""
+    """Return the processor seconds of one step, of all threads of this process, after two other
+    steps.
+    """
     if way == "alone" and f"{workload} alone" not in _made:
         model = WORKLOADS[workload].model()
         _made[f"{workload} alone"] = (
@@ -112,7 +115,7 @@ def processor(workload: str, way: str, count: int) -> float:
 
 
 def alone(workload: str, count: int) -> list[float]:
-    """Seconds of each step without any exchange: what no transport can beat."""
+    """Return the seconds of each step without any exchange, which no transport can beat."""
     model = WORKLOADS[workload].model()
     optimizer, loss = WORKLOADS[workload].optimizer(model), WORKLOADS[workload].loss
     seconds = []
@@ -126,7 +129,10 @@ def alone(workload: str, count: int) -> list[float]:
 
 
 def checksum(workload: str, way: str) -> str:
-    """The weights, to compare between workers: a fast wrong step would be a fine figure."""
+    """Return a digest of the weights, to compare between workers.
+
+    This guards against a fast step that is wrong.
+    """
     model = _made[f"{workload} {way}"][0]
     return "".join(
         f"{t.view(torch.uint8).to(torch.int64).sum().item():x}."
@@ -136,8 +142,9 @@ def checksum(workload: str, way: str) -> str:
 
 
 def overlap(workload: str, way: str, count: int) -> dict[str, float]:
-    """Seconds, all steps together, in which gradients were under way, and those of them in which
-    backward ran; see :mod:`bench.torch`.
+    """Return the seconds in which gradients were in progress, and the part in which backward ran.
+
+    Both are sums over all steps; see :mod:`bench.torch`.
     """
     import bpsx
 
@@ -166,7 +173,7 @@ def overlap(workload: str, way: str, count: int) -> dict[str, float]:
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals as intervals that do not meet."""
+    """Return the union of intervals as intervals that do not meet."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

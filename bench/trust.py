@@ -1,5 +1,7 @@
-"""``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and
-to stop. docs/run/trust.md tells how.
+"""``bench trust``: how soon a death is known, what joining costs, and how long a job takes to start
+and stop.
+
+docs/run/trust.md describes the measurements.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from bench.jobs import ROOT, ask_all, progress
 from bench.report import BenchError, Case, median_case
 from bpsx.config import child_environment
 
-#: What the issue promises: everybody has an exception this many seconds after a death can be known.
+#: Promised seconds from the moment when a death can be known until every process has an exception.
 PROMISED = 5.0
 _INTERVAL, _TIMEOUT = 0.5, 2.0
 _KILLS = tuple(f"kill-{role}" for role in ROLES)
 _STOPS = tuple(f"stop-{role}" for role in ROLES)
-#: Modules of other benchmarks that add cases here: each has ``trust_cases(quick: bool) ->
+#: Modules of other benchmarks that add cases here. Each has ``trust_cases(quick: bool) ->
 #: list[Case]``.
 _OTHERS = {"trace-overhead": "bench.trace", "fuzz": "bench.fuzz"}
 _SCRIPT = """
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted = set(options.only.split(","))
     if unknown := wanted - set(_offered()):
         raise BenchError(
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def kills(roles: list[str], turns: int) -> list[Case]:
-    """SIGKILL, for each role at each stage; the case of a role is its worst stage."""
+    """Send SIGKILL to each role at each stage; the case of a role is its worst stage."""
     cases: list[Case] = []
     for role in roles:
         found: dict[str, list[Outcome]] = defaultdict(list)
@@ -116,8 +118,10 @@ def kills(roles: list[str], turns: int) -> list[Case]:
 
 
 def stops(roles: list[str], turns: int) -> list[Case]:
-    """SIGSTOP for good: nothing tells but silence, so the time in which it may not be noticed is
-    taken off.
+    """Send SIGSTOP to each role.
+
+    Only silence shows that a process has stopped, so the time in which it may stay unnoticed is
+    subtracted.
     """
     heartbeats = {"PS_HEARTBEAT_INTERVAL": str(_INTERVAL), "PS_HEARTBEAT_TIMEOUT": str(_TIMEOUT)}
     silence = _INTERVAL + _TIMEOUT
@@ -142,7 +146,7 @@ def stops(roles: list[str], turns: int) -> list[Case]:
 
 
 def handshakes(turns: int) -> list[Case]:
-    """Joining when everybody else is there: a hello, a data connection, a greeting on it."""
+    """Measure joining when all others are there: a hello, a data connection, a greeting on it."""
     progress("handshake")
     plain = [_joining() for _ in range(turns)]
     note = "init() of the last worker: control connection, hello, one data connection, greeting"
@@ -177,7 +181,7 @@ def _joining(**environment: str) -> float:
     with Roles(2, **environment) as job:
         job.workers[0].ask("begin", stage="init")
         _settled(job.server.pid)
-        job.workers[1].ask("resources")  # it has been imported, too
+        job.workers[1].ask("resources")  # its reply shows that the worker has imported bpsx
         seconds = float(job.workers[1].ask("init"))
         job.workers[0].ask("ended", timeout_s=60)
         ask_all(job.workers, "leave")
@@ -185,8 +189,8 @@ def _joining(**environment: str) -> float:
 
 
 def _settled(pid: int, seconds: float = 0.3) -> None:
-    """Wait until a process has nothing to do any more: here a server that has loaded its kernels
-    and waits for the job to begin.
+    """Wait until a process is idle: a server that has loaded its kernels and waits for the job to
+    begin.
     """
     before, end = -1.0, time.monotonic() + 60
     while (now := machine.cpu_seconds(pid)) - before > 1e-3 or now < 0.05:
@@ -197,8 +201,9 @@ def _settled(pid: int, seconds: float = 0.3) -> None:
 
 
 def start_stop(turns: int) -> list[Case]:
-    """A job of 2 workers, a server and a scheduler by ``bpsx-run --local``; beside it what starting
-    four interpreters costs by itself.
+    """Measure a job of 2 workers, a server and a scheduler by ``bpsx-run --local``.
+
+    Beside it is the cost of starting four interpreters alone.
     """
     up, down, bare = [], [], []
     for turn in range(turns):
@@ -242,7 +247,7 @@ def start_stop(turns: int) -> list[Case]:
 
 
 def _timed(words: list[str]) -> tuple[float, str, float]:
-    """When it started, what it printed, when it ended."""
+    """Run a command. Returns when it started, what it printed, and when it ended."""
     started = time.monotonic()
     done = subprocess.run(
         words,

@@ -1,8 +1,7 @@
-"""``bench shaped``: a push_pull of 100 MB between four machines, and up to four more with a server
-only, on links that are all equally slow; against gloo's ring and against what the links let through
-at best.
+"""``bench shaped``: a push_pull of 100 MB between four machines on links that are all equally slow.
 
-The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
+Up to four spare machines have a server only. The peers are gloo's ring and the best time that the
+links allow. The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from bench.report import BenchError, Case
 MACHINES = 4
 _BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
-#: As docs/tune/tuning.md has it for links as slow as these: the last partition's sum has to come
-#: back when all has been pushed.
+#: Options of docs/tune/tuning.md for links as slow as these: the last partition's sum comes back
+#: only after everything has been pushed.
 _OPTIONS = {
     "BYTEPS_ENABLE_MIXED_MODE": "1",
     "BYTEPS_PARTITION_BYTES": "131072",
     "OMP_NUM_THREADS": "1",
 }
-#: BBR, which some hosts have, all but stops each connection for a fifth of a second every ten, to
-#: measure the link; a sum waits for the slowest.
+#: Used instead of BBR, which some hosts have. Every ten seconds BBR all but stops a connection for
+#: a fifth of a second to measure the link, and a sum waits for the slowest connection.
 _RATHER_THAN_BBR = "reno"
 #: tc's units, in bits per second.
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-#: A whole round may take long on a slow link.
+#: Seconds that a command may take; a whole round is slow on such a link.
 _PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How everything is measured. ``rate``: of each link, in tc's notation."""
+    """Amount of measuring. ``rate``: rate of each link, in tc's notation."""
 
     rate: str
     transport: str
@@ -47,7 +46,7 @@ class Plan:
 
 @dataclass
 class Division:
-    """What was measured with so many spare machines; seconds."""
+    """Seconds measured with one number of spare machines."""
 
     ours: list[float] = field(default_factory=list)
     gloo: list[float] = field(default_factory=list)
@@ -80,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """All cases. Raises :class:`BenchError` if one cannot run."""
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
     spares = [_spare(text) for text in options.spare.split(",")]
     per_second = bytes_per_second(options.rate)
     if options.congestion and options.congestion not in network.congestions():
@@ -101,17 +100,16 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def optimum(machines: int, spare: int, nbytes: int, per_second: float) -> float:
-    """Seconds that ``nbytes`` on each machine take at least, by the most loaded card (BytePS,
-    OSDI'20, 4.1).
+    """Return the least seconds for ``nbytes`` on each machine, set by the most loaded network card.
 
-    ``spare``: at most ``machines``.
+    ``spare``: at most ``machines``. Source: BytePS, OSDI'20, 4.1.
     """
     n, k = machines, spare
     return 2 * n * (n - 1) * nbytes / ((n * n + k * n - 2 * k) * per_second)
 
 
 def bytes_per_second(rate: str) -> float:
-    """Of tc's notation. Raises :class:`BenchError` for another one."""
+    """Convert tc's notation of a rate. Raises :class:`BenchError` for any other notation."""
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
     if match is None or not float(match[1]):
         raise BenchError(
@@ -132,8 +130,9 @@ def _steady() -> str:
 
 
 def _measure(spare: int, per_second: float, plan: Plan) -> Division:
-    """Ours and gloo's in turn, on the same links; each after a call that does not count, since TCP
-    begins anew after a pause.
+    """Measure ours and gloo's in turn, on the same links.
+
+    Each comes after a call that does not count, since TCP begins anew after a pause.
     """
     workers = [f"worker {i}" for i in range(MACHINES)]
     beside = {f"server {i}": worker for i, worker in enumerate(workers)}

@@ -1,5 +1,6 @@
-"""The picture of ``bench shaped``: the time of a push_pull against the number of spare machines (as
-Figure 13 of BytePS, OSDI'20).
+"""The picture of ``bench shaped``: the time of a push_pull against the number of spare machines.
+
+It has the axes of Figure 13 of BytePS (OSDI'20).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def draw(found: Mapping[int, Division], rate: str, path: str) -> None:
     """Write the picture to ``path``.
 
-    Raises :class:`BenchError` for an ending that matplotlib does not know.
+    Raises :class:`BenchError` if matplotlib does not know the file name's ending.
     """
     matplotlib.rcParams.update(
         {
