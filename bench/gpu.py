@@ -176,9 +176,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def plan_of(device: str, quick: bool) -> Plan:
-    """Return the amount of measuring; it is small without a GPU, where gloo and the CPU are
-    slow.
-    """
+    """Return the amount of measuring: small without a GPU, since gloo and the CPU are slow."""
     plan = QUICK if quick else Plan()
     return replace(plan, count=8, part=65536, large=4 << 20) if device == "cpu" else plan
 

@@ -1,10 +1,9 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits with gluon on several
-workers.
+"""Train a small convolutional network on scikit-learn's handwritten digits with gluon.
 
     bpsx-run --local --workers 2 --servers 1 python examples/mxnet/digits.py --compress onebit
 
 Each worker takes its share of every batch. Two lines make the training distributed: ``init`` and
-``DistributedTrainer``. Import bpsx.mxnet before MXNet, which it makes work with today's NumPy.
+``DistributedTrainer``. Import bpsx.mxnet before MXNet: it makes MXNet work with today's NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bpsx.api.verbs import session
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon  # isort: skip
 
-WARM_UP_STEPS = 5  # not counted: first sight of every gradient
+WARM_UP_STEPS = 5  # not counted: every gradient is declared in them
 COMPRESSION = {
     "none": None,
     "fp16": {"fp16": True},
@@ -53,7 +52,10 @@ def options() -> argparse.Namespace:
 
 
 def data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """1797 pictures of 8 by 8 pixels: the first four fifths, shuffled once, are for training."""
+    """Return training and test data: 1797 pictures of 8 by 8 pixels.
+
+    The first four fifths, shuffled once, are for training.
+    """
     source = load_digits()
     order = np.random.default_rng(0).permutation(len(source.target))
     x, y = source.data[order].reshape(-1, 1, 8, 8).astype(np.float32) / 16, source.target[order]
@@ -112,7 +114,7 @@ def main() -> int:
                 loss = loss_of(net(mx.nd.array(x[part])), mx.nd.array(y[part]))
             loss.backward()
             trainer.step(args.batch_size)
-            # waits: without it the engine would run ahead
+            # asscalar() waits; otherwise MXNet's engine would run ahead.
             losses.append(loss.mean().asscalar())
             seconds.append(time.perf_counter() - start)
         mean = mx.nd.array([np.mean(losses)])

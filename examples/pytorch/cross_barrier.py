@@ -1,13 +1,14 @@
-"""CrossBarrier: ``step()`` waits for nothing, and each layer is updated in the next forward pass,
-when its own average is there.
+"""Train with CrossBarrier, whose ``step()`` does not wait for the averages of the gradients.
 
     bpsx-run --local --workers 2 --servers 1 python examples/pytorch/cross_barrier.py
 
-Trains the same network twice, with DistributedOptimizer and with CrossBarrier, and shows that the
-weights are the same bit for bit. What is gained is time on a slow network, where the gradients of
-the first layers, which backward makes last, then travel behind the forward pass. On one machine
-there is nothing to gain, and each layer's own update costs a little; ``python -m bench torch --only
-crossbarrier`` measures on links of 1 Gbit/s.
+Each layer is updated in the next forward pass, when its own average has arrived. The script trains
+the same network twice, with DistributedOptimizer and with CrossBarrier, and shows that the weights
+are the same bit for bit.
+
+CrossBarrier saves time on a slow network. Backward makes the gradients of the first layers last;
+they then travel during the forward pass. On one machine it saves nothing, and each layer's own
+update costs a little. ``python -m bench torch --only crossbarrier`` measures on links of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def options() -> argparse.Namespace:
 
 
 def batch(step: int, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A worker's part of a step's batch: noise around one of ten points, and which of them."""
+    """Return a worker's part of a step's batch: noise around one of ten points, and the point's
+    number.
+    """
     points = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(0))
     source = torch.Generator().manual_seed(1 + step * 1000 + rank)
     y = torch.randint(CLASSES, (size,), generator=source)
@@ -53,8 +56,9 @@ def batch(step: int, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(args: argparse.Namespace, crossing: bool) -> tuple[nn.Module, float, float]:
-    """The trained network, the mean loss of all workers over the last steps, the median time of a
-    step in milliseconds.
+    """Return the trained network, the mean loss and the median time of a step in milliseconds.
+
+    The loss is the mean of all workers over the last steps.
     """
     torch.manual_seed(0)
     model = perceptron(INPUTS, args.width, args.width, args.width, CLASSES)
@@ -63,12 +67,12 @@ def train(args: argparse.Namespace, crossing: bool) -> tuple[nn.Module, float, f
     # Two distributed optimizers of one process need different names for their parameters.
     named = [(f"{way}.{name}", p) for name, p in model.named_parameters()]
     if crossing:
-        # In the last of num_steps, and after it, nothing is put off.
+        # From the last of num_steps on, updates are not delayed.
         optimizer = CrossBarrier(model, optimizer, named_parameters=named, num_steps=args.steps)
     else:
         optimizer = bps.DistributedOptimizer(optimizer, named_parameters=named)
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
-    # steps right after step(), as ever
+    # The schedule steps right after step(), as with any optimizer.
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.steps // 2), 0.2)
     losses, seconds = [], []
     for step in range(args.steps):

@@ -1,11 +1,10 @@
-"""PyTorch's own DistributedDataParallel with its gradients averaged by bpsx: one hook on a model
-that is trained as ever.
+"""Average the gradients of PyTorch's DistributedDataParallel with bpsx, by one hook on the model.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/ddp_hook.py torchrun
-    --standalone --nproc-per-node 2 examples/pytorch/ddp_hook.py
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/ddp_hook.py
+    torchrun --standalone --nproc-per-node 2 examples/pytorch/ddp_hook.py
 
-Learns to tell three spirals apart. PyTorch's process group sets the model up; each bucket of
-gradients then goes through bpsx while backward is still at work. ``--plain`` leaves the hook out:
+The model learns to tell three spirals apart. PyTorch's process group sets the model up; each bucket
+of gradients then goes through bpsx while backward is still running. ``--plain`` omits the hook:
 then the same script averages over gloo.
 """
 
@@ -50,8 +49,9 @@ def options() -> argparse.Namespace:
 
 
 def spirals(points: int, seed: int) -> TensorDataset:
-    """Points of the plane on three arms, with some noise, and the number of the arm: float32
-    (points, 2), int64 (points,).
+    """Return noisy points of the plane on three arms, and the number of each point's arm.
+
+    float32 (points, 2) and int64 (points,).
     """
     source = torch.Generator().manual_seed(seed)
     arm, along = torch.randint(3, (points,), generator=source), torch.rand(points, generator=source)
@@ -62,12 +62,12 @@ def spirals(points: int, seed: int) -> TensorDataset:
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[tuple[torch.Tensor, ...]]
 ) -> torch.Tensor:
-    """The mean loss over this worker's batches."""
+    """Train one epoch, and return the mean loss over this worker's batches."""
     losses = []
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()  # when it returns, all gradients are averages over the workers
+        loss.backward()  # on its return all gradients are averages over the workers
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
@@ -76,7 +76,7 @@ def train_epoch(
 def main() -> int:
     args = options()
     torch.set_num_threads(args.threads)
-    # under bpsx-run it finds the others through bpsx, under torchrun as always
+    # Under bpsx-run the group finds the other processes through bpsx, under torchrun as usual.
     dist.init_process_group("gloo")
     bps.init()
     first, size = bps.rank() == 0, bps.size()

@@ -1,11 +1,11 @@
-"""Trains a small network on scikit-learn's handwritten digits with several workers, and shows what
-the communication does.
+"""Train a small network on scikit-learn's handwritten digits with several workers.
 
     bpsx-run --local --workers 2 --servers 1 python examples/pytorch/digits.py
 
-Each worker takes its share of every batch. The four calls that make the training distributed are in
-``Bpsx``; ``Gloo`` does the same with torch's DistributedDataParallel, for comparison (``--backend
-gloo``, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment).
+Each worker takes its share of every batch. The script also prints figures of the communication. The
+four calls that make the training distributed are in ``Bpsx``. ``Gloo`` does the same with torch's
+DistributedDataParallel, for comparison (``--backend gloo``, with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT in the environment).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-WARM_UP_STEPS = 5  # not counted: first sight of every tensor, compiled kernels
+WARM_UP_STEPS = 5  # not counted: tensors are declared and kernels compiled in them
 
 
 class Bpsx:
-    """The job's workers, through bpsx."""
+    """The job's workers, connected by bpsx."""
 
     def __init__(self) -> None:
         import bpsx.torch as bps
@@ -38,7 +38,7 @@ class Bpsx:
     def distribute(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Start everywhere from worker 0's weights, and average gradients before each step."""
+        """Give all workers worker 0's weights, and average gradients before each step."""
         self.bps.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = self.bps.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters()
@@ -50,7 +50,7 @@ class Bpsx:
         return self.bps.push_pull(value, name=name)
 
     def from_first(self, value: torch.Tensor) -> torch.Tensor:
-        """Worker 0's ``value``."""
+        """Return worker 0's ``value``."""
         result = value.clone()
         self.bps.broadcast_parameters({"digest": result}, root_rank=0)
         return result
@@ -59,7 +59,7 @@ class Bpsx:
         self.bps.barrier()
 
     def speed(self) -> float:
-        """Push_pull rate since the last call, MB/s."""
+        """Return the push_pull rate since the last call, in MB/s."""
         return self.bps.get_pushpull_speed()[1]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Bpsx:
 
 
 class Gloo:
-    """The same through torch.distributed."""
+    """The same as :class:`Bpsx`, through torch.distributed."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -102,7 +102,10 @@ class Gloo:
 
 
 class Digits:
-    """1797 pictures of 8 by 8 pixels: the first four fifths, shuffled once, are for training."""
+    """The data: 1797 pictures of 8 by 8 pixels.
+
+    The first four fifths, shuffled once, are for training.
+    """
 
     def __init__(self) -> None:
         source = load_digits()
@@ -113,7 +116,10 @@ class Digits:
         self.x, self.y, self.test_x, self.test_y = x[:cut], y[:cut], x[cut:], y[cut:]
 
     def batches(self, epoch: int, size: int, rank: int, of: int) -> list[torch.Tensor]:
-        """Indices of this worker's part of each batch; as many batches on every worker."""
+        """Return the indices of this worker's part of each batch.
+
+        Every worker has the same number of batches.
+        """
         order = torch.randperm(len(self.y), generator=torch.Generator().manual_seed(1 + epoch))
         whole = size * of
         return [
@@ -157,7 +163,9 @@ def network(hidden: int) -> nn.Module:
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Digits, parts: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[float]]:
-    """Mean loss over this worker's parts, and the seconds of each step."""
+    """Train one epoch. Returns the mean loss over this worker's parts, and the seconds of each
+    step.
+    """
     total, seconds = torch.zeros(()), []
     for part in parts:
         start = time.perf_counter()
@@ -176,9 +184,9 @@ def accuracy(model: nn.Module, data: Digits) -> float:
 
 
 def identical(job: Bpsx | Gloo, model: nn.Module) -> bool:
-    """Whether all workers hold the same bits: compares SHA-256 digests with worker 0's.
+    """Return whether all workers hold the same bits, by SHA-256 digests compared with worker 0's.
 
-    All workers get the same answer.
+    All workers get the same result.
     """
     digest = hashlib.sha256(
         b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -237,7 +245,7 @@ def report(
     speed: float,
     same: bool,
 ) -> None:
-    """Print the figures and, if asked to, write them."""
+    """Print the figures, and write them to a file if asked to."""
     counted = seconds[WARM_UP_STEPS:] or seconds
     images = size * args.batch_size * len(counted) / sum(counted)
     print(

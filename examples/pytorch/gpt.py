@@ -1,13 +1,14 @@
-"""Trains a small GPT, byte by byte, on a text that comes with Python: the help on its language.
+"""Train a small GPT, byte by byte, on a text that comes with Python: the help on its language.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/gpt.py torchrun --standalone
-    --nproc-per-node 2 examples/pytorch/gpt.py
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/gpt.py
+    torchrun --standalone --nproc-per-node 2 examples/pytorch/gpt.py
 
-The batch is shared out: with 1, 2 or 4 workers the same training is done, only faster. With
-``--checkpoint FILE``, worker 0 writes the state there now and then and at the end; if the file
-exists, training goes on from it (only worker 0 needs to have it). A training that was interrupted
-ends with the same weights as one that was not; with three workers or more to the last bit only if
-``BPSX_FIXED_ORDER=1`` is set, since a sum of three depends on the order.
+The workers share each batch: with 1, 2 or 4 workers the training is the same, only faster.
+
+With ``--checkpoint FILE``, worker 0 writes the state there now and then and at the end. If the file
+exists, training continues from it; only worker 0 needs to have it. An interrupted training ends
+with the same weights as one without interruption. With three workers or more, the last bits are the
+same only if ``BPSX_FIXED_ORDER=1`` is set, since a sum of three depends on the order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 import bpsx.torch as bps
 
 BYTES = 256  # the vocabulary
-WARM_UP = 20  # steps in which the learning rate grows
+WARM_UP = 20  # number of steps in which the learning rate grows
 
 
 def options() -> argparse.Namespace:
@@ -90,17 +91,16 @@ def options() -> argparse.Namespace:
 
 
 def text() -> torch.Tensor:
-    """The text's bytes, int64."""
+    """Return the text's bytes, int64."""
     joined = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     return torch.frombuffer(bytearray(joined.encode()), dtype=torch.uint8).long()
 
 
 def share(data: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
-    """This worker's texts of a step's batch, each one byte longer than the sequence: int64 (texts,
-    sequence + 1).
+    """Return this worker's texts of a step's batch: int64 (texts, sequence + 1).
 
-    All workers draw the whole batch, which depends on seed and step alone, and take their part of
-    it.
+    Each text is one byte longer than the sequence. All workers draw the whole batch, which depends
+    only on seed and step, and take their part of it.
     """
     source = torch.Generator().manual_seed(1_000_003 * args.seed + step)
     begins = torch.randint(len(data) - args.sequence - 1, (args.batch_size,), generator=source)
@@ -109,9 +109,9 @@ def share(data: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tens
 
 
 def load(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take over the state in ``file``, if there is one; the number of steps that have been made.
+    """Load the state in ``file``, if the file exists. Returns the number of steps already made.
 
-    For worker 0.
+    Only worker 0 calls it.
     """
     if not file.exists():
         return 0
@@ -122,9 +122,9 @@ def load(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the state; whoever is interrupted meanwhile keeps the old one.
+    """Write the state; after an interruption the old file is still there.
 
-    For worker 0: the others' is the same.
+    Only worker 0 calls it: the other workers have the same state.
     """
     beside = file.with_name(file.name + ".new")
     torch.save(
@@ -134,21 +134,22 @@ def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 
 def refuse(reason: str) -> NoReturn:
-    """End with status 2; on all workers, of which the first says why."""
+    """Exit with status 2. All workers call it; worker 0 prints the reason."""
     if bps.rank() == 0:
         print(f"gpt.py: {reason}", file=sys.stderr)
     sys.exit(2)
 
 
 def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Worker 0's state on all workers, from its checkpoint if there is one; the number of steps
-    that have been made.
+    """Give all workers worker 0's state, from its checkpoint if there is one.
+
+    Returns the number of steps already made.
     """
     done, problem = 0, None
     if args.checkpoint and bps.rank() == 0:
         try:
             done = load(args.checkpoint, model, optimizer)
-        except Exception as e:  # the others are told, and do not wait
+        except Exception as e:  # broadcast it, or the other workers would wait
             problem = f"{args.checkpoint} cannot be used: {e}"
     done, problem = bps.broadcast_object((done, problem), root_rank=0, name="progress")
     if problem is not None:
@@ -161,7 +162,7 @@ def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
 def train(
     args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, done: int
 ) -> None:
-    """From step ``done`` to the last one."""
+    """Train from step ``done`` to the last one."""
     data, first, began = text(), bps.rank() == 0, time.perf_counter()
     for step in range(done, args.steps):
         for group in optimizer.param_groups:
@@ -190,7 +191,7 @@ def train(
 
 
 def sample(model: nn.Module, args: argparse.Namespace, start: str = "The ") -> str:
-    """A text that the model goes on with, byte by byte."""
+    """Return a text with which the model continues ``start``, byte by byte."""
     source, written = torch.Generator().manual_seed(args.seed), torch.tensor([list(start.encode())])
     with torch.no_grad():
         for _ in range(args.sample):

@@ -1,8 +1,6 @@
 """Models of the examples and benchmarks: a multi-layer perceptron, a small GPT, ResNet and VGG.
 
-Nothing is downloaded; all begin with random weights.
-
-``build("resnet50")`` makes one by name.
+Nothing is downloaded; all begin with random weights. ``build("resnet50")`` makes one by name.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch.nn import functional
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers of these widths with ReLU between."""
+    """Return linear layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in zip(widths, widths[1:]):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -28,7 +26,7 @@ def perceptron(*widths: int) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """A transformer block, normalised first."""
+    """A transformer block with normalisation before each part."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +36,7 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, width) to the same."""
+        """Map (batch, sequence, width) to the same shape."""
         batch, length, width = x.shape
         parts = (
             self.attend(self.before(x))
@@ -54,11 +52,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small decoder: ``layers`` blocks over token and position embeddings, whose output layer is
-    the token embedding.
+    """A small decoder: ``layers`` blocks over token and position embeddings.
 
-    ``sequence`` is the greatest length of a text. Radford et al., *Language Models are Unsupervised
-    Multitask Learners*, 2019.
+    Its output layer is the token embedding. ``sequence`` is the greatest length of a text. Source:
+    Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 (batch, sequence) to logits (batch, sequence, vocabulary)."""
+        """Map int64 (batch, sequence) to logits (batch, sequence, vocabulary)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -92,15 +89,17 @@ class GPT(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps the size (divided by ``stride``), and batch normalisation."""
+    """Return a convolution that keeps the size (divided by ``stride``), and batch normalisation."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
     )
 
 
 class Residual(nn.Module):
-    """``x + f(x)``, with ReLU: f is two 3x3 convolutions or, as a *bottleneck*, 1x1, 3x3 and 1x1
-    with four times as many outputs.
+    """``x + f(x)``, followed by ReLU.
+
+    f is two 3x3 convolutions or, as a *bottleneck*, 1x1, 3x3 and 1x1 with four times as many
+    outputs.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
@@ -124,18 +123,18 @@ class Residual(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
+        """Map (batch, inputs, height, width) to (batch, outputs, height/stride, width/stride)."""
         return functional.relu(self.shortcut(x) + self.inside(x))
 
 
 def resnet(
     blocks: tuple[int, int, int, int], bottleneck: bool, classes: int = 1000
 ) -> nn.Sequential:
-    """He et al., *Deep Residual Learning for Image Recognition*, 2015 (arXiv:1512.03385), table 1,
-    with shortcuts of kind B.
+    """Return a ResNet with shortcuts of kind B.
 
-    A bottleneck's stride is in its 3x3 convolution, as most implementations have it today; the
-    paper's is in the first 1x1. That changes the work, not the number of parameters.
+    A bottleneck's stride is in its 3x3 convolution, as in most implementations today; the paper's
+    is in the first 1x1. That changes the work, not the number of parameters. Source: He et al.,
+    *Deep Residual Learning for Image Recognition*, 2015 (arXiv:1512.03385), table 1.
     """
     layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     channels = 64
@@ -157,8 +156,10 @@ def resnet(
 
 
 def vgg16(classes: int = 1000) -> nn.Sequential:
-    """Simonyan and Zisserman, *Very Deep Convolutional Networks for Large-Scale Image Recognition*,
-    2014 (arXiv:1409.1556), configuration D.
+    """Return VGG-16, configuration D.
+
+    Source: Simonyan and Zisserman, *Very Deep Convolutional Networks for Large-Scale Image
+    Recognition*, 2014 (arXiv:1409.1556).
     """
     layers: list[nn.Module] = []
     channels = 3
@@ -167,7 +168,7 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    # The pooling changes nothing for pictures of 224 by 224, and lets others pass.
+    # The pooling changes nothing for pictures of 224 by 224, and allows other sizes.
     model = nn.Sequential(
         *layers,
         nn.AdaptiveAvgPool2d(7),
@@ -190,8 +191,10 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
 
 
 class Kind(NamedTuple):
-    """How to make a model, and what it takes: ``image`` pixels to a side of a picture, or a text of
-    ``sequence`` tokens of ``classes``.
+    """A model's constructor and the size of its input.
+
+    ``image``: pixels to a side of a picture. ``sequence``: tokens of a text, of a vocabulary of
+    ``classes`` tokens.
     """
 
     make: Callable[[int], nn.Module]
@@ -201,7 +204,7 @@ class Kind(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """The unit of input that is counted: tokens or images."""
         return "tokens" if self.sequence else "images"
 
 
@@ -218,26 +221,28 @@ MODELS = {
     "mlp": Kind(_mlp, image=32, classes=10),
     # 3.3 million parameters
     "gpt": Kind(lambda classes: GPT(classes), sequence=64, classes=512),
-    # the paper's smallest, 124 million
+    # 124 million parameters: the paper's smallest
     "gpt2": Kind(lambda classes: GPT(classes, 1024, 768, 12, 12), sequence=1024, classes=50257),
 }
 
 
 def build(name: str, classes: int | None = None) -> nn.Module:
-    """The model of that name, for ``classes`` classes (of tokens: the vocabulary) or as many as it
-    was published with.
+    """Return the model called ``name`` for ``classes`` classes, by default as many as it was
+    published with.
+
+    For a GPT the classes are the vocabulary.
     """
     kind = MODELS[name]
     return kind.make(classes or kind.classes)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """The number of parameters; those that two layers share count once."""
+    """Return the number of parameters; those that two layers share count once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A text that is the same for the same weights, bit for bit."""
+    """Return a text that is the same for the same weights, bit for bit."""
     return hashlib.sha256(
         b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     ).hexdigest()[:16]

@@ -1,14 +1,15 @@
-"""How many images or tokens a second a job trains on: synthetic data, real models, gradients
-through bpsx or, for comparison, PyTorch's gloo.
+"""Measure how many images or tokens a second a job trains on, with real models and synthetic data.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/synthetic_benchmark.py --model
-    resnet18 --quick torchrun --standalone --nproc-per-node 2
-    examples/pytorch/synthetic_benchmark.py --framework ddp-gloo --model gpt --batch-size 8
+    bpsx-run --local --workers 2 --servers 1 python examples/pytorch/synthetic_benchmark.py \\
+        --model resnet18 --quick
+    torchrun --standalone --nproc-per-node 2 examples/pytorch/synthetic_benchmark.py \\
+        --framework ddp-gloo --model gpt --batch-size 8
 
-An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are
-mean and 1.96 standard deviations of the iterations, for a worker and for all of them. The worker's
-is its own, the total adds up what each worker has measured. Compare frameworks on the same
-machines, with the same options.
+The gradients go through bpsx or, for comparison, PyTorch's gloo. An *iteration* is
+``--num-batches-per-iter`` training steps; its rate is one sample. The script prints the mean of the
+iterations and 1.96 standard deviations, for a worker and for all workers. The worker's figure is
+its own; the total adds up the workers' figures. Compare frameworks on the same machines, with the
+same options.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ def _positive(text: str) -> int:
 
 
 class Training:
-    """A model that trains on one batch, over and over.
+    """A model that trains on one batch again and again.
 
-    ``bare`` is the model without what is wrapped around it.
+    ``bare`` is the model without its wrapper.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -151,7 +152,7 @@ class Training:
                 args.batch_size, 3, args.image_size, args.image_size, generator=source
             )
             self._target = torch.randint(args.num_classes, (args.batch_size,), generator=source)
-        self.units = self._target.numel()  # images or tokens of this worker in a step
+        self.units = self._target.numel()  # this worker's images or tokens in a step
 
     def _with_bpsx(self) -> None:
         args = self._args
@@ -188,13 +189,13 @@ class Training:
         self.optimizer.step()
 
     def end(self) -> None:
-        """Complete what is still to be done of the last step."""
+        """Complete the last step."""
         if self._args.cross_barrier:
             self.optimizer.synchronize()
 
 
 def rates(training: Training, args: argparse.Namespace, unit: str) -> Iterator[float]:
-    """What this worker gets done in a second, for each iteration."""
+    """Yield, for each iteration, this worker's rate per second."""
     first = bps.rank() == 0
     if first:
         print(f"warming up: {args.num_warmup_batches} steps", flush=True)
@@ -214,7 +215,7 @@ def rates(training: Training, args: argparse.Namespace, unit: str) -> Iterator[f
 
 
 def spread(samples: torch.Tensor) -> str:
-    """Mean and the interval in which 95 % of such samples lie, were they normally distributed."""
+    """Return the mean and the interval that would contain 95 % of normally distributed samples."""
     return f"{samples.mean().item():,.1f} +- {1.96 * samples.std(correction=0).item():,.1f}"
 
 

@@ -1,5 +1,4 @@
-"""Trains a small network on scikit-learn's handwritten digits with several workers, in a loop of
-its own.
+"""Train a small network on scikit-learn's handwritten digits in a loop of one's own.
 
     bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/digits.py
 
@@ -21,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import bpsx.tensorflow as bps
 
-WARM_UP_STEPS = 5  # not counted: tracing, first sight of every tensor
+WARM_UP_STEPS = 5  # not counted: functions are traced and tensors declared in them
 
 
 def options() -> argparse.Namespace:
@@ -45,7 +44,10 @@ def options() -> argparse.Namespace:
 
 
 def data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """1797 pictures of 8 by 8 pixels: the first four fifths, shuffled once, are for training."""
+    """Return training and test data: 1797 pictures of 8 by 8 pixels.
+
+    The first four fifths, shuffled once, are for training.
+    """
     source = load_digits()
     order = np.random.default_rng(0).permutation(len(source.target))
     x, y = source.data[order].astype(np.float32) / 16, source.target[order]

@@ -1,11 +1,10 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits with Keras's ``fit``,
-on several workers.
+"""Train a small convolutional network on scikit-learn's handwritten digits with Keras's ``fit``.
 
     bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/keras_fit.py
 
-What is distributed: the optimizer, four callbacks, and each worker's share of the data. The
-learning rate grows with the number of workers and begins small. With ``--save FILE``, where all
-workers can read it, worker 0 saves the model, and all load it and train one epoch more.
+Distributed are the optimizer, four callbacks, and each worker's share of the data. The learning
+rate grows with the number of workers and begins small. With ``--save FILE``, where all workers can
+read it, worker 0 saves the model, and all workers load it and train one more epoch.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def network() -> keras.Model:
 
 
 def compression(name: str) -> dict[str, object]:
-    """Keyword arguments of DistributedOptimizer."""
+    """Return DistributedOptimizer's keyword arguments for this kind of compression."""
     if name == "fp16":
         return {"compression": bps.Compression.fp16}
     params = {
@@ -77,7 +76,7 @@ def main() -> int:
     order = np.random.default_rng(0).permutation(len(source.target))
     x, y = source.data[order].reshape(-1, 8, 8, 1).astype(np.float32) / 16, source.target[order]
     cut = len(y) * 4 // 5
-    # as many batches on every worker
+    # Every worker has the same number of batches.
     share = cut // size // args.batch_size * args.batch_size
     mine = slice(rank * share, (rank + 1) * share)
     if rank == 0:
@@ -118,8 +117,7 @@ def main() -> int:
         if rank == 0:
             model.save(args.save)
         bps.barrier()
-        # Without compression: what it has left over is each worker's own, and this file has worker
-        # 0's.
+        # Without compression: each worker has its own residuals, and this file has worker 0's.
         model = bps.load_model(args.save)
         model.fit(x[mine], y[mine], batch_size=args.batch_size, verbose=0)
     right = float(model.evaluate(x[cut:], y[cut:], verbose=0)[1])

@@ -1,11 +1,11 @@
-"""How many images a second a job trains on: synthetic data, models of ``tf.keras.applications``
-with random weights, gradients through bpsx.
+"""Measure how many images a second a job trains on, with models of ``tf.keras.applications``.
 
-    bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/synthetic_benchmark.py
-    --model ResNet50 --quick
+    bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/synthetic_benchmark.py \\
+        --model ResNet50 --quick
 
-An *iteration* is ``--num-batches-per-iter`` training steps; its rate is one sample. Printed are
-mean and 1.96 standard deviations of the iterations, for a worker and for all of them.
+The data are synthetic, the weights random; gradients go through bpsx. An *iteration* is
+``--num-batches-per-iter`` training steps; its rate is one sample. The script prints the mean of the
+iterations and 1.96 standard deviations, for a worker and for all workers.
 """
 
 from __future__ import annotations
