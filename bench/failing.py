@@ -71,7 +71,7 @@ class Roles:
     def wait_for(self, role: str, count: int) -> None:
         """Wait until the scheduler knows ``count`` nodes of a role.
 
-        Only a node that has come can be missed. Raises :class:`BenchError`.
+        The death of a node that has not come is not noticed. Raises :class:`BenchError`.
         """
         config = Config({**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
         end = time.monotonic() + _SECONDS

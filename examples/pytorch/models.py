@@ -187,7 +187,7 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
     return model
 
 
-# ---- by name
+# ---- models by name
 
 
 class Kind(NamedTuple):

@@ -32,8 +32,9 @@ log = logging.getLogger("bpsx.session.session")
 def _stands_for(which: tuple[str, str], name: str) -> bool:
     """Return whether the pattern ``which`` includes ``name``.
 
-    Patterns are ("unnamed", verb), ("name", name), ("beginning", text), and ("below", name), which
-    includes the name itself and all names that begin with it and a dot.
+    Patterns are ("name", name); ("below", name) for the name itself and all names that begin with
+    it and a dot; ("beginning", text) for all names that begin with the text; and ("unnamed", verb)
+    for the names of the verb's calls without a name.
     """
     kind, text = which
     if kind == "unnamed":

@@ -84,7 +84,8 @@ def counted(
 def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
     """Decorate a verb that makes the push_pulls of all names that begin with one of ``beginnings``.
 
-    After a call that fails, all these names are declared anew.
+    After a call that fails with an error that other workers do not get, all these names are
+    declared anew.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -101,8 +102,7 @@ def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
 def _outermost(
     function: _Function, count: Callable[[BaseException, bool, Any, Any], None]
 ) -> _Function:
-    """Return ``function`` wrapped so that an error goes to ``count``, except in a call by another
-    verb.
+    """Return ``function`` with its errors passed to ``count``, unless another such verb calls it.
 
     ``count`` gets the error, whether the call has asked the session for no push_pull, and the
     call's positional and keyword arguments.
@@ -139,7 +139,7 @@ def _name(
     bound.apply_defaults()
     prefix, name = (bound.arguments.get(argument) for argument in which)
     if not isinstance(name, str):
-        name = getattr(name, "wire", getattr(name, "name", None))  # a gradient's
+        name = getattr(name, "wire", getattr(name, "name", None))  # a gradient, not a string
     if not isinstance(name, str) or not name:
         return None
     return wire.format(f"{prefix}{name}" if isinstance(prefix, str) else name)

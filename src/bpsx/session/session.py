@@ -271,8 +271,9 @@ class Session(Declarations):
             self.reporter.handle(message)
 
     def _say_heard(self) -> None:
-        """Tell the scheduler that the error has arrived: workers that want to leave wait until all
-        have heard of it.
+        """Tell the scheduler that the error has arrived.
+
+        Workers that want to leave wait until all workers have heard of it.
         """
         if self._link is not None:
             self._link.send("HEARD")
@@ -311,7 +312,8 @@ class Session(Declarations):
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
-        """Check, once a second, for broken connections, and report waits and free finished handles.
+        """Check for broken connections, report waits, and free finished handles; called once a
+        second.
 
         A broken connection counts as a death if the scheduler has sent no message about it in time.
         """
@@ -348,13 +350,13 @@ class Session(Declarations):
             return dict(self._order)
 
     def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
-        """Return the index of ``name`` in the order in which this worker first saw names; it never
-        changes.
+        """Return the index of ``name`` in the order in which this worker first saw names.
 
-        ``compression``: compression of the name's sums from now on, the same on all workers from
-        the same push_pull on; None leaves it as it was. ``anew``: for an optimizer, see
-        :meth:`bpsx.compression.manager.Compressing.begin`. Raises :class:`~bpsx.errors.ConfigError`
-        for an invalid name, and for compression in asynchronous training.
+        The index never changes. ``compression``: compression of the name's sums from now on, the
+        same on all workers from the same push_pull on; None leaves it as it was. ``anew``: for an
+        optimizer, see :meth:`bpsx.compression.manager.Compressing.begin`. Raises
+        :class:`~bpsx.errors.ConfigError` for an invalid name, and for compression in asynchronous
+        training.
         """
         check_name(name, "declare")
         if anew:
