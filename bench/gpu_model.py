@@ -92,10 +92,10 @@ class _Apply(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """A model of a network. Weights are zero at first; every element of every gradient is
-    ``value``.
+    """A model of a network.
 
-    The backward of its output is the backward pass.
+    Weights are zero at first; every element of every gradient is ``value``. The backward of its
+    output is the backward pass.
     """
 
     def __init__(self, network: Network, work: Work, value: float, device: str) -> None:
@@ -117,8 +117,9 @@ class Model(nn.Module):
         return token
 
     def holds(self, weight: float, tolerance: float = 0.0) -> bool:
-        """Return whether every element of every parameter is ``weight``, up to a share
-        ``tolerance`` of it.
+        """Return whether every parameter's elements are all ``weight``.
+
+        ``tolerance``: the largest deviation, as a share of ``weight``.
         """
         with torch.no_grad():
             return all(

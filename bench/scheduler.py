@@ -1,7 +1,7 @@
 """``bench scheduler``: processor time of a message at the scheduler, by its type and by the number
 of workers.
 
-The scheduler's own code handles and answers the messages of simulated workers; only sockets are
+The scheduler's own code handles and replies to the messages of simulated workers; only sockets are
 left out.
 
 A message costs the same number of steps whatever the number of workers;
