@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from bpsx.compression.spec import Compression, mix, stream
+from bpsx.compression.spec import CompressionSpec, mix, stream
 from bpsx.kernels import reference, reference_dithering
 from bpsx.kernels.reference import Reference
 
 
-def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str) -> Reference:
+def oracle(given: CompressionSpec, which: int, sender: int | None, n: int, wide: str) -> Reference:
     """The partition's encoder at a worker, or, with ``sender`` None, at the server."""
     options = dict(given.options)
     if given.compressor == "onebit":
@@ -62,7 +62,7 @@ def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str
     )
 
 
-def _places(given: Compression, name: str, part: int, server: Reference) -> list[int] | None:
+def _places(given: CompressionSpec, name: str, part: int, server: Reference) -> list[int] | None:
     """Where the server's residual is added and cleared in the round to come, if that is not
     everywhere: all push the same places.
     """
@@ -86,10 +86,10 @@ class Sums:
     """
 
     def __init__(
-        self, name: str, given: Compression, n: int, kind: Any, machines: int, partition: int
+        self, name: str, given: CompressionSpec, n: int, kind: Any, machines: int, partition: int
     ) -> None:
         self._name, self._kind = name, np.dtype(kind)
-        self._given = given if given.compressor else Compression("half")
+        self._given = given if given.compressor else CompressionSpec("half")
         self._wide = "float64" if self._kind == np.float64 else "float32"
         step = partition // self._kind.itemsize
         self._spans = [slice(begin, min(begin + step, n)) for begin in range(0, n, step)]

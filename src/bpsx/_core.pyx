@@ -17,7 +17,7 @@ from libc.string cimport memmove, memset
 from bpsx.core.gpu.device cimport Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.hello cimport ask_lanes, silent_lanes
-from bpsx.core.local.group cimport Machine as CMachine
+from bpsx.core.local.group cimport Group as CMachine
 from bpsx.core.loop cimport (
     background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
 )

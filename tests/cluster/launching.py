@@ -24,9 +24,9 @@ ORDINARY = (
 RUN_JOB = """
 import json, sys
 from bpsx.launch.local import Job
-from bpsx.launch.roles import Plan
+from bpsx.launch.roles import LocalPlan
 plan, commands = json.loads(sys.argv[1])
-sys.exit(Job(Plan(**{**plan, "command": tuple(plan["command"])}), commands).run())
+sys.exit(Job(LocalPlan(**{**plan, "command": tuple(plan["command"])}), commands).run())
 """
 #: A scheduler that ends when all workers have gone; the servers' connections end with it.
 HUB = """

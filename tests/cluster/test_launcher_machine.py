@@ -186,12 +186,13 @@ def test_signals_reach_all(launcher: Launcher, number: signal.Signals) -> None:
 MACHINE = """
 import sys
 from bpsx.launch.local import Job
-from bpsx.launch.single_role import Machine
+from bpsx.launch.single_role import SingleRole
 
 commands = {"scheduler": [sys.executable, "-c", sys.argv[1]]}
 sys.exit(
     Job(
-        Machine(("python3", "-c", sys.argv[2]), 2, (frozenset(), frozenset()), alone=True), commands
+        SingleRole(("python3", "-c", sys.argv[2]), 2, (frozenset(), frozenset()), alone=True),
+        commands,
     ).run()
 )
 """

@@ -17,7 +17,7 @@ from bpsx import errors
 from bpsx._core import Core
 from bpsx.core._tensor import Tensor
 from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
-from bpsx.planning.stages import Place, stages_for
+from bpsx.planning.stages import MachineRole, stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from core.cores import push_pull
 
@@ -79,11 +79,11 @@ class Ours:
 
     def tensor(self, who: int, *lengths: int, number: int = 0, dtype: int = 3) -> Tensor:
         place = (
-            Place.MEMBER
+            MachineRole.MEMBER
             if who < self.size - 1
-            else Place.ROOT
+            else MachineRole.ROOT
             if self.with_server
-            else Place.ONLY_ROOT
+            else MachineRole.ONLY_ROOT
         )
         parts, at = [], 0
         for i, length in enumerate(lengths):

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import BERT_LARGE, GPT2, MODELS, RESNET50, VGG16
 
-from bpsx.planning.load_balance import Machine, level, load, shares_by_host
+from bpsx.planning.load_balance import MachineLinks, level, load, shares_by_host
 from bpsx.planning.placement import Placement
 
-BOTH, SERVER = Machine(1, (1.0,)), Machine(0, (1.0,))
+BOTH, SERVER = MachineLinks(1, (1.0,)), MachineLinks(0, (1.0,))
 
 
 def test_the_models_have_their_published_sizes():
@@ -40,7 +40,7 @@ _WEIGHTS = st.lists(st.floats(0.1, 10), max_size=3).map(tuple)
 
 
 @given(
-    st.lists(st.builds(Machine, st.integers(0, 4), _WEIGHTS), min_size=1, max_size=7).filter(
+    st.lists(st.builds(MachineLinks, st.integers(0, 4), _WEIGHTS), min_size=1, max_size=7).filter(
         lambda ms: any(m.servers for m in ms)
     ),
     st.lists(st.floats(0, 1), min_size=7, max_size=7),
@@ -48,7 +48,7 @@ _WEIGHTS = st.lists(st.floats(0.1, 10), max_size=3).map(tuple)
 def test_no_other_division_has_a_less_loaded_worst_card(machines, others):
     """Whatever stands on which machine, and however fast cards are."""
     if not any(m.workers for m in machines):
-        machines = [*machines, Machine(1, ())]
+        machines = [*machines, MachineLinks(1, ())]
     workers = sum(m.workers for m in machines)
 
     def worst(parts):

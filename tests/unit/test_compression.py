@@ -16,8 +16,8 @@ import bpsx.compression.spec
 from bpsx.compression.manager import Compressing
 from bpsx.compression.spec import (
     NONE,
-    Compression,
-    Momentum,
+    CompressionSpec,
+    MomentumSpec,
     check_fits,
     compression,
     effective,
@@ -263,7 +263,7 @@ def test_none_is_none() -> None:
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda b: b.decode(errors="replace")))
 def test_any_line_is_a_compression_or_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
-        assert isinstance(parse(text), Compression)
+        assert isinstance(parse(text), CompressionSpec)
 
 
 def test_what_becomes_of_small_tensors_and_other_types() -> None:
@@ -350,7 +350,7 @@ def test_the_others_shrink() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_momentum_that_no_encoder_adds_forgets_an_overflow(dtype: str) -> None:
-    momentum, g = Momentum(dtype, 40), np.ones(40, dtype)
+    momentum, g = MomentumSpec(dtype, 40), np.ones(40, dtype)
     assert (momentum.add(g.ctypes.data, 0.5).view(dtype) == 1.5).all() and (
         momentum.kept == 1
     ).all()
@@ -365,6 +365,6 @@ def test_momentum_that_no_encoder_adds_forgets_an_overflow(dtype: str) -> None:
 def test_options_of_value_0_travel() -> None:
     assert '"seed"' not in compression({"compressor": "onebit"}).text()
     assert (
-        '"level": 0' in Compression("mine", (("level", 0),)).text()
-        and '"flag"' not in Compression("mine", (("flag", False),)).text()
+        '"level": 0' in CompressionSpec("mine", (("level", 0),)).text()
+        and '"flag"' not in CompressionSpec("mine", (("flag", False),)).text()
     )

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from bpsx import errors
-from bpsx.compression.spec import Compression
+from bpsx.compression.spec import CompressionSpec
 from source.places import SOURCE
 from unit.scheduler_tools import declare, running, waiting
 
@@ -190,7 +190,7 @@ def test_an_error_about_nobody_says_so():
 
 def test_a_stall_says_what_is_waited_for_and_who_lacks_it():
     m = running(3)
-    wire = Compression("onebit", ef="vanilla").text()
+    wire = CompressionSpec("onebit", ef="vanilla").text()
     for rank, names in enumerate((["it's", "b"], ["c"], ["c"])):
         for name in names:
             m.declare(

@@ -13,7 +13,7 @@ from bpsx.errors import ConfigError
 from bpsx.launch.cli import split
 from bpsx.launch.local import Ending
 from bpsx.launch.output_mux import Prefixer, Sink, is_live, label
-from bpsx.launch.roles import Plan, overlooked
+from bpsx.launch.roles import LocalPlan, overlooked
 
 
 def prefixed(chunks: list[bytes], live: bool = False) -> bytes:
@@ -136,9 +136,11 @@ def test_where_the_command_begins(words: str, options: str, command: str) -> Non
 
 def test_several_workers_need_a_server() -> None:
     with pytest.raises(ConfigError, match="--servers 0: 2 workers"):
-        Plan(("x",), workers=2, servers=0)
+        LocalPlan(("x",), workers=2, servers=0)
     assert (
-        Plan(("x",), workers=1, servers=0).environment("worker", 0, 0)["BYTEPS_FORCE_DISTRIBUTED"]
+        LocalPlan(("x",), workers=1, servers=0).environment("worker", 0, 0)[
+            "BYTEPS_FORCE_DISTRIBUTED"
+        ]
         == "0"
     )
 
@@ -180,4 +182,4 @@ def test_variables_that_local_does_not_heed(
         " now)"
         for n in named
     ]
-    assert overlooked(Plan(("x",)), chosen.split()) == wanted
+    assert overlooked(LocalPlan(("x",)), chosen.split()) == wanted

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bpsx.errors import ConfigError
-from bpsx.local.topology import Card, Plan, plan
+from bpsx.local.topology import Card, ReducePlan, plan
 
 
 def cards(*switches: str) -> list[Card]:
     return [Card(f"0000:{i:02x}:00.0", "Pretend", switch) for i, switch in enumerate(switches)]
 
 
-def grouped(found: Plan) -> tuple[int, tuple[int, ...]]:
+def grouped(found: ReducePlan) -> tuple[int, tuple[int, ...]]:
     return found.group, found.roots
 
 

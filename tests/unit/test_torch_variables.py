@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bpsx.config import own_store
-from bpsx.launch.roles import Plan
-from bpsx.launch.single_role import Machine
+from bpsx.launch.roles import LocalPlan
+from bpsx.launch.single_role import SingleRole
 from bpsx.launch.ssh.hostfile import Remote, read
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -37,7 +37,7 @@ def store(environment):
 
 def test_a_job_on_this_machine():
     """All ranks, and one store for all of them; scheduler and servers get none of that."""
-    plan = Plan(("true",), workers=2, servers=1, processes=2)
+    plan = LocalPlan(("true",), workers=2, servers=1, processes=2)
     found = [plan.environment("worker", i, 1, k) for i in range(2) for k in range(2)]
     assert [place(e) for e in found] == [
         [str(i * 2 + k), "4", str(k), "2", str(i), "2"] for i in range(2) for k in range(2)
@@ -57,7 +57,7 @@ def test_processes_of_one_machine_of_several(monkeypatch):
     monkeypatch.setenv("DMLC_NUM_WORKER", "3")
     monkeypatch.setenv("DMLC_WORKER_ID", "1")
     found = [
-        Machine(("true",), 2, (frozenset(), frozenset())).environment("worker", k, 1)
+        SingleRole(("true",), 2, (frozenset(), frozenset())).environment("worker", k, 1)
         for k in range(2)
     ]
     assert [place(e) for e in found] == [[str(2 + k), "6", str(k), "2", "1", "3"] for k in range(2)]
@@ -65,7 +65,7 @@ def test_processes_of_one_machine_of_several(monkeypatch):
 
 
 def test_the_only_machine():
-    machine = Machine(("true",), 2, (frozenset(), frozenset()), alone=True)
+    machine = SingleRole(("true",), 2, (frozenset(), frozenset()), alone=True)
     assert store(machine.environment("worker", 1, 1)) == ["127.0.0.1", str(machine.store_port)]
 
 
@@ -87,7 +87,7 @@ def test_what_the_user_has_set(monkeypatch, given, expected):
     """
     for name, value in {**given, "RANK": "7", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    plan = Plan(("true",))
+    plan = LocalPlan(("true",))
     found = plan.environment("worker", 1, 1)
     assert store(found) == [expected[0], expected[1] or str(plan.store_port)]
     assert place(found)[:2] == ["1", "2"]

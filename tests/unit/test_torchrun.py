@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bpsx.api.torchrun import Machines, Meeting, machines
-from bpsx.config import Place, launched
+from bpsx.config import LaunchedPlace, launched
 from bpsx.errors import ConfigError, RendezvousError
 
 GIVEN = {
@@ -123,7 +123,7 @@ class Memory:
 
 
 def meeting(store, rank, size, timeout=30.0):
-    return Meeting(Place(rank, size, rank, size, "far", 29500, "job"), store, timeout)
+    return Meeting(LaunchedPlace(rank, size, rank, size, "far", 29500, "job"), store, timeout)
 
 
 def lead(store, size, job):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from bpsx.api import verbs
 from bpsx.api.resizing import check_size
-from bpsx.config import ALONE, Config, Place, launched
+from bpsx.config import ALONE, Config, LaunchedPlace, launched
 from bpsx.errors import ConfigError, RendezvousError
 from bpsx.secret import make
 from bpsx.system import spawned
@@ -39,7 +39,7 @@ _companions = Companions()
 #: Launcher of a place that a framework's own process group has given.
 FRAMEWORK = "PyTorch"
 #: How this process joined its last job here, for resume().
-_last: tuple[Place, Callable[[Place, float], Store]] | None = None
+_last: tuple[LaunchedPlace, Callable[[LaunchedPlace, float], Store]] | None = None
 #: Seconds between two checks of a waiting worker whether worker 0 has been replaced.
 _LOOK = 0.2
 
@@ -96,10 +96,10 @@ class Store(Protocol):
 
 
 #: Opens the store at which a process with that place meets the others, within a limit in seconds.
-OpenStore = Callable[[Place, float], Store]
+OpenStore = Callable[[LaunchedPlace, float], Store]
 
 
-def init(open_store: OpenStore, told: Place | None = None) -> None:
+def init(open_store: OpenStore, told: LaunchedPlace | None = None) -> None:
     """Same as :func:`bpsx.init`, also under torchrun and similar launchers.
 
     See docs/train/pytorch.md. Does nothing if this process is in a job already.
@@ -121,7 +121,7 @@ def init(open_store: OpenStore, told: Place | None = None) -> None:
             _last = (ours, open_store)
 
 
-def _meets_at_store(ours: Place) -> bool:
+def _meets_at_store(ours: LaunchedPlace) -> bool:
     """Return whether the workers first agree at a store.
 
     Otherwise they join a scheduler of the user's at once.
@@ -168,7 +168,9 @@ def resume(
         _join(ours, open_store, (num_workers, num_servers))
 
 
-def _join(ours: Place, open_store: OpenStore, resumed: tuple[int, int] | None = None) -> None:
+def _join(
+    ours: LaunchedPlace, open_store: OpenStore, resumed: tuple[int, int] | None = None
+) -> None:
     """Join the job of a launcher's workers. The caller holds the lock.
 
     ``resumed``: resume's numbers of workers and servers, if the job continues after suspend.
@@ -217,7 +219,7 @@ class Meeting:
     for the next call.
     """
 
-    def __init__(self, ours: Place, store: Store, timeout: float) -> None:
+    def __init__(self, ours: LaunchedPlace, store: Store, timeout: float) -> None:
         self._rank, self._size, self._store, self._timeout = ours.rank, ours.size, store, timeout
         self._where = f"{ours.launcher}'s store"
         if ours.master_addr:
@@ -278,7 +280,11 @@ class _Agreement:
     """Agreement of the workers of a torchrun job on the job's description."""
 
     def __init__(
-        self, ours: Place, config: Config, store: Store, resumed: tuple[int, int] | None = None
+        self,
+        ours: LaunchedPlace,
+        config: Config,
+        store: Store,
+        resumed: tuple[int, int] | None = None,
     ) -> None:
         self._place, self._config, self._resumed = ours, config, resumed
         self._meeting = Meeting(ours, store, config.rendezvous_timeout)

@@ -25,7 +25,7 @@ from bpsx.api.resizing import resumed
 from bpsx.api.staged import StagedHandle
 from bpsx.compression.manager import Remembered
 from bpsx.compression.spec import compression as check_compression
-from bpsx.config import ALONE, Config, Place, launched, place_fields
+from bpsx.config import ALONE, Config, LaunchedPlace, launched, place_fields
 from bpsx.core._handle import Handle, Request, own_pid
 from bpsx.dtypes import BY_NAME
 from bpsx.scheduler import failing
@@ -83,7 +83,7 @@ def init(lazy: bool = True) -> None:
             begin(**launched_fields(launched()))
 
 
-def launched_fields(ours: Place | None) -> dict[str, Any]:
+def launched_fields(ours: LaunchedPlace | None) -> dict[str, Any]:
     """Return this process's place as another launcher has set it.
 
     Keys are fields of :class:`~bpsx.config.Config`. Returns an empty dictionary for a job of one

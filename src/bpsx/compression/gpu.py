@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bpsx.compression.spec import Compression, Made
+from bpsx.compression.spec import CompressionSpec, Made
 from bpsx.dtypes import BY_NAME
 from bpsx.kernels.codecs import N_STATE, SLACK, device_codec
 from bpsx.kernels.cuda.convert import conversion
@@ -38,7 +38,7 @@ class Coder:
     """
 
     def __init__(
-        self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]
+        self, gpu: Gpu, given: CompressionSpec, dtype: str, made: Made, rooms: tuple[int, int]
     ) -> None:
         """``rooms``: GPU addresses of scratch memory, one to encode in and one to decode in.
 
@@ -158,7 +158,7 @@ class Coder:
 
 
 class MomentumOnGpu:
-    """:class:`bpsx.compression.spec.Momentum` of a tensor on a GPU.
+    """:class:`bpsx.compression.spec.MomentumSpec` of a tensor on a GPU.
 
     Its kernel runs on a separate stream, between the user's stream and the copies. The constructor
     raises any error of compiling or loading the kernel.
@@ -230,7 +230,7 @@ def _aside(made: Made) -> int:
     return -(-made.n * made.wide_itemsize // _ALIGNED) * _ALIGNED
 
 
-def room(given: Compression, made: Sequence[Made]) -> int:
+def room(given: CompressionSpec, made: Sequence[Made]) -> int:
     """Return the bytes of scratch memory that the largest of these partitions needs."""
     codec = device_codec(given.compressor)
     return max(_aside(one) + codec.scratch(one.n, one.options) for one in made)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bpsx.compression.spec import Compression, Made, Momentum
+from bpsx.compression.spec import CompressionSpec, Made, MomentumSpec
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError, DeviceError
 
@@ -27,11 +27,11 @@ class MomentumByHost:
     """Nesterov's momentum of a tensor on a GPU, computed on the host.
 
     The tensor is copied to the host and back while the caller waits. Rounds must not overlap, as
-    for :class:`bpsx.compression.spec.Momentum`.
+    for :class:`bpsx.compression.spec.MomentumSpec`.
     """
 
     def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
-        self._gpu, self._host = gpu, Momentum(dtype, n)
+        self._gpu, self._host = gpu, MomentumSpec(dtype, n)
         self._given = np.empty(n * BY_NAME[dtype].itemsize, np.uint8)
         self._out = gpu.memory(self._given.nbytes)
         self.taken, self.put = self._host.taken, self._host.put
@@ -53,7 +53,7 @@ class MomentumByHost:
 
 
 if TYPE_CHECKING:
-    AnyMomentum = Momentum | MomentumOnGpu | MomentumByHost
+    AnyMomentum = MomentumSpec | MomentumOnGpu | MomentumByHost
 
 
 class GpuKernels:
@@ -67,7 +67,7 @@ class GpuKernels:
         self._missing: set[str] = set()  # compressors without GPU kernels
 
     def coders(
-        self, gpu: Gpu, name: str, given: Compression, dtype: str, made: list[Made]
+        self, gpu: Gpu, name: str, given: CompressionSpec, dtype: str, made: list[Made]
     ) -> list[Coder] | None:
         """Return a coder for each partition of ``name``, all kernels built; None: use the host.
 
@@ -106,7 +106,7 @@ class GpuKernels:
         """
         n = nbytes // BY_NAME[dtype].itemsize
         if on is None:
-            return Momentum(dtype, n)
+            return MomentumSpec(dtype, n)
         try:
             if not self._off:
                 from bpsx.compression.gpu import MomentumOnGpu

@@ -1,4 +1,4 @@
-"""Compression of a session's names: which are compressed, how, and what the core needs for that."""
+"""Compression of a session's names: which are compressed, how, and what the core needs for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bpsx.compression.gpu_kernels import GpuKernels
 from bpsx.compression.spec import (
     FLOATS,
     NONE,
-    Compression,
+    CompressionSpec,
     Made,
-    Momentum,
+    MomentumSpec,
     check_fits,
     effective,
     make,
@@ -34,7 +34,7 @@ from bpsx.kernels.codecs import codec
 from bpsx.kernels.plugins import import_compressors
 from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import most_bytes
-from bpsx.planning.stages import Place, stages_for
+from bpsx.planning.stages import MachineRole, stages_for
 
 if TYPE_CHECKING:
     from bpsx.compression.gpu_kernels import AnyMomentum
@@ -47,7 +47,7 @@ log = logging.getLogger("bpsx.compression.spec")
 class Remembered(NamedTuple):
     """Compressions and saved states that a suspended session leaves to the next one."""
 
-    compressions: Mapping[str, Compression]
+    compressions: Mapping[str, CompressionSpec]
     kept: Mapping[str, Saved]
 
 
@@ -72,7 +72,7 @@ class Compressing:
         import_compressors(config.compressors)
         self._current = current
         self._config, self._near = config, near
-        self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
+        self._of: dict[str, CompressionSpec] = dict(remembered.compressions) if remembered else {}
         # By name, dtype, bytes, and whether the tensor is on a GPU.
         self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}
         # What a saved state must say of itself to be this tensor's.
@@ -87,7 +87,7 @@ class Compressing:
         self._told: list[Handle] = []
         self.core: Core  # set by the session once it has created the core
 
-    def declare(self, name: str, compression: Compression) -> None:
+    def declare(self, name: str, compression: CompressionSpec) -> None:
         """Set how sums of ``name`` are compressed from now on.
 
         Raises :class:`~bpsx.errors.ConfigError` in asynchronous training.
@@ -101,7 +101,7 @@ class Compressing:
             self._warn_of(compression)
             self._of[name] = compression
 
-    def begin(self, name: str, compression: Compression | None) -> None:
+    def begin(self, name: str, compression: CompressionSpec | None) -> None:
         """Let an optimizer take charge of ``name``; drops all state of an earlier optimizer.
 
         All workers must call this, while no push_pull of the name is under way. ``compression``
@@ -115,7 +115,7 @@ class Compressing:
         if compression is not None:
             self._begun.add(name)
 
-    def _warn_of(self, compression: Compression) -> None:
+    def _warn_of(self, compression: CompressionSpec) -> None:
         """Warn once of a residual that may grow without bound."""
         if (
             not compression.ef
@@ -136,7 +136,7 @@ class Compressing:
         """Whether any compression has been declared."""
         return bool(self._of)
 
-    def of(self, name: str, dtype: int, nbytes: int) -> Compression | None:
+    def of(self, name: str, dtype: int, nbytes: int) -> CompressionSpec | None:
         """Return the compression of a tensor, or None if it is sent as it is.
 
         The result is the same object until the name is declared anew.
@@ -153,21 +153,23 @@ class Compressing:
         name: str,
         dtype: int,
         nbytes: int,
-        used: Compression | None,
+        used: CompressionSpec | None,
         source: Any,
         owner: object,
         on: OnGpu | None = None,
     ) -> tuple[Any, object, OnGpu | None]:
         """Return source, owner and GPU location of what to push, with momentum added where needed.
 
-        Momentum is added here only if no encoder adds it later: for tensors that are not
+        MomentumSpec is added here only if no encoder adds it later: for tensors that are not
         compressed, and for a process's share of a machine's compressed sum. Otherwise the arguments
         are returned as they are. ``source`` is in the form of :meth:`Core.prepare`; ``owner`` keeps
         it alive.
         """
         given = self._of.get(name)
         kind = BY_CODE[dtype]
-        later = self._config.distributed and self._near.place is Place.DIRECT and used is given
+        later = (
+            self._config.distributed and self._near.place is MachineRole.DIRECT and used is given
+        )
         if given is None or not given.momentum or later or kind.name not in FLOATS:
             return source, owner, on
         key = name, dtype, nbytes, on is not None
@@ -175,7 +177,7 @@ class Compressing:
             self._momenta[key] = self._gpu_kernels.momentum(name, kind.name, nbytes, on)
             self._put_momentum(name, self._momenta[key], {"dtype": kind.name, "nbytes": nbytes})
         momentum = self._momenta[key]
-        if not isinstance(momentum, Momentum):
+        if not isinstance(momentum, MomentumSpec):
             assert on is not None
             address, on = momentum.add(source[0], given.mu, on)
             return (address, nbytes), owner, on
@@ -184,7 +186,7 @@ class Compressing:
         )
         return (made.ctypes.data, nbytes), (made, source, owner), None
 
-    def check(self, name: str, dtype: int, nbytes: int, used: Compression) -> None:
+    def check(self, name: str, dtype: int, nbytes: int, used: CompressionSpec) -> None:
         """Check that a tensor can be compressed as ``used`` says, and compile the code for it.
 
         Compiles here, in the caller's thread, to spare the thread that listens to the scheduler.
@@ -206,7 +208,7 @@ class Compressing:
         dtype: int,
         parts: list[tuple[int, int, int, int, int]],
         generation: int,
-        used: Compression | None,
+        used: CompressionSpec | None,
         gpu: Gpu | None = None,
     ) -> Tensor:
         """Return the core's tensor for a declared name.
@@ -229,7 +231,7 @@ class Compressing:
                 on_gpu=on_gpu,
             )
         self.core.open_pool(self._config.compress_threads)
-        if self._near.place is not Place.DIRECT:  # each process has added it to its own share
+        if self._near.place is not MachineRole.DIRECT:  # each process has added it to its own share
             given = replace(given, momentum="")
         made = [
             make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender)
@@ -249,7 +251,7 @@ class Compressing:
         return tensor
 
     def _code_on(
-        self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]
+        self, gpu: Gpu, tensor: Tensor, given: CompressionSpec, dtype: int, made: list[Made]
     ) -> None:
         """Compress a tensor on the GPU, or on the host if its GPU kernels are unavailable."""
         coders = self._gpu_kernels.coders(gpu, tensor.name, given, BY_CODE[dtype].name, made)

@@ -1,4 +1,4 @@
-"""Compression settings: checks ``compression_params`` and makes the line that servers get.
+"""CompressionSpec settings: checks ``compression_params`` and makes the line that servers get.
 
 Workers and servers must agree on that line. Only this module interprets the keys common to all
 compressors; each codec (:mod:`bpsx.kernels.codecs`) interprets its own. Pure except for loading
@@ -43,7 +43,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class Compression:
+class CompressionSpec:
     """Compression of one name.
 
     ``compressor`` "": no compressor; then only ``fp16`` and ``momentum`` have an effect. ``mu``:
@@ -78,10 +78,12 @@ class Compression:
         )
 
 
-NONE = Compression()
+NONE = CompressionSpec()
 
 
-def compression(params: Mapping[str, Any] | None, what: str = "compression_params") -> Compression:
+def compression(
+    params: Mapping[str, Any] | None, what: str = "compression_params"
+) -> CompressionSpec:
     """Return users' ``params`` checked and completed; ``what`` names their origin in errors.
 
     Values of None, "" and False count as not given. Raises :class:`~bpsx.errors.ConfigError` (a
@@ -102,7 +104,7 @@ def compression(params: Mapping[str, Any] | None, what: str = "compression_param
         raise ConfigError(f"{what}: {e}") from None
 
 
-def _checked(given: dict[str, Any]) -> Compression:
+def _checked(given: dict[str, Any]) -> CompressionSpec:
     name = given.get("compressor", "")
     if not isinstance(name, str):
         raise ConfigError(f"compressor={name!r}: a name is needed")
@@ -118,7 +120,7 @@ def _checked(given: dict[str, Any]) -> Compression:
         checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
     )
     options = known.options({k: v for k, v in given.items() if k in known.keys}) if known else {}
-    return Compression(
+    return CompressionSpec(
         name,
         tuple(sorted(options.items())),
         ef,
@@ -200,13 +202,13 @@ def _seed(seed: Any) -> int:
     return number
 
 
-def warm(given: Compression, dtype: str) -> None:
+def warm(given: CompressionSpec, dtype: str) -> None:
     """Compile the kernels that ``given`` needs for ``dtype`` on first use. Thread-safe."""
     make(given, dtype, BY_NAME[dtype].itemsize, 0, 0)
 
 
-def parse(text: str) -> Compression:
-    """Return the compression that :meth:`Compression.text` has written.
+def parse(text: str) -> CompressionSpec:
+    """Return the compression that :meth:`CompressionSpec.text` has written.
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else.
     """
@@ -219,7 +221,9 @@ def parse(text: str) -> Compression:
     return compression(said, "compression")
 
 
-def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compression | None:
+def effective(
+    given: CompressionSpec, dtype: str, nbytes: int, least: int
+) -> CompressionSpec | None:
     """Return the compression of a tensor of ``nbytes`` bytes: ``given``, halves, or None.
 
     Tensors of less than ``least`` bytes are not compressed. The result is the same object for the
@@ -230,11 +234,11 @@ def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compre
     return _HALF if given.fp16 and dtype in ("float32", "float64") else None
 
 
-_HALF = Compression("half")
+_HALF = CompressionSpec("half")
 
 
 def check_fits(
-    given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int
+    given: CompressionSpec, dtype: str, nbytes: int, what: str, partition_bytes: int
 ) -> None:
     """Check that a tensor of ``nbytes`` bytes of ``dtype`` can be compressed as ``given`` says.
 
@@ -258,7 +262,7 @@ def check_fits(
         ) from None
 
 
-def _check_count(given: Compression, n: int) -> None:
+def _check_count(given: CompressionSpec, n: int) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` if a partition cannot have ``n`` elements."""
     too_many = codec(given.compressor).too_many
     if n >= too_many:
@@ -297,7 +301,7 @@ def stream(name: bytes, part: int) -> int:
     return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
 
 
-class Momentum:
+class MomentumSpec:
     """Nesterov's momentum of one tensor that has no encoder to add it.
 
     Rounds must not overlap: the caller waits for each.
@@ -331,7 +335,7 @@ _NESTEROV = ctypes.CFUNCTYPE(
 )
 
 
-def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
+def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
     """Return the compression of a partition of ``nbytes`` bytes of ``dtype``; loads its kernels.
 
     ``which``: the partition's :func:`stream`. ``sender``: the number by which servers know this

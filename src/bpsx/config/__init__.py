@@ -11,7 +11,7 @@ from bpsx.config.config import (
     launched,
 )
 from bpsx.config.folders import cache_dir, kernel_cache, runtime_dir
-from bpsx.config.launchers import ALONE, STORE_PORTS, Place, own_store, run_id
+from bpsx.config.launchers import ALONE, STORE_PORTS, LaunchedPlace, own_store, run_id
 from bpsx.config.launchers import fields as place_fields
 from bpsx.config.options import (
     MOST_WORKERS,
@@ -33,7 +33,7 @@ __all__ = [
     "TRANSPORT_NAMES",
     "Config",
     "Option",
-    "Place",
+    "LaunchedPlace",
     "cache_dir",
     "child_environment",
     "environment",

@@ -14,7 +14,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.config.ignored import NOT_USED
-from bpsx.config.launchers import Place, place
+from bpsx.config.launchers import LaunchedPlace, place
 from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TRANSPORT_NAMES, Option
 from bpsx.config.parsers import folder
 from bpsx.errors import ConfigError
@@ -252,7 +252,7 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
     return [*found.values(), *more]
 
 
-def launched() -> Place | None:
+def launched() -> LaunchedPlace | None:
     """The place that a launcher other than bpsx-run has given this process; None without one.
 
     Raises :class:`~bpsx.errors.ConfigError` if only some of the launcher's variables are set.

@@ -55,7 +55,7 @@ STORE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedPlace:
     """A process's place as given by a launcher, and the address of the store where workers meet.
 
     ``local_rank`` and ``local_size`` are None if the launcher does not give them; ``master_addr``
@@ -74,7 +74,7 @@ class Place:
     told: str = ""
 
 
-def place(variables: Mapping[str, str]) -> Place | None:
+def place(variables: Mapping[str, str]) -> LaunchedPlace | None:
     """The place that another launcher gives this process; None if there is none.
 
     bpsx's own ``DMLC_WORKER_ID`` and ``BYTEPS_LOCAL_RANK`` take precedence: if one is set, there is
@@ -105,7 +105,9 @@ def place(variables: Mapping[str, str]) -> Place | None:
     if found is _SLURM and not (address or port):
         address, port, run = _slurm_store(set_)
     told = f"{found.rank}={rank}, {found.size}={size}"
-    return Place(rank, size, *_local(found, size, set_), address, port, run, found.name, told)
+    return LaunchedPlace(
+        rank, size, *_local(found, size, set_), address, port, run, found.name, told
+    )
 
 
 def _number(name: str, variables: Mapping[str, str], most: int, least: int = 0) -> int:
@@ -208,7 +210,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", text[0]) if text else ""
 
 
-def _tensorflow(variables: Mapping[str, str]) -> Place | None:
+def _tensorflow(variables: Mapping[str, str]) -> LaunchedPlace | None:
     """The place that TF_CONFIG gives a worker or a chief among several."""
     try:
         told = json.loads(variables.get("TF_CONFIG", "{}"))
@@ -222,7 +224,7 @@ def _tensorflow(variables: Mapping[str, str]) -> Place | None:
     if size < 2 or not 0 <= index < workers.get(kind, 0):
         return None  # alone, or a parameter server or an evaluator
     rank = index + (before if kind == "worker" else 0)
-    return Place(
+    return LaunchedPlace(
         rank,
         size,
         0,
@@ -232,7 +234,7 @@ def _tensorflow(variables: Mapping[str, str]) -> Place | None:
     )
 
 
-def fields(ours: Place) -> dict[str, int] | None:
+def fields(ours: LaunchedPlace) -> dict[str, int] | None:
     """Convert the place to fields of :class:`~bpsx.config.Config`.
 
     Returns None unless ranks go machine by machine, with as many processes on each.

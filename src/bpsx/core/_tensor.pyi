@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from bpsx.compression.spec import Compression
+from bpsx.compression.spec import CompressionSpec
 from bpsx.core._handle import Handle
 from bpsx.local._cuda import Gpu
 
@@ -65,8 +65,8 @@ class Tensor:
 class Declared:
     """A worker's latest declaration of a name."""
 
-    #: Compression, or None.
-    codec: Compression | None
+    #: The compression, or None.
+    codec: CompressionSpec | None
     #: None: not placed yet.
     tensor: Tensor | None
     #: Prepared handles that wait for the placement.
@@ -81,7 +81,7 @@ class Declared:
         shape: tuple[int, ...],
         dtype: int,
         nbytes: int,
-        codec: Compression | None = None,
+        codec: CompressionSpec | None = None,
     ) -> None: ...
     @property
     def generation(self) -> int: ...
@@ -91,5 +91,7 @@ class Declared:
     def dtype(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def now(self, shape: tuple[int, ...], dtype: int, codec: Compression | None) -> Tensor | None:
+    def now(
+        self, shape: tuple[int, ...], dtype: int, codec: CompressionSpec | None
+    ) -> Tensor | None:
         """Return the tensor, if it is placed and the arguments are unchanged; or None."""

@@ -16,7 +16,7 @@ cdef enum:
     EVERYBODY = 0xFFFFFFFF
 
 # Pinned host memory of one partition from COPYD2H to COPYH2D; see pinned_pool.pxd.
-cdef struct Place:
+cdef struct PinnedBlock:
     char *host
     # bytes from the start of the segment of the machine's root, if there is one
     uint64_t offset
@@ -25,13 +25,13 @@ cdef struct Place:
     # A copy from here to the GPU has been queued: reuse it only after the event `up`.
     bint used
     void *up                    # event recorded after that copy
-    Place *next                 # next free place of this size; it was given back later
-    Place *next_made            # next in the list of all places
+    PinnedBlock *next                 # next free place of this size; it was given back later
+    PinnedBlock *next_made            # next in the list of all places
 
 # GPU state of a partition, allocated before its first push_pull on a GPU. Owned by the driver.
 cdef struct OnGpu:
     # NULL except from COPYD2H to COPYH2D; always NULL on processes other than the machine's root
-    Place *place
+    PinnedBlock *place
     char *host                  # address of the place in this process
     char *data                  # address on the GPU that COPYD2H copies from
     # bytes that the stages cover: the partition's, or without servers the whole tensor's

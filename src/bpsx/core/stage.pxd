@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.gpu.device cimport mark_end
-from bpsx.core.local.group cimport Machine, everybody_in, know_tensor, post_results, tell_root
+from bpsx.core.local.group cimport Group, everybody_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Task, Tell, Tensor
 from bpsx.core.gpu.pinned_pool cimport give_place
@@ -113,7 +113,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
 
 cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     """As `enter`, for the stages of NCCL, the copy engines and the machine's other processes."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     cdef bint root = m != NULL and m.me == m.root
     cdef Lane *queue = NULL
@@ -292,7 +292,7 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     return n
 
 
-cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
+cdef inline bint deserted(Group *m, uint32_t *who, bint under_way) noexcept nogil:
     """Whether a round lacks a process of this machine that has left the job.
 
     A round that begins lacks it if any process has left, because that process took part only in

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS, Device
-from bpsx.core.local.group cimport Machine
+from bpsx.core.local.group cimport Group
 from bpsx.core.codec.pool cimport Pool
 from bpsx.core.partition cimport Counters, Lane, Partition, Server, Task, Tensor
 from bpsx.core.gpu.pinned_pool cimport Places
@@ -56,7 +56,7 @@ cdef struct Core:
     Pool *pool
     # thread that queues compression kernels; NULL: nothing is compressed on the GPU
     Pool *coders
-    Machine *machine            # NULL: no other process of this machine shares the work
+    Group *machine            # NULL: no other process of this machine shares the work
     Device *device              # NULL: no tensor on a GPU so far; set once, by any thread
     uint32_t processes          # workers that one push stands for
     int64_t spin_ns             # how long a driver without progress yields the CPU before it parks

@@ -10,7 +10,7 @@ from typing import Any
 
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch.cli import LOCAL, REMOTE, SHARED, SSH, parser, split
-from bpsx.launch.roles import Plan, overlooked, runnable
+from bpsx.launch.roles import LocalPlan, overlooked, runnable
 from bpsx.launch.single_role import run_role
 
 #: First words that are subcommands, not a user's command: the module's ``main(arguments) ->
@@ -51,7 +51,7 @@ def _run(arguments: Sequence[str]) -> int:
     from bpsx.launch.local import Job  # imported late: a server or a single worker does not need it
 
     if options.local:
-        plan = Plan(tuple(command), **_given(options, (*LOCAL, *SHARED)))
+        plan = LocalPlan(tuple(command), **_given(options, (*LOCAL, *SHARED)))
         for line in overlooked(plan, _given(options, LOCAL)):
             print(f"bpsx-run: warning: {line}", file=sys.stderr)
         return Job(plan).run()

@@ -87,7 +87,7 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LocalPlan:
     """A whole job on this machine: ``workers`` imitated machines with ``processes`` workers each.
 
     Times are in seconds. ``port`` 0 lets the scheduler take a free port.
@@ -197,7 +197,7 @@ _OVERLOOKED = {
 }
 
 
-def overlooked(plan: Plan, chosen: Container[str]) -> list[str]:
+def overlooked(plan: LocalPlan, chosen: Container[str]) -> list[str]:
     """Warnings about variables that have no effect with ``--local``.
 
     ``chosen``: options given on the command line, which need no warning.

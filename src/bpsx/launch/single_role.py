@@ -41,7 +41,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
-class Machine:
+class SingleRole:
     """The worker processes of this machine, for :class:`~bpsx.launch.local.Job`.
 
     A single-machine job without servers has no scheduler elsewhere, so ``alone`` adds one on
@@ -143,7 +143,7 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
     )
     cpus = numa.plan(config, size, numa.topology(os.sched_getaffinity(0)))
     _tell(config, dict(enumerate(cpus)))
-    machine = Machine(tuple(command), size, tuple(cpus), alone)
+    machine = SingleRole(tuple(command), size, tuple(cpus), alone)
     return Job(machine if grace is None else replace(machine, grace=grace)).run()
 
 

@@ -16,7 +16,7 @@ from libc.string cimport memcpy, memset
 from bpsx.core.gpu.device cimport DOWN, N_STREAMS, Device
 from bpsx.system.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, GpuState, UniqueId, abort, always, begin_group,
     broken, collect, copy, divide, drop_event, end_group, enter, enter_nothing, fill, host_memory,
     init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
@@ -100,7 +100,7 @@ cdef class Gpu:
     :class:`~bpsx.errors.DeviceError` when the CUDA driver fails.
     """
     cdef Device table
-    cdef State state
+    cdef GpuState state
     cdef int device
     cdef int pid
     cdef list spare             # unused events
@@ -118,7 +118,7 @@ cdef class Gpu:
         cdef char text[256]
         self.spare, self.owned, self.local = [], [], threading.local()
         self.ordinal, self.device, self.pid = ordinal, -1, getpid()
-        memset(&self.state, 0, sizeof(State))
+        memset(&self.state, 0, sizeof(GpuState))
         memset(&self.table, 0, sizeof(Device))
         try:
             resolve(open_library(b"libcuda.so.1", 0), <void **>&self.state.driver, _DRIVER)

@@ -17,7 +17,7 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, DeviceError
 from bpsx.local._cuda import Gpu
 from bpsx.local._machine import Machine
-from bpsx.local.topology import Card, Plan, plan
+from bpsx.local.topology import Card, ReducePlan, plan
 
 log = logging.getLogger("bpsx.gpus")
 #: Seconds between two polls of the other processes' notice boards; a write there signals no event.
@@ -103,7 +103,7 @@ class Meeting(threading.Thread):
         self._gpu.made_ready()
         self._say(joined=True)
 
-    def _decide(self, notices: Sequence[dict[str, Any]]) -> Plan:
+    def _decide(self, notices: Sequence[dict[str, Any]]) -> ReducePlan:
         cards = [Card(n["bus"], n["name"], n["switch"]) for n in notices]
         return plan(
             cards,

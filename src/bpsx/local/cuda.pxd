@@ -96,7 +96,7 @@ cdef struct Nccl:               # libnccl.so.2
     int (*all_gather)(const void *, void *, size_t, int, void *, void *) noexcept nogil
 
 # `self` of the table's functions.
-cdef struct State:
+cdef struct GpuState:
     Driver driver
     Nccl nccl
     void *context
@@ -127,7 +127,7 @@ cdef inline int nccl_type(int dtype) noexcept nogil:
 
 # ---- the function table
 
-cdef inline int failed(State *s, const char *what, int rc) noexcept nogil:
+cdef inline int failed(GpuState *s, const char *what, int rc) noexcept nogil:
     """Keep the first failure's text; return ``rc``."""
     cdef const char *text = NULL
     if rc != 0 and atomic_load(&s.failing) == 0:
@@ -139,7 +139,7 @@ cdef inline int failed(State *s, const char *what, int rc) noexcept nogil:
     return rc
 
 
-cdef inline int nccl_failed(State *s, const char *what, int rc) noexcept nogil:
+cdef inline int nccl_failed(GpuState *s, const char *what, int rc) noexcept nogil:
     if rc != 0 and atomic_load(&s.failing) == 0:
         atomic_store(&s.failing, 1)
         snprintf(s.failure, TEXT, b"%s: NCCL error %d: %s", what, rc, s.nccl.error_string(rc))
@@ -152,7 +152,7 @@ cdef inline int enter(void *self) noexcept nogil:
     Also take this thread out of other threads' capture of a CUDA graph, which a query of an event
     would break.
     """
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef int mode = RELAXED
     if failed(s, b"cuCtxPushCurrent", s.driver.push(s.context)) != 0:
         return -1
@@ -161,7 +161,7 @@ cdef inline int enter(void *self) noexcept nogil:
 
 
 cdef inline void leave(void *self, int token) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *was = NULL
     s.driver.exchange_capture_mode(&token)
     s.driver.pop(&was)
@@ -170,7 +170,7 @@ cdef inline void leave(void *self, int token) noexcept nogil:
 cdef inline int copy(
     void *self, void *to, const void *source, uint64_t nbytes, void *stream
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return failed(
         s, b"cuMemcpyAsync", s.driver.copy(<uintptr_t>to, <uintptr_t>source, nbytes, stream)
     )
@@ -179,22 +179,22 @@ cdef inline int copy(
 cdef inline int fill(
     void *self, void *at, unsigned char value, uint64_t nbytes, void *stream
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return failed(s, b"cuMemsetD8Async", s.driver.fill(<uintptr_t>at, value, nbytes, stream))
 
 
 cdef inline int record(void *self, void *event, void *stream) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return failed(s, b"cuEventRecord", s.driver.event_record(event, stream))
 
 
 cdef inline int wait(void *self, void *stream, void *event) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return failed(s, b"cuStreamWaitEvent", s.driver.stream_wait(stream, event, 0))
 
 
 cdef inline int query(void *self, void *event) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef int rc = s.driver.event_query(event)
     if rc == 0:
         return 1
@@ -202,7 +202,7 @@ cdef inline int query(void *self, void *event) noexcept nogil:
 
 
 cdef inline void *new_event(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *event = NULL
     return (
         event
@@ -212,11 +212,11 @@ cdef inline void *new_event(void *self) noexcept nogil:
 
 
 cdef inline void drop_event(void *self, void *event) noexcept nogil:
-    (<State *>self).driver.event_drop(event)
+    (<GpuState *>self).driver.event_drop(event)
 
 
 cdef inline int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     # If a former session had left the address registered, copies would go to its pages. So that is
     # an error too.
     cdef int rc = failed(s, b"cuMemHostRegister", s.driver.host_register(at, nbytes, PORTABLE))
@@ -227,7 +227,7 @@ cdef inline int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline void *host_memory(void *self, uint64_t nbytes) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *at = NULL
     if failed(s, b"cuMemHostAlloc", s.driver.host_alloc(&at, nbytes, PORTABLE)) != 0:
         return NULL
@@ -241,7 +241,7 @@ cdef inline int collect(
     void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction,
     int root, void *stream
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *comm = s.comm
     cdef int kind = nccl_type(dtype)
     if what == ALL_REDUCE:
@@ -271,7 +271,7 @@ cdef inline int collect(
 cdef inline int divide(
     void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *arguments[3]
     cdef unsigned int blocks = <unsigned int>min(
         (count + s.threads - 1) // max(s.threads, 1), <uint64_t>MOST_BLOCKS
@@ -293,7 +293,7 @@ cdef inline int room(Device *d, uint64_t nbytes) noexcept nogil:
     The old memory is kept until the end, because queued work may use it. Since the size doubles,
     that is little.
     """
-    cdef State *s = <State *>d.self
+    cdef GpuState *s = <GpuState *>d.self
     cdef uintptr_t at = 0
     cdef uint64_t most = max(nbytes, 2 * d.most)
     if s.n_rooms == MOST_ROOMS:
@@ -309,21 +309,21 @@ cdef inline int room(Device *d, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline int begin_group(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return nccl_failed(s, b"ncclGroupStart", s.nccl.group_start())
 
 
 cdef inline int end_group(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     return nccl_failed(s, b"ncclGroupEnd", s.nccl.group_end())
 
 
 cdef inline bint broken(void *self) noexcept nogil:
-    return atomic_load(&(<State *>self).failing) != 0
+    return atomic_load(&(<GpuState *>self).failing) != 0
 
 
 cdef inline void abort(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef GpuState *s = <GpuState *>self
     cdef void *comm = atomic_take(&s.comm)
     if comm != NULL:
         s.nccl.abort(comm)

@@ -12,7 +12,7 @@ from bpsx.errors import ConfigError
 from bpsx.kernels import loading
 from bpsx.local._machine import Machine, QuietEndpoint
 from bpsx.local.handshake import meet
-from bpsx.planning.stages import Place
+from bpsx.planning.stages import MachineRole
 from bpsx.transports import open_endpoint
 from bpsx.transports.base import Endpoint
 
@@ -29,32 +29,34 @@ class Neighbourhood:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.place = Place.DIRECT
+        self.place = MachineRole.DIRECT
         self.machine: Machine | None = None
         if config.shares_machine:
             root, member = (
-                (Place.ROOT, Place.MEMBER)
+                (MachineRole.ROOT, MachineRole.MEMBER)
                 if config.servers
-                else (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+                else (MachineRole.ONLY_ROOT, MachineRole.ONLY_MEMBER)
             )
             self.place = root if config.local_rank == config.local_size - 1 else member
 
     @property
     def has_lanes(self) -> bool:
         """Whether this process speaks to servers."""
-        return self.place in (Place.DIRECT, Place.ROOT)
+        return self.place in (MachineRole.DIRECT, MachineRole.ROOT)
 
     @property
     def sender(self) -> int:
         """Sender number by which servers know this process: its rank, or its machine's number."""
-        return int(self._config.rank if self.place is Place.DIRECT else self._config.worker_id or 0)
+        return int(
+            self._config.rank if self.place is MachineRole.DIRECT else self._config.worker_id or 0
+        )
 
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the root's kernels compile while other processes still start.
 
         See :func:`bpsx.kernels.loading`.
         """
-        if self.place in (Place.DIRECT, Place.MEMBER, Place.ONLY_MEMBER):
+        if self.place in (MachineRole.DIRECT, MachineRole.MEMBER, MachineRole.ONLY_MEMBER):
             return contextlib.nullcontext()
         return loading(BY_NAME["float32"].code)
 
@@ -67,7 +69,7 @@ class Neighbourhood:
         """
         return (
             QuietEndpoint()
-            if self.place in (Place.MEMBER, Place.ONLY_MEMBER)
+            if self.place in (MachineRole.MEMBER, MachineRole.ONLY_MEMBER)
             else open_endpoint(self._config)
         )
 
@@ -76,14 +78,14 @@ class Neighbourhood:
 
         See :func:`bpsx.local.handshake.meet`.
         """
-        if self.place is not Place.DIRECT:
+        if self.place is not MachineRole.DIRECT:
             self.machine = meet(self._config, job, wake, not self._config.servers, look)
 
     def check_average(self, name: str, dtype: int, divisor: int, on_gpu: bool) -> None:
         """Refuse averages that would be wrong. Raises :class:`~bpsx.errors.ConfigError`."""
         if (
             on_gpu
-            and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+            and self.place in (MachineRole.ONLY_ROOT, MachineRole.ONLY_MEMBER)
             and divisor > 1
             and BY_CODE[dtype].itemsize == 1
         ):
@@ -92,7 +94,7 @@ class Neighbourhood:
                 " first; sum it (average=False) or use a wider type"
             )
         if (
-            self.place is not Place.DIRECT
+            self.place is not MachineRole.DIRECT
             and self._config.servers
             and divisor > 1
             and BY_CODE[dtype].itemsize == 1
@@ -124,7 +126,7 @@ class Neighbourhood:
         For a root, the scheduler's messages do that, in order with those about the other processes.
         ``look``: the core's method.
         """
-        if self.machine is not None and self.place in (Place.MEMBER, Place.ONLY_MEMBER):
+        if self.machine is not None and self.place in (MachineRole.MEMBER, MachineRole.ONLY_MEMBER):
             self.machine.rest(on)
             look()
 

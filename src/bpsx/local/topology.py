@@ -23,7 +23,7 @@ class Card(NamedTuple):
     switch: str
 
 
-class Plan(NamedTuple):
+class ReducePlan(NamedTuple):
     """Grouping of a machine's GPUs.
 
     ``group``: number of neighbouring local ranks that reduce among themselves; the CPU adds the
@@ -42,7 +42,7 @@ def plan(
     roots: Sequence[int] = (),
     switch_size: int | None = None,
     alone: bool = False,
-) -> Plan:
+) -> ReducePlan:
     """Return the grouping of these GPUs, given by local rank.
 
     ``linked``: whether NVLink connects all of them; None if unknown. ``alone``: there are no
@@ -54,22 +54,22 @@ def plan(
     size = len(cards)
     _check_cards(cards)
     if alone:
-        return Plan(size, (), "there are no servers: NCCL adds all")
+        return ReducePlan(size, (), "there are no servers: NCCL adds all")
     if roots:
-        return Plan(size, tuple(roots), "BYTEPS_REDUCE_ROOTS")
+        return ReducePlan(size, tuple(roots), "BYTEPS_REDUCE_ROOTS")
     if switch_size is not None:
         if size % switch_size:
             raise ConfigError(
                 f"BYTEPS_PCIE_SWITCH_SIZE={switch_size}: must be a divisor of the {size} GPUs of"
                 " this machine"
             )
-        return Plan(switch_size, (), "BYTEPS_PCIE_SWITCH_SIZE")
+        return ReducePlan(switch_size, (), "BYTEPS_PCIE_SWITCH_SIZE")
     if linked:
-        return Plan(size, (), "NVLink joins all")
+        return ReducePlan(size, (), "NVLink joins all")
     found = _by_switch([card.switch for card in cards])
     if linked is None or found is None:
-        return Plan(size, (), "what joins them is not known")
-    return Plan(
+        return ReducePlan(size, (), "what joins them is not known")
+    return ReducePlan(
         found, (), "one PCIe switch" if found == size else "no NVLink, and several PCIe switches"
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from bpsx.plugin._async_ops import Plan
+from bpsx.plugin._async_ops import CallPlan
 
 def load(found: Mapping[str, int]) -> None:
     """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""
@@ -49,7 +49,7 @@ def raise_after_fork(kind: type[BaseException]) -> None:
     For handlers that run before a fork, whose exceptions Python would print and forget.
     """
 
-class Refused(Plan):
+class Refused(CallPlan):
     """Fails with ``error`` in place of an exchange.
 
     ``again``: an operation on the same array has been refused in this job before.
@@ -57,7 +57,7 @@ class Refused(Plan):
 
     def __init__(self, error: Exception, again: bool) -> None: ...
 
-def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
+def push(array: int, turn: int, plan: CallPlan, rate: float, priority: int) -> None:
     """Have the engine execute ``plan`` on the NDArray with the handle ``array``.
 
     The operation begins after earlier writes to the array. ``turn``: the name's, from

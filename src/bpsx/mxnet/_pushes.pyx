@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 
 from bpsx.plugin.adapter cimport Handle
-from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit
+from bpsx.plugin._async_ops cimport CallPlan, end_call, keep, python_ends, submit
 from bpsx.plugin.async_op cimport (
     ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call,
     room_for_dims,
@@ -47,7 +47,7 @@ cdef struct Error:
 
 # Order of the operations of one name. The core must get them in the order in which the engine got
 # them; their arrays may be complete in another order. Guarded by `pushed`.
-cdef struct Turn:
+cdef struct OpOrder:
     int64_t given               # Number of operations given to the engine.
     int64_t due                 # Number of operations given to the core.
     # Operations whose arrays are complete, while an earlier one's is not.
@@ -66,7 +66,7 @@ cdef struct Push:
     bint failed
     bint skipped                # The engine has left it out: computing its array has failed.
     bint again                  # Its array is already among the failed ones.
-    Turn *turn
+    OpOrder *turn
     int64_t number              # Number among the operations of its name.
     Push *next_early
 
@@ -93,7 +93,7 @@ cdef struct Api:
     void (*make_error)(Error *where, const char *text) noexcept nogil
     void (*drop_error)(Error *where) noexcept nogil
 
-cdef struct Pushed:             # Operations that the engine has been given.
+cdef struct EngineOps:             # Operations that the engine has been given.
     Monitor monitor
     int64_t pending             # Operations that are not over.
     int64_t job                 # Number of the job, from 1.
@@ -108,7 +108,7 @@ cdef extern from "Python.h":
 
 
 cdef Api api
-cdef Pushed pushed
+cdef EngineOps pushed
 cdef Caller of_engine
 if monitor_init(&pushed.monitor) != 0:
     raise MemoryError("cannot create a mutex")
@@ -146,13 +146,15 @@ def load(found) -> None:
 
 
 def new_turn() -> int:
-    cdef Turn *turn = <Turn *>calloc(1, sizeof(Turn))
+    cdef OpOrder *turn = <OpOrder *>calloc(1, sizeof(OpOrder))
     if turn == NULL:
         raise MemoryError("bpsx: no memory for a name")
     return <uintptr_t>turn
 
 
-def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int priority) -> None:
+def push(
+    uintptr_t array, uintptr_t turn, CallPlan plan not None, double rate, int priority
+) -> None:
     cdef Context context
     cdef int kind = ASYNCHRONOUS, status
     cdef bint given = False
@@ -164,7 +166,7 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
             free_call(&made.call)
         free(ticket)
         raise MemoryError("bpsx: no memory for an operation")
-    ticket.push, made.turn = made, <Turn *>turn
+    ticket.push, made.turn = made, <OpOrder *>turn
     Py_INCREF(plan)
     made.call.held, made.call.rate = <void *>plan, rate
     made.again = isinstance(plan, Refused) and (<Refused>plan).again
@@ -231,7 +233,7 @@ def unheard() -> str:
 
 
 def is_behind(uintptr_t turn) -> bool:
-    cdef Turn *of_name = <Turn *>turn
+    cdef OpOrder *of_name = <OpOrder *>turn
     cdef bint found
     with nogil:
         lock(&pushed.monitor)
@@ -322,13 +324,13 @@ def _trace_nothing(*_) -> None:
 os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
 
 
-cdef class Refused(Plan):
+cdef class Refused(CallPlan):
     cdef object error
     cdef bint again
 
     def __init__(self, error, bint again):
         """``again``: an operation on the same array has been refused in this job before."""
-        Plan.__init__(self, ["refused"], [0], False, -1, {})
+        CallPlan.__init__(self, ["refused"], [0], False, -1, {})
         self.error, self.again = error, again
 
 
@@ -386,7 +388,7 @@ cdef void come(Push *made) noexcept nogil:
     with it. One thread at a time does so for a name, without the lock; operations that come
     meanwhile are left to that thread.
     """
-    cdef Turn *turn = made.turn
+    cdef OpOrder *turn = made.turn
     cdef bint ends
     lock(&pushed.monitor)
     made.next_early, turn.early = turn.early, made
@@ -410,7 +412,7 @@ cdef void come(Push *made) noexcept nogil:
     unlock(&pushed.monitor)
 
 
-cdef Push *next_due(Turn *turn) noexcept nogil:
+cdef Push *next_due(OpOrder *turn) noexcept nogil:
     """Take the next operation in order out of the early ones. NULL: it has not come."""
     cdef Push **at = &turn.early
     cdef Push *found

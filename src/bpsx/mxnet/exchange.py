@@ -38,7 +38,7 @@ class Exchange:
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
         # compression of the gradients that have one, by name
-        self.choices: dict[str, adapter.Compression] = {}
+        self.choices: dict[str, adapter.CompressionSpec] = {}
         # declared names, by session
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._begun: set[str] = set()  # names that this exchange has declared in any job
@@ -60,7 +60,7 @@ class Exchange:
                 " their own type: leave compression_params out"
             )
 
-    def of(self, i: int) -> adapter.Compression | None:
+    def of(self, i: int) -> adapter.CompressionSpec | None:
         """Return the compression of the i-th Parameter's gradient, if it has one."""
         return self.choices.get(self._names[i])
 

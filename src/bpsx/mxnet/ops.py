@@ -17,7 +17,7 @@ from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
 from bpsx.mxnet.errors import in_short
 from bpsx.plugin import adapter
-from bpsx.plugin._async_ops import Plan
+from bpsx.plugin._async_ops import CallPlan
 from bpsx.plugin.adapter import check_flag, check_name, check_priority
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
@@ -91,8 +91,8 @@ def _dtype_name(array: Any) -> str:
 
 
 @functools.lru_cache(4096)
-def _plan(name: str, priority: int, average: bool, root: int) -> Plan:
-    return Plan([name], [priority], average, root, _SUMMED)
+def _plan(name: str, priority: int, average: bool, root: int) -> CallPlan:
+    return CallPlan([name], [priority], average, root, _SUMMED)
 
 
 def _turn(name: str) -> tuple[int, threading.Lock]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Machine(NamedTuple):
+class MachineLinks(NamedTuple):
     """One machine's part in the job.
 
     ``workers``: number of its workers that speak to servers. ``servers``: weight of each of its
@@ -31,7 +31,7 @@ class Machine(NamedTuple):
         return sum(self.servers) / len(self.servers) if self.servers else 1.0
 
 
-def load(machine: Machine, workers: int, share: float) -> float:
+def load(machine: MachineLinks, workers: int, share: float) -> float:
     """Return the load of a machine's card in each direction, as a multiple of M.
 
     ``workers``: number of workers in the job. ``share``: part of the bytes that the machine's
@@ -41,7 +41,7 @@ def load(machine: Machine, workers: int, share: float) -> float:
     return machine.workers * (1 - share) + share * (workers - machine.workers)
 
 
-def level(machines: Sequence[Machine]) -> list[float]:
+def level(machines: Sequence[MachineLinks]) -> list[float]:
     """Return each machine's share of the bytes; its servers sum that part.
 
     At least one machine must have a server.
@@ -74,17 +74,17 @@ def shares_by_host(workers: Sequence[str], servers: Sequence[tuple[str, float]])
     """
     hosts = list(dict.fromkeys([*workers, *(host for host, _ in servers)]))
     weights = {host: [weight for h, weight in servers if h == host] for host in hosts}
-    parts = level([Machine(workers.count(host), tuple(weights[host])) for host in hosts])
+    parts = level([MachineLinks(workers.count(host), tuple(weights[host])) for host in hosts])
     share = dict(zip(hosts, parts, strict=True))
     return [share[host] * weight / sum(weights[host]) for host, weight in servers]
 
 
-def _share(machine: Machine, workers: int, limit: float) -> float:
+def _share(machine: MachineLinks, workers: int, limit: float) -> float:
     """Return the share that gives the machine's card a load of ``limit`` relative to its speed."""
     return max(0.0, (limit * machine.speed - machine.workers) / (workers - 2 * machine.workers))
 
 
-def _limit(machines: Sequence[Machine], workers: int) -> float:
+def _limit(machines: Sequence[MachineLinks], workers: int) -> float:
     """Return the load, relative to speed, at which the machines take all bytes together.
 
     Their total share grows with the load. It is piecewise linear: its slope changes where a machine

@@ -25,7 +25,7 @@ _LEAST = 32 << 10
 _SLACK = 0.015
 
 
-class Place(NamedTuple):
+class Assignment(NamedTuple):
     """Where a partition is summed.
 
     ``key``: unique in the job. ``lane``: number among all lanes of all servers. ``slot``: index on
@@ -110,7 +110,7 @@ class Placement:
         self.server_bytes = [0] * len(lanes)
         self._slots = [0] * sum(lanes)
 
-    def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Place]:
+    def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Assignment]:
         """Return the places of a tensor's partitions, in order.
 
         ``tensor``: its number. ``nbytes``: its size. Partitions begin at multiples of the page
@@ -131,7 +131,7 @@ class Placement:
                 self._place_one(key_of(tensor, i), span.length)
                 for i, span in enumerate(partition(nbytes, self._partition_bytes, compressed))
             ]
-        places: list[Place] = []
+        places: list[Assignment] = []
         left = nbytes
         while left or not places:
             length = self._next_length(left)
@@ -150,9 +150,9 @@ class Placement:
         wanted = min(most, max(_LEAST, int(lacks) // PAGE_BYTES * PAGE_BYTES))
         return min(left, most) if left - wanted < _LEAST else wanted
 
-    def _place_one(self, key: int, size: int) -> Place:
+    def _place_one(self, key: int, size: int) -> Assignment:
         if not self.server_bytes:
-            return Place(key, 0, 0, size)  # a single machine: its root has the sum
+            return Assignment(key, 0, 0, size)  # a single machine: its root has the sum
         # An empty tensor still costs a message. Count a few bytes for it, or all of them would go
         # to one server.
         counted = max(size, 64)
@@ -166,4 +166,4 @@ class Placement:
         self.lane_bytes[lane] += counted
         slot = self._slots[lane]
         self._slots[lane] += 1
-        return Place(key, lane, slot, size)
+        return Assignment(key, lane, slot, size)

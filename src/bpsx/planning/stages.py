@@ -29,7 +29,7 @@ class Stage(IntEnum):
     BROADCAST = 12
 
 
-class Place(Enum):
+class MachineRole(Enum):
     """Role of a process in its machine."""
 
     DIRECT = "speaks to the servers for itself"
@@ -44,21 +44,21 @@ _ADD = (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COPYD2H, Stage.COORDINATE_P
 _SPREAD = (Stage.COPYH2D, Stage.COORDINATE_BROADCAST, Stage.BROADCAST)
 #: (device, compressed, place) -> stages. A CPU tensor is pushed from its own memory and pulled into
 #: its output, without copies.
-_TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
-    ("cpu", False, Place.DIRECT): (Stage.PUSH, Stage.PULL),
-    ("cpu", False, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
-    ("cpu", False, Place.ROOT): (
+_TABLE: dict[tuple[str, bool, MachineRole], tuple[Stage, ...]] = {
+    ("cpu", False, MachineRole.DIRECT): (Stage.PUSH, Stage.PULL),
+    ("cpu", False, MachineRole.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("cpu", False, MachineRole.ROOT): (
         Stage.COORDINATE_REDUCE,
         Stage.REDUCE,
         Stage.PUSH,
         Stage.PULL,
         Stage.BROADCAST,
     ),
-    ("cpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
-    ("cpu", True, Place.DIRECT): (Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS),
+    ("cpu", False, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
+    ("cpu", True, MachineRole.DIRECT): (Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS),
     # Only the machine's sum is compressed: nothing else crosses the network.
-    ("cpu", True, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
-    ("cpu", True, Place.ROOT): (
+    ("cpu", True, MachineRole.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("cpu", True, MachineRole.ROOT): (
         Stage.COORDINATE_REDUCE,
         Stage.REDUCE,
         Stage.COMPRESS,
@@ -67,19 +67,27 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
         Stage.DECOMPRESS,
         Stage.BROADCAST,
     ),
-    ("cpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
-    ("cpu", False, Place.ONLY_MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
-    ("cpu", True, Place.ONLY_MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
-    ("gpu", False, Place.DIRECT): (Stage.COPYD2H, Stage.PUSH, Stage.PULL, Stage.COPYH2D),
-    ("gpu", False, Place.MEMBER): (*_ADD, *_SPREAD),
+    ("cpu", True, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
+    ("cpu", False, MachineRole.ONLY_MEMBER): (
+        Stage.REDUCE,
+        Stage.COORDINATE_BROADCAST,
+        Stage.BROADCAST,
+    ),
+    ("cpu", True, MachineRole.ONLY_MEMBER): (
+        Stage.REDUCE,
+        Stage.COORDINATE_BROADCAST,
+        Stage.BROADCAST,
+    ),
+    ("gpu", False, MachineRole.DIRECT): (Stage.COPYD2H, Stage.PUSH, Stage.PULL, Stage.COPYH2D),
+    ("gpu", False, MachineRole.MEMBER): (*_ADD, *_SPREAD),
     # The core skips PCIE_REDUCE where all GPUs reduce together.
-    ("gpu", False, Place.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.PUSH, Stage.PULL, *_SPREAD),
+    ("gpu", False, MachineRole.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.PUSH, Stage.PULL, *_SPREAD),
     # Without servers, NCCL's all-reduce does all the work.
-    ("gpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
-    ("gpu", False, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", False, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", False, MachineRole.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
     # Compressed on the GPU or, if that is impossible, on the host: of each pair of COMPRESS or
     # DECOMPRESS stages the core skips one.
-    ("gpu", True, Place.DIRECT): (
+    ("gpu", True, MachineRole.DIRECT): (
         Stage.COMPRESS,
         Stage.COPYD2H,
         Stage.COMPRESS,
@@ -89,8 +97,8 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
         Stage.COPYH2D,
         Stage.DECOMPRESS,
     ),
-    ("gpu", True, Place.MEMBER): (*_ADD, *_SPREAD),
-    ("gpu", True, Place.ROOT): (
+    ("gpu", True, MachineRole.MEMBER): (*_ADD, *_SPREAD),
+    ("gpu", True, MachineRole.ROOT): (
         Stage.COORDINATE_REDUCE,
         Stage.REDUCE,
         Stage.COMPRESS,
@@ -106,12 +114,14 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
         Stage.COORDINATE_BROADCAST,
         Stage.BROADCAST,
     ),
-    ("gpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
-    ("gpu", True, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", True, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", True, MachineRole.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
 }
 
 
-def stages_for(device: str = "cpu", compressed: bool = False, place: Place = Place.DIRECT) -> bytes:
+def stages_for(
+    device: str = "cpu", compressed: bool = False, place: MachineRole = MachineRole.DIRECT
+) -> bytes:
     """Return the codes of the stages of a tensor's partitions, in order.
 
     Raises :class:`KeyError` for an unsupported combination.

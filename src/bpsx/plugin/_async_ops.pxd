@@ -15,7 +15,7 @@ cdef class Kept:
 
 cdef object keep(void *what, void (*free)(void *what) noexcept nogil)
 
-cdef class Plan:
+cdef class CallPlan:
     cdef list names, priorities
     cdef bint average
     cdef int64_t root

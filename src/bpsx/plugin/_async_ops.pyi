@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 class Kept:
     """Owns memory that the transport may still be sending, and frees it with the last reference."""
 
-class Plan:
+class CallPlan:
     """Describes the exchange that a call asks for.
 
     ``names`` and ``priorities`` (larger is more urgent): one of each per tensor. ``root``: rank of

@@ -152,7 +152,7 @@ cdef void bury() noexcept:
         waste = next_waste
 
 
-cdef class Plan:
+cdef class CallPlan:
 
     def __init__(self, names, priorities, average, root, dtypes):
         self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(
@@ -185,9 +185,9 @@ cdef void begin(Call *call) noexcept:
     """
     cdef uint32_t i, begun = 0
     cdef Handle handle
-    cdef Plan plan
+    cdef CallPlan plan
     try:
-        plan = <Plan?>call.caller.plan(call)
+        plan = <CallPlan?>call.caller.plan(call)
         session = adapter.session()
         for i in range(call.n):
             handle = begin_part(session, plan, i, &call.parts[i])
@@ -204,7 +204,7 @@ cdef void begin(Call *call) noexcept:
             over(call)
 
 
-cdef begin_part(session, Plan plan, uint32_t i, Part *part):
+cdef begin_part(session, CallPlan plan, uint32_t i, Part *part):
     shape = tuple([part.dims[d] for d in range(part.n_dims)])
     dtype = plan.dtypes.get(part.dtype, "")
     if not dtype:       # a broadcast, which treats elements as bytes

@@ -23,8 +23,8 @@ from bpsx.api.arguments import (
 from bpsx.api.torchrun import FRAMEWORK, Store, init, resume
 from bpsx.api.verbs import add_engine, finish, initialised, session
 from bpsx.compression.spec import NONE as NOT_COMPRESSED
-from bpsx.compression.spec import Compression, compression
-from bpsx.config import Place, child_environment, is_set, launched, own_store
+from bpsx.compression.spec import CompressionSpec, compression
+from bpsx.config import LaunchedPlace, child_environment, is_set, launched, own_store
 from bpsx.core._handle import Handle, Item
 from bpsx.local.devices import Streams
 from bpsx.session.limits import capacity
@@ -36,10 +36,10 @@ from bpsx.system.logs import early
 __all__ = [
     "FRAMEWORK",
     "NOT_COMPRESSED",
-    "Compression",
+    "CompressionSpec",
     "Handle",
     "Item",
-    "Place",
+    "LaunchedPlace",
     "Session",
     "Store",
     "Streams",

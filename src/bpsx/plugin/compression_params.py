@@ -14,7 +14,7 @@ Params = Mapping[str, Any] | Callable[[str], Mapping[str, Any] | None] | None
 
 def choose(
     given: Params, names: Iterable[str], verb: str, momenta: Mapping[str, float]
-) -> dict[str, adapter.Compression]:
+) -> dict[str, adapter.CompressionSpec]:
     """Return the compression of each parameter that has one.
 
     ``momenta``: the optimizer's own momentum by name; it becomes ``mu`` where ``given`` has none.
@@ -101,7 +101,7 @@ def _missing(value: Any) -> bool:
 
 def _compression(
     name: str | None, params: Any, verb: str, momenta: Mapping[Any, float]
-) -> adapter.Compression:
+) -> adapter.CompressionSpec:
     what = f"{verb}: compression_params" + ("" if name is None else f" of {name!r}")
     if isinstance(params, Mapping) and params.get("momentum") and _missing(params.get("mu")):
         if name not in momenta:

@@ -70,7 +70,9 @@ class Momentum:
             dict.fromkeys(names, float(value)) if isinstance(value, (int, float)) and value else {}
         )
 
-    def take_over(self, names: Sequence[str], choices: Mapping[str, adapter.Compression]) -> None:
+    def take_over(
+        self, names: Sequence[str], choices: Mapping[str, adapter.CompressionSpec]
+    ) -> None:
         """Let compression add the momentum to the gradients of these names, if ``choices`` say so.
 
         Raises :class:`ConfigError` if compression cannot replace the optimizer's momentum.

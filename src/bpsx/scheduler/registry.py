@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import Status
-from bpsx.planning.placement import PARTS_PER_TENSOR, Place, Placement
+from bpsx.planning.placement import PARTS_PER_TENSOR, Assignment, Placement
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Declared:
     shape: tuple[int, ...]
     codec: str  # compression as spec.py writes it; "" for none
     ranks: dict[int, None]  # ranks of the workers that have declared it, in this order
-    places: list[Place] = field(default_factory=list)
+    places: list[Assignment] = field(default_factory=list)
     failure: str = ""
     status: int = 0  # errors.Status of `failure`; 0: none
 

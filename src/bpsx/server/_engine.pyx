@@ -24,7 +24,7 @@ from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.compressed cimport add_packed, hold_packed
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for,
+    FAILED, MALFORMED, REPEATED, KeyState, Share, Verdict, add, count_push, entry_free, memory_for,
     note_landing, open_next_round,
 )
 from bpsx.transports.abi cimport Endpoint, Message
@@ -48,7 +48,7 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
 
 
 cdef void hold(
-    CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+    CLane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
     """Hold a push until its rank's turn in fixed order."""
     cdef Share *share = &e.shares[rank]
@@ -70,7 +70,7 @@ cdef void hold(
 
 
 cdef void add_share(
-    CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+    CLane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
     if e.packed != NULL:
         add_packed(lane, e, rank, body, length)
@@ -78,7 +78,7 @@ cdef void add_share(
         e.status = E_MEMORY
 
 
-cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
+cdef void pass_joined(CLane *lane, KeyState *e) noexcept nogil:
     """Skip ranks that have called join(), for which fixed order must not wait."""
     if not lane.somebody_joined:
         return
@@ -90,7 +90,7 @@ cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
         e.next_rank += 1
 
 
-cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
+cdef void add_held(CLane *lane, KeyState *e) noexcept nogil:
     """Add held pushes as long as the next rank's is there."""
     cdef Share *share
     cdef bint kept
@@ -110,7 +110,7 @@ cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
         e.next_rank += 1
 
 
-cdef void drop_held(CLane *lane, Entry *e) noexcept nogil:
+cdef void drop_held(CLane *lane, KeyState *e) noexcept nogil:
     cdef uint32_t rank
     for rank in range(lane.workers):
         if e.shares[rank].message != NULL:
@@ -122,7 +122,7 @@ cdef void drop_held(CLane *lane, Entry *e) noexcept nogil:
 
 
 cdef void contribute(
-    CLane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
+    CLane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
     """Add an accepted push to the round's result."""
     if e.broadcast:
@@ -151,7 +151,7 @@ cdef void contribute(
     add_share(lane, e, h.sender, m, body, h.length, kept)
 
 
-cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
+cdef bint lacks_somebody(CLane *lane, KeyState *e, uint32_t *who) noexcept nogil:
     """Whether a worker that has left has not pushed in the open round; *who: its rank."""
     cdef uint32_t rank
     for rank in range(lane.workers):
@@ -161,7 +161,7 @@ cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
     return False
 
 
-cdef bint complete(CLane *lane, Entry *e) noexcept nogil:
+cdef bint complete(CLane *lane, KeyState *e) noexcept nogil:
     """Whether all workers have pushed in the open round, except those that called join()."""
     cdef uint32_t rank
     if e.pushed == lane.workers:
@@ -174,7 +174,7 @@ cdef bint complete(CLane *lane, Entry *e) noexcept nogil:
     return True
 
 
-cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
+cdef void abandon(CLane *lane, KeyState *e, uint32_t who) noexcept nogil:
     """Fail the open round and all later ones: worker `who` will never push again."""
     e.status = E_LEFT
     e.detail_a = who
@@ -187,7 +187,7 @@ cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
     e.status = E_LEFT
 
 
-cdef int turn_away(CLane *lane, Entry *e, Header *h, int status) noexcept nogil:
+cdef int turn_away(CLane *lane, KeyState *e, Header *h, int status) noexcept nogil:
     """Reply to a push with an error, because no round of its key can close.
 
     The worker's count of rounds advances, so each later push gets the same reply.
@@ -199,7 +199,7 @@ cdef int turn_away(CLane *lane, Entry *e, Header *h, int status) noexcept nogil:
 
 
 cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    cdef Entry *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
+    cdef KeyState *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
     cdef Verdict verdict
     cdef uint32_t who = 0
     cdef int64_t begin = 0
@@ -327,7 +327,7 @@ cdef void notice(CLane *lane) noexcept nogil:
     Rounds that need a worker that has left fail. Rounds that lack only joined workers close.
     """
     cdef uint32_t i, who = 0
-    cdef Entry *e
+    cdef KeyState *e
     atomic_store(&lane.news, 0)
     lane.somebody_joined = False
     for i in range(lane.workers):

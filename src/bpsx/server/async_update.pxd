@@ -13,12 +13,12 @@ from bpsx.kernels.abi cimport Kernels
 from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport (
-    ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, free_memory, memory_for, note_landing,
+    ACCEPTED, MALFORMED, REPEATED, KeyState, Share, Verdict, free_memory, memory_for, note_landing,
 )
 from bpsx.transports.abi cimport Message
 
 
-cdef inline Verdict count_delta(Entry *e, Header *h) noexcept nogil:
+cdef inline Verdict count_delta(KeyState *e, Header *h) noexcept nogil:
     cdef Share *share = &e.shares[h.sender]
     if h.key != e.key or h.dtype != e.dtype or h.length != e.nbytes or h.divisor == 0:
         return MALFORMED
@@ -28,7 +28,7 @@ cdef inline Verdict count_delta(Entry *e, Header *h) noexcept nogil:
     return REPEATED if share.pushed else ACCEPTED
 
 
-cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor) noexcept nogil:
+cdef inline bint add_delta(KeyState *e, char *body, bint writable, uint64_t divisor) noexcept nogil:
     """Add `body`, divided by `divisor`, to the value; half types in float32, rounded once.
 
     False: no memory.
@@ -53,7 +53,7 @@ cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor
 
 
 cdef inline int push_delta(
-    Lane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
     """Handle an asynchronous push. -1: malformed.
 

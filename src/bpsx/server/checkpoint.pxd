@@ -8,10 +8,10 @@ from bpsx.core.codec.state cimport load_state, save_state, server_state_bytes
 from bpsx.core.status cimport E_PROTOCOL
 from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport Entry
+from bpsx.server.store cimport KeyState
 
 
-cdef inline int push_state(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
+cdef inline int push_state(Lane *lane, KeyState *e, Header *h, const char *body) noexcept nogil:
     """Load the state from the body, if there is one, and reply with the state. -1: malformed."""
     cdef Header reply
     cdef Result *r

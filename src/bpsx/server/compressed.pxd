@@ -8,7 +8,7 @@ from libc.string cimport memcpy
 from bpsx.core.codec.state cimport ALIKE, RATE_BYTES, SLACK, Packed, grow_scratch, pack
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport Entry, Share
+from bpsx.server.store cimport KeyState, Share
 
 
 cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
@@ -21,13 +21,13 @@ cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept
     return True
 
 
-cdef inline void fail_for(Entry *e, int status, uint32_t sender, uint32_t other) noexcept nogil:
+cdef inline void fail_for(KeyState *e, int status, uint32_t sender, uint32_t other) noexcept nogil:
     e.status = status
     e.detail_a = sender
     e.detail_b = other
 
 
-cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) noexcept nogil:
+cdef inline bint compare_counters(KeyState *e, const char *body, uint64_t length) noexcept nogil:
     """Compare the counter with which a push begins. False: the push is too short for one."""
     cdef uint64_t counter = 0
     if length < sizeof(counter):
@@ -39,7 +39,7 @@ cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) n
 
 
 cdef inline void add_packed(
-    Lane *lane, Entry *e, uint32_t sender, char *body, uint64_t length
+    Lane *lane, KeyState *e, uint32_t sender, char *body, uint64_t length
 ) noexcept nogil:
     """Decode a push into the accumulator.
 
@@ -76,7 +76,7 @@ cdef inline void add_packed(
     e.added += 1
 
 
-cdef inline char *encode_sum(Lane *lane, Entry *e) noexcept nogil:
+cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """Divide the sum and encode it.
 
     Return memory of `e.packed.size` bytes and SLACK, which the caller frees. NULL: no memory.

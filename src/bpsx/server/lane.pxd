@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.slab cimport Slabs
 from bpsx.core.trace.recorder cimport Watch
 from bpsx.kernels.abi cimport Kernels
-from bpsx.server.store cimport Entry
+from bpsx.server.store cimport KeyState
 from bpsx.transports.abi cimport Endpoint, Message
 
 cdef enum:
@@ -37,7 +37,7 @@ cdef struct Lane:
     char *scratch               # working memory of the codecs, for one key at a time
     uint64_t scratch_bytes
     int64_t spin_ns
-    Entry **entries             # by slot
+    KeyState **entries             # by slot
     Slabs slabs                 # memory of the entries
     uint32_t n_entries
     Out *outs                   # by sender

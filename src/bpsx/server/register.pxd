@@ -8,7 +8,7 @@ from bpsx.core.codec.state cimport packed_new
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.trace cimport note_key
-from bpsx.server.store cimport Entry, entry_new
+from bpsx.server.store cimport KeyState, entry_new
 
 
 cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
@@ -29,7 +29,7 @@ cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
         return False
 
 
-cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) except *:
+cdef inline void pack_entry(Lane *lane, KeyState *e, bytes name, bytes codec) except *:
     """Create the state of a key's compression. Raises ConfigError for an invalid codec."""
     from bpsx.compression.spec import make, parse, stream
     from bpsx.dtypes import BY_CODE, BY_NAME
@@ -47,7 +47,7 @@ cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) excep
 
 
 cdef inline bint make_packed(
-    Lane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes
+    Lane *lane, KeyState *e, const char *name, uint64_t length, uint32_t codec_bytes
 ) noexcept with gil:
     """Load what a compressed key needs. False if `codec` is invalid.
 
@@ -71,14 +71,14 @@ cdef inline bint make_packed(
 
 cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
     cdef uint32_t wanted
-    cdef Entry **grown
+    cdef KeyState **grown
     if slot < lane.n_entries:
         return True
     wanted = max(slot + 1, lane.n_entries * 2)
-    grown = <Entry **>realloc(lane.entries, wanted * sizeof(Entry *))
+    grown = <KeyState **>realloc(lane.entries, wanted * sizeof(KeyState *))
     if grown == NULL:
         return False
-    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(Entry *))
+    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(KeyState *))
     lane.entries = grown
     lane.n_entries = wanted
     return True
@@ -89,7 +89,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
 
     All announcements of a slot must agree, which the scheduler has ensured.
     """
-    cdef Entry *e
+    cdef KeyState *e
     cdef Kernels *k
     cdef uint32_t codec_bytes = <uint32_t>h.priority
     if (

@@ -14,7 +14,7 @@ from bpsx.system.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
 from bpsx.server.trace cimport note_closed, note_closing
 from bpsx.server.compressed cimport encode_sum
-from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
+from bpsx.server.store cimport KeyState, finish_sum, memory_for, open_next_round
 from bpsx.transports.abi cimport Landing, Message
 
 # A result on its way to several workers. Its memory is released with the last of them.
@@ -87,7 +87,7 @@ cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) no
 
 
 cdef inline void reply_header(
-    Lane *lane, Header *h, uint8_t kind, uint32_t rank, Entry *e, uint64_t cookie
+    Lane *lane, Header *h, uint8_t kind, uint32_t rank, KeyState *e, uint64_t cookie
 ) noexcept nogil:
     header_init(h, kind, lane.job, rank)
     h.dtype = e.dtype
@@ -136,7 +136,7 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
 
 
 cdef inline void send_result(
-    Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
+    Lane *lane, KeyState *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
     const Landing *landing
 ) noexcept nogil:
     """Send a large result. `landing`: that of the push it replies to, or NULL."""
@@ -152,7 +152,7 @@ cdef inline void send_result(
     lane.messages_out += 1
 
 
-cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
     cdef uint32_t rank
     cdef Result *r = result_in(lane, e.first, e.pushed)
     if r == NULL:
@@ -164,7 +164,7 @@ cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
             )
 
 
-cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length) noexcept nogil:
+cdef inline void answer_small(Lane *lane, KeyState *e, char *body, uint64_t length) noexcept nogil:
     cdef Header h
     cdef uint32_t rank
     for rank in range(lane.workers):
@@ -174,7 +174,7 @@ cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length)
             put_record(lane, rank, &h, body)
 
 
-cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
     """Encode the sum once, and send it to all workers of the round.
 
     Without memory the result is lost and counted, which ends the lane and so the job.
@@ -202,7 +202,7 @@ cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
             )
 
 
-cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
     """Reply with an error to each worker that has pushed in the open round.
 
     Call it when the round is complete, or when it never will be. Earlier, the workers' counts of
@@ -222,7 +222,7 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
             )
 
 
-cdef inline void end_broadcast(Entry *e) noexcept nogil:
+cdef inline void end_broadcast(KeyState *e) noexcept nogil:
     """Finish a broadcast: fail if its root had joined, else store a seeding value in the lane."""
     if e.status == 0 and not e.shares[e.divisor].pushed:
         e.status = E_JOINED
@@ -234,7 +234,7 @@ cdef inline void end_broadcast(Entry *e) noexcept nogil:
             e.status = E_MEMORY
 
 
-cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     """Reply to the workers of a complete round, and open the next round."""
     if e.broadcast:
         end_broadcast(e)

@@ -38,7 +38,7 @@ cdef struct Share:
     uint64_t length             # bytes of `body`
     Landing landing             # where the worker wants the reply's body
 
-cdef struct Entry:
+cdef struct KeyState:
     uint64_t key
     uint64_t nbytes
     uint8_t dtype
@@ -79,11 +79,11 @@ cdef struct Entry:
     uint8_t recorded            # recordings to which the round belongs
 
 
-cdef inline Entry *entry_new(
+cdef inline KeyState *entry_new(
     Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers,
 ) noexcept nogil:
     """Create an entry with its shares; its memory is part of `slabs`. NULL: no memory."""
-    cdef Entry *e = <Entry *>take_record(slabs, sizeof(Entry) + workers * sizeof(Share))
+    cdef KeyState *e = <KeyState *>take_record(slabs, sizeof(KeyState) + workers * sizeof(Share))
     if e == NULL:
         return NULL
     e.shares = <Share *>(e + 1)
@@ -99,7 +99,7 @@ cdef inline void free_memory(char **where) noexcept nogil:
     where[0] = NULL
 
 
-cdef inline void free_round(Entry *e) noexcept nogil:
+cdef inline void free_round(KeyState *e) noexcept nogil:
     """Free the memory of the open round. Its result must have been handed over."""
     free_memory(&e.small)
     free_memory(&e.wide)
@@ -107,14 +107,14 @@ cdef inline void free_round(Entry *e) noexcept nogil:
     e.sum = NULL
 
 
-cdef inline void entry_free(Entry *e) noexcept nogil:
+cdef inline void entry_free(KeyState *e) noexcept nogil:
     """Free all that the entry refers to; the entry itself belongs to the slabs."""
     free_round(e)
     free(e.value)
     packed_free(e.packed)
 
 
-cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
+cdef inline void open_next_round(KeyState *e, uint32_t workers) noexcept nogil:
     """Open the next round, after the replies; the workers that pushed advance by one round.
 
     Held messages must have been removed before.
@@ -134,7 +134,7 @@ cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
     free_round(e)
 
 
-cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept nogil:
+cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcept nogil:
     """Check a push against its key and count it. Looks at the header only."""
     cdef Share *share = &e.shares[h.sender]
     cdef bint broadcast = (h.flags & BROADCAST) != 0
@@ -186,7 +186,7 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
     return CLOSED if e.pushed == workers else ACCEPTED
 
 
-cdef inline void note_landing(Entry *e, uint32_t rank, const Message *m) noexcept nogil:
+cdef inline void note_landing(KeyState *e, uint32_t rank, const Message *m) noexcept nogil:
     """Store a counted push's landing. `m`: its message, if the body is the message's own."""
     e.shares[rank].landing.at = 0
     if m != NULL:
@@ -199,7 +199,9 @@ cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
     return where[0] != NULL
 
 
-cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *kept) noexcept nogil:
+cdef inline int add(
+    KeyState *e, Message *m, char *body, uint32_t workers, bint *kept
+) noexcept nogil:
     """Add a push to the sum; *kept says that the message now belongs to the entry.
 
     The first large push becomes the accumulator, without a copy. Return 0, or -1 if there is no
@@ -228,7 +230,7 @@ cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *ke
     return 0
 
 
-cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
+cdef inline void finish_sum(KeyState *e, uint32_t workers) noexcept nogil:
     """Finish the sum without the last worker's push, which `add` would have finished.
 
     The missing workers have joined and count as zeros.

@@ -10,7 +10,7 @@ from bpsx.core.trace.recorder cimport (
     wants_values, watched,
 )
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport Entry
+from bpsx.server.store cimport KeyState
 from bpsx.transports.abi cimport Message
 
 ctypedef unsigned long long big
@@ -47,7 +47,7 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
         )
 
 
-cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
+cdef inline int64_t note_push(Lane *lane, KeyState *e, Header *h, const char *body) noexcept nogil:
     """Record a counted push. Return the time its sum begins if that is to be recorded, else 0."""
     cdef Watch *w = lane.watch
     if e.pushed == 1:
@@ -73,7 +73,7 @@ cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body)
     return now_ns() if e.recorded else 0
 
 
-cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
+cdef inline void note_sum(Lane *lane, KeyState *e, Header *h, int64_t begin) noexcept nogil:
     """Record that a push was added to the sum."""
     cdef Watch *w = lane.watch
     cdef bint wide = e.wide != NULL and 1 < e.added < lane.workers and not e.broadcast
@@ -93,7 +93,7 @@ cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexce
             )
 
 
-cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void note_closing(Lane *lane, KeyState *e) noexcept nogil:
     """Record that a round is complete and its replies are about to be sent.
 
     Prints the result's values here, because the result may be freed afterwards.
@@ -119,7 +119,7 @@ cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
         )
 
 
-cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
+cdef inline void note_delta(Lane *lane, KeyState *e, Header *h, int64_t begin) noexcept nogil:
     """Record an asynchronous push, with its reply, as a round of its own."""
     cdef Watch *w = lane.watch
     cdef uint8_t flags = recording(w, e.rounds)
@@ -135,7 +135,7 @@ cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noex
         put(w, SUM, flags, e.key, e.rounds, begin, now_ns(), h.length, h.sender, 0)
 
 
-cdef inline void note_closed(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void note_closed(Lane *lane, KeyState *e) noexcept nogil:
     """Record that the round's replies were handed to the transport."""
     cdef int64_t now
     if e.recorded and watched(lane.watch):

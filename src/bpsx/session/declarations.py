@@ -16,7 +16,7 @@ from typing import Any
 
 from bpsx._core import Core
 from bpsx.compression.manager import Compressing
-from bpsx.compression.spec import Compression, parse
+from bpsx.compression.spec import CompressionSpec, parse
 from bpsx.core._handle import Handle
 from bpsx.core._tensor import Declared
 from bpsx.errors import Status
@@ -71,7 +71,7 @@ class Declarations:
         # Every declaration by (name, generation).
         self._declared: dict[tuple[str, int], Declared] = {}
         # Declarations by (name, shape, dtype code, compression).
-        self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], Declared] = {}
+        self._shapes: dict[tuple[str, tuple[int, ...], int, CompressionSpec | None], Declared] = {}
         self._generations: dict[str, int] = {}  # next generation of each name
         # Refusals by the pattern of their names; they also apply to names that are seen later.
         self._renewed: Counter[tuple[str, str]] = Counter()
@@ -295,7 +295,7 @@ class Declarations:
         shape: tuple[int, ...],
         dtype: int,
         nbytes: int,
-        codec: Compression | None,
+        codec: CompressionSpec | None,
     ) -> None:
         """Find the declaration of a name that differs from its latest one, or make it.
 
@@ -343,7 +343,12 @@ class Declarations:
             declared.pending.append(handle)
 
     def _declare(
-        self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: int,
+        nbytes: int,
+        codec: CompressionSpec | None,
     ) -> Declared:
         """Ask the scheduler for a tensor's keys, lanes and slots. The caller holds the lock."""
         assert self._link is not None

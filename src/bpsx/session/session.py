@@ -12,7 +12,7 @@ from typing import Any
 from bpsx import errors
 from bpsx._core import Core
 from bpsx.compression.manager import Compressing, Remembered
-from bpsx.compression.spec import Compression
+from bpsx.compression.spec import CompressionSpec
 from bpsx.config import Config
 from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
@@ -349,7 +349,9 @@ class Session(Declarations):
         with self._lock:
             return dict(self._order)
 
-    def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
+    def declare(
+        self, name: str, compression: CompressionSpec | None = None, anew: bool = False
+    ) -> int:
         """Return the index of ``name`` in the order in which this worker first saw names.
 
         The index never changes. ``compression``: compression of the name's sums from now on, the
@@ -570,7 +572,7 @@ class Session(Declarations):
             self._renew(name)
             raise
 
-    def _codec_of(self, request: Request, dtype: int, nbytes: int) -> Compression | None:
+    def _codec_of(self, request: Request, dtype: int, nbytes: int) -> CompressionSpec | None:
         """Return the compression of the request's tensor, or None if it is not compressed.
 
         It also checks the arguments that depend on compression, and adds the momentum that

@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, malloc
 
 from bpsx.plugin.adapter cimport Handle
-from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit, throw_away
+from bpsx.plugin._async_ops cimport CallPlan, end_call, keep, python_ends, submit, throw_away
 from bpsx.plugin.async_op cimport (
     ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part,
     free_call, new_call, room_for_dims,
@@ -187,7 +187,7 @@ cdef object plan_of(Call *call):
     cdef Kernel *kernel = (<Execution *>call).kernel
     if kernel.waste.held == NULL:
         names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
-        plan = Plan(
+        plan = CallPlan(
             names, [kernel.priorities[i] for i in range(kernel.n)], kernel.average,
             kernel.root if kernel.broadcasts else -1, DTYPES
         )

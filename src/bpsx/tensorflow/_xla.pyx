@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memset, strlen
 
-from bpsx.plugin._async_ops cimport Plan, end_call, python_ends, submit
+from bpsx.plugin._async_ops cimport CallPlan, end_call, python_ends, submit
 from bpsx.plugin.async_op cimport (
     ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call,
     new_call,
@@ -102,7 +102,7 @@ cdef object plan_of(Call *call):
     text = made.text[:made.length]
     plan = plans.get(text)
     if plan is None:
-        plan = plans[text] = Plan(*json.loads(text), DTYPES)
+        plan = plans[text] = CallPlan(*json.loads(text), DTYPES)
     return plan
 
 

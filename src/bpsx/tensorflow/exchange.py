@@ -77,7 +77,7 @@ class Exchange:
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
         self._rates = False  # whether compression needs the learning rate
         # compression of the sources that have one, by name
-        self._choices: dict[str, adapter.Compression] = {}
+        self._choices: dict[str, adapter.CompressionSpec] = {}
         # names on the wire that this exchange has declared, in the order of sources
         self._wires: list[str] = []
         self.keeping = Keeping(self._wires)

@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Item
 from bpsx.torch.dlpack cimport Seen
-from bpsx.torch.rlock cimport Turn
+from bpsx.torch.rlock cimport RLock
 
 cdef enum:
     UNCOUNTED = -1              # version of memory without a counter
@@ -54,7 +54,7 @@ cdef class Batch:
     # hooks may skip the checks of Exchange.accumulated
     cdef public bint quick
     cdef object begin, begin_alone, begin_here, worth, streams, stream
-    cdef Turn turn
+    cdef RLock turn
     cdef list waiting
     cdef int device
     cdef uint64_t nbytes, most

@@ -18,7 +18,7 @@ from bpsx.torch.dlpack cimport (
     ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of,
     table_of,
 )
-from bpsx.torch.rlock cimport Turn, drop_turn, end_turn, new_turn, take_turn
+from bpsx.torch.rlock cimport RLock, drop_turn, end_turn, new_turn, take_turn
 
 from bpsx.torch.dynamo import eager, set_compiler
 from bpsx.torch.tensors import SUMMED, streams_of

@@ -91,7 +91,7 @@ class Exchange:
         active: bool,
         sparse_as_dense: bool = False,
         average: bool = True,
-        choices: dict[str, adapter.Compression] | None = None,
+        choices: dict[str, adapter.CompressionSpec] | None = None,
         rate: Callable[[torch.Tensor], float] | None = None,
         what: str = "DistributedOptimizer",
         ordinal: int | None = None,

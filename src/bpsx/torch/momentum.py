@@ -74,7 +74,7 @@ class TakenOver:
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
-        choices: Mapping[str, adapter.Compression],
+        choices: Mapping[str, adapter.CompressionSpec],
     ) -> None:
         self._momenta: dict[int, float] = {}  # original momentum by group
         self._decayed: dict[int, list[Decayed]] = {}

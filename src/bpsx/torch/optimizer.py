@@ -474,7 +474,7 @@ def _exchange_for(
     passes: int,
     sparse_as_dense: bool,
     average: bool,
-    choices: dict[str, adapter.Compression],
+    choices: dict[str, adapter.CompressionSpec],
 ) -> Exchange:
     """Create the exchange of gradients, or of weights in asynchronous training.
 

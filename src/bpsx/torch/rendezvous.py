@@ -134,7 +134,7 @@ def resume(
     adapter.resume(_open_store, num_workers, num_servers, global_rank)
 
 
-def _open_store(place: adapter.Place, timeout: float) -> _TorchStore:
+def _open_store(place: adapter.LaunchedPlace, timeout: float) -> _TorchStore:
     """Return the store that the environment names, for the entries of this run."""
     global _store
     if not dist.is_available():
@@ -152,11 +152,11 @@ def _open_store(place: adapter.Place, timeout: float) -> _TorchStore:
     return _prefixed(_store, place)
 
 
-def _prefixed(store: Any, place: adapter.Place) -> _TorchStore:
+def _prefixed(store: Any, place: adapter.LaunchedPlace) -> _TorchStore:
     return _TorchStore(dist.PrefixStore(f"bpsx/{place.run}/", store))
 
 
-def _opener(store: Any) -> Callable[[adapter.Place, float], _TorchStore]:
+def _opener(store: Any) -> Callable[[adapter.LaunchedPlace, float], _TorchStore]:
     return lambda place, _: _prefixed(store, place)
 
 
@@ -166,7 +166,7 @@ def _default_store() -> Any:
     return found() if callable(found) else None
 
 
-def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
+def _given_place(store: Any, rank: int, size: int) -> adapter.LaunchedPlace | None:
     """Return the place of worker ``rank`` of ``size`` that meet at ``store``.
 
     Returns None if bpsx's own variables, or those of a launcher with a store, say so.
@@ -181,7 +181,7 @@ def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
         store = store.underlying_store
     host, port = (store.host, int(store.port)) if isinstance(store, dist.TCPStore) else ("", 0)
     local = (known.local_rank, known.local_size) if known is not None and same else (None, None)
-    return adapter.Place(
+    return adapter.LaunchedPlace(
         rank, size, *local, host, port, launcher=adapter.FRAMEWORK, told="init_process_group"
     )
 

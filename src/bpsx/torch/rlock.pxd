@@ -5,13 +5,13 @@ from cpython.pythread cimport (
     PyThread_get_thread_ident, PyThread_release_lock, PyThread_type_lock,
 )
 
-cdef struct Turn:
+cdef struct RLock:
     PyThread_type_lock lock
     unsigned long owner         # valid while depth > 0
     int depth
 
 
-cdef inline int new_turn(Turn *turn) except -1:
+cdef inline int new_turn(RLock *turn) except -1:
     turn.lock = PyThread_allocate_lock()
     if turn.lock == NULL:
         raise MemoryError("no memory for a lock")
@@ -19,12 +19,12 @@ cdef inline int new_turn(Turn *turn) except -1:
     return 0
 
 
-cdef inline void drop_turn(Turn *turn) noexcept:
+cdef inline void drop_turn(RLock *turn) noexcept:
     if turn.lock != NULL:
         PyThread_free_lock(turn.lock)
 
 
-cdef inline void take_turn(Turn *turn) noexcept:
+cdef inline void take_turn(RLock *turn) noexcept:
     cdef unsigned long me = <unsigned long>PyThread_get_thread_ident()
     if turn.depth == 0 or turn.owner != me:
         if PyThread_acquire_lock(turn.lock, NOWAIT_LOCK) == 0:
@@ -34,7 +34,7 @@ cdef inline void take_turn(Turn *turn) noexcept:
     turn.depth += 1
 
 
-cdef inline void end_turn(Turn *turn) noexcept:
+cdef inline void end_turn(RLock *turn) noexcept:
     turn.depth -= 1
     if turn.depth == 0:
         PyThread_release_lock(turn.lock)

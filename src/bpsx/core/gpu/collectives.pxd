@@ -13,7 +13,7 @@ from bpsx.core.gpu.device cimport (
     item_bytes,
 )
 from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
-from bpsx.core.local.group cimport PART_BITS, Machine, agree, memory_at, partition_of, send_post
+from bpsx.core.local.group cimport PART_BITS, Group, agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport (
@@ -35,14 +35,14 @@ cdef enum:
 
 # ---- on the root: the next collectives
 
-cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
+cdef inline bint present(Group *m, Partition *p, uint32_t i) noexcept nogil:
     """Whether a process contributes a share in this round."""
     if i == m.me:
         return p.tensor.current.handle != NULL
     return p.shares[i].flags != 0
 
 
-cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
+cdef inline uint32_t first_owner(Group *m, Partition *p) noexcept nogil:
     """A rank within the groups that contributes a share in every group; NOBODY: there is none.
 
     The root's rank is preferred.
@@ -59,7 +59,7 @@ cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
     return NOBODY
 
 
-cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
+cdef inline uint32_t choose_owner(Group *m, Partition *p) noexcept nogil:
     """Choose the rank that copies the partition: see OnGpu.owner."""
     cdef uint32_t i
     for i in range(m.size):
@@ -74,7 +74,7 @@ cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
     return EVERYBODY
 
 
-cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
+cdef inline uint32_t reduction_of(Group *m, Partition *p) noexcept nogil:
     """Choose how a group's GPUs add; `p.divisor` keeps what remains to divide by."""
     cdef bint halves = p.tensor.dtype == 1 or p.tensor.dtype == 2
     cdef bint floats = halves or p.tensor.dtype == 3 or p.tensor.dtype == 4
@@ -89,7 +89,7 @@ cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
 
 cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noexcept nogil:
     """Fill in the ORDER for a partition."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     memset(order, 0, sizeof(Post))
     order.key = p.key
@@ -111,7 +111,7 @@ cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noex
 
 
 cdef inline void tell_all(
-    Machine *m, Partition *p, const Post *order, bint more, int *failed
+    Group *m, Partition *p, const Post *order, bint more, int *failed
 ) noexcept nogil:
     cdef Post post
     cdef uint32_t i
@@ -145,7 +145,7 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
 
 cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     """Compare the shares' operations, now that all shares have been posted."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
     p.share_status = 0
@@ -166,7 +166,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
 
 cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     """Decide which process adds and copies what. False if none can, which ends the round."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     # rank of a broadcast's root; wraps if it is on another machine
     cdef uint32_t i, sender = task.divisor - m.first_rank
@@ -208,7 +208,7 @@ cdef inline int order_next(Core *c) noexcept nogil:
 
     Returns the number of partitions.
     """
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Partition *p
     cdef Partition *following
     cdef uint32_t n = 0
@@ -275,7 +275,7 @@ cdef inline int end_group(Device *d, int rc) noexcept nogil:
 
 cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
     """Queue the collective that reduces shares. Returns 0, or an error."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
@@ -308,7 +308,7 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
 
 cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
     """Queue the collective that distributes the result's parts in place. Returns 0, or an error."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef Device *d = c.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
@@ -383,7 +383,7 @@ cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept no
 
 cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
     """Move a partition on after its collective has been queued."""
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
     cdef int status
@@ -418,7 +418,7 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
 
     Returns 0; E_PROTOCOL if there can be no such place; E_DEVICE if pinning fails.
     """
-    cdef Machine *m = c.machine
+    cdef Group *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
     if (
         slab == NULL

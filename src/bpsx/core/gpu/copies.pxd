@@ -8,7 +8,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
-from bpsx.core.local.group cimport Machine, post_results, tell_root
+from bpsx.core.local.group cimport Group, post_results, tell_root
 from bpsx.core.codec.state cimport SLACK, adopt_counter, correction, head_of, most_bytes
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.gpu.pinned_pool cimport free_places, take_place
@@ -66,7 +66,7 @@ cdef inline void land(Partition *p) noexcept nogil:
         p.source = p.gpu.host
 
 
-cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
+cdef inline void own_part(Group *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
     """Set the bytes of a partition that this process's GPU reduces and copies, by `g.owner`."""
     cdef uint32_t me = m.me % m.group_size
     if g.owner == EVERYBODY:

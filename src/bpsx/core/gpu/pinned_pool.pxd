@@ -7,8 +7,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.gpu.device cimport Device
-from bpsx.core.local.group cimport PAGE, Machine
-from bpsx.core.partition cimport Place
+from bpsx.core.local.group cimport PAGE, Group
+from bpsx.core.partition cimport PinnedBlock
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
@@ -18,9 +18,10 @@ cdef enum:
     SLAB = 32 << 20             # bytes that are allocated at once
 
 cdef struct Places:
-    Place *unused[N_KINDS]      # free places by size, in the order in which they were returned
-    Place *latest[N_KINDS]      # the last of these
-    Place *made                 # all places, the latest first
+    # free places by size, in the order in which they were returned
+    PinnedBlock *unused[N_KINDS]
+    PinnedBlock *latest[N_KINDS]      # the last of these
+    PinnedBlock *made                 # all places, the latest first
     char *slab                  # the latest slab,
     uint64_t slab_offset        # ... its offset in the segment, if it is there,
     uint64_t slab_bytes         # ... its size,
@@ -45,7 +46,7 @@ cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
 
 
 cdef inline bint take_slab(
-    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
+    Places *all, Endpoint *network, Device *d, Group *m, uint64_t nbytes
 ) noexcept nogil:
     """Allocate a slab of pinned memory.
 
@@ -74,13 +75,13 @@ cdef inline bint take_slab(
     return True
 
 
-cdef inline Place *take_place(
-    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
+cdef inline PinnedBlock *take_place(
+    Places *all, Endpoint *network, Device *d, Group *m, uint64_t nbytes
 ) noexcept nogil:
     """Return a place of at least `nbytes`; NULL when out of memory."""
     cdef uint32_t kind = kind_for(nbytes)
     cdef uint64_t size = bytes_of(kind), gap
-    cdef Place *place = all.unused[kind]
+    cdef PinnedBlock *place = all.unused[kind]
     # Until its last copy up has completed, not even the host may write to a place. The other free
     # places of this size were returned later, so they are no better.
     if place != NULL and not (place.used and d.query(d.self, place.up) == 0):
@@ -92,7 +93,7 @@ cdef inline Place *take_place(
         if not take_slab(all, network, d, m, size):
             return NULL
         gap = 0
-    place = <Place *>calloc(1, sizeof(Place))
+    place = <PinnedBlock *>calloc(1, sizeof(PinnedBlock))
     if place == NULL:
         return NULL
     place.up = d.new_event(d.self)
@@ -110,7 +111,7 @@ cdef inline Place *take_place(
     return place
 
 
-cdef inline void give_place(Places *all, Place *place) noexcept nogil:
+cdef inline void give_place(Places *all, PinnedBlock *place) noexcept nogil:
     place.next = NULL
     if all.unused[place.kind] == NULL:
         all.unused[place.kind] = place
@@ -121,7 +122,7 @@ cdef inline void give_place(Places *all, Place *place) noexcept nogil:
 
 cdef inline void free_places(Places *all, Device *d) noexcept nogil:
     """Free all places. Call in the GPU's context, or with NULL if that is gone."""
-    cdef Place *place
+    cdef PinnedBlock *place
     while all.made != NULL:
         place = all.made
         all.made = place.next_made

@@ -38,7 +38,7 @@ cdef struct Neighbour:
     bint noticed                # ... and the driver has handled that
     int64_t joined              # it has called join(), and not all workers have; set by any thread
 
-cdef struct Machine:
+cdef struct Group:
     uint32_t size               # processes of this machine
     uint32_t me                 # local rank
     uint32_t first_rank         # rank of the first worker on this machine
@@ -82,7 +82,7 @@ cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
     return 0
 
 
-cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept nogil:
+cdef inline int send_post(Group *m, uint32_t to, const Post *post) noexcept nogil:
     """Post to a neighbour, in order; `ring_bells` wakes it. Returns 0, or -1 when out of memory."""
     cdef Neighbour *n = &m.all[to]
     if atomic_load(&n.gone):
@@ -93,7 +93,7 @@ cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept no
     return queue_post(&n.overflow, post)
 
 
-cdef inline bint ring_bells(Machine *m) noexcept nogil:
+cdef inline bint ring_bells(Group *m) noexcept nogil:
     """Write queued posts, and wake sleeping processes that have posts to read.
 
     Returns True if some posts still find no room.
@@ -129,7 +129,7 @@ cdef inline void shift(Posts *q, uint32_t n) noexcept nogil:
     q.size -= n
 
 
-cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept nogil:
+cdef inline bint next_post(Group *m, Post *post, uint32_t *sender) noexcept nogil:
     """Take the next post from any neighbour. False if there is none."""
     cdef uint32_t i
     for i in range(m.size):
@@ -139,7 +139,7 @@ cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept no
     return False
 
 
-cdef inline bint fall_asleep(Machine *m) noexcept nogil:
+cdef inline bint fall_asleep(Group *m) noexcept nogil:
     """Announce that this process's driver goes to sleep.
 
     Returns False, with the announcement withdrawn, if there are unread posts.
@@ -154,12 +154,12 @@ cdef inline bint fall_asleep(Machine *m) noexcept nogil:
     return True
 
 
-cdef inline void stay_awake(Machine *m) noexcept nogil:
+cdef inline void stay_awake(Group *m) noexcept nogil:
     atomic_store(&m.all[m.me].segment.parked, 0)
 
 
 cdef inline char *memory_at(
-    Machine *m, uint32_t owner, uint64_t offset, uint64_t length
+    Group *m, uint32_t owner, uint64_t offset, uint64_t length
 ) noexcept nogil:
     """Address of a neighbour's bytes in this process, or NULL if they exceed its segment."""
     if owner >= m.size or offset > m.all[owner].nbytes or length > m.all[owner].nbytes - offset:
@@ -167,7 +167,7 @@ cdef inline char *memory_at(
     return <char *>m.all[owner].segment + offset
 
 
-cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
+cdef inline Partition *partition_of(Group *m, uint64_t key) noexcept nogil:
     """Return the partition with this key, or NULL if this process has none (yet)."""
     cdef uint64_t number = key >> PART_BITS
     cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
@@ -176,7 +176,7 @@ cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
     return &m.tensors[number].parts[part]
 
 
-cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
+cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
     """Prepare a new tensor for this machine's processes. Returns 0, or -1 when out of memory."""
     cdef uint32_t i, wanted
     cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
@@ -210,7 +210,7 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
 
 
 cdef inline int post_results(
-    Machine *m, Partition *p, int status, uint32_t a, uint32_t b
+    Group *m, Partition *p, int status, uint32_t a, uint32_t b
 ) noexcept nogil:
     """Post how a round ended to all processes that have given their share (root).
 
@@ -241,7 +241,7 @@ cdef inline int post_results(
     return failed
 
 
-cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
+cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
     """Whether all shares ask for the root's operation, in the same kind of memory (root).
 
     If not, `who` is the rank of a worker that disagrees.
@@ -263,7 +263,7 @@ cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
     return True
 
 
-cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
+cdef inline bint everybody_in(Group *m, Partition *p) noexcept nogil:
     """Whether all processes that will give a share of this round have done so (root)."""
     cdef uint32_t i
     if p.n_shares + 1 == m.size:
@@ -274,14 +274,14 @@ cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
     return True
 
 
-cdef inline bint hosts(Machine *m) noexcept nogil:
+cdef inline bint hosts(Group *m) noexcept nogil:
     """Whether this process must work although none of its own operations is under way: it has
     joined, and it is the root or has a GPU that the others need.
     """
     return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
 
 
-cdef inline int tell_root(Machine *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
+cdef inline int tell_root(Group *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
     """Post to the root about a partition on a GPU. Returns 0, or -1 when out of memory."""
     cdef Post post
     memset(&post, 0, sizeof(Post))

@@ -42,7 +42,7 @@ cdef struct Done:               # a done callback that a test holds back
     void *data
     void *hint
 
-cdef struct State:
+cdef struct EndpointState:
     Monitor monitor
     Node *first
     Node *last
@@ -50,7 +50,7 @@ cdef struct State:
     bint hold_done
     bint woken
     bint closed
-    State *peers[MAX_PEERS]     # receiver of messages to peer i
+    EndpointState *peers[MAX_PEERS]     # receiver of messages to peer i
     uint32_t names[MAX_PEERS]   # this endpoint's peer number there
 
 
@@ -71,7 +71,7 @@ cdef Node *node_new(
     return node
 
 
-cdef void deliver(State *s, Node *node) noexcept nogil:
+cdef void deliver(EndpointState *s, Node *node) noexcept nogil:
     lock(&s.monitor)
     if s.closed:
         free(node)
@@ -85,7 +85,7 @@ cdef void deliver(State *s, Node *node) noexcept nogil:
     unlock(&s.monitor)
 
 
-cdef void finish(State *s, done_fn call, void *data, void *hint) noexcept nogil:
+cdef void finish(EndpointState *s, done_fn call, void *data, void *hint) noexcept nogil:
     """Run a done callback now, or hold it back until complete()."""
     cdef Done *held
     if call == NULL:
@@ -108,8 +108,8 @@ cdef int loopback_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef State *to = s.peers[peer] if peer < MAX_PEERS else NULL
+    cdef EndpointState *s = <EndpointState *>self
+    cdef EndpointState *to = s.peers[peer] if peer < MAX_PEERS else NULL
     cdef Node *node = NULL
     if to != NULL:
         node = node_new(s.names[peer], head, head_size, body, body_size)
@@ -124,7 +124,7 @@ cdef int loopback_send(
 
 
 cdef int loopback_recv(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Node *node
     lock(&s.monitor)
     node = s.first
@@ -148,7 +148,7 @@ cdef void loopback_release(void *self, Message *m) noexcept nogil:
 
 
 cdef void loopback_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef int64_t end = now_ns() + <int64_t>timeout_ms * 1000000
     lock(&s.monitor)
     while s.first == NULL and not s.woken and (timeout_ms < 0 or now_ns() < end):
@@ -161,7 +161,7 @@ cdef void loopback_wait(void *self, int timeout_ms) noexcept nogil:
 
 
 cdef void loopback_wake(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     lock(&s.monitor)
     s.woken = True
     notify_all(&s.monitor)
@@ -181,7 +181,7 @@ cdef class LoopbackEndpoint:
     The contract is :class:`bpsx.transports.base.Endpoint`'s. It takes the options that all
     transports get and needs none of them. All endpoints must be closed before any is dropped.
     """
-    cdef State *state
+    cdef EndpointState *state
     cdef Endpoint table
     cdef dict others            # peer -> endpoint
     cdef list gone              # peers whose endpoint was closed, until lost() returns them
@@ -192,7 +192,7 @@ cdef class LoopbackEndpoint:
     cdef object __weakref__
 
     def __cinit__(self, **options):
-        self.state = <State *>calloc(1, sizeof(State))
+        self.state = <EndpointState *>calloc(1, sizeof(EndpointState))
         if self.state == NULL or monitor_init(&self.state.monitor) != 0:
             raise MemoryError("no memory for an endpoint")
         self.others, self.gone, self.watched = {}, [], -1

@@ -90,7 +90,7 @@ cdef struct Waiting:            # a message received before recv asked for it
 
 cdef struct Connection:
     Connection *next
-    State *state
+    EndpointState *state
     uint32_t peer
     bint dead
     bint ends                   # the peer has gone; what has arrived is still read
@@ -135,7 +135,7 @@ cdef struct Connection:
     Outgoing *first             # messages that wait for room
     Outgoing *last
 
-cdef struct State:
+cdef struct EndpointState:
     Monitor monitor             # guards `new`
     Losses losses
     int epoll
@@ -223,7 +223,7 @@ cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:
     give_units(&c.state.here, unit, 1)
 
 
-cdef inline void wake_up(State *s) noexcept nogil:
+cdef inline void wake_up(EndpointState *s) noexcept nogil:
     cdef uint64_t one = 1
     write(s.wake_fd, &one, sizeof(one))
 
@@ -253,7 +253,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     c.block = NULL
 
 
-cdef inline void lose(State *s, Connection *c) noexcept nogil:
+cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:
     """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
         let_go(c)

@@ -31,7 +31,8 @@ from bpsx.transports.sockets.endpoint cimport GatedEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
 from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring, take_losses
 from bpsx.transports.rdma.connection cimport (
-    SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up,
+    SMALL, TOKENS, Connection, Outgoing, EndpointState, let_go, lose, return_token, tell_done,
+    wake_up,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.rdma.allocator cimport units_free, units_init
@@ -62,7 +63,7 @@ cdef enum:
 
 # ---- Data plane
 
-cdef void take_landing(State *s, Landing *out, const Landing *wanted) noexcept nogil:
+cdef void take_landing(EndpointState *s, Landing *out, const Landing *wanted) noexcept nogil:
     """Prepare a landing for the peer. `out.at` is 0 if the adapter cannot reach the memory."""
     cdef Range *lies = NULL
     out.at = 0
@@ -81,7 +82,7 @@ cdef int rdma_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Connection *c
     cdef Outgoing o
     cdef Outgoing *kept
@@ -117,13 +118,13 @@ cdef int rdma_send(
 
 
 cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     if not register_lent(&s.memory, <char *>at, n):
         ring(&s.losses)         # lost() logs the refusal
 
 
 cdef int rdma_receive(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Connection *first
     cdef Connection *c
     take_new(s)
@@ -149,7 +150,7 @@ cdef void rdma_release(void *self, Message *m) noexcept nogil:
 
 
 cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Connection *c
     cdef bint busy = False
     take_new(s)
@@ -179,7 +180,7 @@ cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
 
 
 cdef void rdma_wake(void *self) noexcept nogil:
-    wake_up(<State *>self)
+    wake_up(<EndpointState *>self)
 
 
 # ---- Control plane
@@ -228,7 +229,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
     Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the driving thread
     has stopped.
     """
-    cdef State state
+    cdef EndpointState state
     cdef long pid
     cdef str device
     cdef object gid_index

@@ -9,7 +9,7 @@ from bpsx.transports.tcp.connection cimport (
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait,
 )
 from bpsx.transports.sockets.peers cimport read, room_for_peer
-from bpsx.transports.rdma.connection cimport POLLED, Connection, State, let_go, lose
+from bpsx.transports.rdma.connection cimport POLLED, Connection, EndpointState, let_go, lose
 from bpsx.transports.rdma.memory_region cimport add_range
 from bpsx.transports.rdma.verbs cimport (
     ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq,
@@ -17,7 +17,7 @@ from bpsx.transports.rdma.verbs cimport (
 from bpsx.transports.rdma.send cimport can_give_news, flush, give_news, has_news
 
 
-cdef inline void take_new(State *s) noexcept nogil:
+cdef inline void take_new(EndpointState *s) noexcept nogil:
     """Add the connections that other threads made since the last call."""
     cdef Connection *c
     cdef Connection *following
@@ -42,7 +42,7 @@ cdef inline void take_new(State *s) noexcept nogil:
         c = following
 
 
-cdef inline void look(State *s, int timeout_ms) noexcept nogil:
+cdef inline void look(EndpointState *s, int timeout_ms) noexcept nogil:
     """Wait for kernel events and handle them: wake-ups, completions, and peers that have gone."""
     cdef epoll_event events[EVENTS]
     cdef uint64_t drained = 0
@@ -70,7 +70,7 @@ cdef inline void look(State *s, int timeout_ms) noexcept nogil:
             epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
 
 
-cdef inline int from_one(State *s, Connection *c, Message *m) noexcept nogil:
+cdef inline int from_one(EndpointState *s, Connection *c, Message *m) noexcept nogil:
     """Receive from one connection. Return 1 if *m is filled, else 0.
 
     Also posts messages that wait for room, where there is some.
@@ -84,7 +84,7 @@ cdef inline int from_one(State *s, Connection *c, Message *m) noexcept nogil:
     return max(got, 0)
 
 
-cdef inline bint is_busy(State *s, Connection *c) noexcept nogil:
+cdef inline bint is_busy(EndpointState *s, Connection *c) noexcept nogil:
     """Whether the connection has work; if not, its next completion raises an event."""
     if c.dead:
         return c.first_waiting != NULL
@@ -103,7 +103,7 @@ cdef inline bint is_busy(State *s, Connection *c) noexcept nogil:
     return False
 
 
-cdef inline bint see_to(State *s, Connection *c) noexcept nogil:
+cdef inline bint see_to(EndpointState *s, Connection *c) noexcept nogil:
     """Post what there is room for, and return tokens.
 
     True: the connection has been lost, so others may use its room in the outbox.

@@ -9,8 +9,8 @@ from bpsx.transports.abi cimport Message
 from bpsx.transports.sockets.peers cimport aligned
 from bpsx.transports.rdma.connection cimport (
     EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS,
-    SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting, before_body, complete, return_token,
-    take_back, take_unit_back,
+    SMALL, TOKENS, WHOLE, Connection, Prefix, EndpointState, Waiting, before_body, complete,
+    return_token, take_back, take_unit_back,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range
 from bpsx.transports.rdma.allocator cimport UNIT
@@ -30,12 +30,14 @@ cdef enum:
     MOST_BODY_GIB = 1024
 
 
-cdef inline bint is_lent(State *s, uint64_t at, uint64_t n) noexcept nogil:
+cdef inline bint is_lent(EndpointState *s, uint64_t at, uint64_t n) noexcept nogil:
     cdef Range *lies = find_range(&s.memory, at, n)
     return lies != NULL and lies.lent != NULL
 
 
-cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
+cdef inline bint makes_sense(
+    EndpointState *s, Connection *c, Prefix *p, uint64_t room
+) noexcept nogil:
     """Check a prefix. ``room``: bytes behind the prefix in which the message must lie."""
     if (
         p.head_size > MOST_HEAD
@@ -157,7 +159,9 @@ cdef inline int take_written(Connection *c, Message *m, Prefix *p, char *at) noe
     return rc
 
 
-cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) noexcept nogil:
+cdef inline int take_arrival(
+    EndpointState *s, Connection *c, ibv_wc *wc, Message *m
+) noexcept nogil:
     """Handle a message's arrival, reported by the completion ``wc``.
 
     Return 1 if *m is filled, 0 if there is nothing to deliver, -1 if the connection is broken or
@@ -195,7 +199,7 @@ cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) no
     return rc
 
 
-cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
+cdef inline int next_message(EndpointState *s, Connection *c, Message *m) noexcept nogil:
     """Return 1 if *m is filled, 0 if there is no message, -1 if the connection is broken."""
     cdef ibv_wc *wc
     cdef int got
@@ -224,7 +228,7 @@ cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil
             complete(c, <uint32_t>wc.wr_id)
 
 
-cdef inline int take_all(State *s, Connection *c) noexcept nogil:
+cdef inline int take_all(EndpointState *s, Connection *c) noexcept nogil:
     """Handle all completions, and queue the messages for recv.
 
     Needed while recv is not called, because the messages carry and precede returned tokens.

@@ -16,7 +16,7 @@ from libc.string cimport memcpy, memset
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.rdma.connection cimport (
     FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE,
-    Connection, Outgoing, Prefix, Sent, State, before_body, tell_done,
+    Connection, Outgoing, Prefix, Sent, EndpointState, before_body, tell_done,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range
 from bpsx.transports.rdma.allocator cimport UNIT, give_units, longest_run, take_units, units_for
@@ -46,7 +46,7 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
 
 
 cdef inline char *place_for(
-    State *s, Connection *c, uint32_t n, char *own, uint64_t *number
+    EndpointState *s, Connection *c, uint32_t n, char *own, uint64_t *number
 ) noexcept nogil:
     """Return memory to build a message of ``n`` bytes in, and set *number to the request's id.
 
@@ -67,7 +67,7 @@ cdef inline char *place_for(
 
 
 cdef inline int send_out(
-    State *s, Connection *c, char *said, uint32_t n, uint64_t number
+    EndpointState *s, Connection *c, char *said, uint32_t n, uint64_t number
 ) noexcept nogil:
     """Post a send. Return 1, or -1 if the connection is broken."""
     cdef ibv_sge piece
@@ -79,7 +79,7 @@ cdef inline int send_out(
     return 1
 
 
-cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
+cdef inline int post_small(EndpointState *s, Connection *c, Outgoing *o) noexcept nogil:
     cdef char own[SMALL]
     cdef uint32_t n = <uint32_t>(sizeof(Prefix) + o.head_size + o.body_size)
     cdef uint64_t number = 0
@@ -97,7 +97,7 @@ cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
 
 
 cdef inline Sent *take_room(
-    State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token
+    EndpointState *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token
 ) noexcept nogil:
     """Reserve a token and units at both ends. NULL: there is no room."""
     cdef int64_t there, here
@@ -139,7 +139,9 @@ cdef inline int write_out(
     return 1
 
 
-cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+cdef inline int post_whole(
+    EndpointState *s, Connection *c, Outgoing *o, const Range *lies
+) noexcept nogil:
     """Post a message in one write. `lies`: the registered range of its body, or NULL.
 
     Return 1 if it is posted, 0 if there is no room, -1 if the connection is broken.
@@ -174,7 +176,7 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *li
     return write_out(c, sent, token, pieces, 2 if lies != NULL else 1, o)
 
 
-cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
+cdef inline bint can_land(EndpointState *s, Outgoing *o, uint32_t here) noexcept nogil:
     """Whether the body can be written where its reader wants it.
 
     Its head is sent behind it and needs no room in the inbox.
@@ -188,7 +190,9 @@ cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
     )
 
 
-cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+cdef inline int post_landed(
+    EndpointState *s, Connection *c, Outgoing *o, const Range *lies
+) noexcept nogil:
     """Write the body where its reader wants it, and send the head. Return as post_whole()."""
     cdef uint32_t token = 0
     cdef ibv_sge head, body
@@ -235,7 +239,7 @@ cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
         memcpy(to + of_head, o.body + (o.sent + of_head - o.head_size), n - of_head)
 
 
-cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
+cdef inline int post_piece(EndpointState *s, Connection *c, Outgoing *o) noexcept nogil:
     """Write as much of the message as fits, at most an eighth of the inbox or the outbox.
 
     Return 1 if that was the rest, 2 if more remains, 0 if there is no room, -1 if the connection is
@@ -276,7 +280,7 @@ cdef inline bint has_room(Connection *c) noexcept nogil:
     return c.credits > RESERVED and c.send_room > RESERVED
 
 
-cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
+cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexcept nogil:
     """Post a message, whole or in pieces.
 
     Return 1 if it is posted, 0 if not or not all of it, -1 if the connection is broken. The done
@@ -325,7 +329,7 @@ cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
     return kept
 
 
-cdef inline int flush(State *s, Connection *c) noexcept nogil:
+cdef inline int flush(EndpointState *s, Connection *c) noexcept nogil:
     """Post queued messages as far as resources allow. -1: the connection is broken."""
     cdef Outgoing *o
     cdef int rc
@@ -357,7 +361,7 @@ cdef inline bint can_give_news(Connection *c) noexcept nogil:
     return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
 
 
-cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
+cdef inline int give_news(EndpointState *s, Connection *c, bint all_of_it) noexcept nogil:
     """Send RETURNS messages, with tokens and the number of receive requests posted.
 
     Only if much is to be returned or, with ``all_of_it``, if anything is. -1: the connection is

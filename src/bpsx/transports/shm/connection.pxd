@@ -23,7 +23,7 @@ cdef enum:
     REGION = 1 << 30            # bytes of address space; pages are allocated when written
     MOST_HEAD = 1 << 20
 
-cdef struct Entry:
+cdef struct RingEntry:
     uint64_t head               # offset in the segment, bytes
     uint64_t head_size
     uint64_t body               # offset in the segment, bytes
@@ -44,7 +44,7 @@ cdef struct Way:
     int64_t returned            # number of tokens in `returns`
     int64_t parked              # the reader sleeps, so the writer must wake it
     int64_t apart_too[5]        # padding
-    Entry entries[TOKENS]
+    RingEntry entries[TOKENS]
     uint32_t returns[TOKENS]    # ring of tokens returned by the reader
 
 cdef struct Slot:
@@ -85,7 +85,7 @@ cdef struct Link:
     uint32_t order[TOKENS]      # token of each entry in `out`
     Sent sent[TOKENS]
 
-cdef struct State:
+cdef struct EndpointState:
     Endpoint *inner             # for peers elsewhere, and for messages that are too large
     bint is_lane
     Monitor monitor             # guards `new`
@@ -124,7 +124,7 @@ cdef inline void set_up(
         l.unused[i] = i
 
 
-cdef inline void take_new(State *s) noexcept nogil:
+cdef inline void take_new(EndpointState *s) noexcept nogil:
     """Add the links that other threads made since the last call."""
     cdef Link *l
     cdef Link *following
@@ -162,8 +162,8 @@ cdef inline bint is_shared(Link *l, void *body) noexcept nogil:
 
 
 cdef inline bint put(
-    State *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint, void *body,
-    size_t body_size, done_fn body_done, void *body_hint
+    EndpointState *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint
 ) noexcept nogil:
     """Write a message to the segment. False: no room or too large; nothing has changed then.
 
@@ -176,7 +176,7 @@ cdef inline bint put(
     cdef int64_t at = l.out.posted
     cdef Block *block
     cdef Sent *sent
-    cdef Entry *e
+    cdef RingEntry *e
     if l.n_free == 0 or head_size > MOST_HEAD or n > REGION // 4:
         return False
     block = take_block(&l.arena, n)
@@ -232,7 +232,7 @@ cdef inline void drop_link(Link *l) noexcept nogil:
             take_back(l, i)
 
 
-cdef inline void notice(State *s, Link *l) noexcept nogil:
+cdef inline void notice(EndpointState *s, Link *l) noexcept nogil:
     """Process the entries that the peer has read and the tokens it has returned.
 
     Closes the link if the peer has gone.
@@ -262,7 +262,7 @@ cdef inline void notice(State *s, Link *l) noexcept nogil:
 
 # ---- Receiving
 
-cdef inline bint makes_sense(State *s, Link *l, Entry *e) noexcept nogil:
+cdef inline bint makes_sense(EndpointState *s, Link *l, RingEntry *e) noexcept nogil:
     return (
         e.head_size <= MOST_HEAD
         and e.head <= l.n_bytes - e.head_size
@@ -284,8 +284,8 @@ cdef inline void return_token(Link *l, uint32_t token) noexcept nogil:
     unlock(&l.monitor)
 
 
-cdef inline bint take_entry(State *s, Link *l, Message *m) noexcept nogil:
-    cdef Entry e
+cdef inline bint take_entry(EndpointState *s, Link *l, Message *m) noexcept nogil:
+    cdef RingEntry e
     cdef char *copied
     while l.taken != atomic_load(&l.back.posted):
         e = l.back.entries[l.taken % TOKENS]

@@ -23,8 +23,8 @@ from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, 
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport forget_peers, free_aligned
 from bpsx.transports.shm.connection cimport (
-    Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new,
-    wake_up,
+    Link, EndpointState, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry,
+    take_new, wake_up,
 )
 
 from bpsx.transports.shm import handshake
@@ -47,7 +47,7 @@ cdef int shared_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Link *l
     take_new(s)
     l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
@@ -66,7 +66,7 @@ cdef int shared_send(
 
 
 cdef int shared_receive(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Link *first
     cdef Link *l
     cdef int got
@@ -89,7 +89,7 @@ cdef int shared_receive(void *self, Message *m) noexcept nogil:
 
 
 cdef void shared_release(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     if m.wrapper == 0:
         s.inner.release(s.inner.self, m)
     elif m.opaque[1]:
@@ -98,7 +98,7 @@ cdef void shared_release(void *self, Message *m) noexcept nogil:
         return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0])
 
 
-cdef bint has_news(State *s) noexcept nogil:
+cdef bint has_news(EndpointState *s) noexcept nogil:
     cdef Link *l = s.all
     while l != NULL:
         if (
@@ -116,7 +116,7 @@ cdef bint has_news(State *s) noexcept nogil:
 
 
 cdef void shared_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Link *l
     take_new(s)
     l = s.all
@@ -137,12 +137,12 @@ cdef void shared_wait(void *self, int timeout_ms) noexcept nogil:
 
 
 cdef void shared_wake(void *self) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     s.inner.wake(s.inner.self)
 
 
 cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
     if l == NULL or l.dead:             # a live link copies bodies into the segment
         s.inner.lend(s.inner.self, peer, at, n)
@@ -162,7 +162,7 @@ cdef class SharedEndpoint:
     See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`wake`,
     :meth:`lost`, and :meth:`close` after the driving thread has stopped.
     """
-    cdef State state
+    cdef EndpointState state
     cdef Endpoint table
     cdef object inner, capsule, gate
     cdef bytes secret

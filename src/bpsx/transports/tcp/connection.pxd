@@ -77,7 +77,8 @@ cdef struct Outgoing:           # a message that is not fully written; memory st
     size_t sent                 # bytes written, of prefix, head and body together
 
 cdef struct Connection:
-    Connection *next            # in the list `State.all`, or in `State.new` before that
+    # in the list `EndpointState.all`, or in `EndpointState.new` before that
+    Connection *next
     Connection *next_ready
     int fd
     uint32_t peer
@@ -95,7 +96,7 @@ cdef struct Connection:
     size_t end
     char buffer[BUFFER]
 
-cdef struct State:
+cdef struct EndpointState:
     Monitor monitor             # guards `new`
     int epoll
     int wake_fd
@@ -135,7 +136,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     c.block = NULL
 
 
-cdef inline void take_new(State *s) noexcept nogil:
+cdef inline void take_new(EndpointState *s) noexcept nogil:
     """Add the connections that other threads made since the last call."""
     cdef Connection *c
     cdef Connection *following
@@ -160,7 +161,7 @@ cdef inline void take_new(State *s) noexcept nogil:
         c = following
 
 
-cdef inline void lose(State *s, Connection *c) noexcept nogil:
+cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:
     """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
         c.dead = True
@@ -168,7 +169,7 @@ cdef inline void lose(State *s, Connection *c) noexcept nogil:
         add_loss(&s.losses, c.peer)
 
 
-cdef inline void make_ready(State *s, Connection *c) noexcept nogil:
+cdef inline void make_ready(EndpointState *s, Connection *c) noexcept nogil:
     if c.ready or c.dead:
         return
     c.ready, c.next_ready = True, NULL
@@ -179,7 +180,7 @@ cdef inline void make_ready(State *s, Connection *c) noexcept nogil:
     s.ready_last = c
 
 
-cdef inline Connection *next_ready(State *s) noexcept nogil:
+cdef inline Connection *next_ready(EndpointState *s) noexcept nogil:
     cdef Connection *c = s.ready_first
     if c != NULL:
         s.ready_first = c.next_ready

@@ -19,8 +19,8 @@ from libc.stdlib cimport calloc, free
 from bpsx.system.sync cimport atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.tcp.connection cimport (
-    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_event, epoll_wait,
-    iovec, let_go, lose, make_ready, next_ready, take_new,
+    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, epoll_event,
+    epoll_wait, iovec, let_go, lose, make_ready, next_ready, take_new,
 )
 from bpsx.transports.sockets.endpoint cimport GatedEndpoint
 from bpsx.transports.tcp.receive cimport next_message
@@ -40,7 +40,7 @@ cdef int tcp_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Connection *c
     cdef Prefix prefix
     cdef iovec pieces[3]
@@ -79,7 +79,7 @@ cdef int tcp_send(
     return 0 if sent >= 0 else -1
 
 
-cdef bint poll(State *s, int timeout_ms) noexcept nogil:
+cdef bint poll(EndpointState *s, int timeout_ms) noexcept nogil:
     """Handle what epoll reports readable or writable. Return whether there was an event."""
     cdef epoll_event events[EVENTS]
     cdef uint64_t drained = 0
@@ -103,7 +103,7 @@ cdef bint poll(State *s, int timeout_ms) noexcept nogil:
 
 
 cdef int tcp_receive(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef Connection *c
     cdef int got
     cdef bint looked = False
@@ -132,14 +132,14 @@ cdef void tcp_release(void *self, Message *m) noexcept nogil:
 
 
 cdef void tcp_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     poll(s, timeout_ms if s.ready_first == NULL and not s.woken else 0)
     s.woken = False
 
 
 cdef void tcp_wake(void *self) noexcept nogil:
     cdef uint64_t one = 1
-    write((<State *>self).wake_fd, &one, sizeof(one))
+    write((<EndpointState *>self).wake_fd, &one, sizeof(one))
 
 
 cdef class TcpEndpoint(GatedEndpoint):
@@ -149,7 +149,7 @@ cdef class TcpEndpoint(GatedEndpoint):
     :meth:`lost`, and :meth:`close` after the driving thread has stopped. ``io_threads`` is unused;
     ZeroMQ's endpoint has the same argument.
     """
-    cdef State state
+    cdef EndpointState state
     cdef object send_buffer
 
     def __cinit__(

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memmove, memset
 from bpsx.system.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.tcp.connection cimport (
-    BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, iovec, msghdr, recvmsg,
+    BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, EndpointState, iovec, msghdr, recvmsg,
 )
 from bpsx.transports.sockets.peers cimport aligned
 
@@ -41,7 +41,7 @@ cdef inline ssize_t receive_pieces(Connection *c, iovec *pieces, int n) noexcept
         return 0 if got < 0 and errno == EAGAIN else -1
 
 
-cdef inline int begin_message(State *s, Connection *c) noexcept nogil:
+cdef inline int begin_message(EndpointState *s, Connection *c) noexcept nogil:
     """Parse the prefix in the buffer and allocate the message. -1: the prefix is malformed."""
     memcpy(&c.prefix, c.buffer + c.begin, sizeof(Prefix))
     if (
@@ -114,7 +114,7 @@ cdef inline int read_more(Connection *c) noexcept nogil:
     return 1
 
 
-cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
+cdef inline int next_message(EndpointState *s, Connection *c, Message *m) noexcept nogil:
     """Return 1 if *m is filled, 0 if no message is complete, -1 if the connection is broken."""
     cdef int more
     while True:

@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memset
 from bpsx.transports.abi cimport done_fn
 from bpsx.transports.tcp.connection cimport (
     EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing,
-    Prefix, State, end_outgoing, epoll_set, iovec, msghdr, sendmsg,
+    Prefix, EndpointState, end_outgoing, epoll_set, iovec, msghdr, sendmsg,
 )
 
 
@@ -52,13 +52,13 @@ cdef inline ssize_t send_pieces(Connection *c, iovec *pieces, int n) noexcept no
         return 0 if errno == EAGAIN else -1
 
 
-cdef inline void tell_when_writable(State *s, Connection *c, bint wanted) noexcept nogil:
+cdef inline void tell_when_writable(EndpointState *s, Connection *c, bint wanted) noexcept nogil:
     if c.wants_out != wanted:
         c.wants_out = wanted
         epoll_set(s.epoll, EPOLL_CTL_MOD, c.fd, EPOLLIN | EPOLLOUT if wanted else EPOLLIN, c)
 
 
-cdef inline int flush(State *s, Connection *c) noexcept nogil:
+cdef inline int flush(EndpointState *s, Connection *c) noexcept nogil:
     """Write queued messages as far as the socket has room. -1: the connection is broken."""
     cdef iovec pieces[3 * GATHERED]
     cdef Outgoing *o

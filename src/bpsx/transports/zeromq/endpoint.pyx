@@ -113,7 +113,7 @@ def _load() -> None:
 
 _load()
 
-cdef struct State:
+cdef struct EndpointState:
     void *socket
     int wake_fd
     uint64_t job
@@ -123,13 +123,13 @@ cdef struct State:
     uint32_t n_descriptors
 
 
-cdef inline void put_id(State *s, char *out, uint32_t index) noexcept nogil:
+cdef inline void put_id(EndpointState *s, char *out, uint32_t index) noexcept nogil:
     out[0] = ID_TAG
     memcpy(out + 1, &index, 4)
     memcpy(out + 5, &s.job, 8)
 
 
-cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
+cdef inline bint valid_id(EndpointState *s, zmq_msg_t *m) noexcept nogil:
     cdef char *text = <char *>lib.msg_data(m)
     return (
         lib.msg_size(m) == ID_BYTES
@@ -140,7 +140,7 @@ cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
 
 
 cdef int send_frame(
-    State *s, void *data, size_t size, done_fn done, void *hint, int flags
+    EndpointState *s, void *data, size_t size, done_fn done, void *hint, int flags
 ) noexcept nogil:
     """Send one frame. With a done callback it is not copied, and the callback always runs."""
     cdef zmq_msg_t m
@@ -164,7 +164,7 @@ cdef int zmq_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef char routing_id[ID_BYTES]
     cdef int more = ZMQ_SNDMORE if body != NULL else 0
     put_id(s, routing_id, peer)
@@ -185,7 +185,7 @@ cdef int zmq_send(
     return 0
 
 
-cdef int receive_frame(State *s, zmq_msg_t *m) noexcept nogil:
+cdef int receive_frame(EndpointState *s, zmq_msg_t *m) noexcept nogil:
     lib.msg_init(m)
     while lib.msg_recv(m, s.socket, ZMQ_DONTWAIT) < 0:
         if lib.err() != EINTR:
@@ -194,7 +194,7 @@ cdef int receive_frame(State *s, zmq_msg_t *m) noexcept nogil:
     return 0
 
 
-cdef void drop_rest(State *s, zmq_msg_t *last) noexcept nogil:
+cdef void drop_rest(EndpointState *s, zmq_msg_t *last) noexcept nogil:
     """Read a malformed message to its end, so that the next receive starts with a new message."""
     cdef zmq_msg_t m
     cdef int more = lib.msg_more(last)
@@ -205,7 +205,7 @@ cdef void drop_rest(State *s, zmq_msg_t *last) noexcept nogil:
 
 
 cdef int zmq_receive(void *self, Message *m) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef zmq_msg_t routing_id
     cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
     cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
@@ -250,7 +250,7 @@ cdef void zmq_release(void *self, Message *m) noexcept nogil:
 
 
 cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef State *s = <State *>self
+    cdef EndpointState *s = <EndpointState *>self
     cdef zmq_pollitem_t items[2]
     cdef uint64_t drained = 0
     items[0].socket = s.socket
@@ -265,7 +265,7 @@ cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
 
 cdef void zmq_wake(void *self) noexcept nogil:
     cdef uint64_t one = 1
-    write((<State *>self).wake_fd, &one, sizeof(one))
+    write((<EndpointState *>self).wake_fd, &one, sizeof(one))
 
 
 cdef class ZeroMQEndpoint:
@@ -274,7 +274,7 @@ cdef class ZeroMQEndpoint:
     See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`close` after
     the driving thread has stopped.
     """
-    cdef State state
+    cdef EndpointState state
     cdef Endpoint table
     cdef object context, socket, monitor_socket, door
     cdef bytes secret
