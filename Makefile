@@ -29,10 +29,10 @@ $(VENV)/environment: requirements-demo.txt
 
 # What tests, linters and benchmarks need besides. TensorFlow and MXNet come if they have a wheel
 # for this Python.
-$(VENV)/tests: $(VENV)/environment requirements-dev.txt tests/optional.py
+$(VENV)/tests: $(VENV)/environment requirements-dev.txt tests/support/optional.py
 	@echo 'installing what the tests need: a minute or two'
 	$(PIP) -r requirements-dev.txt
-	$(BIN)/python tests/optional.py
+	$(BIN)/python tests/support/optional.py
 	@touch $@
 
 $(VENV)/installed: $(VENV)/environment $(SOURCES)

@@ -15,9 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("launching")
-import apart  # noqa: E402  (it and the next two are beside this file)
-import optional  # noqa: E402
-from forking import nurseries  # noqa: E402
+from support import apart, optional  # noqa: E402  (the folder is beside this file)
+from support.forking import nurseries  # noqa: E402
 
 #: Packages that tests need, by how the names of their files begin.
 NEEDS = {"test_torch": "torch", "test_tensorflow": "tensorflow", "test_mxnet": "mxnet"}

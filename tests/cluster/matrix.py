@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from jobs import Job, Process
+from support.jobs import Job, Process
 
 STAGES = ("init", "connect", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")

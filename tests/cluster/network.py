@@ -15,7 +15,7 @@ import pytest
 from bench import network as plain
 from bench.network import Links, run
 from bench.report import BenchError
-from jobs import Job
+from support.jobs import Job
 
 #: A worker that pushes until the job fails, and reports how and when.
 STEPPING = """

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from jobs import DEADLINE, Job, Process, run
+from support.jobs import DEADLINE, Job, Process, run
 
 ASYNC = {"BYTEPS_ENABLE_ASYNC": "1"}
 #: Least squares on this worker's rows, by gradient steps whose changes are pushed. The rows have a

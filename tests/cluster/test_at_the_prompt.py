@@ -12,7 +12,7 @@ import pytest
 import bpsx
 from bpsx.errors import MismatchError, PeerLeftError, PeerLostError
 from bpsx.telemetry.throughput import Speedometer
-from jobs import Job, run
+from support.jobs import Job, run
 
 
 @pytest.mark.parametrize("module", ["bpsx", "bpsx.torch"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import Launcher, finish, launching, local_words
 
-from jobs import Job
+from support.jobs import Job
 
 TRAIN = """
 import os, queue, signal

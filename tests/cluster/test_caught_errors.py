@@ -13,8 +13,8 @@ import textwrap
 
 import pytest
 
-import optional
-from jobs import Job, run
+from support import optional
+from support.jobs import Job, run
 
 FAST = {"BPSX_DEADLOCK_SECONDS": "1.2", "BPSX_STALL_WARN_SECONDS": "0.2"}
 

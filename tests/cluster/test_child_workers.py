@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 SCRIPT = """
 import multiprocessing, os, sys

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs import run
-from unit.cuda_tools import DEVICES, why_no_gpu
+from support.cuda_tools import DEVICES, why_no_gpu
+from support.jobs import run
 
 STEPS = 3
 #: name and compressor -> (elements, compression, the compressor's own keys). onebit without
@@ -36,7 +36,7 @@ if rank == 1 and kind:
     # it.
     import bpsx.compression.spec
     from bpsx.kernels.codecs import Compiled
-    from unit.cuda_tools import Worker
+    from support.cuda_tools import Worker
 
     device, coders, calls = Worker(kind), {}, []
     P, I = ctypes.c_void_p, ctypes.c_int64

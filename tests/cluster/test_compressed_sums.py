@@ -15,8 +15,8 @@ import pytest
 from bpsx.compression.spec import compression, mix, stream
 from bpsx.kernels import reference
 from bpsx.kernels.reference import Reference
-from jobs import run
-from oracle import Sums, as_wide
+from support.jobs import run
+from support.oracle import Sums, as_wide
 
 RATES = [0.5, 0.25, 0.375, 1.0]
 # compressed: 3 partitions of float32, the last one smaller and odd

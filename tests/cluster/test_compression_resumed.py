@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs import Job, run
+from support.jobs import Job, run
 
 STEPS, HALF = 6, 3
 #: name -> (dtype, elements, compression)

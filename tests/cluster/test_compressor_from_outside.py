@@ -19,10 +19,10 @@ import pytest
 
 from bpsx.kernels import codecs
 from bpsx.kernels.reference import Reference
-from jobs import Job, run
-from source.places import ROOT
-from unit.codec_tools import gradient
-from unit.cuda_tools import DEVICES, Pair, Worker, workers
+from support.codec_tools import gradient
+from support.cuda_tools import DEVICES, Pair, Worker, workers
+from support.jobs import Job, run
+from support.places import ROOT
 
 N, STEPS, PARTITION = 40_001, 4, 65536
 RATES = [0.5, 0.25, 0.375, 1.0]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from network import STEPPING, needed, net_job
 
-from jobs import TRANSPORTS, Job
+from support.jobs import TRANSPORTS, Job
 
 #: What is dropped where the server is, given its lane's port.
 _CUTS = {

@@ -8,7 +8,7 @@ import os
 import resource
 from pathlib import Path
 
-from jobs import Job
+from support.jobs import Job
 
 WORKER = """
     import bpsx, ml_dtypes, numpy as np

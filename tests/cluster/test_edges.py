@@ -13,7 +13,7 @@ import pytest
 from bpsx.config import Config
 from bpsx.scheduler.messages import PROTOCOL
 from bpsx.scheduler.sockets import open_socket
-from jobs import Job, run
+from support.jobs import Job, run
 
 
 def test_after_a_stall_error_nobody_sums_what_was_given_up():

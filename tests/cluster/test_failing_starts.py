@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 #: Runs a module's main() in a process in which no thread of the named kind can be started.
 REFUSING = """

@@ -12,7 +12,7 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.scheduler.sockets import open_socket
-from jobs import TRANSPORTS, Job
+from support.jobs import TRANSPORTS, Job
 
 # Steps until something happens; says what.
 _STEPPING = """

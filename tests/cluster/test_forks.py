@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from jobs import Job, run
+from support.jobs import Job, run
 
 
 def test_a_death_is_noticed_although_a_forked_child_lives_on():

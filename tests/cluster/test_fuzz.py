@@ -15,7 +15,7 @@ import zmq
 
 from bpsx.config import Config
 from bpsx.scheduler.sockets import open_socket
-from jobs import Job
+from support.jobs import Job
 
 ROUNDS = 50
 # Two workers check every sum of theirs; the third takes part and sends the garbage.

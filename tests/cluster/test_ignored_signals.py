@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 IGNORABLE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TOLD = (

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from jobs import Job, run
+from support.jobs import Job, run
 
 LANES = {"BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"}
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.test_sums import DTYPES, SUMS, sizes
-from jobs import Job, run
+from support.jobs import Job, run
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from jobs import Job
+from support.jobs import Job
 
 
 def left(folder: Path, name: str, age: float) -> tuple[Path, socket.socket]:

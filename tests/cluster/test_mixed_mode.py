@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 _SUMS = """
     import bpsx, numpy as np

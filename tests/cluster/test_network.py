@@ -10,7 +10,7 @@ import time
 import pytest
 from network import STEPPING, NetJob, Network, needed, net_job
 
-from traces import about, load
+from support.traces import about, load
 
 pytestmark = needed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import TRANSPORTS, Job, Process
+from support.jobs import TRANSPORTS, Job, Process
 
 #: Shapes that are pushed before memory is looked at for the first time, and for the second.
 FIRST, LAST = 20, 120

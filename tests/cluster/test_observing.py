@@ -22,9 +22,9 @@ import pytest
 from launching import local_words, words
 
 from bpsx.launch import job_registry
-from exposition import parse
-from jobs import DEADLINE, Job, run
-from traces import load
+from support.exposition import parse
+from support.jobs import DEADLINE, Job, run
+from support.traces import load
 
 # Worker 1 is slow. Runs until told to end, by a line to worker 0, and all in the same step.
 LOOP = """

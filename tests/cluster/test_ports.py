@@ -18,7 +18,7 @@ from network import needed, net_job
 
 from bpsx.launch import checks
 from bpsx.transports.reach import unreachable
-from jobs import TRANSPORTS, Job
+from support.jobs import TRANSPORTS, Job
 
 _SUM = """
     import bpsx, numpy as np

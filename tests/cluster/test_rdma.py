@@ -19,7 +19,7 @@ from bpsx.errors import TransportError
 from bpsx.transports.rdma import gid
 from cluster.test_failures import _STEPPING, caught, started
 from cluster.test_sums import SUMS
-from jobs import Job, run
+from support.jobs import Job, run
 
 
 def why_not() -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 SECRET = "a secret for these tests"
 _SUM = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.strangers import cpu_seconds, descriptors, half_open, memory, scan
-from jobs import Job, run
+from support.jobs import Job, run
 
 SECRET = "a secret for these tests"
 _SUM = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.torchrun_job import Torchrun
-from jobs import Job, run
+from support.jobs import Job, run
+from support.torchrun_job import Torchrun
 
 SCRIPT = """
 import multiprocessing, sys

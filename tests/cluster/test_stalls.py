@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from jobs import Job, run
+from support.jobs import Job, run
 
 FAST = {"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "0.5"}
 

@@ -19,7 +19,7 @@ from bpsx.launch.ssh.hostfile import assignment
 from bpsx.transports.shm import handshake
 from bpsx.transports.sockets import listener as gate
 from cluster.strangers import command, greeting, memory
-from jobs import Job
+from support.jobs import Job
 
 _KEY = b"a secret for these tests"
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs import TRANSPORTS, Job, run
+from support.jobs import TRANSPORTS, Job, run
 
 # Each worker draws its values from a generator seeded by (case, rank), so that every worker can
 # compute what all have pushed.

@@ -15,7 +15,7 @@ import pytest
 
 from bpsx.config import Config, cache_dir, runtime_dir
 from bpsx.errors import ConfigError
-from jobs import Job
+from support.jobs import Job
 
 US = f"bpsx-{os.getuid()}"
 

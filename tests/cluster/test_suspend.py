@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jobs import Job, run
+from support.jobs import Job, run
 
 SURVIVOR = """
     import bpsx, numpy as np

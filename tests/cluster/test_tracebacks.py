@@ -11,8 +11,8 @@ import textwrap
 import pytest
 from launching import PY, launching, local_words
 
-import optional
-from jobs import Job
+from support import optional
+from support.jobs import Job
 
 #: By framework: what a script begins with, how it waits for a push_pull, and one that is refused.
 VERBS = {

@@ -16,8 +16,8 @@ import pytest
 
 from bpsx.telemetry import timeline
 from cluster.launching import words
-from jobs import Job, run
-from traces import about, load
+from support.jobs import Job, run
+from support.traces import about, load
 
 STEPS = """
 import numpy as np, bpsx, time

@@ -15,7 +15,7 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.scheduler.waiting import doubtful_name
-from jobs import Process
+from support.jobs import Process
 
 _JOB = {
     "DMLC_PS_ROOT_URI": "127.0.0.1",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from conformance.dataplane import DataPlane, Landing
 from conformance.test_transports import made_by, network_pair, rdma_endpoint
+from support.dataplane import DataPlane, Landing
 
 
 @pytest.fixture

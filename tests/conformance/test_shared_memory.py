@@ -18,7 +18,7 @@ import pytest
 from bpsx.transports.shm.endpoint import SharedEndpoint
 from bpsx.transports.sockets import listener
 from bpsx.transports.tcp.endpoint import TcpEndpoint
-from conformance.dataplane import DataPlane, Message
+from support.dataplane import DataPlane, Message
 
 _ENTRY = struct.Struct("<QQQQII")
 _POSTED, _ENTRIES = 0, 128  # in a Way, of transports/shm/connection.pxd

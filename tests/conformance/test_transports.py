@@ -24,7 +24,7 @@ from bpsx.transports.sockets import listener
 from bpsx.transports.tcp.endpoint import TcpEndpoint
 from bpsx.transports.zeromq import auth
 from bpsx.transports.zeromq.endpoint import ZeroMQEndpoint
-from conformance.dataplane import DataPlane
+from support.dataplane import DataPlane
 
 SIZES = [0, 1, 31, 32, 33, 64, 8191, 8192, 8193, 100_000, 4_096_000]
 
@@ -219,7 +219,7 @@ def test_wait_ends_when_a_message_arrives(pair):
 
 
 def test_a_received_message_may_be_written_to_and_kept(pair):
-    from conformance.dataplane import Message
+    from support.dataplane import Message
 
     w, s, *_ = pair
     held = []

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-import core.wire as w
 from bpsx._core import Core
 from bpsx.core._handle import Handle, Request
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from support import wire as w
 
 BIG = 40_000  # bytes: more than travels inline
 LONG = 300_000  # ... from which is learnt how fast a link is

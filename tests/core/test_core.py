@@ -12,9 +12,9 @@ import weakref
 import numpy as np
 import pytest
 
-import core.wire as w
 from bpsx import errors
 from core.cores import BIG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
+from support import wire as w
 
 
 def test_first_push_registers_and_carries_everything(rig):

@@ -10,13 +10,13 @@ import struct
 import numpy as np
 import pytest
 
-import core.wire as w
 from bpsx._core import Core
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.secret import lane_proof
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from core.cores import push_pull
+from support import wire as w
 
 ROUNDS, EACH = 40, 250
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import core.cores as cores
-import core.wire as w
 from bpsx.compression.spec import compression, make
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
-from conformance.dataplane import Landing, Table
 from core.test_lane import Rig
 from core.test_lane_compressed import PACKED, register
+from support import wire as w
+from support.dataplane import Landing, Table
 
 STATE = 32
 _SIGNATURES = dict(Table._fields_)

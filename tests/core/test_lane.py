@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import core.wire as w
 from bpsx.dtypes import BY_NAME, DTYPES
 from bpsx.kernels.reference import reduce
 from bpsx.server._engine import Lane
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from support import wire as w
 
 BIG = 50_000
 

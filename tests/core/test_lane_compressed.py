@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import core.wire as w
 from bpsx.compression.spec import compression, mix, stream
 from bpsx.dtypes import BY_NAME
 from bpsx.kernels import reference, reference_dithering
 from core.test_lane import Rig
+from support import wire as w
 
 PACKED = 16
 E_CODEC, E_COMPRESSOR, E_MISMATCH, E_PROTOCOL = 11, 12, 2, 5

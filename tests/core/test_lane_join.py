@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import core.wire as w
 from bpsx.dtypes import DTYPES
 from bpsx.kernels.reference import reduce
 from core.test_lane import BIG, Rig, values
+from support import wire as w
 
 ONE = np.float32([1]).tobytes()
 

@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 
-import core.wire as w
 from bpsx import errors
 from bpsx._core import Core
 from bpsx.core._tensor import Tensor
@@ -20,6 +19,7 @@ from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
 from bpsx.planning.stages import MachineRole, stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from core.cores import push_pull
+from support import wire as w
 
 # Written from core/local/ring.pxd, independently of the code under test.
 _POST = struct.Struct("<QQIIIIiIIIQQQIIIi")

@@ -8,11 +8,11 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet_job import values
 
 import bpsx.mxnet as bps
 from bpsx.api.verbs import session
 from bpsx.mxnet import ops
+from support.mxnet_job import values
 
 SUMMED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
 SHAPES = ((5,), (3, 4), (2, 3, 4), (1, 1, 1, 1, 1, 1, 1, 2), (70_000,))

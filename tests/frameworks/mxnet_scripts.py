@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from frameworks.running import launch
+from support.running import launch
 
 HEAD = (
     "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import"

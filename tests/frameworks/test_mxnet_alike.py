@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxnet_job import each, run_job
+
+from support.mxnet_job import each, run_job
 
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_alike_work.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.running import launch
+from support.running import launch
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "mxnet"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from frameworks.mxnet_scripts import HEAD, run
-from jobs import Job
+from support.jobs import Job
 
 pytestmark = pytest.mark.timeout(180)
 TRAINS = (

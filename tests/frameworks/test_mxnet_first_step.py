@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from frameworks.mxnet_scripts import HEAD
-from jobs import Job, run
+from support.jobs import Job, run
 
 pytestmark = pytest.mark.timeout(180)
 _START = (

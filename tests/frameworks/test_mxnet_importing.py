@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from frameworks import hiding
-from optional import OLD_NUMPY, why_left_out
+from support.optional import OLD_NUMPY, why_left_out
 
 pytestmark = pytest.mark.timeout(120)
 WORKS = """

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from frameworks.mxnet_scripts import HEAD, run
-from frameworks.running import launch
-from jobs import Job
+from support.jobs import Job
+from support.running import launch
 
 pytestmark = pytest.mark.timeout(180)
 LATE = """

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxnet_job import Finished, each, run_job, values
+
+from support.mxnet_job import Finished, each, run_job, values
 
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxnet_job import Finished, each, run_job
 
 from bpsx.compression.spec import compression
-from oracle import Sums
+from support.mxnet_job import Finished, each, run_job
+from support.oracle import Sums
 
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))

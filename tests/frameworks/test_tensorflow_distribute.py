@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, joined, mlp
+
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import keras

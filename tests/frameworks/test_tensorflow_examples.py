@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorflow_job import QUIET
 
-from frameworks.running import launch
+from support.running import launch
+from support.tensorflow_job import QUIET
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tensorflow_job import QUIET
 
-from jobs import Job
+from support.jobs import Job
+from support.tensorflow_job import QUIET
 
 _START = """
     import tensorflow as tf

@@ -5,9 +5,9 @@ different weights.
 from __future__ import annotations
 
 import pytest
-from tensorflow_job import QUIET
 
-from jobs import run
+from support.jobs import run
+from support.tensorflow_job import QUIET
 
 _START = '''
     import warnings

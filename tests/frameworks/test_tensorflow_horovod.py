@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
+
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import tensorflow as tf

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
+
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import keras

@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tensorflow_job import QUIET
 
 from frameworks import hiding
+from support.tensorflow_job import QUIET
 
 _IMPORTS = """
 try:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, mlp
 
 from bpsx.api.verbs import session
 from bpsx.errors import ConfigError
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import keras

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
 
 from bpsx.api.verbs import session
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import tensorflow as tf

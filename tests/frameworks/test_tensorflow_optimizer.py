@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import QUIET, WORKER, Finished, each, run_job
 from tensorflow_models import data, mlp
 
 from bpsx.errors import ConfigError
-from jobs import Job
+from support.jobs import Job
+from support.tensorflow_job import QUIET, WORKER, Finished, each, run_job
 
 if WORKER:
     import keras

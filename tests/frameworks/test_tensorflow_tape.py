@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import data, joined, loss_of, mlp, whole
 
 from bpsx.api.verbs import session
 from bpsx.errors import ConfigError
+from support.tensorflow_job import WORKER, Finished, each, run_job
 
 if WORKER:
     import tensorflow as tf

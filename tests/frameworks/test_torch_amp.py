@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
-from torch_release import HAS_FUSED, HAS_GRAD_SCALER, needs_fused, needs_grad_scaler
+from support.torch_job import Finished, each, run_job
+from support.torch_release import HAS_FUSED, HAS_GRAD_SCALER, needs_fused, needs_grad_scaler
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, OVERFLOW = 6, 2

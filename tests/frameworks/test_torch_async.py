@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import run_job
 
 import bpsx.torch as bps
 from bpsx.errors import ConfigError
+from support.torch_job import run_job
 
 ASYNC = {"BYTEPS_ENABLE_ASYNC": "1"}
 

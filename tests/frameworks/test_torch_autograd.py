@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
-from torch_release import UINT16
+from support.torch_job import Finished, each, run_job
+from support.torch_release import UINT16
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
 
 import bpsx.torch as bps
+from support.torch_job import Finished, run_job
 
 pytestmark = pytest.mark.timeout(300)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch_job import run_job
 
 import bpsx.torch as bps
 from bpsx.torch.parallel import DistributedDataParallel
+from support.torch_job import run_job
 
 _Register = Callable[[Any, Any], None]  # of a model and a process group of all workers
 

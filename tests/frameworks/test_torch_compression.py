@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from support.torch_job import Finished, each, run_job
 
 STEPS = 100
 PARAMS: dict[str, Any] = {

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.errors import ConfigError
+from support.torch_job import Finished, each, run_job
 
 STEPS, HALF = 8, 4
 NESTEROV = {"momentum": "nesterov"}

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from support.torch_job import Finished, each, run_job
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, BATCH, LEARNING_RATE = 16, 32, 0.4

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 from torch_models import Counting
 
 import bpsx.torch as bps
@@ -27,7 +26,8 @@ import bpsx.torch.cross_barrier as upstream
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.plugin import adapter
 from bpsx.torch.cross_barrier import CrossBarrier
-from torch_release import GRADIENTS_ARE_HELD, HAS_FUSED, HAS_GRAD_SCALER, needs_grad_scaler
+from support.torch_job import Finished, each, run_job
+from support.torch_release import GRADIENTS_ARE_HELD, HAS_FUSED, HAS_GRAD_SCALER, needs_grad_scaler
 
 STEPS, BATCH = 7, 4
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -17,11 +17,11 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch_job import run_job
 from torch_models import Forked, batch, check_all, tanh_model, train
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
+from support.torch_job import run_job
 
 SMALL = 0.0005  # MB: several buckets
 

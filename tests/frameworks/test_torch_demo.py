@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch_job import launch
+from support.torch_job import launch
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "pytorch" / "digits.py")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_job import launch
+
+from support.torch_job import launch
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]

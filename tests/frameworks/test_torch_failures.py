@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import load, run_job, source_of
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
-from jobs import Process
+from support.jobs import Process
+from support.torch_job import load, run_job, source_of
 
 
 def error_of(act: Any) -> str:

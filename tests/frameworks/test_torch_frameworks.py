@@ -13,8 +13,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from torch_job import launch
-from torchrun_job import Torchrun
+
+from support.torch_job import launch
+from support.torchrun_job import Torchrun
 
 # No bpsx before PyTorch's own way has been gone: what a script that knows nothing of bpsx sees.
 PLAIN = """

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from torch_job import run_job
 
 import bpsx.torch as bps
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
 from bpsx.plugin import adapter
-from torch_release import UINT16
+from support.torch_job import run_job
+from support.torch_release import UINT16
 
 DTYPES = [getattr(torch, name) for name in BY_NAME] + [
     torch.int16,

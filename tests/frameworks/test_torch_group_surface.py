@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.profiler import profile
-from torch_job import run_job
 
 import bpsx.torch as bps
+from support.torch_job import run_job
 
 _c10d: Any = dist.distributed_c10d
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

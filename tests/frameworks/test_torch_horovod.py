@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
 
 import bpsx.torch.horovod as hvd
 from bpsx import ConfigError
 from bpsx.plugin import adapter
+from support.torch_job import Finished, run_job
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
+from support.torch_job import Finished, each, run_job
 
 STEPS = 4
 INTERRUPTED = 1

@@ -12,8 +12,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from torch_job import launch
-from torchrun_job import Torchrun
+
+from support.torch_job import launch
+from support.torchrun_job import Torchrun
 
 GROUPS = """
     import sys

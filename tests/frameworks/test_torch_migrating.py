@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_job import launch
 
 import bpsx
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier
 import bpsx.torch.horovod as hvd
 import bpsx.torch.parallel
+from support.torch_job import launch
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPTS = Path(__file__).parent / "migrating"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import run
+from support.jobs import run
 
 _MODELS = """
     import warnings

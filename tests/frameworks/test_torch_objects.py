@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_job import HERE, run_job
 
 import bpsx.torch as bps
-from jobs import Job
+from support.jobs import Job
+from support.torch_job import HERE, run_job
 
 pytestmark = pytest.mark.timeout(300)
 Point = namedtuple("Point", "x y")

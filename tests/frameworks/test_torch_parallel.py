@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.plugin import adapter
 from bpsx.torch.parallel import DistributedDataParallel
+from support.torch_job import Finished, each, run_job
 
 STEPS, BATCH = 6, 4  # BATCH: of one worker
 #: One worker's part of a step: (model, its rows, its targets, worker, step) -> backward has run.

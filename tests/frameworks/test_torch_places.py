@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import _PRELUDE, Job, Process
+from support.jobs import _PRELUDE, Job, Process
 
 WORK = """
 import torch

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torchrun_training as training
 from test_torch_launch import DYING
-from torchrun_job import Torchrun
+
+from support.torchrun_job import Torchrun
 
 SOURCE = Path(training.__file__).read_text()
 LOOPBACK = ("--local-addr", "127.0.0.1")

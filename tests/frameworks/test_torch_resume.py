@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 RESUMED = """
     import torch

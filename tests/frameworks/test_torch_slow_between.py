@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
 _TRAIN = """
     import bpsx, threading, torch, bpsx.torch as bps

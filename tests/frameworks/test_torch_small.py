@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
 
 import bpsx.torch as bps
 from bpsx.plugin import adapter
+from support.torch_job import Finished, run_job
 
 TENSORS, ELEMENTS, STEPS = 200, 4, 6
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 import bpsx.torch.horovod as hvd
 from bpsx.errors import MismatchError, PeerLostError
+from support.torch_job import Finished, each, run_job
 
 # PyTorch 2.11 warns of its own use when it loads a sparse tensor.
 pytestmark = [

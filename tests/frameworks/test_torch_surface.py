@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.errors import MismatchError
 from bpsx.torch.cross_barrier import CrossBarrier, _CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
-from torch_release import HAS_FUSED
+from support.torch_job import Finished, each, run_job
+from support.torch_release import HAS_FUSED
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, BATCH = 5, 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_job
 from torch import nn
 from torch.nn import functional
 from torch_models import STEPS, batch, check_all, tanh_model, train
@@ -18,6 +17,7 @@ import bpsx.torch as bps
 from bpsx.errors import ConfigError
 from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
+from support import torch_job
 
 
 def job_default_device() -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
 
 import bpsx.torch as bps
+from support.torch_job import Finished, run_job
 
 STEPS, BATCH = 8, 4  # BATCH: of one worker
 Optimizer = Callable[[Any], torch.optim.Optimizer]

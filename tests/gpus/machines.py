@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpus.pretend import environment
-from jobs import Job
+from support.jobs import Job
 
 PRELUDE = "from gpus.worker import *\n"
 #: Machines, processes of each, servers.

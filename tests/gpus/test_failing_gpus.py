@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpus.machines import gpu_job
-from jobs import Job
+from support.jobs import Job
 
 SECONDS = 20.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpus.machines import gpu_job, gpu_run
-from traces import load
+from support.traces import load
 
 # Everybody pushes for as many steps as COUNTS says, and each knows who is still there.
 UNEVEN = """

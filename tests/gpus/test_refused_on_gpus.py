@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpus.machines import gpu_job, gpu_run
-from jobs import Job
+from support.jobs import Job
 
 WITHOUT_CUPY = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

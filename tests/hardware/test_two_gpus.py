@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from frameworks.torch_job import Finished, run_job
+from support.torch_job import Finished, run_job
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -1,4 +1,4 @@
-"""The processes that run the tests import PyTorch only; see tests/apart.py."""
+"""The processes that run the tests import PyTorch only; see tests/support/apart.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from source.places import ROOT
+from support.places import ROOT
 
 #: What brings TensorFlow or MXNet along.
 FOREIGN = ("tensorflow", "keras", "mxnet", "bpsx.tensorflow", "bpsx.keras", "bpsx.mxnet")
@@ -56,7 +56,8 @@ def modules_of_pytest() -> list[Path]:
         seen.add(path)
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module:
-                todo += [by_name[n] for n in node.module.split(".")[-1:] if n in by_name]
+                names = [node.module.split(".")[-1], *(alias.name for alias in node.names)]
+                todo += [by_name[n] for n in names if n in by_name]
     return sorted(seen)
 
 
@@ -88,7 +89,7 @@ def test_the_rule_bites(text: str, names: list[str]) -> None:
 def test_a_process_with_two_frameworks_is_noticed() -> None:
     """With modules of their names: that a real pair may crash is why they are kept apart."""
     source = (
-        "import sys, types, apart\n"
+        "import sys, types\nfrom support import apart\n"
         "sys.modules.update(torch=types.ModuleType('torch'))\napart.check('torch')\n"
         "sys.modules.update(tensorflow=types.ModuleType('tensorflow'))\napart.check('torch')\n"
     )

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from source.places import ROOT
+from support.places import ROOT
 
 SCRIPT = ROOT / ".ci" / "combination"
 

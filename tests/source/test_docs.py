@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from source.places import ROOT
+from support.places import ROOT
 
 PAGES = sorted(
     p

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from source.places import ROOT, files, imports, module_of
+from support.places import ROOT, files, imports, module_of
 
 # A smaller number is a higher layer. One whole number per package, or per file of the top folder.
 LAYERS = {

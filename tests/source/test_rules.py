@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from bpsx.config import reference
-from source.places import ROOT, SOURCE, files
+from support.places import ROOT, SOURCE, files
 
 PACKAGE = files("src")
 #: Files that are one table each: how many lines they may have.
@@ -103,7 +103,7 @@ def test_header_is_what_the_tests_speak():
     """The scripted peers of the tests were written from the wire's definition; field by field they
     still agree.
     """
-    from core.wire import Record
+    from support.wire import Record
 
     text = (SOURCE / "core" / "wire.pxd").read_text()
     body = text[text.index("cdef packed struct Header") : text.index("cdef inline uint64_t padded")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from optional import why_missing
-from source.places import SOURCE, files, module_of
+from support.optional import why_missing
+from support.places import SOURCE, files, module_of
 
 COMPILED = [path for path in files("src") if path.suffix == ".pyx"]
 #: Built only where libibverbs' headers are.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from source import places
-from source.places import imports
 from source.test_rules import functions, statements
+from support import places
+from support.places import imports
 
 PYTHON = """
 import os, bpsx.api.verbs

@@ -11,7 +11,7 @@ from bpsx.errors import ConfigError
 from bpsx.kernels import reference_dithering as oracle
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.reference import Reference
-from unit.codec_tools import SIZES, Coder, corrupt, gradient, kinds, same, sizes, wides
+from support.codec_tools import SIZES, Coder, corrupt, gradient, kinds, same, sizes, wides
 
 N = 1_024_000
 chunked = st.one_of(sizes, st.sampled_from([8191, 8192, 8193, 16_384, 16_447]))

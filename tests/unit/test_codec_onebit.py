@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.reference import Reference, onebit_decode, onebit_encode
-from unit.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
+from support.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
 
 #: A float32 sum of a block of 1024, added up in float64: the order of additions is the machine's.
 ROUNDING = {"float32": 1e-5, "float64": 1e-13}

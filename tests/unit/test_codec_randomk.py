@@ -17,7 +17,7 @@ from bpsx.kernels.reference import (
     randomk_places,
     splitmix64,
 )
-from unit.codec_tools import (
+from support.codec_tools import (
     Coder,
     check_nothing_is_lost,
     corrupt,

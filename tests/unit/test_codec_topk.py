@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import amount_numbers, amount_of, codec
 from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
-from unit.codec_tools import (
+from support.codec_tools import (
     Coder,
     check_nothing_is_lost,
     corrupt,

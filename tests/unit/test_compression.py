@@ -32,7 +32,7 @@ from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.local.group import Neighbourhood
 from bpsx.plugin.compression_params import choose
-from unit.codec_tools import Coder
+from support.codec_tools import Coder
 
 GOOD: list[dict[str, Any]] = [
     {"compressor": "onebit"},

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bpsx.kernels.codecs import load_conversion
 from bpsx.kernels.reference import bfloat16_to_float32, float32_to_bfloat16
-from unit.codec_tools import same
-from unit.cuda_tools import DEVICES, Worker, workers
+from support.codec_tools import same
+from support.cuda_tools import DEVICES, Worker, workers
 
 HALVES = ["float16", "bfloat16"]
 EVERY = np.arange(65536, dtype=np.uint16)

@@ -9,8 +9,8 @@ import pytest
 
 from bpsx.kernels import reference_dithering as oracle
 from bpsx.kernels.reference import Reference
-from unit.codec_tools import corrupt, gradient, same
-from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
+from support.codec_tools import corrupt, gradient, same
+from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 LINEAR, NATURAL = {"k": 2}, {"k": 4, "partition": "natural"}
 OPTIONS = [LINEAR, NATURAL, {"k": 1}, {"k": 255}, {"k": 31, "partition": "natural"}, {"k": 5}]

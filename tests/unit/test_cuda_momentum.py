@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bpsx.kernels.codecs import load_momentum
 from bpsx.kernels.reference import bfloat16_to_float32, float32_to_bfloat16
-from unit.codec_tools import gradient, kinds, same
-from unit.cuda_tools import DEVICES, Worker, workers
+from support.codec_tools import gradient, kinds, same
+from support.cuda_tools import DEVICES, Worker, workers
 
 NAMES = ["float16", "bfloat16", "float32", "float64"]
 #: Around a warp's and a block's tile, of the simulator (128) and of a GPU (256 and 2048).

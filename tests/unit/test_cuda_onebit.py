@@ -7,8 +7,8 @@ import pytest
 
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import device_codec
-from unit.codec_tools import corrupt, gradient
-from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
+from support.codec_tools import corrupt, gradient
+from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 #: Both sum up magnitudes, each in an order of its own; the CPU's of float32 in float32, within a
 #: block of 1024.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from unit.codec_tools import corrupt, gradient
-from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
+from support.codec_tools import corrupt, gradient
+from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 
 class TopK(Pair):

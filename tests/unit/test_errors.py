@@ -11,6 +11,7 @@ import pytest
 from bpsx import errors
 from bpsx.compression.spec import CompressionSpec
 from source.places import SOURCE
+from support.places import SOURCE
 from unit.scheduler_tools import declare, running, waiting
 
 # A code's name in core/status.pxd -> the exception a user sees.

@@ -11,8 +11,8 @@ import pytest
 from bpsx.scheduler import messages
 from bpsx.scheduler.metrics import METRICS, exposition
 from bpsx.scheduler.observers import LEASE, RENEW, Observers
-from exposition import parse
-from source.places import ROOT
+from support.exposition import parse
+from support.places import ROOT
 from unit.scheduler_tools import running, waiting
 
 

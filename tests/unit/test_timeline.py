@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bpsx.planning.stages import Stage
 from bpsx.telemetry import timeline
 from bpsx.telemetry.clock_sync import Clock, Estimate, offset_at
-from source.places import SOURCE
-from traces import load, no_overlaps
+from support.places import SOURCE
+from support.traces import load, no_overlaps
 
 WALL = Estimate(0, 1_700_000_000_000_000_000, 0)
 NAMES = {5: 'layer."quoted" \\ é\n', 6: "b"}

@@ -19,7 +19,7 @@ import bpsx.torch as bps
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.plugin import adapter
 from bpsx.torch.serialization import Encoder, StateError, decode
-from torch_release import UINT16
+from support.torch_release import UINT16
 
 
 class Pair:

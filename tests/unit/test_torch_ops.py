@@ -21,7 +21,7 @@ from bpsx.torch import ops
 from bpsx.torch import tensors as of_tensors
 from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
-from torch_release import needs_jagged
+from support.torch_release import needs_jagged
 
 VERBS = [bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace]
 DTYPES = [

@@ -16,7 +16,7 @@ from torch_fake import DATA, NAMES, FakeSession, backward, network, sgd
 import bpsx.torch as bps
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from torch_release import GRADIENTS_ARE_HELD
+from support.torch_release import GRADIENTS_ARE_HELD
 
 
 @pytest.fixture

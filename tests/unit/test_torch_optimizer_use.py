@@ -16,7 +16,7 @@ import bpsx.torch as bps
 from bpsx.errors import ConfigError, NotInitializedError, PeerLostError
 from bpsx.plugin import adapter
 from bpsx.torch.cross_barrier import CrossBarrier
-from torch_release import needs_grad_scaler
+from support.torch_release import needs_grad_scaler
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from forking import Fork, packages_for
+from support.forking import Fork, packages_for
 
 DEADLINE = 90.0
 

@@ -25,5 +25,5 @@ def check(allowed: str) -> None:
     others = [name for name in loaded() if name != allowed]
     assert not others, (
         f"this process has loaded {' and '.join(others)}; it may have {allowed} only. "
-        "Use another framework in a process that the test starts; see tests/apart.py"
+        "Use another framework in a process that the test starts; see tests/support/apart.py"
     )

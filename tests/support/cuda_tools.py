@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unit.codec_tools import Coder, same
+from support.codec_tools import Coder, same
 
 #: What is compared on the simulator, which is slow, and with ``-m gpu`` on a GPU.
 DEVICES = ["simulator", pytest.param("gpu", marks=pytest.mark.gpu)]

@@ -1,4 +1,4 @@
-"""What a worker of a test of bpsx.torch does; see :mod:`running`."""
+"""What a worker of a test of bpsx.torch does; see :mod:`support.running`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-import apart
-from frameworks import running
-from frameworks.running import HERE, Finished, each, launch
+from support import apart, running
+from support.running import HERE, Finished, each, launch
 
 __all__ = ["HERE", "Finished", "each", "launch", "load", "run_job", "source_of", "work"]
 

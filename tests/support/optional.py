@@ -1,8 +1,9 @@
 """Install packages that some tests need and that not every Python has a wheel of; `make test` runs
 it.
 
-``python tests/optional.py``: a package that cannot be installed is left out, with pip's last line
-as the reason. The tests that need it are skipped with that reason; see ``conftest.py``.
+``python tests/support/optional.py``: a package that cannot be installed is left out, with
+pip's last line as the reason. The tests that need it are skipped with that reason; see
+``conftest.py``.
 """
 
 from __future__ import annotations

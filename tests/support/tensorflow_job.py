@@ -1,4 +1,4 @@
-"""What a worker of a test of bpsx.tensorflow does; see :mod:`running`."""
+"""What a worker of a test of bpsx.tensorflow does; see :mod:`support.running`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import apart
-from frameworks import running
-from frameworks.running import Finished, each
+from support import apart, running
+from support.running import Finished, each
 
 __all__ = ["WORKER", "Finished", "each", "load", "run_job", "work"]
 
 #: Whether this process is a worker. Test modules import TensorFlow under ``if WORKER:``; see
-#: :mod:`apart`.
+#: :mod:`support.apart`.
 WORKER = False
 
 #: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.

@@ -1,4 +1,4 @@
-"""What a worker of a test of bpsx.mxnet does; see :mod:`running`.
+"""What a worker of a test of bpsx.mxnet does; see :mod:`support.running`.
 
 Its functions are in files of their own, ``mxnet_*_work.py``: MXNet has threads of its own, and who
 runs the tests starts processes.
@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-import apart
-from frameworks import running
-from frameworks.running import Finished, each
+from support import apart, running
+from support.running import Finished, each
 
 __all__ = ["Finished", "each", "load", "run_job", "values", "work"]
 

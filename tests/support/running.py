@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jobs import Job
+from support.jobs import Job
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "frameworks"
 JOB_SECONDS = 150.0
 
 
@@ -88,8 +88,8 @@ def source_of(job: str, module_file: str, functions: list[str], out: Path) -> st
     """
     paths = [str(HERE), str(HERE.parent)]
     return (
-        f"import sys\nsys.path[:0] = {paths!r}\nimport {job}\n{job}.work({module_file!r},"
-        f" {str(out)!r}, {functions!r})"
+        f"import sys\nsys.path[:0] = {paths!r}\nfrom support import {job}\n"
+        f"{job}.work({module_file!r}, {str(out)!r}, {functions!r})"
     )
 
 
@@ -112,10 +112,10 @@ def run_job(
     all processes of a test run.
 
     ``apart``: workers do not come out of one process, which has one seed for hashes, and so one
-    order in sets of strings; see :mod:`forking`.
+    order in sets of strings; see :mod:`support.forking`.
     """
     options = (workers, servers, processes)
-    load = importlib.import_module(f"frameworks.{job}").load
+    load = importlib.import_module(f"support.{job}").load
     if isinstance(out, Path):
         status, output = _run(job, module_file, functions, out, *options, apart, environment)
     else:
