@@ -25,10 +25,12 @@ NEEDS = {"test_torch": "torch", "test_tensorflow": "tensorflow", "test_mxnet": "
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
 
 
-# What our caller ignores (SIGINT for a script's background jobs, SIGHUP under nohup) we ignore by a
-# handler: unlike SIG_IGN it is not inherited, so the processes of the tests begin with the
-# defaults.
-for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+# A script's background jobs inherit an ignored SIGINT: pytest started by one would not hear Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# SIGHUP (ignored under nohup) and SIGQUIT stay ignored, by a handler: unlike SIG_IGN it is not
+# inherited, so the processes of the tests begin with the defaults.
+for _number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 

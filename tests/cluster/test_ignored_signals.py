@@ -4,9 +4,11 @@ SIGHUP.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,18 @@ def test_processes_of_the_tests_ignore_nothing() -> None:
     assert done.stdout == "[False, False, False]\n"
 
 
-def test_neither_do_they_where_pytest_is_to_ignore_signals() -> None:
-    """The test above in a pytest that ignores them."""
-    test = f"{__file__}::test_processes_of_the_tests_ignore_nothing"
+def test_pytest_hears_ctrl_c() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+
+@pytest.mark.parametrize(
+    "test", ["test_processes_of_the_tests_ignore_nothing", "test_pytest_hears_ctrl_c"]
+)
+def test_a_pytest_started_with_ignored_signals_passes_the_tests_above(test: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test}"],
         cwd=Path(__file__).parents[2],
         preexec_fn=ignore,
         capture_output=True,
