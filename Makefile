@@ -1,4 +1,4 @@
-# make demo | test | fuzz | bench NAME=… | build | docs | lint | clean
+# `make help` lists the targets.
 #
 # Everything runs in one environment, .venv: `make demo` puts into it what the demo needs, `make test`
 # adds what tests need. A package list that changes, or a source file, has only its part made again.
@@ -11,14 +11,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') meson.build pyproject.toml
 
-.PHONY: build ready demo test fuzz bench docs lint clean
+.PHONY: build help ready demo quick test fuzz bench docs lint clean
 
 .NOTPARALLEL:
 
-build: $(VENV)/installed
+build: $(VENV)/installed  ## compile bpsx and install it into .venv (the default)
 
-# Both, for those who change bpsx.
-ready: $(VENV)/tests build
+# A target is listed if its line ends with two number signs and what it does.
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+		| while IFS='|' read -r target does; do printf '%-8s%s\n' "$$target" "$$does"; done
+
+ready: $(VENV)/tests build  ## build, and install what tests, linters and benchmarks need
 
 # What the build and the demo need: tools, packages, torch.
 $(VENV)/environment: requirements-demo.txt
@@ -43,25 +47,28 @@ $(VENV)/installed: $(VENV)/environment $(SOURCES)
 # meson-python looks for the tools on the path, so they have to be there.
 $(VENV)/installed: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-demo: build
+demo: build  ## train on digits: two workers, a server and a scheduler on this machine
 	$(BIN)/bpsx-run --local --workers 2 --servers 1 $(BIN)/python examples/pytorch/digits.py
 
-test: ready
+quick: ready  ## run the tests that need no job: tests/unit and tests/source
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/source
+
+test: ready  ## run all tests: half an hour on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-fuzz: ready
+fuzz: ready  ## send ten million mutated messages to a live server
 	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 10000000 -s
 
-bench: ready
+bench: ready  ## measure: make bench NAME=push_pull; without NAME, list the benchmarks
 	$(BIN)/python -m bench $(NAME)
 
-docs: build
+docs: build  ## write docs/reference/options.md from the table of options
 	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/reference/options.md
 
-lint: ready
+lint: ready  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:
+clean:  ## delete .venv and build
 	rm -rf $(VENV) build
