@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    apart.check(apart.IN_PYTEST)
+    apart.assert_only(apart.IN_PYTEST)
 
 
 def children() -> set[int]:
@@ -92,4 +92,4 @@ def nothing_left() -> Iterator[None]:
     assert not {p for p in os.listdir("/dev/shm") if "bpsx" in p} - names, (
         "the test left names in /dev/shm"
     )
-    apart.check(apart.IN_PYTEST)
+    apart.assert_only(apart.IN_PYTEST)

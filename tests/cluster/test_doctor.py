@@ -33,7 +33,7 @@ def doctor(
     return process.returncode, json.loads(out), err.decode()
 
 
-def test_all_well(launcher: Launcher, tmp_path: Path) -> None:
+def test_doctor_finds_no_problem_on_a_healthy_machine(launcher: Launcher, tmp_path: Path) -> None:
     import numpy
     import zmq
 
@@ -82,7 +82,7 @@ def test_the_report_for_people(launcher: Launcher) -> None:
     )
 
 
-def test_something_wrong(launcher: Launcher) -> None:
+def test_doctor_names_a_scheduler_that_does_not_answer(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     status, out, _ = finish(

@@ -26,6 +26,6 @@ WORKER = """
 @pytest.mark.parametrize(
     ("workers", "servers", "processes"), [(2, 1, 1), (3, 1, 1), (2, 0, 2), (4, 1, 2)]
 )
-def test_they_are_finite(workers: int, servers: int, processes: int) -> None:
+def test_averages_near_the_maximum_are_finite(workers: int, servers: int, processes: int) -> None:
     with Job(WORKER, workers, servers, processes=processes) as job:
         assert job.results() == [[True] * 4] * workers

@@ -35,7 +35,7 @@ def test_a_runtime_folder_that_is_not_there(
     assert runtime_dir({"XDG_RUNTIME_DIR": str(there)}) == there / US
 
 
-def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_found_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No HOME and no entry in passwd, as with docker run --user 12345."""
     monkeypatch.setattr(os.path, "expanduser", lambda text: text)
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))

@@ -95,7 +95,7 @@ class Rig:
         assert message is not None, f"the lane has sent nothing to worker {rank}; log: {self.log}"
         return w.unpack(message[1], message[2])
 
-    def nothing_for(self, rank: int) -> None:
+    def assert_nothing_for(self, rank: int) -> None:
         """After a round trip, the lane has sent nothing else to this worker."""
         self.send(rank, w.Record(w.PING, w.INLINE, sender=rank, length=32, body=bytes(32)))
         assert [r.kind for r in self.take(rank)] == [w.PONG]
@@ -227,12 +227,12 @@ def test_a_repeated_push_is_counted_not_summed(rig):
     one = np.float32([1]).tobytes()
     for _ in range(3):
         r.push(0, 0, one)
-    r.nothing_for(0)
+    r.assert_nothing_for(0)
     r.push(1, 0, one)
     assert r.take(1)[0].body == np.float32([2]).tobytes()
     r.push(1, 0, one, round_=0)  # the round that has closed
     assert r.take(0)[0].body == np.float32([2]).tobytes()
-    r.nothing_for(0), r.nothing_for(1)
+    r.assert_nothing_for(0), r.assert_nothing_for(1)
     assert r.lane.counters()["repeated"] == 3
 
 
@@ -267,7 +267,7 @@ def test_a_forged_record_is_dropped(rig, change):
     r = rig(2)
     r.register(0, 4)
     r.push(0, 0, bytes(4), **change)
-    r.nothing_for(0)
+    r.assert_nothing_for(0)
     assert r.lane.counters()["malformed"] == 1
 
 
@@ -276,7 +276,7 @@ def test_strangers_and_garbage_are_dropped(rig):
     for data in (b"", b"\0", b"\xff" * 63, b"\0" * 64, b"\xff" * 640):
         r.endpoint.inject(0, data)
     r.endpoint.inject(9, w.pack(w.Record(w.PING)))
-    r.nothing_for(0)
+    r.assert_nothing_for(0)
     assert r.lane.counters()["malformed"] == 5
 
 
@@ -291,7 +291,7 @@ def test_a_registration_out_of_bounds_is_refused(rig, change):
             **change
         ),
     )
-    r.nothing_for(0)
+    r.assert_nothing_for(0)
     assert r.lane.counters()["malformed"] == 1
     r.register(0, 4)
     for rank in range(2):
@@ -318,7 +318,7 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
     for round_ in (0, 2):
         r.push(0, 0, one, round_=round_)
         r.push(1, 0, one, round_=round_, **second)
-        r.nothing_for(0)  # the third must be told with the same round
+        r.assert_nothing_for(0)  # the third must be told with the same round
         r.push(2, 0, one, round_=round_)
         for rank in range(3):
             (e,) = r.take(rank)

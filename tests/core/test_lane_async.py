@@ -48,7 +48,7 @@ def test_every_push_is_added_at_once_and_answered_to_its_sender(rig, dtype, n):
         assert answer.body == want.tobytes()
         rounds[rank] += 1
     for rank in range(3):
-        r.nothing_for(rank)
+        r.assert_nothing_for(rank)
 
 
 def test_an_answer_is_a_snapshot(rig):
@@ -98,7 +98,7 @@ def test_a_broadcast_sets_the_value_while_others_push(rig, n):
     r.push(0, 0, one, flags=w.ASYNC)
     assert r.take(0)[0].body == one
     r.push(0, 0, nine, divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
-    r.nothing_for(0)
+    r.assert_nothing_for(0)
     # not there yet: it still adds to the old value
     r.push(1, 0, one, flags=w.ASYNC)
     assert r.take(1)[0].body == np.full(n // 4, 2, np.float32).tobytes()
@@ -148,7 +148,7 @@ def test_the_value_survives_a_worker_and_broadcasts_that_lack_it_fail(rig):
     assert r.take(0)[0].body == np.float32([4]).tobytes()
 
 
-def test_no_bytes(rig):
+def test_an_empty_push_is_answered(rig):
     r = rig(2, asynchronous=True)
     r.register(0, 0)
     r.push(0, 0, b"", flags=w.ASYNC)

@@ -73,7 +73,7 @@ def answers(rig: Rig) -> list[w.Record]:
     return [f[0] for f in found]
 
 
-def round_is_right(rig: Rig, slot: int, wire: bytes, round_: int, divisor: int = 2) -> None:
+def assert_round_is_right(rig: Rig, slot: int, wire: bytes, round_: int, divisor: int = 2) -> None:
     for rank in (0, 1):
         rig.push(rank, slot, wire, flags=PACKED, round_=round_, divisor=divisor)
     first, second = answers(rig)
@@ -120,7 +120,7 @@ def test_what_does_not_decode_fails_the_round_by_name_and_the_next_one_is_right(
                 1,
                 1,
             ), bad
-        round_is_right(r, 0, wire, 2 * round_ + 1)
+        assert_round_is_right(r, 0, wire, 2 * round_ + 1)
     assert r.lane.counters()["malformed"] == 0
 
 
@@ -155,7 +155,7 @@ def test_the_lane_survives_any_bytes(
             w.ANSWER,
             w.ERROR,
         )
-        round_is_right(r, 0, wire, 1)
+        assert_round_is_right(r, 0, wire, 1)
     finally:
         r.close()
 
@@ -197,7 +197,7 @@ def test_the_learning_rate_must_be_one(rig) -> None:
             E_MISMATCH,
             {0, 1},
         )
-    round_is_right(r, 0, np.float64(0.5).tobytes() + wire, 1)
+    assert_round_is_right(r, 0, np.float64(0.5).tobytes() + wire, 1)
 
 
 def test_what_is_not_announced_is_refused(rig) -> None:
@@ -228,4 +228,4 @@ def test_what_is_not_announced_is_refused(rig) -> None:
             E_COMPRESSOR if slot >= 2 else E_PROTOCOL,
         ), slot
     assert [line for line in r.log if "gzip" in line and "BPSX_COMPRESSORS" in line]
-    round_is_right(r, 0, wire, 0)
+    assert_round_is_right(r, 0, wire, 0)

@@ -41,7 +41,7 @@ def test_who_has_joined_counts_as_zeros_in_sums_and_averages(
                 np.testing.assert_array_equal(np.frombuffer(answer.body, want.dtype), want)
             slot += 1
     for rank in joined:
-        r.nothing_for(rank)
+        r.assert_nothing_for(rank)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -55,7 +55,7 @@ def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, sche
     r.push(1, 0, one), r.push(2, 0, one)  # lacks 0 alone
     r.push(2, 1, one)  # lacks 0 and 1
     if not scheduled:  # there a ping overtakes pushes
-        r.nothing_for(1), r.nothing_for(2)
+        r.assert_nothing_for(1), r.assert_nothing_for(2)
     r.lane.joined(0)
     assert r.take(1)[0].body == r.take(2)[0].body == (2 * np.ones(n // 4, np.float32)).tobytes()
     r.push(1, 1, one)
@@ -64,7 +64,7 @@ def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, sche
     r.lane.joined(1)
     (answer,) = r.take(2)
     assert (answer.key, answer.body) == (102, one)
-    r.nothing_for(0), r.nothing_for(1)
+    r.assert_nothing_for(0), r.assert_nothing_for(1)
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
@@ -77,7 +77,7 @@ def test_rounds_are_counted_per_worker_and_go_on_after_all_have_joined(rig, fixe
         assert r.take(0)[0].round == r.take(2)[0].round == round_
     r.lane.all_joined()
     r.push(0, 0, ONE, round_=3), r.push(2, 0, ONE, round_=3)
-    r.nothing_for(0)  # now the third is waited for again
+    r.assert_nothing_for(0)  # now the third is waited for again
     r.push(1, 0, ONE, round_=3)  # it is in its round 0, and another makes no sense
     (refusal,) = r.take(1)
     assert (refusal.kind, refusal.divisor) == (w.ERROR, 5)
@@ -87,7 +87,7 @@ def test_rounds_are_counted_per_worker_and_go_on_after_all_have_joined(rig, fixe
         (w.ANSWER, n, np.float32([3]).tobytes()) for n in (3, 0, 3)
     ]
     r.push(1, 0, ONE, round_=0), r.push(0, 0, ONE, round_=3)
-    r.nothing_for(0), r.nothing_for(1)
+    r.assert_nothing_for(0), r.assert_nothing_for(1)
     assert r.lane.counters()["repeated"] == 2
 
 
@@ -112,7 +112,7 @@ def test_a_broadcast_fails_when_its_root_has_joined_and_works_when_another_has(r
     assert [a.body for a in broadcast(0, (0, 2), 0)] == [b"root"] * 2
     assert {(a.kind, a.divisor, a.slot) for a in broadcast(1, (2, 0), 1)} == {(w.ERROR, 9, 1)}
     assert [a.body for a in broadcast(2, (2, 0), 2)] == [b"root"] * 2
-    r.nothing_for(1)
+    r.assert_nothing_for(1)
 
 
 def test_an_empty_round_closes_without_the_joined(rig):

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "mxnet"
 MIGRATING = Path(__file__).parent / "migrating"
 
 
-def test_all_are_here() -> None:
+def test_each_example_has_a_test() -> None:
     assert sorted(p.name for p in EXAMPLES.glob("*.py")) == ["digits.py"]
 
 

@@ -530,7 +530,7 @@ def test_saved_models(job):
     assert [r.tolist() for r in each(job, "job_saved_model")] == [[2, 1]] * 2
 
 
-def test_sparse(job):
+def test_indexed_slices_of_all_workers_are_joined(job):
     for found in each(job, "job_sparse"):
         for n, (eager, traced) in zip(
             ((1, 3), (0, 2), (5, 5), (0, 0), (100, 1)), found, strict=True

@@ -290,7 +290,7 @@ def test_gradients_that_are_none(job):
         assert [None if g is None else g.tolist() for g in traced] == [[1, 1], [2, 2], None]
 
 
-def test_sparse(job):
+def test_an_embeddings_gradient_is_right_as_rows_and_dense(job):
     wanted = np.zeros((6, 2))
     wanted[[0, 1, 4]] = [[0.5], [0.5], [1]]
     for found in each(job, "job_sparse"):
@@ -306,7 +306,7 @@ def test_a_worker_that_has_joined_has_no_rows(job):
     assert second == [(0, [-1, -1, 0, 0, 0, 0])] * 2
 
 
-def test_names(job):
+def test_variables_of_one_name_get_gradients_of_their_own(job):
     for (one, two), names in each(job, "job_same_names"):
         assert one == [0, 2, 4] and two == [0, 1, 2]
         assert names == {"Gradient.same:0", "Gradient.same:0#2", "Gradient.same:0#3"}

@@ -529,7 +529,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return finished
 
 
-def check(job: Finished, name: str, case: str) -> None:
+def assert_as_distributed_optimizer(job: Finished, name: str, case: str) -> None:
     found = [f[case] for f in each(job, name)]
     for same, mine in found:
         assert same, "differs from DistributedOptimizer"
@@ -538,12 +538,12 @@ def check(job: Finished, name: str, case: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_optimizer_ends_as_with_distributed_optimizer(job: Finished, kind: str) -> None:
-    check(job, "job_optimizers", kind)
+    assert_as_distributed_optimizer(job, "job_optimizers", kind)
 
 
 @pytest.mark.parametrize("zero", ["after", "in place", "never", "model"])
 def test_gradients_may_be_zeroed_at_any_time_or_not_at_all(job: Finished, zero: str) -> None:
-    check(job, "job_zero_grad", zero)
+    assert_as_distributed_optimizer(job, "job_zero_grad", zero)
 
 
 @pytest.mark.parametrize(
@@ -559,8 +559,8 @@ def test_gradients_may_be_zeroed_at_any_time_or_not_at_all(job: Finished, zero: 
         "fp16",
     ],
 )
-def test_uses(job: Finished, case: str) -> None:
-    check(job, "job_uses", case)
+def test_other_uses_give_the_bits_of_distributed_optimizer(job: Finished, case: str) -> None:
+    assert_as_distributed_optimizer(job, "job_uses", case)
 
 
 def test_sparse_gradients(job: Finished) -> None:

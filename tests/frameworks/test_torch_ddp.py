@@ -17,7 +17,7 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch_models import Forked, batch, check_all, tanh_model, train
+from torch_models import Forked, assert_all_close, batch, tanh_model, train
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
@@ -286,13 +286,13 @@ def test_as_one_process_on_the_joined_batch(
         *SHARDS,
         "job_hook",
     ):
-        check_all(finished, size, name, alone)
-    check_all(finished, size, "job_unused", train(Forked(), with_step=True))
-    check_all(finished, size, "job_no_sync", train(tanh_model(), passes=2))
+        assert_all_close(finished, size, name, alone)
+    assert_all_close(finished, size, "job_unused", train(Forked(), with_step=True))
+    assert_all_close(finished, size, "job_no_sync", train(tanh_model(), passes=2))
     for name in ("job_two_models", "job_hook_two_models"):
-        check_all(finished, size, name, train_two([tanh_model(i) for i in (1, 2)]))
-    check_all(finished, size, "job_join", join_alone(size))
-    check_all(finished, size, "job_hook_fp16", alone, 1e-3)
+        assert_all_close(finished, size, name, train_two([tanh_model(i) for i in (1, 2)]))
+    assert_all_close(finished, size, "job_join", join_alone(size))
+    assert_all_close(finished, size, "job_hook_fp16", alone, 1e-3)
     for result in finished.results.values():
         assert all(
             torch.equal(a, b)

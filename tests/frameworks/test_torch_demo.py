@@ -14,7 +14,7 @@ from support.torch_job import launch
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "pytorch" / "digits.py")
 
 
-def check(output: str, figures: Path) -> None:
+def assert_learned(output: str, figures: Path) -> None:
     found = json.loads(figures.read_text())
     assert (
         found["identical"]
@@ -36,7 +36,7 @@ def test_bpsx(tmp_path: Path) -> None:
         [sys.executable, SCRIPT, "--epochs", "3", "--hidden", "128", "--json", str(figures)], 2, 1
     )
     assert status == 0, output[-3000:]
-    check(output, figures)
+    assert_learned(output, figures)
     assert "push_pull speed" in output
 
 
@@ -88,4 +88,4 @@ def test_gloo(tmp_path: Path) -> None:
         for p in ranks:
             p.kill()
     assert [p.returncode for p in ranks] == [0, 0], outputs
-    check(outputs[0], figures)
+    assert_learned(outputs[0], figures)

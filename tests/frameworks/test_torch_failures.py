@@ -144,7 +144,7 @@ def test_a_dead_worker_is_named_by_step(tmp_path: Path) -> None:
     assert "PeerLostError" in message and "worker 1" in message
 
 
-def check_alone(result: tuple[Any, ...]) -> None:
+def assert_alone(result: tuple[Any, ...]) -> None:
     size, moved, integers, in_place = result
     assert (
         size == 1
@@ -163,13 +163,13 @@ def test_one_worker_without_servers(tmp_path: Path) -> None:
         assert alone.wait(100) == 0, alone.text()
     finally:
         alone.end()
-    check_alone(load(tmp_path / "0.results")["job_alone"])
+    assert_alone(load(tmp_path / "0.results")["job_alone"])
 
 
 def test_one_worker_with_a_server(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_alone"], tmp_path, workers=1, BYTEPS_FORCE_DISTRIBUTED="1")
     assert finished.status == 0, finished.output[-3000:]
-    check_alone(finished.results[0]["job_alone"])
+    assert_alone(finished.results[0]["job_alone"])
 
 
 pytestmark = pytest.mark.timeout(300)

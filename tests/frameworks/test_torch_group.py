@@ -454,7 +454,7 @@ def job_all() -> Any:
 # ---- tests
 
 
-def check_collectives(results: list[dict[str, Any]]) -> None:
+def assert_collectives(results: list[dict[str, Any]]) -> None:
     functional = 5 if hasattr(functional_collectives, "broadcast") else 3
     for function, least in (
         ("reductions", 120),
@@ -470,7 +470,7 @@ def check_collectives(results: list[dict[str, Any]]) -> None:
             assert count >= least, function
 
 
-def check_groups_of_all_and_of_one(results: list[dict[str, Any]]) -> None:
+def assert_groups_of_all_and_of_one(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         (count, wrong), text = result["job_groups"]
         assert not wrong and count >= 4, wrong
@@ -482,7 +482,7 @@ def check_groups_of_all_and_of_one(results: list[dict[str, Any]]) -> None:
             )
 
 
-def check_what_is_refused_says_what_to_use(results: list[dict[str, Any]]) -> None:
+def assert_what_is_refused_says_what_to_use(results: list[dict[str, Any]]) -> None:
     # Before 2.14 PyTorch refuses all backends but gloo itself; since then it asks the backend.
     own = "GLOO" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) else "barrier()"
     for result in results:
@@ -509,7 +509,7 @@ def check_what_is_refused_says_what_to_use(results: list[dict[str, Any]]) -> Non
             assert word in found[name], (name, found[name])
 
 
-def check_disagreement_is_an_error_on_all_workers(results: list[dict[str, Any]]) -> None:
+def assert_disagreement_is_an_error_on_all_workers(results: list[dict[str, Any]]) -> None:
     for result in results:
         length, known, operation, good = result["job_disagreement"]
         assert known.startswith("StallError") and "'torch.0.all_reduce'" in known
@@ -518,7 +518,7 @@ def check_disagreement_is_an_error_on_all_workers(results: list[dict[str, Any]])
         assert good.eq(len(results)).all()
 
 
-def check_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(
+def assert_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(
     results: list[dict[str, Any]],
 ) -> None:
     for rank, result in enumerate(results):
@@ -536,7 +536,7 @@ def check_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(
         ), gathered
 
 
-def check_the_groups_timeout_is_kept(results: list[dict[str, Any]]) -> None:
+def assert_the_groups_timeout_is_kept(results: list[dict[str, Any]]) -> None:
     total, text, future, given = results[0]["job_timeout"]
     assert (
         text.startswith("GroupTimeoutError") and "timeout of 1.5 s" in text and "all_reduce" in text
@@ -545,7 +545,7 @@ def check_the_groups_timeout_is_kept(results: list[dict[str, Any]]) -> None:
     assert total.eq(len(results)).all() and results[1]["job_timeout"].eq(len(results)).all()
 
 
-def check_a_destroyed_group_leaves_bpsx_and_can_be_made_again(
+def assert_a_destroyed_group_leaves_bpsx_and_can_be_made_again(
     results: list[dict[str, Any]],
 ) -> None:
     for rank, result in enumerate(results):
@@ -575,13 +575,13 @@ def test_the_backend(tmp_path: Path, workers: int, servers: int, processes: int)
     assert sorted(finished.results) == list(range(workers * processes)), finished.output[-4000:]
     assert finished.status == 0, finished.output[-4000:]
     results = [finished.results[rank]["job_all"] for rank in sorted(finished.results)]
-    check_collectives(results)
-    check_groups_of_all_and_of_one(results)
-    check_what_is_refused_says_what_to_use(results)
-    check_disagreement_is_an_error_on_all_workers(results)
-    check_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(results)
-    check_the_groups_timeout_is_kept(results)
-    check_a_destroyed_group_leaves_bpsx_and_can_be_made_again(results)
+    assert_collectives(results)
+    assert_groups_of_all_and_of_one(results)
+    assert_what_is_refused_says_what_to_use(results)
+    assert_disagreement_is_an_error_on_all_workers(results)
+    assert_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(results)
+    assert_the_groups_timeout_is_kept(results)
+    assert_a_destroyed_group_leaves_bpsx_and_can_be_made_again(results)
 
 
 pytestmark = pytest.mark.timeout(300)

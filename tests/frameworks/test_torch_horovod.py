@@ -390,7 +390,7 @@ def of_all(job: Finished, function: str) -> list[Any]:
     return [job.results[r][function] for r in range(len(job.results))]
 
 
-def check_who_and_join(job: Finished) -> None:
+def assert_who_and_join(job: Finished) -> None:
     size = len(job.results)
     assert [r[:6] for r in of_all(job, "job_who")] == [
         (r, size, 0, 1, r, size) for r in range(size)
@@ -398,7 +398,7 @@ def check_who_and_join(job: Finished) -> None:
     assert len({r[6] for r in of_all(job, "job_who")}) == 1
 
 
-def check_allreduce(job: Finished) -> None:
+def assert_allreduce(job: Finished) -> None:
     size = len(job.results)
     x, n = everybody(size), np.stack([integers(r).numpy() for r in range(size)])
     for found in of_all(job, "job_allreduce"):
@@ -422,7 +422,7 @@ def check_allreduce(job: Finished) -> None:
         near(found["fp16"][1], x.max(axis=0), 2e-3)
 
 
-def check_calls_without_a_name(job: Finished) -> None:
+def assert_calls_without_a_name(job: Finished) -> None:
     size = len(job.results)
     for rounds, declared in of_all(job, "job_unnamed"):
         for step, found in enumerate(rounds):
@@ -431,7 +431,7 @@ def check_calls_without_a_name(job: Finished) -> None:
         assert declared[3] == declared[-1], "names are not made without end"
 
 
-def check_grouped(job: Finished) -> None:
+def assert_grouped(job: Finished) -> None:
     size = len(job.results)
     inputs = [everybody(size, 2, seed=1), everybody(size, 3, 2, seed=2)]
     for rank, found in enumerate(of_all(job, "job_grouped")):
@@ -444,7 +444,7 @@ def check_grouped(job: Finished) -> None:
                 near(found[form][i], np.array_split(x.sum(axis=0), size)[rank])
 
 
-def check_sparse(job: Finished) -> None:
+def assert_sparse(job: Finished) -> None:
     size = len(job.results)
     total = torch.zeros(5, 2)
     for rank in range(size):
@@ -458,7 +458,7 @@ def check_sparse(job: Finished) -> None:
         )
 
 
-def check_gathers(job: Finished) -> None:
+def assert_gathers(job: Finished) -> None:
     size = len(job.results)
     total = everybody(size, 5, 2).sum(axis=0)
     for rank, found in enumerate(of_all(job, "job_gathers")):
@@ -528,14 +528,14 @@ def expected_gradients(size: int, rank: int) -> list[np.ndarray]:
     ]
 
 
-def check_gradients(job: Finished) -> None:
+def assert_gradients(job: Finished) -> None:
     size = len(job.results)
     for rank, found in enumerate(of_all(job, "job_gradients")):
         for gradient, expected in zip(found, expected_gradients(size, rank), strict=True):
             near(gradient, expected)
 
 
-def check_training(job: Finished) -> None:
+def assert_training(job: Finished) -> None:
     size = len(job.results)
     for way in WAYS:
         model = network(0)
@@ -556,7 +556,7 @@ def check_training(job: Finished) -> None:
     )
 
 
-def check_state_and_objects(job: Finished) -> None:
+def assert_state_and_objects(job: Finished) -> None:
     size = len(job.results)
     for everyone, running_mean in of_all(job, "job_state"):
         assert everyone == [(r, 0.1, 4) for r in range(size)]
@@ -565,20 +565,20 @@ def check_state_and_objects(job: Finished) -> None:
 
 #: By job. An optimizer's first step imports seconds of PyTorch, so that is left to two workers.
 CHECKS = {
-    "job_who": check_who_and_join,
-    "job_allreduce": check_allreduce,
-    "job_unnamed": check_calls_without_a_name,
-    "job_grouped": check_grouped,
-    "job_sparse": check_sparse,
-    "job_gathers": check_gathers,
-    "job_gradients": check_gradients,
-    "job_training": check_training,
-    "job_state": check_state_and_objects,
+    "job_who": assert_who_and_join,
+    "job_allreduce": assert_allreduce,
+    "job_unnamed": assert_calls_without_a_name,
+    "job_grouped": assert_grouped,
+    "job_sparse": assert_sparse,
+    "job_gathers": assert_gathers,
+    "job_gradients": assert_gradients,
+    "job_training": assert_training,
+    "job_state": assert_state_and_objects,
 }
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_what_comes_back(tmp_path: Path, workers: int) -> None:
+def test_each_verb_returns_what_its_definition_says(tmp_path: Path, workers: int) -> None:
     """One test: cut into several, each of xdist's processes would start the job for its own share
     of them.
     """

@@ -264,7 +264,7 @@ def test_refusals(alone: SimpleNamespace, refused: Refusal) -> None:
         call()
 
 
-def test_what_there_is() -> None:
+def test_constants_are_horovods_and_elastic_is_refused() -> None:
     assert not hvd.is_initialized()
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == list(range(6))
     assert hvd.HorovodInternalError is BpsxError

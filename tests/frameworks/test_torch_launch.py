@@ -110,7 +110,7 @@ DYING = """
 """
 
 
-def check_places(
+def assert_places(
     text: str, size: int, each: int, machines: int, servers: int, secret: bool = True
 ) -> None:
     """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of
@@ -195,7 +195,7 @@ def test_torchrun_on_one_machine(tmp_path: Path) -> None:
     ) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        check_places(output, 2, 2, 1, 0)
+        assert_places(output, 2, 2, 1, 0)
         assert all(f"worked: bpsx {rank} 2" in output for rank in range(2))
         assert not job.left()
 
@@ -204,7 +204,7 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 2)) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0], output[-3000:]
-        check_places(output, 4, 2, 2, 2)
+        assert_places(output, 4, 2, 2, 2)
         assert not job.left()
 
 
@@ -213,7 +213,7 @@ def test_uneven_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 1), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0, 0], output[-3000:]
-        check_places(output, 3, 1, 3, 3)
+        assert_places(output, 3, 1, 3, 3)
         assert "machine of its own" in output and not job.left()
 
 
@@ -221,7 +221,7 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(1,), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        check_places(output, 1, 1, 1, 0, secret=False)
+        assert_places(output, 1, 1, 1, 0, secret=False)
 
 
 @pytest.mark.parametrize("when", ["before", "running"])

@@ -408,7 +408,7 @@ def joined(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def close(ours: list[Any], expected: list[Any]) -> None:
+def assert_close(ours: list[Any], expected: list[Any]) -> None:
     assert [t is None for t in ours] == [t is None for t in expected]
     for a, b in zip(ours, expected, strict=True):
         if a is not None:
@@ -461,7 +461,7 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, name: str) -> Non
         )
         found = [f[name] for f in each(job, "job_models")]
     for ours in found:
-        close(ours, expected)
+        assert_close(ours, expected)
         assert same_bits(ours, found[0])
 
 
@@ -474,7 +474,7 @@ def test_no_sync_adds_up_and_the_next_pass_exchanges(job: Finished) -> None:
     found = each(job, "job_no_sync")
     expected = alone("branches", len(found), passes)
     for ours in found:
-        close(ours, expected)
+        assert_close(ours, expected)
         assert same_bits(ours, found[0])
 
 
@@ -489,13 +489,13 @@ def test_several_models_and_a_worker_without_a_backward_pass(job: Finished) -> N
                 ((model(x) - y).pow(2).mean() / len(found)).backward()
             expected += found_in(model)
         for ours in found:
-            close(ours[step], expected)
+            assert_close(ours[step], expected)
             assert same_bits(ours[step], found[0][step])
     model = made("plain")
     x, y = rows(STEPS - 1, 0)
     ((model(x) - y).pow(2).mean() / len(found)).backward()
     for ours in found:
-        close(ours[-1], found_in(model))
+        assert_close(ours[-1], found_in(model))
 
 
 def test_a_pass_that_uses_no_parameter(job: Finished) -> None:
@@ -524,7 +524,7 @@ def test_buffers(job: Finished) -> None:
 def test_checkpoint_and_resume(job: Finished) -> None:
     found = each(job, "job_checkpoint")
     for ours in found:
-        close(ours, job.results[0]["job_models"]["plain"])
+        assert_close(ours, job.results[0]["job_models"]["plain"])
         assert same_bits(ours, found[0])
 
 
@@ -544,7 +544,9 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
     for which in (1, 2):
         found = [f[which] for f in each(job, "job_failed_pass")]
         assert all(same_bits(f, found[0]) for f in found)
-    close(each(job, "job_failed_pass")[0][2], found_in(joined(made("plain"), len(job.results))))
+    assert_close(
+        each(job, "job_failed_pass")[0][2], found_in(joined(made("plain"), len(job.results)))
+    )
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:

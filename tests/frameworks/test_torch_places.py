@@ -90,7 +90,7 @@ def slurm(rank: int, size: int, job: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", ["kubeflow", "mpi", "slurm"])
-def test_two_are_two(tmp_path, launcher):
+def test_two_workers_of_another_launcher_join_one_job(tmp_path, launcher):
     """Local ranks are found by the machine where the launcher does not tell them."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     places = {

@@ -437,7 +437,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return finished
 
 
-def check(
+def assert_all_close(
     found: list[list[torch.Tensor]], expected: list[torch.Tensor], near: float = 1e-11
 ) -> None:
     for mine in found:
@@ -453,7 +453,7 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> No
     """Muon orthogonalises in bfloat16, which makes a last bit larger."""
     size = len(job.results)
     expected = STORIES[story](size, slice(None), plainly)
-    check(
+    assert_all_close(
         [job.results[r]["job_stories"][story] for r in range(size)],
         expected,
         5e-3 if story == "Muon" else 1e-9 if story == "Adadelta" else 1e-11,
@@ -464,7 +464,7 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> No
 @pytest.mark.parametrize("story", CROSSED)
 def test_across_the_barrier_too(job: Finished, story: str, distribute: str) -> None:
     expected = CROSSED[story](len(job.results), slice(None), plainly)
-    check([found[story, distribute] for found in each(job, "job_crossed")], expected)
+    assert_all_close([found[story, distribute] for found in each(job, "job_crossed")], expected)
 
 
 def test_the_number_of_passes_may_change(job: Finished) -> None:
@@ -474,13 +474,13 @@ def test_the_number_of_passes_may_change(job: Finished) -> None:
         optimizer.zero_grad()
         loss_of(model, step, size).backward()
         optimizer.step()
-    check([r["job_passes"] for r in job.results.values()], weights(model))
+    assert_all_close([r["job_passes"] for r in job.results.values()], weights(model))
 
 
 @pytest.mark.parametrize("read_by", ["worker 0", "all"])
 def test_checkpoint_and_resume(job: Finished, read_by: str) -> None:
     through = job.results[0]["job_checkpoint"][0]
-    check(
+    assert_all_close(
         [r["job_checkpoint"][2 if read_by == "all" else 1] for r in job.results.values()], through
     )
 
@@ -497,7 +497,7 @@ def test_a_parameter_that_is_frozen_on_one_worker_only(job: Finished, kind: str,
         assert all(map(torch.equal, mine, told[0][1])), "the same bits on all workers"
 
 
-def test_layouts(job: Finished) -> None:
+def test_a_convolution_trains_as_in_one_process(job: Finished) -> None:
     size = len(job.results)
     torch.manual_seed(3)
     conv = nn.Conv2d(3, 5, 3).double()
@@ -522,4 +522,4 @@ def test_layouts(job: Finished) -> None:
         )
         conv(x).pow(2).mean().backward()
         optimizer.step()
-    check([r["job_layouts"] for r in job.results.values()], weights(conv))
+    assert_all_close([r["job_layouts"] for r in job.results.values()], weights(conv))

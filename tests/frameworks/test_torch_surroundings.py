@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch_models import STEPS, batch, check_all, tanh_model, train
+from torch_models import STEPS, assert_all_close, batch, tanh_model, train
 
 import bpsx.torch as bps
 from bpsx.errors import ConfigError
@@ -230,11 +230,11 @@ def test_equals_one_process(
     job: torch_job.Finished, name: str, model: type[nn.Module], way: str
 ) -> None:
     found = {rank: {"weights": results[name][way]} for rank, results in job.results.items()}
-    check_all(torch_job.Finished(0, "", found), len(found), "weights", train(model()))
+    assert_all_close(torch_job.Finished(0, "", found), len(found), "weights", train(model()))
 
 
 def test_a_step_may_be_compiled_as_a_whole(job: torch_job.Finished) -> None:
-    check_all(job, len(job.results), "job_compiled_step", train(tanh_model()))
+    assert_all_close(job, len(job.results), "job_compiled_step", train(tanh_model()))
 
 
 def test_a_parameter_put_into_the_optimizer_by_hand_is_refused(job: torch_job.Finished) -> None:
@@ -250,4 +250,4 @@ def test_hooks_are_not_compiled(job: torch_job.Finished) -> None:
     finished = torch_job.Finished(
         0, "", {rank: {"weights": r["weights"]} for rank, r in enumerate(results)}
     )
-    check_all(finished, len(results), "weights", train(tanh_model()))
+    assert_all_close(finished, len(results), "weights", train(tanh_model()))

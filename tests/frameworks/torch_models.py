@@ -97,7 +97,7 @@ def train(
     return [p.detach().clone() for p in model.parameters()]
 
 
-def check_all(
+def assert_all_close(
     finished: Any, workers: int, name: str, expected: list[torch.Tensor], tolerance: float = 1e-11
 ) -> None:
     """Whether function ``name`` has given the same bits on all workers, and what one process

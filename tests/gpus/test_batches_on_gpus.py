@@ -63,7 +63,7 @@ bpsx.shutdown()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums(shape: str, pretend: Path) -> None:
+def test_batches_are_summed_right_in_each_layout(shape: str, pretend: Path) -> None:
     gpu_run(
         SUMS,
         pretend,

@@ -110,7 +110,7 @@ def finish(opt):
         opt.step()
 
 
-def check(net, step, times=1):  # the weights after so many steps of all workers
+def assert_weights(net, step, times=1):  # the weights after so many steps of all workers
     for i, p in enumerate(net.layers):
         assert (p == -times * (step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
 
@@ -153,7 +153,7 @@ def test_gradients_go_together(
             assert len(asked) == {batches} and sum(map(len, asked)) == 7, asked
             finish(opt)
             assert len(settled) == step + 1 and settled[-1] == 7, settled
-            check(net, step)
+            assert_weights(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """,
@@ -256,7 +256,7 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
                     raise AssertionError("the alarm was lost")
                 push_pull(f"go {step}", np.ones(1)).wait(20)
             finish(opt)
-            check(net, step)
+            assert_weights(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """,
@@ -285,7 +285,7 @@ def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: P
             # before, it was looked at at once
             assert sum(map(len, asked)) == (6 if step > 1 else 7), asked
             finish(opt)
-            check(net, step)
+            assert_weights(net, step)
             opt.zero_grad()
         bps.shutdown()
     """,
@@ -335,7 +335,7 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(
             stream[0] = made_on
             finish(opt)
             assert alone_on == ([made_on] if step > 1 else []), alone_on
-            check(net, step)
+            assert_weights(net, step)
             opt.zero_grad()
         bps.shutdown()
     """,
@@ -363,7 +363,7 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
             net(r + 1.0).backward()
             for opt in opts:
                 opt.step()
-            check(net, step, times=2)
+            assert_weights(net, step, times=2)
             for opt in opts:
                 opt.zero_grad()
         bps.shutdown()

@@ -20,7 +20,7 @@ VARIABLES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_driver(name: str, pretend: Path) -> None:
+def test_the_pretend_driver_passes_each_scenario(name: str, pretend: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gpus.scenarios", name],
         env=environment(pretend, **VARIABLES.get(name, {})),
@@ -65,7 +65,9 @@ def together(
         ("asked", 2),
     ],
 )
-def test_nccl(name: str, n: int, pretend: Path, tmp_path: Path) -> None:
+def test_the_pretend_nccl_passes_each_scenario(
+    name: str, n: int, pretend: Path, tmp_path: Path
+) -> None:
     for status, errors in together(name, n, pretend, tmp_path):
         assert status == 0, errors
 

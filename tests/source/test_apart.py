@@ -90,8 +90,9 @@ def test_a_process_with_two_frameworks_is_noticed() -> None:
     """With modules of their names: that a real pair may crash is why they are kept apart."""
     source = (
         "import sys, types\nfrom support import apart\n"
-        "sys.modules.update(torch=types.ModuleType('torch'))\napart.check('torch')\n"
-        "sys.modules.update(tensorflow=types.ModuleType('tensorflow'))\napart.check('torch')\n"
+        "sys.modules.update(torch=types.ModuleType('torch'))\napart.assert_only('torch')\n"
+        "sys.modules.update(tensorflow=types.ModuleType('tensorflow'))\n"
+        "apart.assert_only('torch')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", source],

@@ -66,7 +66,7 @@ def functions(text: str):
 
 
 @pytest.mark.parametrize("path", everything(), ids=lambda p: p.name)
-def test_sizes(path):
+def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= TABLES.get(path.name, 750)
     if path.suffix != ".py":  # ruff sees to those

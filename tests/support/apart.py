@@ -20,7 +20,7 @@ def loaded() -> list[str]:
     return [name for name in FRAMEWORKS if name in sys.modules]
 
 
-def check(allowed: str) -> None:
+def assert_only(allowed: str) -> None:
     """Raise AssertionError if this process has any framework but ``allowed``."""
     others = [name for name in loaded() if name != allowed]
     assert not others, (

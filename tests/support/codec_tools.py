@@ -228,7 +228,7 @@ def corrupt(wire: bytes, seed: int) -> bytes:
     return bytes(changed)
 
 
-def check_nothing_is_lost(name: str, options: dict, n: int, wide: str, seed: int) -> None:
+def assert_nothing_is_lost(name: str, options: dict, n: int, wide: str, seed: int) -> None:
     """All that was sent and what is left make the sum of all gradients."""
     coder = Coder(name, options, n, wide, residual=True)
     sent, given = np.zeros(n), np.zeros(n)

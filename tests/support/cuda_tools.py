@@ -149,13 +149,13 @@ class Pair:
         got, self.residual, self.momentum, self.state = self.worker.call(
             self.number, "encode", g, factor, mu
         )
-        self.compare(got, want)
+        self.assert_alike(got, want)
         assert same(self.residual, self.cpu.residual), "residual"
         assert same(self.momentum, self.cpu.momentum), "momentum"
         assert not self.state[1:].any()
         return got
 
-    def compare(self, got: bytes, want: bytes) -> None:
+    def assert_alike(self, got: bytes, want: bytes) -> None:
         """The bytes are the same; what NaN are made of may differ."""
         assert len(got) == len(want)
         if got != want:

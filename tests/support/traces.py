@@ -36,12 +36,12 @@ def load(path: Path) -> list[dict[str, Any]]:
     assert set(document) <= {"traceEvents", "displayTimeUnit", "otherData"}, set(document)
     assert document["displayTimeUnit"] in ("ms", "ns")
     for event in document["traceEvents"]:
-        check(event)
-    no_overlaps(document["traceEvents"])
+        assert_valid(event)
+    assert_no_overlaps(document["traceEvents"])
     return document["traceEvents"]
 
 
-def check(event: dict[str, Any]) -> None:
+def assert_valid(event: dict[str, Any]) -> None:
     """One event by itself."""
     assert event["ph"] in ("X", "M"), event
     assert isinstance(event["pid"], str | int) and isinstance(event["name"], str)
@@ -67,7 +67,7 @@ def check(event: dict[str, Any]) -> None:
     assert type(event["args"]["step"]) is int and event["args"]["step"] >= 1
 
 
-def no_overlaps(events: list[dict[str, Any]]) -> None:
+def assert_no_overlaps(events: list[dict[str, Any]]) -> None:
     """In one row events are apart or nested, or a viewer draws nonsense."""
     rows = defaultdict(list)
     for e in events:

@@ -19,7 +19,7 @@ from bpsx.system.address import (
 from bpsx.system.host import own_host
 
 
-def test_spelling():
+def test_ipv6_addresses_are_written_in_brackets():
     assert is_ipv6("::1") and not is_ipv6("127.0.0.1")
     assert join_host_port("::1", 5) == "[::1]:5" and join_host_port("h", 5) == "h:5"
     assert (
@@ -39,7 +39,7 @@ def test_spelling():
         ("no.such.invalid", False),
     ],
 )
-def test_loopback(host, local):
+def test_loopback_hosts_are_recognized(host, local):
     assert is_loopback(host) is local
 
 

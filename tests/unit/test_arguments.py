@@ -53,7 +53,7 @@ def test_what_is_an_integer(value: Any, expected: int | None) -> None:
 
 
 @pytest.mark.parametrize("root", [True, "1", 1.0, None, -1, 3, [1]], ids=repr)
-def test_roots(root: Any) -> None:
+def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
     with pytest.raises(ConfigError, match="^some verb: root_rank=.*: allowed are 0 to 2$"):
         checked_root(root, "some verb", 3)
     assert type(checked_root(np.int64(2), "some verb", 3)) is int

@@ -41,7 +41,7 @@ def runs(bench: ModuleType, topk: float = 0.1) -> Any:
     return dict.fromkeys(bench.LINKS, ways)
 
 
-def test_cases(bench: ModuleType) -> None:
+def test_the_report_has_a_case_for_each_link_and_way(bench: ModuleType) -> None:
     cases = {c.case: c for c in bench.report(runs(bench))}
     expected = [f"step-{link}-{way}" for link in bench.LINKS for way in WAYS] + [
         f"{what}-{way}" for what in ("wire", "accuracy") for way in WAYS[1:]
@@ -69,7 +69,7 @@ def test_cases(bench: ModuleType) -> None:
     assert cases["wire-topk"].value == 2
 
 
-def test_words(bench: ModuleType) -> None:
+def test_the_verdict_says_on_which_links_compression_pays(bench: ModuleType) -> None:
     pays = "10gbit: pays, against the better of float32 and bfloat16: topk (0.75 of the time)"
     assert bench.verdict(runs(bench))[:2] == [
         pays,

@@ -19,7 +19,9 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("spare", "seconds"), [(0, 1.2), (1, 24 / 18 * 0.8), (2, 0.96), (4, 0.8)])
-def test_the_optimum(scaling: Any, spare: int, seconds: float) -> None:
+def test_the_optimal_time_falls_with_spare_machines(
+    scaling: Any, spare: int, seconds: float
+) -> None:
     """Of 100 MB at 1 Gbit/s: without spare machines a ring's; with as many as workers what all
     bytes of one take.
     """
@@ -28,7 +30,7 @@ def test_the_optimum(scaling: Any, spare: int, seconds: float) -> None:
     ) == pytest.approx(seconds)
 
 
-def test_rates(scaling: Any) -> None:
+def test_rates_become_bytes_per_second(scaling: Any) -> None:
     assert [scaling.bytes_per_second(rate) for rate in ("8kbit", "200mbit", "1.6gbit")] == [
         1e3,
         25e6,

@@ -399,7 +399,7 @@ def test_a_chunk_without_levels():
     assert same(coder.decode(wire, before), before + g)
 
 
-def test_no_such_first_byte():
+def test_an_impossible_first_byte_is_refused():
     """r that levels up to k have no use for, s that no chunk is large enough for."""
     for k, first in ((1, 1), (2, 1), (4, 2), (255, 8 * 14), (255, 8 * 31 + 7)):
         coder = Coder("dithering", {"k": k}, 64)

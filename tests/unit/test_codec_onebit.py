@@ -50,7 +50,9 @@ class Step:
     factor=st.sampled_from([1.0, 0.5, 3.0]),
     seed=st.integers(0, 99),
 )
-def test_as_the_oracle(residual, momentum, n, scaling, wide, kind, factor, seed):
+def test_bytes_residual_and_momentum_are_the_oracles(
+    residual, momentum, n, scaling, wide, kind, factor, seed
+):
     coder, step = (
         Coder("onebit", {"scaling": scaling}, n, wide, residual, momentum),
         Step(n, wide, scaling),

@@ -19,7 +19,7 @@ from bpsx.kernels.reference import (
 )
 from support.codec_tools import (
     Coder,
-    check_nothing_is_lost,
+    assert_nothing_is_lost,
     corrupt,
     gradient,
     kinds,
@@ -46,7 +46,9 @@ seeds = st.integers(-(2**63), 2**63 - 1)
     factor=st.sampled_from([1.0, 0.5, 3.0]),
     seed=seeds,
 )
-def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
+def test_bytes_residual_and_momentum_are_the_oracles(
+    residual, momentum, n, k, wide, kind, factor, seed
+):
     coder = Coder("randomk", {"k": k}, n, wide, residual, momentum, seed)
     slow = Reference(
         lambda p, counter: randomk_encode(p, counter, seed, k, residual or momentum),
@@ -157,7 +159,7 @@ def test_sparse_looks_at_its_places_only():
     assert not sparse.residual.any()
 
 
-def test_the_generator():
+def test_the_generator_is_splitmix64():
     """The first numbers of splitmix64 with seed 1234567, as its author's C program prints them."""
     from bpsx.kernels.cpu.randomk import mixed
 
@@ -219,7 +221,7 @@ def test_the_counter_is_the_senders():
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
 def test_nothing_is_lost(n, k, wide, seed):
-    check_nothing_is_lost("randomk", {"k": k}, n, wide, seed)
+    assert_nothing_is_lost("randomk", {"k": k}, n, wide, seed)
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,7 +12,7 @@ from bpsx.kernels.codecs import amount_numbers, amount_of, codec
 from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
 from support.codec_tools import (
     Coder,
-    check_nothing_is_lost,
+    assert_nothing_is_lost,
     corrupt,
     gradient,
     kinds,
@@ -53,7 +53,9 @@ def parts(wire: bytes, n: int, k, wide: str) -> tuple[bytes, np.ndarray]:
     factor=st.sampled_from([1.0, 0.5, 3.0]),
     seed=st.integers(0, 99),
 )
-def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
+def test_bytes_residual_and_momentum_are_the_oracles(
+    residual, momentum, n, k, wide, kind, factor, seed
+):
     coder, slow = Coder("topk", {"k": k}, n, wide, residual, momentum), oracle(k, n, wide)
     for i, what in enumerate(kind):
         g = gradient(what, n, wide, 10 * seed + i)
@@ -112,7 +114,7 @@ def test_magnitudes_that_are_next_to_each_other(k, n, wide):
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
 def test_nothing_is_lost(n, k, wide, seed):
-    check_nothing_is_lost("topk", {"k": k}, n, wide, seed)
+    assert_nothing_is_lost("topk", {"k": k}, n, wide, seed)
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,7 +167,7 @@ def test_indices_that_are_not_ascending_or_too_large(indices):
         1e30,
     ],
 )
-def test_a_wrong_k(name, k):
+def test_an_invalid_k_is_refused(name, k):
     for given_ in ({"k": k}, {}) if k is None else ({"k": k},):
         with pytest.raises(ConfigError, match="allowed are") as error:
             codec(name).options(given_)
@@ -175,7 +177,7 @@ def test_a_wrong_k(name, k):
 @pytest.mark.parametrize(
     ("k", "kept"), [(1, 1), (1.0, 1), (3.0, 3), (2**62, 2**62), (0.5, 0.5), (5e-324, 5e-324)]
 )
-def test_a_right_k(k, kept):
+def test_a_valid_k_keeps_its_value_and_type(k, kept):
     for name in ("topk", "randomk"):
         got = codec(name).options({"k": k})
         assert got == {"k": kept} and type(got["k"]) is type(kept)
@@ -183,6 +185,6 @@ def test_a_right_k(k, kept):
 
 @settings(max_examples=200, deadline=None)
 @given(n=st.one_of(sizes, st.integers(1, 2**31)), k=st.one_of(ks, st.integers(1, 2**62)))
-def test_how_many(n, k):
+def test_the_number_of_kept_elements_is_the_oracles(n, k):
     assert amount_of(n, amount_numbers(k)) == amount(n, k)
     assert 1 <= amount(n, k) <= n

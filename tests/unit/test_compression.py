@@ -254,7 +254,7 @@ def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> No
     check_fits(compression({"compressor": "onebit"}), "float32", 2**40, "'w'", 2**40)
 
 
-def test_none_is_none() -> None:
+def test_empty_parameters_mean_no_compression() -> None:
     assert (
         compression(None) == compression({}) == compression({"compressor": "", "k": None}) == NONE
     )

@@ -53,7 +53,7 @@ def narrowed(values: np.ndarray, name: str) -> np.ndarray:
         )
 
 
-def check_widen(worker: Worker, name: str, bits: np.ndarray, blocks: int) -> None:
+def assert_widened(worker: Worker, name: str, bits: np.ndarray, blocks: int) -> None:
     source, out = worker.launch(
         "convert",
         "conversion.widen",
@@ -66,7 +66,7 @@ def check_widen(worker: Worker, name: str, bits: np.ndarray, blocks: int) -> Non
     assert same(out, on_the_cpu(name, 0, bits)) and same(out, widened(bits, name))
 
 
-def check_narrow(worker: Worker, name: str, values: np.ndarray, blocks: int) -> None:
+def assert_narrowed(worker: Worker, name: str, values: np.ndarray, blocks: int) -> None:
     source, out = worker.launch(
         "convert",
         "conversion.narrow",
@@ -114,17 +114,17 @@ def test_borders_are_where_rounding_changes(name):
 
 @pytest.mark.parametrize("name", HALVES)
 def test_every_half(worker, name):
-    check_widen(worker, name, EVERY, 2)
+    assert_widened(worker, name, EVERY, 2)
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_rounding(worker, name):
+def test_narrowing_rounds_as_numpy_does(worker, name):
     step = 1 if worker.kind == "gpu" else 8  # some of each exponent
-    check_narrow(worker, name, np.concatenate(borders(name, step)), 3)
+    assert_narrowed(worker, name, np.concatenate(borders(name, step)), 3)
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_specials(worker, name):
+def test_narrowing_keeps_infinities_nans_and_denormals(worker, name):
     bits = [
         0,
         1,
@@ -150,7 +150,7 @@ def test_specials(worker, name):
         0x7FFFFFFF,
     ]
     both = np.array([bit | sign for sign in (0, 0x80000000) for bit in bits], np.uint32)
-    check_narrow(worker, name, both.view(np.float32), 1)
+    assert_narrowed(worker, name, both.view(np.float32), 1)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -158,8 +158,8 @@ def test_sizes_and_blocks(worker, name):
     rng = np.random.default_rng(1)
     for i, n in enumerate(SIZES + LARGER[worker.kind]):
         blocks = BLOCKS[i % 3] if n < 2000 else [1, 7, 300][i % 3]
-        check_widen(worker, name, rng.integers(0, 65536, n).astype(np.uint16), blocks)
-        check_narrow(worker, name, rng.standard_normal(n).astype(np.float32), blocks)
+        assert_widened(worker, name, rng.integers(0, 65536, n).astype(np.uint16), blocks)
+        assert_narrowed(worker, name, rng.standard_normal(n).astype(np.float32), blocks)
 
 
 @settings(max_examples=20, deadline=None)
@@ -170,8 +170,8 @@ def test_sizes_and_blocks(worker, name):
 )
 def test_any_bits(worker, name, blocks, bits):
     given = np.array(bits, np.uint32)
-    check_narrow(worker, name, given.view(np.float32), blocks)
-    check_widen(worker, name, (given >> np.uint32(16)).astype(np.uint16), blocks)
+    assert_narrowed(worker, name, given.view(np.float32), blocks)
+    assert_widened(worker, name, (given >> np.uint32(16)).astype(np.uint16), blocks)
 
 
 def test_wide_elements_need_none(worker):

@@ -68,7 +68,7 @@ def test_more_than_a_chunk(worker, options):
         pair.close()
 
 
-def test_sparse(worker):
+def test_rice_coded_places_are_as_on_the_cpu(worker):
     """Places as Rice-coded numbers, short and long ones."""
     for n, density, seed in [(300, 0.01, 1), (1100, 0.05, 2), (1100, 0.003, 3)]:
         g = np.where(
@@ -98,7 +98,7 @@ def test_special_values(worker, kind):
         pair.close()
 
 
-def test_l2(worker):
+def test_the_l2_norm_is_right_to_rounding_and_the_rest_to_the_bit(worker):
     """The norm to rounding, and with that norm all else as the oracle has it."""
     for n in SIZES[worker.kind][-2:]:
         if n > 50_000:
@@ -132,7 +132,7 @@ def test_l2(worker):
             pair.close()
 
 
-def test_other_bytes(worker):
+def test_corrupt_bytes_are_decoded_as_on_the_cpu(worker):
     for seed in range(24 if worker.kind == "simulator" else 400):
         n = [1, 33, 300][seed % 3]
         pair = Dithering(

@@ -20,7 +20,7 @@ class OneBit(Pair):
     step.
     """
 
-    def compare(self, got: bytes, want: bytes) -> None:
+    def assert_alike(self, got: bytes, want: bytes) -> None:
         found, other = (np.frombuffer(wire[:8], np.float64)[0] for wire in (got, want))
         assert (
             np.isnan(found)
@@ -67,7 +67,7 @@ def test_special_values(worker, kind):
         pair.close()
 
 
-def test_no_kernels():
+def test_a_compressor_without_gpu_kernels_is_refused():
     with pytest.raises(
         ConfigError,
         match=(
@@ -77,7 +77,7 @@ def test_no_kernels():
         device_codec("nobody")
 
 
-def test_other_bytes(worker):
+def test_corrupt_bytes_are_decoded_as_on_the_cpu(worker):
     for seed in range(12):
         n = [1, 33, 300][seed % 3]
         pair = OneBit(worker, "onebit", {"scaling": True}, n, "float32")

@@ -61,7 +61,7 @@ def test_special_values(worker, kind):
         pair.close()
 
 
-def test_other_bytes(worker):
+def test_corrupt_bytes_are_decoded_as_on_the_cpu(worker):
     """Whatever its counter is, places are in range."""
     for seed in range(20):
         n = [1, 33, 300][seed % 3]

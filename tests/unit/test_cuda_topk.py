@@ -84,7 +84,7 @@ def test_special_values(worker, kind):
         pair.close()
 
 
-def test_an_unlucky_sample(worker):
+def test_topk_is_exact_though_its_sample_misleads(worker):
     """What the sample sees is large, and all else is not: all is collected again."""
     n = 1100 if worker.kind == "simulator" else 50_000
     sample, run = (256, 4) if worker.kind == "simulator" else (4096, 4)
@@ -101,7 +101,7 @@ def test_an_unlucky_sample(worker):
         pair.close()
 
 
-def test_other_bytes(worker):
+def test_corrupt_bytes_are_decoded_as_on_the_cpu(worker):
     for seed in range(30):
         n = [1, 33, 300][seed % 3]
         pair = TopK(worker, "topk", {"k": 0.2}, n, ["float32", "float64"][seed % 2])
@@ -111,7 +111,7 @@ def test_other_bytes(worker):
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
-def test_half(worker, wide):
+def test_half_writes_the_same_bytes_as_on_the_cpu(worker, wide):
     for n in SIZES[worker.kind]:
         pair = Half(worker, "half", {}, n, wide)
         for turn, kind in enumerate(["normal", "wild", "denormal", "infinity", "nan"]):

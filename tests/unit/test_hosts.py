@@ -37,7 +37,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_roles(write) -> None:
+def test_a_hostfile_gives_each_host_its_roles_and_port(write) -> None:
     found = read(
         [
             (

@@ -57,7 +57,7 @@ def draw(dtype, n: int, seed: int) -> np.ndarray:
     return (rng.normal(size=n) * 10.0 ** rng.integers(-30, 30, n)).astype(dtype.name)
 
 
-def same(got: np.ndarray, want: np.ndarray, dtype) -> None:
+def assert_same(got: np.ndarray, want: np.ndarray, dtype) -> None:
     """Equal bits; of a NaN only that it is one, since which payload survives is the processor's
     choice.
     """
@@ -82,18 +82,18 @@ def same(got: np.ndarray, want: np.ndarray, dtype) -> None:
     divisor=st.sampled_from([1, 2, 3, 7, 1000]),
     seed=st.integers(0, 99),
 )
-def test_pair_and_divide(dtype, n, divisor, seed):
+def test_sums_of_two_and_quotients_are_the_oracles(dtype, n, divisor, seed):
     a, b = draw(dtype, n, seed), draw(dtype, n, seed + 1000)
     with np.errstate(all="ignore"):
         want = reduce([a, b], dtype.name, divisor)
         alone = reduce([a], dtype.name, divisor)
     x, y = unaligned(a), unaligned(b)
     kernel(dtype, "pair")(x.ctypes.data, y.ctypes.data, n, divisor)
-    same(x.copy().view(NUMPY[dtype.name]), want, dtype)
+    assert_same(x.copy().view(NUMPY[dtype.name]), want, dtype)
     assert (y == unaligned(b)).all()
     x = unaligned(a)
     kernel(dtype, "divide")(x.ctypes.data, n, divisor)
-    same(x.copy().view(NUMPY[dtype.name]), alone, dtype)
+    assert_same(x.copy().view(NUMPY[dtype.name]), alone, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -104,7 +104,7 @@ def test_pair_and_divide(dtype, n, divisor, seed):
     average=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_three_and_more(dtype, n, workers, average, seed):
+def test_sums_of_three_and_more_are_the_oracles(dtype, n, workers, average, seed):
     pushes = [draw(dtype, n, seed * 10 + i) for i in range(workers)]
     divisor = workers if average else 1
     with np.errstate(all="ignore"):
@@ -122,7 +122,7 @@ def test_three_and_more(dtype, n, workers, average, seed):
         for i in range(1, workers - 1):
             kernel(dtype, "add")(at[0], at[i], n, shift)
         kernel(dtype, "pair")(at[0], at[-1], n, divisor)
-    same(held[0].copy().view(NUMPY[dtype.name]), want, dtype)
+    assert_same(held[0].copy().view(NUMPY[dtype.name]), want, dtype)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -141,7 +141,7 @@ def test_all_halves(name, partner):
         want = reduce([a, b], name)
     x, y = a.copy(), b.copy()
     kernel(dtype, "pair")(x.ctypes.data, y.ctypes.data, 65536, 1)
-    same(x, want, dtype)
+    assert_same(x, want, dtype)
 
 
 def test_the_oracles_bfloat16_is_ml_dtypes():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import NUMPY, WIDE, kernel, same
+from test_kernels import NUMPY, WIDE, assert_same, kernel
 
 from bpsx.dtypes import BY_NAME, DTYPES
 from bpsx.kernels import load
@@ -81,17 +81,17 @@ def test_every_half_with_every_kind_of_partner(name, divisor):
             wide = widened(a, name) + widened(b, name)
         left, right = a.copy(), b.copy()
         kernel(dtype, "pair")(left.ctypes.data, right.ctypes.data, 65536, divisor)
-        same(left, want, dtype)
+        assert_same(left, want, dtype)
         acc, out = np.empty(65536, np.float32), a.copy()
         kernel(dtype, "start")(acc.ctypes.data, a.ctypes.data, b.ctypes.data, 65536, 0)
-        same(acc, wide, BY_NAME["float32"])
+        assert_same(acc, wide, BY_NAME["float32"])
         shift = 1 if name == "bfloat16" and divisor != 1 else 0
         with np.errstate(invalid="ignore"):
             acc = widened(a, name) * np.float32(0.5**shift)
         kernel(dtype, "finish")(
             out.ctypes.data, acc.ctypes.data, b.ctypes.data, 65536, divisor, shift
         )
-        same(out, want, dtype)
+        assert_same(out, want, dtype)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -103,11 +103,11 @@ def test_every_half_alone(name):
             want = reduce([a], name, divisor)
         got = a.copy()
         kernel(dtype, "divide")(got.ctypes.data, 65536, divisor)
-        same(got, want, dtype)
+        assert_same(got, want, dtype)
     acc = np.zeros(65536, np.float32)
     kernel(dtype, "add")(acc.ctypes.data, a.ctypes.data, 65536, 0)
     with np.errstate(invalid="ignore"):
-        same(acc, widened(a, name) + np.float32(0), BY_NAME["float32"])
+        assert_same(acc, widened(a, name) + np.float32(0), BY_NAME["float32"])
 
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
@@ -134,9 +134,9 @@ def test_strange_floats_pairwise(name, divisor):
         want, total = reduce([a, b], name, divisor), a + b
     got, acc = a.copy(), a.copy()
     kernel(dtype, "pair")(got.ctypes.data, b.ctypes.data, a.size, divisor)
-    same(got, want, dtype)
+    assert_same(got, want, dtype)
     kernel(dtype, "add")(acc.ctypes.data, b.ctypes.data, a.size, 0)
-    same(acc, total, dtype)
+    assert_same(acc, total, dtype)
 
 
 @pytest.mark.parametrize("name", ["uint8", "int8", "int32", "int64"])
@@ -151,7 +151,7 @@ def test_integers_at_their_ends(name, divisor):
     with np.errstate(over="ignore"):
         want = reduce([a, b], name, divisor)
     kernel(dtype, "pair")(a.ctypes.data, b.ctypes.data, a.size, divisor)
-    same(a, want, dtype)
+    assert_same(a, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)

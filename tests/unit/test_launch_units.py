@@ -108,7 +108,7 @@ def test_first_a_grace_then_sigterm_then_sigkill() -> None:
     ]
 
 
-def test_without_grace() -> None:
+def test_a_job_without_grace_is_terminated_at_once() -> None:
     ending = Ending(10, 5)
     ending.begin(100)
     ending.begin(101, 0)

@@ -65,7 +65,7 @@ TF = {
         ({"TF_CONFIG": json.dumps(TF)}, (2, 3, 0, 1)),
     ],
 )
-def test_a_place(variables, expected):
+def test_each_launchers_variables_give_a_worker_its_place(variables, expected):
     found = place({**STORE, **variables})
     assert (found.rank, found.size, found.local_rank, found.local_size) == expected
     if "TF_CONFIG" not in variables:
@@ -103,7 +103,7 @@ def test_a_place(variables, expected):
         {"RANK": "1", "BYTEPS_LOCAL_RANK": "0"},
     ],
 )
-def test_no_place(variables):
+def test_other_variables_give_no_place(variables):
     assert place(variables) is None
 
 

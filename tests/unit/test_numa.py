@@ -42,7 +42,7 @@ def plans(cores: list[Core], processes: int, **variables: str) -> list[str]:
     ]
 
 
-def test_topology(tmp_path: Path) -> None:
+def test_cores_and_their_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     found = topology(range(16), machine(tmp_path, TWO))
     assert found == [Core((i, i + 8), i // 4) for i in range(8)]
 
@@ -89,7 +89,7 @@ def test_one_thread_per_core(cores: list[Core]) -> None:
     assert plans(cores, 2, MULTITHREADED_CPU="0") == ["0-3", "4-7"]
 
 
-def test_a_blacklist(cores: list[Core]) -> None:
+def test_no_process_gets_a_blacklisted_cpu(cores: list[Core]) -> None:
     assert plans(cores, 2, CPU_BLACKLIST="0,8,12-15") == ["1-3,9-11", "4-7"]
     assert plans(cores, 1, CPU_BLACKLIST="0-3") == ["4-15"]
 
@@ -204,6 +204,6 @@ def test_lists_of_cpus(given_text: str, cpus: set[int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "a", "3-1", "-1", "1--2", "1,,2", "70000"])
-def test_what_is_no_list(wrong: str) -> None:
+def test_a_malformed_list_of_cpus_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         cpu_list(wrong)

@@ -31,7 +31,7 @@ def test_no_two_lists_of_parts_give_the_same(one, other):
     assert (secret.derive(b"k", "p", *one) == secret.derive(b"k", "p", *other)) is alike
 
 
-def test_everything_counts():
+def test_each_input_changes_what_is_derived():
     found = {
         secret.derive(k, p, *rest)
         for k in (b"", b"k")
@@ -62,7 +62,7 @@ def test_a_secret_of_the_wrong_size_is_refused_without_being_told(text):
     assert text not in str(caught.value)
 
 
-def test_where_it_comes_from(tmp_path):
+def test_the_secret_comes_from_a_variable_or_a_file(tmp_path):
     file = tmp_path / "secret"
     file.write_text("  " + GOOD + "\n")
     file.chmod(0o600)
@@ -100,7 +100,7 @@ def test_a_file_that_is_none_is_named(tmp_path):
             _ = Config({"BPSX_SECRET_FILE": str(tmp_path / name)}).secret_bytes
 
 
-def test_it_is_not_told(tmp_path):
+def test_the_secret_is_not_shown(tmp_path):
     config = Config({"BPSX_SECRET": GOOD})
     assert GOOD not in repr(config) and GOOD not in str(config) and GOOD not in reference()
 

@@ -14,7 +14,7 @@ from bpsx.planning.stages import Stage
 from bpsx.telemetry import timeline
 from bpsx.telemetry.clock_sync import Clock, Estimate, offset_at
 from support.places import SOURCE
-from support.traces import load, no_overlaps
+from support.traces import assert_no_overlaps, load
 
 WALL = Estimate(0, 1_700_000_000_000_000_000, 0)
 NAMES = {5: 'layer."quoted" \\ é\n', 6: "b"}
@@ -112,12 +112,12 @@ def test_push_pulls_of_one_tensor_that_overlap_are_drawn_one_after_the_other():
     )
     assert (second["ts"], second["dur"]) == (first["ts"] + 10, 10)
     assert second["args"]["submitted"] == first["ts"] + 2
-    no_overlaps([first, second])
+    assert_no_overlaps([first, second])
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**6)), max_size=30))
 def test_totals_never_overlap(spans):
-    no_overlaps(
+    assert_no_overlaps(
         made(*(record(b, b + d, timeline.TOTAL, step=i + 1) for i, (b, d) in enumerate(spans)))
     )
 

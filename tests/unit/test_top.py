@@ -45,7 +45,7 @@ def test_what_does_not_fit_the_height_is_left_out(monkeypatch: pytest.MonkeyPatc
     ("workers", "servers", "counts"),
     [(1, 1, "1 worker, 1 server, 0 tensors"), (2, 3, "2 workers, 3 servers, 0 tensors")],
 )
-def test_one_is_not_several(workers: int, servers: int, counts: str) -> None:
+def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) -> None:
     view = {
         "state": "running",
         "workers": workers,

@@ -34,7 +34,9 @@ def grouped(found: ReducePlan) -> tuple[int, tuple[int, ...]]:
         ("a", False, 1),
     ],
 )
-def test_switches(switches: str, linked: bool | None, group: int) -> None:
+def test_gpus_of_a_pcie_switch_form_a_group_unless_linked(
+    switches: str, linked: bool | None, group: int
+) -> None:
     assert grouped(plan(cards(*switches), linked)) == (group, ())
 
 

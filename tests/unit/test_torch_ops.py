@@ -292,7 +292,7 @@ def test_what_the_session_is_told(fake: FakeSession) -> None:
     assert fake.pushes[1].will_wait and fake.pushes[1].source.address == tensor.data_ptr()
 
 
-def test_handles(fake: FakeSession) -> None:
+def test_a_second_synchronize_does_not_copy_again(fake: FakeSession) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).t()
     handle = bps.push_pull_async_inplace(tensor, average=False)
     assert not bps.poll(handle)
@@ -365,7 +365,7 @@ def test_no_compression() -> None:
     assert wire is tensor and bps.Compression.none.decompress(wire, ctx) is tensor
 
 
-def test_declare(fake: FakeSession) -> None:
+def test_declare_numbers_names_in_the_order_of_first_use(fake: FakeSession) -> None:
     assert [bps.declare("a"), bps.declare("b"), bps.declare("a")] == [0, 1, 0]
 
 

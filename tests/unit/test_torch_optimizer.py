@@ -346,7 +346,7 @@ def test_a_gradient_taken_away_meanwhile_comes_back_averaged(fake: FakeSession) 
     assert torch.equal(layer.weight.grad, torch.ones(1, 2))
 
 
-def test_closure(fake: FakeSession) -> None:
+def test_step_calls_a_closure_once_and_pushes_its_gradients(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     calls = []
@@ -366,7 +366,7 @@ def test_closure(fake: FakeSession) -> None:
 # ---- compression
 
 
-def test_fp16(fake: FakeSession) -> None:
+def test_fp16_compression_pushes_and_leaves_rounded_gradients(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model, compression=bps.Compression.fp16)
     backward(model)

@@ -103,7 +103,7 @@ def test_what_the_user_has_set(monkeypatch, given, expected):
         ("localhost server worker\n127.0.0.2\n", "", "localhost"),
     ],
 )
-def test_over_ssh(tmp_path, hosts, address, expected):
+def test_over_ssh_the_store_is_on_the_first_workers_host(tmp_path, hosts, address, expected):
     """The store is on the first worker's host; which ranks its processes have its own bpsx-run
     knows.
     """

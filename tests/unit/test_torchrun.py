@@ -31,7 +31,7 @@ def read(monkeypatch, **changes):
     return launched()
 
 
-def test_a_place(monkeypatch):
+def test_torchruns_variables_give_a_worker_its_place(monkeypatch):
     found = read(monkeypatch)
     assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
     assert (found.master_addr, found.master_port, found.run) == ("far", 29500, "job")
@@ -54,7 +54,7 @@ def test_a_half_is_refused_and_names_the_other(monkeypatch, name, other):
         "MASTER_PORT",
     ],
 )
-def test_others_need_not(monkeypatch, name):
+def test_a_place_needs_only_some_of_torchruns_variables(monkeypatch, name):
     assert read(monkeypatch, **{name: ""}) is not None
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_named(monkeypatch, name, value):
         ),  # ranks that do not run machine by machine
     ],
 )
-def test_machines(local, expected):
+def test_local_ranks_tell_how_many_machines_there_are(local, expected):
     assert machines(local) == expected
 
 
