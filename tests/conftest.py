@@ -4,6 +4,7 @@ behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -59,16 +60,31 @@ def pytest_collection_finish() -> None:
     apart.assert_only(apart.IN_PYTEST)
 
 
+def process_ids() -> set[int]:
+    """The processes of this machine; where the kernel lists children, only ours and those of the
+    processes that fork for us. To read the state of all took 8 ms of each test.
+    """
+    ours = {os.getpid(), *nurseries()}
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+    found: set[int] = set()
+    for parent in ours:
+        for listed in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                found.update(map(int, listed.read_text().split()))
+    return found
+
+
 def children() -> set[int]:
     """Processes whose parent we are, or those that fork for us."""
     found, ours = set(), nurseries()
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for pid in process_ids():
         try:
-            fields = status.read_text().rsplit(")", 1)[1].split()
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
         if int(fields[1]) in {os.getpid(), *ours} and fields[0] != "Z":
-            found.add(int(status.parent.name))
+            found.add(pid)
     return found - ours
 
 
