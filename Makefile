@@ -1,7 +1,8 @@
 # `make help` lists the targets.
 #
-# Everything runs in one environment, .venv: `make demo` puts into it what the demo needs, `make test`
-# adds what tests need. A package list that changes, or a source file, has only its part made again.
+# Everything runs in one environment, .venv: `make demo` puts into it what the demo needs, and
+# `make test` adds what tests need. A package list that changes, or a source file, has only its part
+# made again.
 PYTHON ?= python3
 # The ordinary wheel of torch brings gigabytes of CUDA along. A CPU build is smaller:
 # make demo TORCH="torch==…+cpu"
@@ -9,7 +10,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') meson.build pyproject.toml
+SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') \
+	meson.build pyproject.toml
 
 .PHONY: build help ready demo quick test fuzz bench docs lint clean
 
@@ -63,7 +65,8 @@ bench: ready  ## measure: make bench NAME=push_pull; without NAME, list the benc
 	$(BIN)/python -m bench $(NAME)
 
 docs: build  ## write docs/reference/options.md from the table of options
-	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/reference/options.md
+	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" \
+		> docs/reference/options.md
 
 lint: ready  ## run ruff and mypy
 	$(BIN)/ruff check .
