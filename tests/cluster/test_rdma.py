@@ -74,7 +74,8 @@ def test_sums_of_all_sizes(lanes: int) -> None:
     are of a page.
     """
     cases = [(dtype, n, n % 2) for dtype in ("float32", "float16") for n in (0, 1, 1023, 20_000)]
-    cases += [("float32", 3_000_000, 1)] if lanes == 1 else []
+    # 8 MiB are the most for a software adapter
+    cases += [("float32", 2_200_000, 1)] if lanes == 1 else []
     found = run(
         SUMS,
         2,
@@ -83,7 +84,7 @@ def test_sums_of_all_sizes(lanes: int) -> None:
             **RDMA,
             "CASES": json.dumps(cases),
             "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
-            "BYTEPS_PARTITION_BYTES": str(64 << 20 if lanes == 1 else 4096),
+            "BYTEPS_PARTITION_BYTES": str(16 << 20 if lanes == 1 else 4096),
         },
     )
     assert found[0] == found[1] and len(found[0]) == len(cases)

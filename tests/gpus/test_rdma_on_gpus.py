@@ -24,7 +24,7 @@ for step in range(4):
     arrays = [PretendArray(parts[r], main) for parts in drawn]
     handles = [push_pull(f"{i} {a.nbytes}", a) for i, a in enumerate(arrays)]
     for handle in handles:
-        handle.wait(60)
+        handle.wait(240)
     for parts, array in zip(drawn, arrays):
         assert near(array.get(), parts, False), step
 endpoint = verbs.session()._endpoint

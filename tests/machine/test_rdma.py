@@ -58,9 +58,8 @@ def test_the_suites_that_need_an_adapter_pass() -> None:
     subprocess.run(
         [sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120
     )
-    done = in_machine(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "240", *_SUITES
-    )
+    options = ["-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "900"]
+    done = in_machine("-m", "pytest", *options, *_SUITES, environment={"BPSX_TEST_PATIENCE": "4"})
     assert done.status == 0, done.output[-6000:]
     passed = re.search(r"(\d+) passed, 1 skipped", done.output)  # of a machine without
     assert passed and int(passed[1]) >= 50, done.output[-3000:]

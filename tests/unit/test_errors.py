@@ -7,10 +7,10 @@ import pickle
 import re
 
 import pytest
+from source.places import SOURCE
 
 from bpsx import errors
 from bpsx.compression.spec import CompressionSpec
-from source.places import SOURCE
 from support.places import SOURCE
 from unit.scheduler_tools import declare, running, waiting
 
