@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from source.places import ROOT
+from support.places import ROOT
 
 _FOLDER = ROOT / "src" / "bpsx" / "transports" / "loopback"
 #: What runs the suite: pytest, in a process where the copy is a module of bpsx.transports.

@@ -44,7 +44,7 @@ import bpsx.config
                 "bpsx.errors",
                 "bpsx.session",
                 "bpsx.system.sync",
-                "bpsx.torch.ops",
+                "bpsx.torch.submit",
                 "bpsx.scheduler.hub",
                 "bpsx.scheduler.messages",
                 "bpsx.placement",

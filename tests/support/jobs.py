@@ -22,7 +22,7 @@ from typing import Any
 
 from support.forking import Fork, packages_for
 
-#: Seconds that a job may take. An emulated processor takes a multiple, which whoever starts it sets.
+#: Seconds that a job may take. Whoever starts it in an emulated processor sets a multiple.
 DEADLINE = 90.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
 
 #: How messages travel, as variables.

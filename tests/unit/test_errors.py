@@ -7,7 +7,6 @@ import pickle
 import re
 
 import pytest
-from source.places import SOURCE
 
 from bpsx import errors
 from bpsx.compression.spec import CompressionSpec

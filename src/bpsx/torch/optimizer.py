@@ -88,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     nothing, and ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` have
     no effect.
 
-    Copies, deep or pickled, are plain optimizers of the original class, because names and hooks
+    Copies, deep or serialized, are plain optimizers of the original class, because names and hooks
     belong to the parameters of this optimizer.
 
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``.
@@ -245,7 +245,7 @@ class _DistributedOptimizer(_Base):
         vars(self)["param_groups"] = groups
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle as a plain optimizer: hooks and names belong to this one's parameters."""
+        """Serialize as a plain optimizer: hooks and names belong to this one's parameters."""
         line = type(self).__mro__
         plain = line[line.index(_DistributedOptimizer) + 1]
         return object.__new__, (plain,), super().__getstate__()
