@@ -1,14 +1,14 @@
 # Sends partitions from the lanes' queues to the transport.
 #
-# Two bounds on the bytes that are handed over and not written out keep urgent partitions from
-# queueing behind others:
+# Bounds on the bytes that are handed over and not written out keep urgent partitions from queueing
+# behind others. `next_lane` has them all; two need an explanation:
 #
 # * Credit, per lane.
 # * What a server's link takes in a short time, at least one partition. With more, the partitions
 #   would share the link, and all would be complete at once, and late. This bound is the same for
 #   all servers, by the slowest. With a bound per server, a worker with more of a link could fill
-#   more connections there and would get still more of it, until each worker is far ahead at another
-#   server. Then every sum waits for its last worker.
+#   more connections there and would get still more of it. In the end each worker would be far ahead
+#   at another server, and every sum would wait for its last worker.
 #
 # A server on this machine would always have room, but its partitions wait for their turn. A
 # server that gets its own machine's pushes early has sums to send while its machine still has to

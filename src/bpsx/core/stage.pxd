@@ -1,8 +1,8 @@
-# State machine of partitions and of the tasks that they belong to. `enter` is the only switch over
-# stages.
+# State machine of partitions and of the tasks that they belong to: `enter` begins a stage, and
+# `enter_on_gpu` does so for stages of GPUs and of the machine's other processes.
 #
-# Only the driver calls these functions. planning/stages.py has the same stage names and chooses
-# each tensor's list of stages.
+# Only the driver calls these functions, except `take_tells` and `tell`, which whoever ends a task
+# calls. planning/stages.py has the same stage names and chooses each tensor's list of stages.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
@@ -54,7 +54,7 @@ cdef inline bint beside_copies(Partition *p) noexcept nogil:
 
 
 cdef inline void give_up(Core *c, int status) noexcept nogil:
-    """Fail the whole core because a message could not be sent.
+    """Fail the whole core: this process cannot take part any more.
 
     The server will never count this worker's round, so nothing after it can be right.
     """

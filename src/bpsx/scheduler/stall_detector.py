@@ -1,9 +1,9 @@
 """Detects push_pulls that do not end, and whether the job can still go on. Pure.
 
 A worker reports the tensors that it has pushed and not received back, and which of them its script
-waits for. A tensor that a worker has not reported has not been pushed there. One such case is a
-slow worker, and causes a warning. If *every* worker waits for a tensor that another worker has not
-pushed, the job is deadlocked.
+waits for, once they are up to a second old. A tensor that a worker has not reported counts as not
+pushed there. One such case is a slow worker, and causes a warning. If *every* worker waits for a
+tensor that another worker has not pushed, the job is deadlocked.
 
 Reports are differences, and every structure here is updated by what changed. So a message costs
 time in proportion to its length, whatever the number of workers and tensors.
@@ -220,7 +220,7 @@ class Stalls:
         return [item for item in found if item[2] >= limit]
 
     def warning(self, rank: int) -> str:
-        """The warning, mostly empty, for worker ``rank`` about its oldest tensor, after its report.
+        """Return a warning for worker ``rank`` about its oldest tensor, usually empty.
 
         A worker gets a warning of a stall once, and again after :data:`REPEAT` intervals; of
         another stall after one interval at the earliest.

@@ -20,7 +20,7 @@ from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
 from bpsx.transports.abi cimport Landing, Message
 
 cdef enum Verdict:
-    ACCEPTED = 0                # counted; the round is still open
+    ACCEPTED = 0                # counted; without join() the round is still open
     CLOSED = 1                  # counted, and it completes the round
     REPEATED = 2                # this worker has pushed in this round already; ignore it
     MALFORMED = 3               # wrong round, length, dtype or key

@@ -32,9 +32,11 @@ log = logging.getLogger("bpsx.session.session")
 def _stands_for(which: tuple[str, str], name: str) -> bool:
     """Return whether the pattern ``which`` includes ``name``.
 
-    Patterns are ("name", name); ("below", name) for the name itself and all names that begin with
-    it and a dot; ("beginning", text) for all names that begin with the text; and ("unnamed", verb)
-    for the names of the verb's calls without a name.
+    Patterns:
+    - ("name", name);
+    - ("below", name): the name itself and all names that begin with it and a dot;
+    - ("beginning", text): all names that begin with the text;
+    - ("unnamed", verb): the names of the verb's calls without a name.
     """
     kind, text = which
     if kind == "unnamed":
@@ -195,6 +197,7 @@ class Declarations:
             self._doubt(status, f"not all of its threads were waiting when this happened: {text}")
 
     def _doubt(self, status: int, text: str) -> None:
+        """End the job: this worker cannot tell which later push_pulls belong together."""
         if self._link is not None:
             self._link.send("DOUBT", status=status, text=text[:60_000])
 

@@ -452,7 +452,7 @@ class Exchange:
     def _agree(self) -> list[Exception]:
         """Find out which gradients are sparse, where that is not known yet.
 
-        Returns the errors; all workers push all the same.
+        Returns the errors. Even then, every worker pushes.
         """
         if self._asking is None:
             self._follow_job()

@@ -1,5 +1,5 @@
-# Collectives of a machine's GPUs: decides their order on the root, and queues them. Only the driver
-# calls these functions; see docs/internals/gpus.md.
+# Collectives of a machine's GPUs: the root decides their order, and every process queues them. Only
+# the driver calls these functions; see docs/internals/gpus.md.
 #
 # NCCL needs the same order of collectives everywhere, or GPUs wait for each other for ever. The
 # root decides it and sends each ORDER to all processes, in the same sequence. A process that reads
@@ -29,7 +29,7 @@ from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOC
 from bpsx.system.sync cimport atomic_load
 
 cdef enum:
-    NOBODY = 0xFFFFFFFE         # the owner of a broadcast's data is not on this machine
+    NOBODY = 0xFFFFFFFE         # no rank of this machine: the data's owner is elsewhere, or none is
     SMALL_PART = 1 << 16        # bytes: smaller parts are not worth a copy each
 
 

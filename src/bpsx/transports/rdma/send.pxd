@@ -1,8 +1,9 @@
 # Send path of an RDMA connection: post if resources allow, otherwise queue by reference.
 #
-# A message needs a credit, room in the send queue, a token, and units of the peer's inbox. If its
-# body is not in registered memory, it also needs units of the outbox. All of these become free
-# without the peer's readers, except tokens and inbox units. A reader may hold those for long,
+# A message needs a credit and room in the send queue. A message that is written, not sent, needs a
+# token and units of the peer's inbox, and units of the outbox for its prefix and head, and for a
+# body that is not in registered memory. The adapters free all of these by themselves, except
+# tokens and inbox units. A reader may hold those for long,
 # because a lane computes the sum in the first push of a round. Once half of either is in use, the
 # prefix therefore asks the reader to copy what it keeps. So readers never hold more than half. If
 # the other half has no run of units that is long enough, the message is sent in pieces, which
@@ -316,7 +317,7 @@ cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexc
 
 
 cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
-    """Queue a message. A head without a done callback is copied."""
+    """Return a copy of a message for the queue. A head without a done callback is copied."""
     cdef Outgoing *kept = <Outgoing *>malloc(
         sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0)
     )
