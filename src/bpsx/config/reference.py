@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from bpsx.config.ignored import NOT_USED
@@ -67,7 +68,14 @@ def reference() -> str:
         "",
     ]
     lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]
-    return "\n".join(lines)
+    return "\n".join(wrapped for line in lines for wrapped in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in pieces of at most 100 columns; a table's row stays whole."""
+    if line.startswith("|"):
+        return [line]
+    return textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _plain(default: Any) -> str:
