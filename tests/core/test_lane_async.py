@@ -90,8 +90,9 @@ def test_a_synchronous_lane_refuses_it(rig):
     assert (r.take(0)[0].kind, r.lane.counters()["malformed"]) == (w.ERROR, 1)
 
 
+@pytest.mark.parametrize("divisor", [1, 2])
 @pytest.mark.parametrize("n", [4, BIG])
-def test_a_broadcast_sets_the_value_while_others_push(rig, n):
+def test_a_broadcast_sets_the_value_while_others_push(rig, n, divisor):
     r = rig(2, asynchronous=True)
     r.register(0, n)
     one, nine = (np.full(n // 4, v, np.float32).tobytes() for v in (1, 9))
@@ -100,8 +101,8 @@ def test_a_broadcast_sets_the_value_while_others_push(rig, n):
     r.push(0, 0, nine, divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
     r.assert_nothing_for(0)
     # not there yet: it still adds to the old value
-    r.push(1, 0, one, flags=w.ASYNC)
-    assert r.take(1)[0].body == np.full(n // 4, 2, np.float32).tobytes()
+    r.push(1, 0, one, divisor=divisor, flags=w.ASYNC)
+    assert r.take(1)[0].body == np.full(n // 4, 1 + 1 / divisor, np.float32).tobytes()
     r.push(1, 0, b"", divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
     assert r.take(0)[0].body == r.take(1)[0].body == nine
     r.push(1, 0, one, flags=w.ASYNC, round_=2)

@@ -35,20 +35,21 @@ cdef inline bint add_delta(KeyState *e, char *body, bint writable, uint64_t divi
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
+    # Memory of its own: the key's may hold the body of a broadcast that is open.
+    cdef char *divided = NULL
     if e.value == NULL:
         e.value = <char *>calloc(1, e.nbytes)
         if e.value == NULL:
             return False
     if divisor > 1:
         if not writable:
-            if not memory_for(&e.small, e.nbytes):
+            if not memory_for(&divided, e.nbytes):
                 return False
-            memcpy(e.small, body, e.nbytes)
-            body = e.small
+            memcpy(divided, body, e.nbytes)
+            body = divided
         k.divide(body, n, divisor)
     k.pair(e.value, body, n, 1)
-    if body == e.small:
-        free_memory(&e.small)
+    free_memory(&divided)
     return True
 
 
