@@ -280,9 +280,10 @@ class Session(Declarations):
 
     def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
         """End the job: fail everything in progress and everything that is asked for later."""
-        if self._leaving or self._failure:
-            return
-        self._failure = text
+        with self._lock:  # leaving takes the failure along, or this is too late to matter
+            if self._leaving or self._failure:
+                return
+            self._failure = text
         log.error("%s", text)
         self._core.fail(status, text)
         if lost := self._core.cut_off():
@@ -665,11 +666,12 @@ class Session(Declarations):
             and time.monotonic() < end
         ):
             self._core.settle(0.05)
-        failure = failure or self._failure or self._core.failed
-        if not failure and self._unfinished():
-            failure = f"left with {self._unfinished()} push_pulls under way"
-        self._leaving = True
-        self._failure = failure
+        left = self._unfinished()
+        with self._lock:  # the control thread may have learnt of a failure meanwhile
+            failure = failure or self._failure or self._core.failed
+            if left and not failure:
+                failure = f"left with {left} push_pulls under way"
+            self._failure, self._leaving = failure, True
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning(
                 "the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout

@@ -1,0 +1,33 @@
+"""A session that leaves while it hears of a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpsx.config import Config
+from bpsx.session.session import Session
+
+
+@pytest.mark.parametrize("given", ["", "ValueError: out of luck"])
+def test_a_failure_heard_of_while_leaving_is_kept(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """It comes after the last look for one, and before this worker counts as leaving."""
+    ours = Session(Config(role="worker", num_worker=1, num_server=0))
+    looks = iter(["nothing to wait for", "nothing left behind"])
+
+    def unfinished() -> int:
+        if given or next(looks) == "nothing left behind":
+            ours._peer_lost("worker 1 is gone")
+        return 0
+
+    monkeypatch.setattr(ours, "_unfinished", unfinished)
+    ours.close(failure=given)
+    assert ours.failure == (given or "worker 1 is gone")
+
+
+def test_what_is_heard_after_that_changes_nothing() -> None:
+    ours = Session(Config(role="worker", num_worker=1, num_server=0))
+    ours.close()
+    ours._peer_lost("worker 1 is gone")
+    assert ours.failure == ""
