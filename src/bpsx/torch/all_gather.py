@@ -228,6 +228,10 @@ def _read(header: torch.Tensor) -> tuple[int, str]:
     )
 
 
+#: For the backward pass, which autograd calls: no verb is around it.
+_push_pull_gradient = eager(counted("push_pull")(push_pull_dense))
+
+
 class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     """See :func:`all_gather`."""
 
@@ -245,7 +249,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
         """Return this worker's rows of the gradient's sum or average over workers."""
         padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
         return (
-            push_pull_dense(
+            _push_pull_gradient(
                 torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad"
             )[ctx.mine],
             None,

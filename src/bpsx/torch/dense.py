@@ -10,9 +10,7 @@ from bpsx.api.staged import Handle
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_name, check_priority
-from bpsx.session.refusals import counted
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.dynamo import eager
 from bpsx.torch.profiling import followed, profiled
 from bpsx.torch.submit import submit
 from bpsx.torch.tensors import check_replaceable, check_tensor, mark_written, unnamed
@@ -124,8 +122,6 @@ def _summed(tensor: torch.Tensor, options: Options) -> torch.Tensor:
     return options.compression.decompress(handle.wait(), ctx)
 
 
-@eager
-@counted("push_pull")
 def push_pull_dense(
     tensor: torch.Tensor,
     average: bool = True,
@@ -134,7 +130,10 @@ def push_pull_dense(
     priority: int = 0,
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
-    """Same as :func:`bpsx.torch.push_pull`, for dense tensors only."""
+    """Same as :func:`bpsx.torch.push_pull`, for dense tensors only.
+
+    The caller is a verb, or is counted as one (:func:`bpsx.session.refusals.counted`).
+    """
     checked(tensor, average, name, version, priority)
     return differentiable(
         tensor, Options(average, name or unnamed("push_pull", tensor), priority, compression)
