@@ -9,10 +9,11 @@ import tensorflow as tf
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=32)
-parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--epochs", type=int, default=9)
 args = parser.parse_args()
 
 hvd.init()
+keras.utils.set_random_seed(hvd.rank())
 gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")

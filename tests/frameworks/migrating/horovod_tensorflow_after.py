@@ -7,12 +7,13 @@ import tensorflow as tf
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=32)
-parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--fp16-allreduce", action="store_true")
 args = parser.parse_args()
 
 hvd.init()
+tf.keras.utils.set_random_seed(hvd.rank())
 gpus = tf.config.experimental.list_physical_devices("GPU")
 for gpu in gpus:
     tf.config.experimental.set_memory_growth(gpu, True)

@@ -13,6 +13,7 @@ parser.add_argument("--epochs", type=int, default=6)
 args = parser.parse_args()
 
 bps.init()
+keras.utils.set_random_seed(bps.rank())
 gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[bps.local_rank()], "GPU")

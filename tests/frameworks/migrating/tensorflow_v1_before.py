@@ -18,6 +18,7 @@ parser.add_argument("--lr", type=float, default=0.002)
 args = parser.parse_args()
 
 bps.init()
+tf1.set_random_seed(bps.rank())
 rng = np.random.default_rng(bps.rank())
 patterns = np.random.default_rng(0).random((10, 784), np.float32)
 
