@@ -2,32 +2,34 @@
 """The worker's core as Python sees it.
 
 :class:`Core` runs the state machine of all partitions over one transport endpoint. The work is done
-in ``core/*.pxd`` without the GIL; this file only converts and hands over.
+in ``core/*.pxd`` without the GIL, which this module compiles; this file itself only converts
+and hands over.
 """
 import contextlib
 import threading
+from os import urandom
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memmove, memset
+from libc.string cimport memcpy, memmove, memset
 
-from bpsx.core.gpu.device cimport Device
+from bpsx.core.gpu.device cimport DOWN, UP, Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
-from bpsx.core.hello cimport ask_lanes, silent_lanes
 from bpsx.core.local.group cimport Group as CMachine
 from bpsx.core.loop cimport (
-    background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
+    background, busy_ns, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
 )
-from bpsx.core.tensor_alloc cimport queue_kernels
-from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
+from bpsx.core.partition cimport Lane, OnGpu, Partition, Server, Task, Tell
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.process cimport own_pid
-from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
+from bpsx.core.receive cimport pump_in
+from bpsx.core.send cimport send_ping
+from bpsx.core.codec.pool cimport Pool, pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
-from bpsx.core.counters cimport counters_of, gauges_of
 from bpsx.core.state cimport Core as CCore
 from bpsx.core.stage cimport take_tells, tell
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
@@ -37,6 +39,7 @@ from bpsx.system.sync cimport (
     wait_until,
 )
 from bpsx.core.trace.recorder cimport Watch
+from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
@@ -44,6 +47,32 @@ from bpsx.transports.abi cimport Endpoint
 from bpsx import errors
 from bpsx.core._tensor import waiting
 from bpsx.core.waiters import Asking
+from bpsx.secret import lane_proof
+
+
+
+cdef int queue_kernels(CCore *c, Partition *p) except -1:
+    """Call the partition's coder to queue the kernels that encode or decode it."""
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    coder = <object>g.coder
+    if p.encodes:
+        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.device.streams[DOWN])
+    else:
+        coder.decode(
+            <uintptr_t>(task.output + p.offset if task.output != NULL else c.device.waste),
+            p.packed.size, <uintptr_t>c.device.streams[UP]
+        )
+    return 0
+
+
+cdef Pool *new_pool(int threads) except NULL:
+    """Allocate a pool. Raises MemoryError."""
+    cdef Pool *pool = pool_new(threads)
+    if pool == NULL:
+        raise MemoryError("no memory for the threads that compress")
+    return pool
+
 
 @cython.no_gc_clear
 cdef class Core:
@@ -74,6 +103,7 @@ cdef class Core:
         ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`.
         """
         memset(&self.c, 0, sizeof(CCore))
+        self.c.wait_for = wait_for
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
         self.pid = own_pid()
@@ -118,7 +148,10 @@ cdef class Core:
         self.gpu = gpu
         for tensor in list(self.tensors):
             self._put_on(tensor, gpu)
-        prepare_gpu(&self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group)
+        if not prepare_gpu(
+            &self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group
+        ):
+            raise MemoryError("no memory for NCCL's orders")
 
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
         """Check that every lane is alive and knows ``secret``; return the lanes that did not
@@ -127,10 +160,26 @@ cdef class Core:
         Call before :meth:`start`; call again to continue waiting. ``addresses``: each lane's own
         address, which its proof covers.
         """
+        cdef int64_t end = now_ns() + <int64_t>(deadline_s * 1e9)
         if not self.greeted:
             self.greeted = True
-            ask_lanes(&self.c, addresses, secret)
-        return silent_lanes(&self.c, now_ns() + <int64_t>(deadline_s * 1e9))
+            self._ping_lanes(addresses, secret)
+        while self.c.n_ready < self.c.n_lanes and now_ns() < end:
+            with nogil:
+                if pump_in(&self.c) == 0:
+                    self.c.endpoint.wait(self.c.endpoint.self, 50)
+            PyErr_CheckSignals()
+        return [i for i in range(self.c.n_lanes) if not self.c.lanes[i].ready]
+
+    cdef _ping_lanes(self, addresses, bytes secret):
+        """Ping all lanes, and note the proof that each must reply with."""
+        cdef bytes nonce, proof
+        cdef uint32_t i
+        for i in range(self.c.n_lanes):
+            nonce = urandom(NONCE_BYTES)
+            proof = lane_proof(secret, self.c.job, addresses[i], nonce)
+            memcpy(self.c.lanes[i].proof, <char *>proof, PROOF_BYTES)
+            send_ping(&self.c, i, nonce)
 
     def start(self) -> None:
         """Start the background thread, which drives whenever no caller does."""
@@ -144,7 +193,7 @@ cdef class Core:
         """
         if self.c.pool != NULL:
             return
-        self.c.pool = pool_new(threads)
+        self.c.pool = new_pool(threads)
         self.workers = [
             threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
             for i in range(self.c.pool.n_threads)
@@ -158,7 +207,7 @@ cdef class Core:
         Call before the first tensor that is compressed on the GPU.
         """
         if self.c.coders == NULL:
-            self.c.coders = pool_new(1)
+            self.c.coders = new_pool(1)
             self.coder = threading.Thread(target=self._code, name="bpsx-coder", daemon=True)
             self.coder.start()
 
@@ -431,12 +480,25 @@ cdef class Core:
         return waiting(self.tensors, age_s, self.asking.everything_ns)
 
     def gauges(self) -> dict:
-        """See :func:`bpsx.core.counters.gauges_of`."""
-        return gauges_of(&self.c)
+        """Return the push_pulls under way, partitions that wait to be sent, and bytes handed to the
+        transport and not yet written out.
+        """
+        cdef uint32_t i
+        queued, in_flight = 0, 0
+        for i in range(self.c.n_lanes):     # unsynchronized reads while the driver works
+            queued += self.c.lanes[i].size
+            in_flight += atomic_load(&self.c.lanes[i].in_flight)
+        return {"outstanding": self.outstanding, "queued": queued, "in_flight": in_flight}
 
     def counters(self) -> dict:
-        """See :func:`bpsx.core.counters.counters_of`."""
-        return counters_of(&self.c)
+        """Return totals since the start: bytes, messages, completed push_pulls."""
+        return {
+            "push_pulls": self.c.counters.tasks, "tensor_bytes": self.c.counters.bytes,
+            "bytes_sent": self.c.counters.sent, "bytes_received": self.c.counters.received,
+            "messages_sent": self.c.counters.messages_out,
+            "messages_received": self.c.counters.messages_in,
+            "malformed": self.c.counters.malformed, "busy_ns": busy_ns(&self.c)
+        }
 
     def close(self) -> None:
         """End what is under way with :class:`ShutdownError`, and stop the thread.

@@ -75,6 +75,21 @@ def test_files_and_functions_are_short(path):
     assert not [(name, n) for name, n in found if n > most]
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in PACKAGE if p.suffix == ".pxd"], ids=lambda p: str(p.relative_to(SOURCE))
+)
+def test_inline_functions_need_no_gil_unless_their_file_says_so(path):
+    text = path.read_text()
+    head = text[: text.index("import")] if "import" in text else text
+    if "GIL" not in head.replace("without the GIL", ""):
+        for name in re.findall(
+            r"^cdef inline [^:]*?(\w+)\([^)]*\)(?! noexcept nogil:)", text, re.M
+        ):
+            raise AssertionError(
+                f"{name} may touch Python; say in the file's first lines that it does"
+            )
+
+
 @pytest.mark.parametrize("path", [p for p in PACKAGE if p.suffix == ".pyx"], ids=lambda p: p.name)
 def test_nogil_code_compiles_without_hints(path, tmp_path):
     done = subprocess.run(
@@ -117,8 +132,8 @@ def test_stage_and_status_codes_agree():
     from bpsx.planning.placement import PARTS_PER_TENSOR
     from bpsx.planning.stages import Stage
 
-    stages = (SOURCE / "core" / "stage.pxd").read_text()
-    block = stages[stages.index("cdef enum Stage:") : stages.index("cdef inline")]
+    stages = (SOURCE / "core" / "partition.pxd").read_text()
+    block = stages[stages.index("cdef enum Stage:") : stages.index("cdef struct")]
     assert {n: int(v) for n, v in re.findall(r"^ {4}(\w+) = (\d+)", block, re.M)} == {
         s.name: s.value for s in Stage
     }

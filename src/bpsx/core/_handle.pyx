@@ -9,7 +9,6 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from bpsx.core._tensor cimport Declared, Tensor
-from bpsx.core.loop cimport wait_for
 from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.gpu.reclaim cimport met, now_met
 from bpsx.core.status cimport DONE, PENDING
@@ -191,7 +190,7 @@ cdef class Handle:
             if end and slice_end > end:
                 slice_end = end
             with nogil:
-                finished = wait_for(self.c, &self.task, slice_end)
+                finished = self.c.wait_for(self.c, &self.task, slice_end)
             if not finished:
                 self._between_slices(end)
                 waited = True

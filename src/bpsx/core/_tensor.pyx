@@ -2,13 +2,13 @@
 """A declared tensor in the core: its partitions and their stages."""
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 
-from bpsx.core.gpu.device cimport BETWEEN, UP, Device
+from bpsx.core.gpu.device cimport BETWEEN, N_STREAMS, UP, Device
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
-from bpsx.core.codec.state cimport server_state_bytes, state_of
-from bpsx.core.partition cimport MAX_STAGES
-from bpsx.core.tensor_alloc cimport free_parts, give_gpu, make_parts, take_coders, take_gpu
-from bpsx.core.stage cimport COPYH2D, DECOMPRESS
+from bpsx.core.codec.made cimport packed_new, state_of
+from bpsx.core.codec.state cimport packed_free, server_state_bytes
+from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partition
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport now_ns
 
@@ -53,6 +53,85 @@ def waiting(tensors, double age_s, int64_t everything_ns) -> list:
             )
         )
     return sorted(found, key=lambda item: -item[3])
+
+
+cdef uint64_t make_parts(CTensor *tensor, list parts, list made) except? 0:
+    """Allocate the partitions from (key, lane, slot, offset, length) of each and, if they are
+    compressed, a bpsx.compression.spec.Made each.
+
+    Returns their total bytes. Raises MemoryError.
+    """
+    cdef size_t i
+    cdef Partition *p
+    cdef uint64_t nbytes = 0
+    tensor.n_parts = len(parts)
+    tensor.parts = <Partition *>calloc(len(parts), sizeof(Partition))
+    if tensor.parts == NULL:
+        raise MemoryError(f"no memory for {len(parts)} partitions")
+    for i in range(len(parts)):
+        p = &tensor.parts[i]
+        p.key, p.lane, p.slot, p.offset, p.length = parts[i]
+        p.tensor = tensor
+        if made:
+            p.packed = packed_new(made[i])
+        nbytes += p.length
+    return nbytes
+
+
+cdef int give_gpu(CTensor *tensor, Device *d) except -1:
+    """Allocate the GPU state of a tensor's partitions, before its first task on the GPU.
+
+    The caller is in the GPU's context. Raises MemoryError.
+    """
+    cdef size_t i
+    cdef int which
+    cdef OnGpu *g
+    for i in range(tensor.n_parts):
+        g = <OnGpu *>calloc(1, sizeof(OnGpu))
+        if g == NULL:
+            raise MemoryError("no memory for a partition on a GPU")
+        tensor.parts[i].gpu = g
+        for which in range(N_STREAMS):
+            g.queued[which] = d.new_event(d.self)
+            if g.queued[which] == NULL:
+                raise MemoryError("no more CUDA events")
+    return 0
+
+
+cdef void take_gpu(CTensor *tensor, Device *d) noexcept:
+    """Release the partitions' CUDA events. The caller is in the GPU's context."""
+    cdef size_t i
+    cdef int which
+    for i in range(tensor.n_parts if tensor.parts != NULL else 0):
+        for which in range(N_STREAMS if tensor.parts[i].gpu != NULL else 0):
+            if tensor.parts[i].gpu.queued[which] != NULL:
+                d.drop_event(d.self, tensor.parts[i].gpu.queued[which])
+
+
+cdef void free_parts(CTensor *tensor) noexcept:
+    cdef size_t i
+    if tensor.parts != NULL:
+        for i in range(tensor.n_parts):
+            free(tensor.parts[i].shares)
+            free(tensor.parts[i].gpu)
+            packed_free(tensor.parts[i].packed)
+    free(tensor.parts)
+
+
+cdef int take_coders(CTensor *tensor, list coders) except -1:
+    """Let each partition be compressed on the GPU by its bpsx.compression.gpu.Coder.
+
+    The caller keeps the coders alive.
+    """
+    cdef size_t i
+    cdef OnGpu *g
+    for i in range(tensor.n_parts):
+        g = tensor.parts[i].gpu
+        g.wire = <char *><uintptr_t>coders[i].wire
+        g.words = <char *><uintptr_t>coders[i].words
+        g.size = -1 if coders[i].size is None else coders[i].size
+        g.coder = <void *>coders[i]
+    return 0
 
 
 cdef Device *device_of(gpu):

@@ -15,6 +15,24 @@ cdef enum:
     MAX_STAGES = 20
     EVERYBODY = 0xFFFFFFFF
 
+# planning/stages.py has the same names and codes, and chooses each tensor's list of stages.
+cdef enum Stage:
+    END = 0
+    COORDINATE_REDUCE = 1       # the machine's root waits for the shares of the other processes
+    # root: add the shares; other processes: copy the own share to where the root can add it
+    REDUCE = 2
+    COPYD2H = 3
+    PCIE_REDUCE = 4
+    COORDINATE_PUSH = 5
+    COMPRESS = 6
+    PUSH = 7                    # queued in its lane until it is sent
+    PULL = 8                    # sent; waits for the reply
+    DECOMPRESS = 9
+    COPYH2D = 10
+    COORDINATE_BROADCAST = 11   # waits for the root's post that the result is ready
+    # copy the result to the output; the root first posts it to the other processes
+    BROADCAST = 12
+
 # Pinned host memory of one partition from COPYD2H to COPYH2D; see pinned_pool.pxd.
 cdef struct PinnedBlock:
     char *host

@@ -6,8 +6,8 @@ from libc.string cimport memcmp, memcpy
 from bpsx.core.stream_copy cimport copy_past
 from bpsx.core.wire cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.partition cimport Partition, wire_of
-from bpsx.core.stage cimport PULL, advance, fail_partition, home
+from bpsx.core.partition cimport PULL, Partition, wire_of
+from bpsx.core.stage cimport advance, fail_partition, home
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
 from bpsx.core.trace.recorder cimport watched

@@ -2,14 +2,17 @@
 # `enter_on_gpu` does so for stages of GPUs and of the machine's other processes.
 #
 # Only the driver calls these functions, except `take_tells` and `tell`, which whoever ends a task
-# calls. planning/stages.py has the same stage names and chooses each tensor's list of stages.
+# calls. The stages' codes are in partition.pxd.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.gpu.device cimport mark_end
 from bpsx.core.local.group cimport Group, everybody_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.state cimport server_state_bytes
-from bpsx.core.partition cimport Lane, Partition, Task, Tell, Tensor
+from bpsx.core.partition cimport (
+    BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, COPYH2D,
+    DECOMPRESS, END, PCIE_REDUCE, PUSH, REDUCE, Lane, Partition, Task, Tell, Tensor,
+)
 from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.codec.pool cimport Pool, pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
@@ -19,24 +22,6 @@ from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport began, ended, passed
-
-cdef enum Stage:
-    END = 0
-    COORDINATE_REDUCE = 1       # the machine's root waits for the shares of the other processes
-    # root: add the shares; other processes: copy the own share to where the root can add it
-    REDUCE = 2
-    COPYD2H = 3
-    PCIE_REDUCE = 4
-    COORDINATE_PUSH = 5
-    COMPRESS = 6
-    PUSH = 7                    # queued in its lane until it is sent
-    PULL = 8                    # sent; waits for the reply
-    DECOMPRESS = 9
-    COPYH2D = 10
-    COORDINATE_BROADCAST = 11   # waits for the root's post that the result is ready
-    # copy the result to the output; the root first posts it to the other processes
-    BROADCAST = 12
-
 
 cdef inline bint beside_copies(Partition *p) noexcept nogil:
     """Whether a compression stage of a tensor on a GPU works on elements in GPU memory: before

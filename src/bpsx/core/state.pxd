@@ -43,6 +43,9 @@ cdef struct Gpu:                # GPU state of the core; owned by the driver
     Places places
 
 cdef struct Core:
+    # Waits for a task, and drives if no other thread does: the driver's loop, which _core.pyx
+    # compiles and _handle.pyx calls.
+    bint (*wait_for)(Core *c, Task *task, int64_t deadline_ns) noexcept nogil
     Endpoint *endpoint
     uint64_t job
     # the servers' number for this process; with a root per machine, the machine's number

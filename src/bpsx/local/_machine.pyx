@@ -21,7 +21,7 @@ from bpsx.core.local.group cimport MOST_ROOTS, N_DTYPES, Group as CMachine, Neig
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport NOTICE_BYTES, Board, Ring, Segment
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store
-from bpsx.kernels.abi cimport fill_in
+from bpsx.kernels.loaded cimport fill_in
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx.dtypes import BY_CODE

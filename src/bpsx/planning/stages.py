@@ -11,7 +11,7 @@ from enum import Enum, IntEnum
 class Stage(IntEnum):
     """Stages, named as in BytePS (its docs/timeline.md).
 
-    The codes are those of ``core/stage.pxd``; a test compares them.
+    The codes are those of ``core/partition.pxd``; a test compares them.
     """
 
     END = 0

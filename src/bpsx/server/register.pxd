@@ -4,69 +4,11 @@ from libc.stdlib cimport realloc
 from libc.string cimport memset
 
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
-from bpsx.core.codec.state cimport packed_new
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
+from bpsx.server.loading cimport load, make_packed
 from bpsx.server.trace cimport note_key
 from bpsx.server.store cimport KeyState, entry_new
-
-
-cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
-    """Load a dtype's kernels when the first key needs them.
-
-    If that fails, no worker can get its sum, so the lane ends.
-    """
-    from bpsx.dtypes import BY_CODE
-
-    if dtype not in BY_CODE:
-            return False            # malformed, or of another version
-    try:
-        (<object>lane.owner).load(dtype)
-        return True
-    except Exception as e:
-        (<object>lane.owner).break_with(e)
-        lane.dropped += 1
-        return False
-
-
-cdef inline void pack_entry(Lane *lane, KeyState *e, bytes name, bytes codec) except *:
-    """Create the state of a key's compression. Raises ConfigError for an invalid codec."""
-    from bpsx.compression.spec import make, parse, stream
-    from bpsx.dtypes import BY_CODE, BY_NAME
-    from bpsx.planning.placement import PARTS_PER_TENSOR
-
-    made = make(
-        parse(codec.decode(errors="replace")), BY_CODE[e.dtype].name, e.nbytes,
-        stream(name, e.key % PARTS_PER_TENSOR), None
-    )
-    wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
-    (<object>lane.owner).load(wide)
-    (<object>lane.owner).keep(made)
-    e.packed = packed_new(made)
-    e.wide_kernels = &lane.kernels[<int>wide]
-
-
-cdef inline bint make_packed(
-    Lane *lane, KeyState *e, const char *name, uint64_t length, uint32_t codec_bytes
-) noexcept with gil:
-    """Load what a compressed key needs. False if `codec` is invalid.
-
-    Without memory or kernels no worker can get its sum, so the lane ends.
-    """
-    from bpsx.errors import ConfigError
-
-    try:
-        pack_entry(lane, e, name[:length], name[length:length + codec_bytes])
-        return True
-    except ConfigError as x:
-        (<object>lane.owner).log(
-            f"a worker has announced a key whose compression is not known here: {x}"
-        )
-        return False
-    except Exception as x:
-        (<object>lane.owner).break_with(x)
-        lane.dropped += 1
-        return False
 
 
 cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:

@@ -26,12 +26,12 @@ cdef struct Pool:
     int64_t ready               # partitions in `done`; read anywhere
 
 
-cdef inline Pool *pool_new(int threads) except NULL:
-    """Allocate a pool for `threads` threads. Raises MemoryError."""
+cdef inline Pool *pool_new(int threads) noexcept nogil:
+    """Allocate a pool for `threads` threads. NULL when out of memory."""
     cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
     if pool == NULL or monitor_init(&pool.monitor) != 0:
         free(pool)
-        raise MemoryError("no memory for the threads that compress")
+        return NULL
     pool.n_threads = max(1, min(threads, MAX_THREADS))
     return pool
 

@@ -3,8 +3,8 @@
 #
 # Only the current owner of the partition (driver, pool thread or lane) accesses this.
 # kernels/codecs.py describes the functions.
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn
@@ -63,45 +63,6 @@ cdef inline void packed_free(Packed *p) noexcept nogil:
         free(p)
 
 
-cdef inline Packed *packed_new(made) except NULL:
-    """Allocate the state for a bpsx.compression.spec.Made. Raises MemoryError."""
-    cdef Packed *p = <Packed *>calloc(1, sizeof(Packed))
-    cdef uint32_t i
-    if p == NULL:
-        raise MemoryError("no memory for a compressed partition")
-    p.encode = <encode_fn><uintptr_t>made.encode
-    p.decode = <decode_fn><uintptr_t>made.decode
-    p.widen = <convert_fn><uintptr_t>made.widen
-    p.narrow = <convert_fn><uintptr_t>made.narrow
-    p.wide_itemsize = made.wide_itemsize
-    p.n = made.n
-    p.capacity = made.capacity
-    p.aside = (p.n * p.wide_itemsize + 63) & ~(<uint64_t>63) if p.widen != NULL else 0
-    p.scratch = p.aside + made.scratch
-    p.mu = made.mu
-    p.corrected = made.corrected
-    p.counted = made.counted
-    p.sparse = made.sparse
-    for i in range(N_OPTIONS):
-        p.options[i] = made.options[i]
-    # Whole pages: a network adapter may register them, and then forked children may lack them.
-    p.wire = <uint8_t *>aligned_alloc(
-        PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1)
-    )
-    if made.residual:
-        p.residual = <char *>calloc(max(p.n, 1), p.wide_itemsize)
-    if made.momentum:
-        p.momentum = <char *>calloc(max(p.n, 1), p.wide_itemsize)
-    if (
-        p.wire == NULL
-        or made.residual and p.residual == NULL
-        or made.momentum and p.momentum == NULL
-    ):
-        packed_free(p)
-        raise MemoryError(f"no memory for {made.n} compressed elements")
-    return p
-
-
 cdef inline uint64_t state_bytes(const Packed *p) noexcept nogil:
     """Bytes of the state that is kept from round to round.
 
@@ -141,20 +102,6 @@ cdef inline void load_state(Packed *p, const char *saved) noexcept nogil:
         saved += size
     if p.momentum != NULL:
         memcpy(p.momentum, saved, size)
-
-
-cdef inline bytes state_of(Packed *p, bytes saved):
-    """Return the state, after setting it to ``saved`` if that is not None.
-
-    Raises ValueError for bytes of another length.
-    """
-    cdef bytes found = bytes(state_bytes(p))
-    if saved is not None:
-        if len(saved) != len(found):
-            raise ValueError(f"{len(saved)} bytes of state for a partition that keeps {len(found)}")
-        load_state(p, saved)
-    save_state(p, found)
-    return found
 
 
 cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:

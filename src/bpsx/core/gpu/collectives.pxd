@@ -14,16 +14,16 @@ from bpsx.core.gpu.device cimport (
 )
 from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
 from bpsx.core.local.group cimport PART_BITS, Group, agree, memory_at, partition_of, send_post
-from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.partition cimport (
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, EVERYBODY, PUSH, REDUCE,
+    OnGpu, Partition, Task,
+)
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport (
     GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post,
 )
 from bpsx.core.queue cimport heap_pop, heap_push
-from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, PUSH, REDUCE, advance,
-    enter, fail_partition, give_up,
-)
+from bpsx.core.stage cimport advance, enter, fail_partition, give_up
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load

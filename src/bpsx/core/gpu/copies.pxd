@@ -10,14 +10,14 @@ from libc.string cimport memcpy
 from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
 from bpsx.core.local.group cimport Group, post_results, tell_root
 from bpsx.core.codec.state cimport SLACK, adopt_counter, correction, head_of, most_bytes
-from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.partition cimport (
+    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, EVERYBODY, OnGpu, Partition, Task,
+)
 from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
 from bpsx.core.codec.pool cimport pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport (
-    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up, watch_no_more,
-)
+from bpsx.core.stage cimport advance, begin, fail_partition, give_up, watch_no_more
 from bpsx.core.state cimport USER_STREAMS, Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
 
@@ -353,16 +353,16 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
     return n
 
 
-cdef inline int prepare_gpu(Core *c, Device *d, uint32_t group) except -1:
-    """Prepare the core for a GPU, before the first task on it. Raises MemoryError."""
+cdef inline bint prepare_gpu(Core *c, Device *d, uint32_t group) noexcept nogil:
+    """Prepare the core for a GPU, before the first task on it. False when out of memory."""
     c.gpu.group = group
     c.gpu.watches = c.machine == NULL or not c.machine.alone
     c.gpu.entered = -1
     c.gpu.orders = <Post *>calloc(group, sizeof(Post))
     if c.gpu.orders == NULL:
-        raise MemoryError("no memory for NCCL's orders")
+        return False
     c.device = d
-    return 0
+    return True
 
 
 cdef inline void forget_gpu(Core *c) noexcept nogil:

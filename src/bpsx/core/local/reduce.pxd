@@ -17,15 +17,15 @@ from bpsx.core.local.group cimport (
     Group, agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results,
     queue_post, ring_bells, send_post, shift,
 )
-from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.partition cimport (
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, Partition, Task,
+    Tensor,
+)
 from bpsx.core.local.ring cimport (
     HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post,
 )
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, advance, deserted,
-    fail_partition, fail_tensor, give_up, start,
-)
+from bpsx.core.stage cimport advance, deserted, fail_partition, fail_tensor, give_up, start
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, now_ns, unlock

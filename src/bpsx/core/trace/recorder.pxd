@@ -23,7 +23,7 @@ cdef enum Recording:
     WINDOW = 1                  # from BYTEPS_TRACE_START_STEP to BYTEPS_TRACE_END_STEP
     LIVE = 2                    # on demand
 
-cdef enum What:                 # kind of a record: a stage (core/stage.pxd), or one of these
+cdef enum What:                 # kind of a record: a stage (core/partition.pxd), or one of these
     TOTAL = 0                   # whole push_pull of a worker
     RECEIVE = 64                # server: from the arrival of a push to its sum
     SUM = 65

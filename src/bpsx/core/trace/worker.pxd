@@ -2,19 +2,12 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.wire cimport Header
-from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.partition cimport COORDINATE_BROADCAST, PULL, PUSH, Partition, Task, Tensor
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport now_ns
 from bpsx.core.trace.recorder cimport (
     STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values,
 )
-
-cdef enum:
-    PUSH = 7
-    PULL = 8
-    # up to PUSH the values are this worker's, or its machine's, input; afterwards the result
-    LAST_OF_SOURCE = 7
-    COORDINATE_BROADCAST = 11   # the result is in shared memory, not yet copied out
 
 
 cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
@@ -54,7 +47,9 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
         and tensor.current != NULL
         and (not p.on_gpu or stage == PUSH or stage == PULL)
     ):
-        values = p.source if stage <= LAST_OF_SOURCE or stage == COORDINATE_BROADCAST else p.target
+        # Up to PUSH the values are this worker's, or its machine's, input; afterwards the result,
+        # which COORDINATE_BROADCAST has yet to copy out of shared memory.
+        values = p.source if stage <= PUSH or stage == COORDINATE_BROADCAST else p.target
         say_values(
             c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step,
             tensor.dtype, values, p.length

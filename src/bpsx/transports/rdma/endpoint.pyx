@@ -29,7 +29,7 @@ from bpsx.transports.tcp.connection cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.sockets.endpoint cimport GatedEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
-from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring, take_losses
+from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring
 from bpsx.transports.rdma.connection cimport (
     SMALL, TOKENS, Connection, Outgoing, EndpointState, let_go, lose, return_token, tell_done,
     wake_up,
@@ -404,7 +404,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
     def lost(self) -> list:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef Connection *c
-        found = take_losses(self.losses)
+        found = GatedEndpoint.lost(self)
         for peer in found:
             c = self.state.all
             while c != NULL:

@@ -5,16 +5,16 @@ Workers connect through the gate of ``listener.py``. One epoll and one wake-up e
 and broken connections are reported by peer number.
 """
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.system.sync cimport Monitor, atomic_load, monitor_init
+from bpsx.system.sync cimport Monitor, atomic_load, lock, monitor_init, unlock
 from bpsx.transports.tcp.connection cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set,
     eventfd,
 )
-from bpsx.transports.sockets.peers cimport Losses, take_losses, write
+from bpsx.transports.sockets.peers cimport Losses, read, write
 
 from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
@@ -80,7 +80,13 @@ cdef class GatedEndpoint:
 
     def lost(self) -> list:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
-        return take_losses(self.losses)
+        cdef uint64_t drained = 0
+        read(self.losses.fd, &drained, sizeof(drained))
+        lock(&self.losses.monitor)
+        found = [self.losses.peers[i] for i in range(self.losses.n)]
+        self.losses.n = 0
+        unlock(&self.losses.monitor)
+        return found
 
     @property
     def wake_descriptor(self) -> int:

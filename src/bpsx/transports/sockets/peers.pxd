@@ -36,7 +36,7 @@ cdef struct Peers:              # connections by peer number
     void **at
     uint32_t n
 
-cdef struct Losses:             # peers lost since the last take_losses()
+cdef struct Losses:             # peers lost since the last lost()
     Monitor monitor
     int fd                      # eventfd, readable while there are new losses
     uint32_t *peers
@@ -82,14 +82,3 @@ cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
         l.n += 1
     unlock(&l.monitor)
     ring(l)
-
-
-cdef inline list take_losses(Losses *l):
-    """Return and clear the losses since the last call."""
-    cdef uint64_t drained = 0
-    read(l.fd, &drained, sizeof(drained))
-    lock(&l.monitor)
-    found = [l.peers[i] for i in range(l.n)]
-    l.n = 0
-    unlock(&l.monitor)
-    return found
