@@ -57,11 +57,11 @@ cdef int queue_kernels(CCore *c, Partition *p) except -1:
     cdef Task *task = p.tensor.current
     coder = <object>g.coder
     if p.encodes:
-        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.device.streams[DOWN])
+        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.gpu.device.streams[DOWN])
     else:
         coder.decode(
-            <uintptr_t>(task.output + p.offset if task.output != NULL else c.device.waste),
-            p.packed.size, <uintptr_t>c.device.streams[UP]
+            <uintptr_t>(task.output + p.offset if task.output != NULL else c.gpu.device.waste),
+            p.packed.size, <uintptr_t>c.gpu.device.streams[UP]
         )
     return 0
 
@@ -109,17 +109,17 @@ cdef class Core:
         self.pid = own_pid()
         self.endpoint, self.capsule = endpoint, endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
-        self.c.rank = rank
-        self.c.processes = 1
+        self.c.settings.rank = rank
+        self.c.settings.processes = 1
         if machine is not None:
             self.machine = machine.abi()
             self.c.machine = <CMachine *>PyCapsule_GetPointer(self.machine, b"bpsx.Machine")
-            self.c.processes = self.c.machine.size
-        self.c.job = job
-        self.c.credit = credit
-        self.c.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
-        self.c.spin_ns = <int64_t>(spin_us * 1000)
-        self.c.telemetry = telemetry
+            self.c.settings.processes = self.c.machine.size
+        self.c.settings.job = job
+        self.c.settings.credit = credit
+        self.c.settings.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
+        self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
+        self.c.settings.telemetry = telemetry
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
@@ -130,15 +130,15 @@ cdef class Core:
     cdef _make_lanes(self, list servers, beside):
         cdef uint32_t i
         cdef uint32_t n = <uint32_t>len(servers)
-        self.c.lanes = <Lane *>calloc(max(n, 1), sizeof(Lane))
-        self.c.n_servers = max(servers, default=0) + 1
-        self.c.servers = <Server *>calloc(self.c.n_servers, sizeof(Server))
-        if self.c.lanes == NULL or self.c.servers == NULL:
+        self.c.lanes.at = <Lane *>calloc(max(n, 1), sizeof(Lane))
+        self.c.lanes.n_servers = max(servers, default=0) + 1
+        self.c.lanes.servers = <Server *>calloc(self.c.lanes.n_servers, sizeof(Server))
+        if self.c.lanes.at == NULL or self.c.lanes.servers == NULL:
             raise MemoryError("no memory for the lanes")
-        self.c.n_lanes = n
+        self.c.lanes.n = n
         for i in range(n):
-            self.c.lanes[i].server = &self.c.servers[<uint32_t>servers[i]]
-            self.c.lanes[i].server.beside = servers[i] in beside
+            self.c.lanes.at[i].server = &self.c.lanes.servers[<uint32_t>servers[i]]
+            self.c.lanes.at[i].server.beside = servers[i] in beside
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
         """Let the core use a :class:`bpsx.local._cuda.Gpu`. Call before the first tensor on it.
@@ -164,21 +164,21 @@ cdef class Core:
         if not self.greeted:
             self.greeted = True
             self._ping_lanes(addresses, secret)
-        while self.c.n_ready < self.c.n_lanes and now_ns() < end:
+        while self.c.lanes.n_ready < self.c.lanes.n and now_ns() < end:
             with nogil:
                 if pump_in(&self.c) == 0:
                     self.c.endpoint.wait(self.c.endpoint.self, 50)
             PyErr_CheckSignals()
-        return [i for i in range(self.c.n_lanes) if not self.c.lanes[i].ready]
+        return [i for i in range(self.c.lanes.n) if not self.c.lanes.at[i].ready]
 
     cdef _ping_lanes(self, addresses, bytes secret):
         """Ping all lanes, and note the proof that each must reply with."""
         cdef bytes nonce, proof
         cdef uint32_t i
-        for i in range(self.c.n_lanes):
+        for i in range(self.c.lanes.n):
             nonce = urandom(NONCE_BYTES)
-            proof = lane_proof(secret, self.c.job, addresses[i], nonce)
-            memcpy(self.c.lanes[i].proof, <char *>proof, PROOF_BYTES)
+            proof = lane_proof(secret, self.c.settings.job, addresses[i], nonce)
+            memcpy(self.c.lanes.at[i].proof, <char *>proof, PROOF_BYTES)
             send_ping(&self.c, i, nonce)
 
     def start(self) -> None:
@@ -204,10 +204,10 @@ cdef class Core:
     def open_coders(self) -> None:
         """Start the thread that queues compression kernels. Idempotent.
 
-        Call before the first tensor that is compressed on the GPU.
+        Call after :meth:`open_gpu`, before the first tensor that is compressed on the GPU.
         """
-        if self.c.coders == NULL:
-            self.c.coders = new_pool(1)
+        if self.c.gpu.coders == NULL:
+            self.c.gpu.coders = new_pool(1)
             self.coder = threading.Thread(target=self._code, name="bpsx-coder", daemon=True)
             self.coder.start()
 
@@ -215,7 +215,7 @@ cdef class Core:
         cdef Partition *p
         while True:
             with nogil:
-                p = pool_next(self.c.coders, 0)
+                p = pool_next(self.c.gpu.coders, 0)
             if p == NULL:
                 return
             try:
@@ -223,10 +223,11 @@ cdef class Core:
             except Exception as e:
                 self.fail(
                     E_DEVICE,
-                    f"{(<bytes>p.tensor.name).decode()!r} cannot be compressed on the GPU: {e}"
+                    f"{p.tensor.name.at[:p.tensor.name.size].decode()!r} cannot be compressed on "
+                    f"the GPU: {e}"
                 )
             with nogil:
-                give_back_coded(&self.c, self.c.coders, 0, p)
+                give_back_coded(&self.c, self.c.gpu.coders, 0, p)
 
     def _compress(self, uint32_t me) -> None:
         with nogil:
@@ -263,14 +264,14 @@ cdef class Core:
         gpu, streams, moment = on
         if moment is None:
             moment = gpu.moment(streams(), handle.name)
-        handle.task.stream, handle.task.recorded = moment.stream, moment.number
-        handle.task.ready = <void *><uintptr_t>moment.event
+        handle.task.gpu.stream, handle.task.gpu.input_number = moment.stream, moment.number
+        handle.task.gpu.input_event = <void *><uintptr_t>moment.event
         self._put_handle_with(handle, gpu, streams, moment, gpu.event())
 
     cdef void _put_handle_with(self, Handle handle, gpu, streams, moment, uintptr_t event) noexcept:
         handle.gpu, handle.streams, handle.moment, handle.task.on_gpu = gpu, streams, moment, True
         handle.event = event
-        handle.task.over = <void *>event
+        handle.task.gpu.end_event = <void *>event
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
@@ -332,9 +333,8 @@ cdef class Core:
                 )
                 handle.by_stream = True
                 handle.task.input = handle.task.output = <char *><uintptr_t>item.address
-                handle.task.stream, handle.task.recorded, handle.task.ready = (
-                    stream, number, <void *>ready
-                )
+                handle.task.gpu.stream, handle.task.gpu.input_number = stream, number
+                handle.task.gpu.input_event = <void *>ready
                 self._put_handle_with(handle, gpu, streams, moment, events.pop())
             made.append(handle)
         for i in range(<uint32_t>len(items)):
@@ -388,7 +388,7 @@ cdef class Core:
             handle.gpu.copy(
                 <uintptr_t>handle.task.output, <uintptr_t>handle.task.input, nbytes, stream
             )
-        handle.gpu.record(<uintptr_t>handle.task.over, stream)
+        handle.gpu.record(<uintptr_t>handle.task.gpu.end_event, stream)
 
     def end(self, Handle handle not None, int status, str detail) -> None:
         """End a prepared handle that was never released."""
@@ -397,9 +397,9 @@ cdef class Core:
         lock(&self.c.monitor)
         tells = take_tells(&handle.task, NULL)
         atomic_store(&handle.task.status, status)
-        if self.c.waiters:
+        if self.c.role.waiters:
             notify_all(&self.c.monitor)
-        if self.c.parked:
+        if self.c.role.parked:
             self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
         with nogil:
@@ -447,7 +447,7 @@ cdef class Core:
     @property
     def outstanding(self) -> int:
         """Number of push_pulls under way."""
-        return atomic_load(&self.c.outstanding)
+        return atomic_load(&self.c.busy.outstanding)
 
     def cut_off(self) -> list:
         """After :meth:`fail`: end GPU work that waits for other processes.
@@ -459,7 +459,7 @@ cdef class Core:
         if self.gpu is None:
             return []
         lock(&self.c.monitor)
-        handles, task = [], self.c.reap_on_gpu
+        handles, task = [], self.c.ended.on_gpu
         while task != NULL:
             handles.append(<Handle>task.handle)
             task = task.next
@@ -485,9 +485,9 @@ cdef class Core:
         """
         cdef uint32_t i
         queued, in_flight = 0, 0
-        for i in range(self.c.n_lanes):     # unsynchronized reads while the driver works
-            queued += self.c.lanes[i].size
-            in_flight += atomic_load(&self.c.lanes[i].in_flight)
+        for i in range(self.c.lanes.n):     # unsynchronized reads while the driver works
+            queued += self.c.lanes.at[i].queue.size
+            in_flight += atomic_load(&self.c.lanes.at[i].in_flight)
         return {"outstanding": self.outstanding, "queued": queued, "in_flight": in_flight}
 
     def counters(self) -> dict:
@@ -510,10 +510,10 @@ cdef class Core:
         self.closed = True
         self.fail(E_SHUTDOWN, "bpsx was shut down while this was under way")
         cdef int64_t end = now_ns() + 2_000_000_000
-        while self.thread is not None and self.c.outstanding and now_ns() < end:
+        while self.thread is not None and self.c.busy.outstanding and now_ns() < end:
             self.settle(0.01)
         lock(&self.c.monitor)
-        atomic_store(&self.c.stopping, 1)
+        atomic_store(&self.c.role.stopping, 1)
         notify_all(&self.c.monitor)
         self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
@@ -522,12 +522,12 @@ cdef class Core:
         # A caller that waits may be driving: the endpoint must not be closed under it.
         with nogil:
             lock(&self.c.monitor)
-            while self.c.driving:
+            while self.c.role.driving:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
             end_all(&self.c)
-        if self.c.coders != NULL:
-            pool_stop(self.c.coders)
+        if self.c.gpu != NULL and self.c.gpu.coders != NULL:
+            pool_stop(self.c.gpu.coders)
             self.coder.join()
         if self.c.pool != NULL:
             pool_stop(self.c.pool)
@@ -536,7 +536,7 @@ cdef class Core:
         if self.gpu is not None and self.gpu.usable:
             # The GPU's context may outlive this session.
             with contextlib.suppress(errors.DeviceError), self.gpu:
-                free_places(&self.c.gpu.places, self.c.device)
+                free_places(&self.c.gpu.places, self.c.gpu.device)
                 for tensor in self.tensors:
                     (<Tensor>tensor).take_off()
 
@@ -550,20 +550,19 @@ cdef class Core:
 
     def __dealloc__(self):
         cdef uint32_t i
-        for i in range(self.c.n_lanes):
-            free(self.c.lanes[i].heap)
-        free(self.c.lanes)
-        free(self.c.servers)
-        free(self.c.table)
+        for i in range(self.c.lanes.n):
+            free(self.c.lanes.at[i].queue.items)
+        free(self.c.lanes.at)
+        free(self.c.lanes.servers)
+        free(self.c.table.at)
         forget_gpu(&self.c)
         pool_free(self.c.pool)
-        pool_free(self.c.coders)
         monitor_destroy(&self.c.monitor)
 
     def kick(self) -> None:
         """Wake another thread to drive, if there is anything to do."""
         lock(&self.c.monitor)
-        if self.c.outstanding or self.c.news:
+        if self.c.busy.outstanding or self.c.inbox.news:
             kick(&self.c)
         unlock(&self.c.monitor)
 
@@ -572,7 +571,7 @@ cdef class Core:
         uses any more.
         """
         cdef Task *task
-        if self.c.reap_first == NULL and self.c.reap_on_gpu == NULL:
+        if self.c.ended.on_host == NULL and self.c.ended.on_gpu == NULL:
             return
         task = take_reaped(&self.c)
         dropped = []
@@ -602,7 +601,7 @@ cdef class Core:
         if detail is None:
             codec = "" if handle.tensor is None else handle.tensor.codec.decode()
             detail = errors.explain(
-                status, handle.name, handle.task.detail_a, handle.task.detail_b, codec,
+                status, handle.name, handle.task.error.a, handle.task.error.b, codec,
                 handle.task.broadcast, handle.task.divisor
             )
         return errors.from_status(status, detail)

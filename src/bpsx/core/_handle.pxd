@@ -45,7 +45,7 @@ cdef class Handle:
     cdef readonly object gpu    # None: not on a GPU
     cdef object streams         # with a GPU: function that returns the current stream
     cdef object moment          # ... recorded when the input is ready
-    # ... the handle's own event; `task.over` may be that of another task in its group
+    # ... the handle's own event; `task.gpu.end_event` may be that of another task in its group
     cdef uint64_t event
     # ... its memory is freed in the order of the stream that made it, as PyTorch's is
     cdef public bint by_stream

@@ -9,6 +9,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from bpsx.core._tensor cimport Declared, Tensor
+from bpsx.core.partition cimport FIRED
 from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.gpu.reclaim cimport met, now_met
 from bpsx.core.status cimport DONE, PENDING
@@ -153,8 +154,8 @@ cdef class Handle:
         return (
             status != PENDING
             and (
-                self.gpu is None or status < 0 or self.task.come
-                or self.gpu.come(<uintptr_t>self.task.over)
+                self.gpu is None or status < 0 or self.task.gpu.end_state == FIRED
+                or self.gpu.come(<uintptr_t>self.task.gpu.end_event)
             )
         )
 
@@ -255,7 +256,7 @@ cdef class Handle:
         """
         if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
             return False
-        if self.by_stream and stream == self.task.stream:
+        if self.by_stream and stream == self.task.gpu.stream:
             self.owner = None
         return True
 
@@ -270,10 +271,13 @@ cdef class Handle:
             self.core.reap()
             # Called even if the end has come, so that a captured stream is refused.
             self.gpu.wait(
-                stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over
+                stream,
+                <uintptr_t>self.event
+                if self.task.gpu.end_state == FIRED
+                else <uintptr_t>self.task.gpu.end_event
             )
             now_met(self.c, &self.task, by)
-        if self.by_stream and stream == self.task.stream:
+        if self.by_stream and stream == self.task.gpu.stream:
             # The next user of the memory runs after this task on that stream. With the reference
             # kept, the memory would lie idle until the next reap.
             self.owner = None
@@ -286,7 +290,7 @@ cdef class Handle:
             PyErr_CheckSignals()
             if end and now_ns() >= end:
                 raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
-            if self.c.stopping and atomic_load(&self.task.status) == PENDING:
+            if self.c.role.stopping and atomic_load(&self.task.status) == PENDING:
                 raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
         except BaseException:
             if self.tensor is not None:

@@ -112,7 +112,9 @@ cdef void free_parts(CTensor *tensor) noexcept:
     cdef size_t i
     if tensor.parts != NULL:
         for i in range(tensor.n_parts):
-            free(tensor.parts[i].shares)
+            if tensor.parts[i].local != NULL:
+                free(tensor.parts[i].local.shares)
+            free(tensor.parts[i].local)
             free(tensor.parts[i].gpu)
             packed_free(tensor.parts[i].packed)
     free(tensor.parts)
@@ -165,12 +167,12 @@ cdef class Tensor:
                 f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most "
                 f"{MAX_CODEC_BYTES} are allowed"
             )
-        self.c.codec, self.c.codec_bytes = self.codec, len(self.codec)
+        self.c.codec.at, self.c.codec.size = self.codec, len(self.codec)
         self.made = list(made)
         self.encoded = name.encode()[:MAX_NAME_BYTES]
-        self.c.name, self.c.name_bytes = self.encoded, len(self.encoded)
+        self.c.name.at, self.c.name.size = self.encoded, len(self.encoded)
         self.c.dtype = dtype
-        self.c.status = DONE
+        self.c.outcome.status = DONE
         for i in range(len(stages)):
             self.c.on_host[i] = stages[i]
         for i in range(len(on_gpu)):

@@ -32,17 +32,17 @@ cdef enum:
 
 cdef inline void kick(Core *c) noexcept nogil:
     """Make sure that a driver sees the news. The caller holds the monitor."""
-    if c.driving:
-        if c.parked:
+    if c.role.driving:
+        if c.role.parked:
             c.endpoint.wake(c.endpoint.self)
-    elif c.background_idle:
+    elif c.role.background_idle:
         notify_all(&c.monitor)
 
 
 cdef inline void tell_news(Core *c) noexcept nogil:
     """Notify the driver of a change that it cannot see by itself. Any thread."""
     lock(&c.monitor)
-    atomic_store(&c.news, 1)
+    atomic_store(&c.inbox.news, 1)
     kick(c)
     unlock(&c.monitor)
 
@@ -62,9 +62,9 @@ cdef inline void submit(
         task.submitted_ns = now
         task = task.next
     lock(&c.monitor)
-    if c.stopping:
-        last.next = c.reap_first
-        c.reap_first = first
+    if c.role.stopping:
+        last.next = c.ended.on_host
+        c.ended.on_host = first
         while n:
             tells = take_tells(first, tells)
             atomic_store(&first.status, E_SHUTDOWN)
@@ -73,16 +73,16 @@ cdef inline void submit(
         unlock(&c.monitor)
         tell(tells, E_SHUTDOWN)
         return
-    if c.inbox_first == NULL:
-        c.inbox_first = first
+    if c.inbox.first == NULL:
+        c.inbox.first = first
     else:
-        c.inbox_last.next = first
-    c.inbox_last = last
-    if c.outstanding == 0:
-        c.busy_since = now
-    c.outstanding += n
-    atomic_store(&c.news, 1)
-    if not will_wait or c.driving:
+        c.inbox.last.next = first
+    c.inbox.last = last
+    if c.busy.outstanding == 0:
+        c.busy.since = now
+    c.busy.outstanding += n
+    atomic_store(&c.inbox.news, 1)
+    if not will_wait or c.role.driving:
         kick(c)
     unlock(&c.monitor)
 
@@ -91,9 +91,9 @@ cdef inline int64_t busy_ns(Core *c) noexcept nogil:
     """Nanoseconds in which at least one push_pull was under way."""
     cdef int64_t total
     lock(&c.monitor)
-    total = c.busy_total
-    if c.outstanding:
-        total += now_ns() - c.busy_since
+    total = c.busy.total
+    if c.busy.outstanding:
+        total += now_ns() - c.busy.since
     unlock(&c.monitor)
     return total
 
@@ -111,19 +111,25 @@ cdef inline void sweep(Core *c) noexcept nogil:
         tensor = tensor.next
 
 
+cdef inline void begin_outside_gpu(Core *c) noexcept nogil:
+    """Note that the thread that begins to drive has not entered the GPU's context."""
+    if c.gpu != NULL:
+        c.gpu.entered = -1
+
+
 cdef inline void enter_gpu(Core *c) noexcept nogil:
     """Enter the GPU's context, if there is a GPU and this driver is not in it."""
-    if c.device == NULL or c.gpu.entered >= 0:
+    if c.gpu == NULL or c.gpu.entered >= 0:
         return
-    c.gpu.entered = c.device.enter(c.device.self)
+    c.gpu.entered = c.gpu.device.enter(c.gpu.device.self)
     if c.gpu.entered < 0:
         give_up(c, E_DEVICE)
 
 
 cdef inline void leave_gpu(Core *c) noexcept nogil:
     """Leave the GPU's context, if this driver has entered it."""
-    if c.gpu.entered >= 0:
-        c.device.leave(c.device.self, c.gpu.entered)
+    if c.gpu != NULL and c.gpu.entered >= 0:
+        c.gpu.device.leave(c.gpu.device.self, c.gpu.entered)
 
 
 cdef inline int take_news(Core *c) noexcept nogil:
@@ -133,17 +139,17 @@ cdef inline int take_news(Core *c) noexcept nogil:
     cdef Tensor *tensor
     cdef Tensor *next_failing
     cdef Tensor *known
-    if not atomic_load(&c.news):
+    if not atomic_load(&c.inbox.news):
         return 0
     enter_gpu(c)
     lock(&c.monitor)
-    task = c.inbox_first
-    tensor = c.failing
-    known = c.known
-    c.known = NULL
-    c.inbox_first = c.inbox_last = NULL
-    c.failing = NULL
-    atomic_store(&c.news, 0)
+    task = c.inbox.first
+    tensor = c.inbox.failing
+    known = c.inbox.known
+    c.inbox.known = NULL
+    c.inbox.first = c.inbox.last = NULL
+    c.inbox.failing = NULL
+    atomic_store(&c.inbox.news, 0)
     unlock(&c.monitor)
     while tensor != NULL:
         next_failing = tensor.next_failing
@@ -172,8 +178,8 @@ cdef inline int take_news(Core *c) noexcept nogil:
 
 cdef inline void end_all(Core *c) noexcept nogil:
     """End tasks that no driver has seen: the core has failed, and no thread drives any more."""
-    c.gpu.entered = -1
-    atomic_store(&c.news, 1)
+    begin_outside_gpu(c)
+    atomic_store(&c.inbox.news, 1)
     take_news(c)
     leave_gpu(c)
 
@@ -185,15 +191,15 @@ cdef inline void tell_neighbours(Core *c) noexcept nogil:
     are written.
     """
     cdef bint unsent = ring_bells(c.machine)
-    if unsent == c.unsent:
+    if unsent == c.machine.unsent:
         return
-    c.unsent = unsent
+    c.machine.unsent = unsent
     lock(&c.monitor)
-    if unsent and c.outstanding == 0:
-        c.busy_since = now_ns()
-    c.outstanding += 1 if unsent else -1
-    if c.outstanding == 0:
-        c.busy_total += now_ns() - c.busy_since
+    if unsent and c.busy.outstanding == 0:
+        c.busy.since = now_ns()
+    c.busy.outstanding += 1 if unsent else -1
+    if c.busy.outstanding == 0:
+        c.busy.total += now_ns() - c.busy.since
     unlock(&c.monitor)
 
 
@@ -202,12 +208,12 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
     cdef int64_t left_ms = PARK_MS
     if deadline_ns:
         left_ms = min(left_ms, (deadline_ns - now_ns()) // 1000000 + 1)
-    if c.unsent:
+    if c.machine != NULL and c.machine.unsent:
         left_ms = min(left_ms, CROWDED_MS)
     lock(&c.monitor)
-    c.parked = not c.news and not c.stopping
+    c.role.parked = not c.inbox.news and not c.role.stopping
     unlock(&c.monitor)
-    if not c.parked:
+    if not c.role.parked:
         return False
     if c.machine != NULL and not fall_asleep(c.machine):
         left_ms = 0
@@ -215,7 +221,7 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
     if c.machine != NULL:
         stay_awake(c.machine)
     lock(&c.monitor)
-    c.parked = False
+    c.role.parked = False
     unlock(&c.monitor)
     return True
 
@@ -224,7 +230,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
     """Run the loop until `until` has ended or the deadline has passed; with NULL, until nothing
     is outstanding.
     """
-    c.gpu.entered = -1
+    begin_outside_gpu(c)
     enter_gpu(c)
     run_loop(c, until, deadline_ns)
     leave_gpu(c)
@@ -233,13 +239,13 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
 cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
     cdef int64_t idle_since = 0, now
     cdef int progress
-    while not atomic_load(&c.stopping):
+    while not atomic_load(&c.role.stopping):
         progress = take_news(c)
         if c.machine != NULL:
             progress += pump_machine(c)
         if c.pool != NULL:
             progress += pump_pool(c, c.pool)
-        if c.device != NULL:
+        if c.gpu != NULL:
             progress += pump_gpu(c)
         progress += pump_out(c)
         progress += pump_in(c)
@@ -248,7 +254,11 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
         if until != NULL:
             if atomic_load(&until.status) != PENDING:
                 return
-        elif not atomic_load(&c.outstanding) and not atomic_load(&c.news) and not hosts(c.machine):
+        elif (
+            not atomic_load(&c.busy.outstanding)
+            and not atomic_load(&c.inbox.news)
+            and not hosts(c.machine)
+        ):
             return
         if progress:
             idle_since = 0
@@ -258,10 +268,10 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
             return
         if idle_since == 0:
             idle_since = now
-        if now - idle_since < c.spin_ns:
+        if now - idle_since < c.settings.spin_ns:
             yield_cpu()
             continue
-        if c.device != NULL and awaited(c):
+        if c.gpu != NULL and awaited(c):
             usleep(NAP_US)                  # there is no notification that the GPU has finished
             continue
         park(c, deadline_ns)
@@ -280,7 +290,7 @@ cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
         if grow_scratch(&scratch, &capacity, p.packed.scratch):
             work_on(p, scratch)
         else:
-            p.codec_status = E_MEMORY
+            p.coding.status = E_MEMORY
         give_back_coded(c, c.pool, me, p)
     free(scratch)
 
@@ -294,21 +304,21 @@ cdef inline void give_back_coded(Core *c, Pool *pool, uint32_t me, Partition *p)
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:
     """Wait for a task, driving if no other thread does. False if the deadline passed first."""
     lock(&c.monitor)
-    while task.status == PENDING and not c.stopping:
+    while task.status == PENDING and not c.role.stopping:
         if now_ns() >= deadline_ns:
             break
-        if c.driving:
-            c.waiters += 1
+        if c.role.driving:
+            c.role.waiters += 1
             wait_until(&c.monitor, deadline_ns)
-            c.waiters -= 1
+            c.role.waiters -= 1
             continue
-        c.driving = True
+        c.role.driving = True
         unlock(&c.monitor)
         drive(c, task, deadline_ns)
         lock(&c.monitor)
-        c.driving = False
+        c.role.driving = False
         # Also when only this slice has ended: this thread may not get the GIL back for long.
-        if c.outstanding and (c.waiters or c.background_idle):
+        if c.busy.outstanding and (c.role.waiters or c.role.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
     return task.status != PENDING
@@ -317,17 +327,17 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
 cdef inline void background(Core *c) noexcept nogil:
     """Drive whenever there is work and no other thread does: the body of the core's own thread."""
     lock(&c.monitor)
-    while not c.stopping:
-        if c.driving or not (c.outstanding or c.news or hosts(c.machine)):
-            c.background_idle = True
+    while not c.role.stopping:
+        if c.role.driving or not (c.busy.outstanding or c.inbox.news or hosts(c.machine)):
+            c.role.background_idle = True
             wait(&c.monitor)
-            c.background_idle = False
+            c.role.background_idle = False
             continue
-        c.driving = True
+        c.role.driving = True
         unlock(&c.monitor)
         drive(c, NULL, 0)
         lock(&c.monitor)
-        c.driving = False
-        if c.waiters:
+        c.role.driving = False
+        if c.role.waiters:
             notify_all(&c.monitor)
     unlock(&c.monitor)

@@ -9,8 +9,8 @@ cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogi
     """Ask the driver to end every task of a tensor with `status`."""
     lock(&c.monitor)
     tensor.failing_status = status
-    tensor.next_failing = c.failing
-    c.failing = tensor
+    tensor.next_failing = c.inbox.failing
+    c.inbox.failing = tensor
     unlock(&c.monitor)
     tell_news(c)
 
@@ -18,8 +18,8 @@ cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogi
 cdef inline void tell_known(Core *c, Tensor *tensor) noexcept nogil:
     """Ask the driver to adopt a tensor that other processes push."""
     lock(&c.monitor)
-    tensor.next_known = c.known
-    c.known = tensor
+    tensor.next_known = c.inbox.known
+    c.inbox.known = tensor
     unlock(&c.monitor)
     tell_news(c)
 

@@ -33,6 +33,10 @@ cdef enum Stage:
     # copy the result to the output; the root first posts it to the other processes
     BROADCAST = 12
 
+cdef struct Outcome:            # how a tensor, a task or a round ended
+    int status                  # DONE or 0, or an error
+    uint32_t a, b               # with an error: the ranks that it concerns
+
 # Pinned host memory of one partition from COPYD2H to COPYH2D; see pinned_pool.pxd.
 cdef struct PinnedBlock:
     char *host
@@ -72,11 +76,28 @@ cdef struct OnGpu:
     uint64_t counter            # counter of the next encoding,
     double factor               # ... and the factor for its residual
     bint answered               # on processes other than the root: the result is on the host
-    # ... or the status of a round that failed while an event was awaited
-    int doom
-    uint32_t doom_a, doom_b
+    Outcome doom                # ... or the round failed while an event was awaited
     Partition *next             # next partition in the line of awaited events
 
+# A partition of a tensor that the machine's processes sum before the root pushes it, see
+# local/reduce.pxd. Owned by the driver.
+cdef struct LocalRound:
+    # on processes other than the root: which of the two places the next share takes
+    uint32_t side
+    # root: posts of this round by local rank; flags 0: nothing posted yet. NULL on others
+    Post *shares
+    uint32_t n_shares
+    uint32_t result_owner       # local rank in whose share the result lies
+    uint64_t result_offset
+    # status not 0: the machine's processes disagree, and the push must say so to the servers
+    Outcome disagreement
+
+cdef struct Coding:             # what a pool's thread tells the driver
+    int status                  # result of that encoding or decoding
+    Partition *next             # next in the pool's list of finished partitions
+
+# More than 20 fields: seven say which bytes these are and where they are summed, the others are
+# what the driver needs for each message of it.
 cdef struct Partition:
     uint64_t key                # key in the job, as in messages
     uint64_t offset             # bytes from the tensor's start
@@ -99,22 +120,28 @@ cdef struct Partition:
     # The current task reads or sets the server's compression state, see Flag.STATE.
     bint keeps
     bint encodes                # the pool is to encode it; otherwise to decode it
-    int codec_status            # result of that encoding or decoding
-    Partition *next_done        # next in the pool's list of finished partitions
+    Coding coding
     OnGpu *gpu                  # NULL: the tensor has not been on a GPU
     bint on_gpu                 # this round is on the GPU
-    # Several processes on this machine, see reduce.pxd:
-    # on processes other than the root: which of the two places the next share takes
-    uint32_t share_side
-    # posts of this round by local rank; flags 0: nothing posted yet
-    Post *shares
-    uint32_t n_shares
-    uint32_t result_owner       # local rank in whose share the result lies
-    uint64_t result_offset
-    # not 0: the machine's processes disagree, and the push must say so to the servers
-    int share_status
-    uint32_t share_a, share_b
+    LocalRound *local           # NULL: no other process of this machine shares the work
 
+cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it
+    char *at
+    uint32_t size               # bytes
+
+cdef struct Tasks:              # list by Task.next
+    Task *first
+    Task *last
+
+cdef struct TensorTrace:        # only with `watched`
+    uint32_t step               # step of the current task, counted from 1
+    uint8_t recorded            # bits of the recordings that include it (core/trace/recorder.pxd)
+
+cdef struct ShareMemory:        # this process's share, if another process is the machine's root
+    uint64_t offset             # in this process's segment
+    uint64_t span               # bytes between the two places of the share
+
+# More than 20 fields: a task's progress, the lists that the tensor is in, and what it is.
 cdef struct Tensor:
     Partition *parts
     uint32_t n_parts
@@ -125,27 +152,19 @@ cdef struct Tensor:
     uint8_t dtype
     int last_stream             # stream on which the last GPU stage is queued
     bint adopted                # the driver has given the partitions their index
-    int status                  # DONE, or the error with which every task of this tensor fails
-    uint32_t detail_a
-    uint32_t detail_b
-    char *name                  # UTF-8
-    uint32_t name_bytes
-    char *codec                 # description of the compression: one line, as spec.py writes it
-    uint32_t codec_bytes        # 0: not compressed
+    Outcome outcome             # DONE, or the error with which every task of this tensor fails
+    Text name
+    Text codec                  # compression, in one line as spec.py writes it; empty: none
     Task *current               # task whose partitions are under way
     # The current task's partitions have entered their stages; False while its GPU input is awaited.
     bint begun
     int64_t started_ns          # submission time of the current task
     bint waits_for_others       # the current task needs the pushes of other workers
-    uint32_t step               # step of the current task, counted from 1; only with `watched`
-    uint8_t recorded            # bits of the recordings that include it (core/trace/recorder.pxd)
-    Task *first_waiting         # later tasks of the same tensor, one round each
-    Task *last_waiting
+    TensorTrace trace
+    Tasks waiting               # later tasks of the same tensor, one round each
     Tensor *next                # list of all tensors of the core
     Tensor *next_known          # list of tensors to adopt without a task
-    # offset of this process's share in its segment, if another process is the machine's root
-    uint64_t share_offset
-    uint64_t share_span         # bytes between the two places of the share
+    ShareMemory share
     # status with which the driver is to fail it; guarded by the core's monitor
     int failing_status
     Tensor *next_failing
@@ -157,6 +176,27 @@ cdef struct Tell:
     void (*run)(Tell *self, int64_t status) noexcept nogil
     Tell *next
 
+cdef enum EndState:
+    UNRECORDED = 0
+    # The event has been recorded: by `finish`, or before, if it is that of the group's last task.
+    RECORDED = 1
+    # The event has fired, and may belong to another task by now. Set and read with the GIL.
+    FIRED = 2
+
+cdef struct TaskOnGpu:
+    # event after which the input is complete and the output may be overwritten
+    void *input_event
+    # sequence number of `input_event` among all records; tasks submitted together share it
+    uint64_t input_number
+    uint64_t stream             # user's stream on which `input_event` was recorded
+    Task *next_unseen           # next in the line of unseen inputs, in order of `input_number`
+    # Event after which input and output are no longer in use; NULL: not on a GPU. With status DONE
+    # it has been recorded, but may not have fired yet.
+    void *end_event
+    EndState end_state
+    # sequence number among the tasks that succeeded; 0: not one of them (yet)
+    uint64_t end_number
+
 cdef struct Task:
     Tensor *tensor
     char *input                 # NULL: nothing to push (a receiver of a broadcast)
@@ -165,22 +205,8 @@ cdef struct Task:
     bint broadcast
     # does not wait for other workers; with `broadcast`: sets the servers' value
     bint asynchronous
-    bint on_gpu                 # input and output are on the GPU, and then:
-    # event after which the input is complete and the output may be overwritten
-    void *ready
-    # Event after which input and output are no longer in use. With status DONE it has been
-    # recorded, but may not have fired yet.
-    void *over
-    # `over` is the event of the group's last task and has already been recorded.
-    bint marked
-    # `over` has fired; afterwards the event may belong to another task. Accessed with the GIL.
-    bint come
-    uint64_t stream             # user's stream on which `ready` was recorded
-    # sequence number of `ready` among all records; tasks submitted together share it
-    uint64_t recorded
-    # sequence number among the tasks that succeeded; 0: not one of them (yet)
-    uint64_t ended
-    Task *next_unseen           # next task in the line of unseen inputs, in order of `recorded`
+    bint on_gpu                 # input and output are on the GPU
+    TaskOnGpu gpu
     # Reads or sets the servers' state of a compressed tensor: input and output hold that state,
     # partition after partition.
     bint keeps
@@ -190,10 +216,8 @@ cdef struct Task:
     int64_t status              # PENDING until the driver has finished the task; read atomically
     int64_t wire                # bodies that the transport still holds
     # first error of a partition; the task ends with it after its last partition
-    int error
+    Outcome error
     int64_t submitted_ns
-    uint32_t detail_a           # with an error: the ranks that it concerns
-    uint32_t detail_b
     Tell *tells                 # guarded by the core's monitor; NULL after the end
     # Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     void *handle
@@ -206,11 +230,14 @@ cdef struct Server:             # state that the lanes of a server share
     int64_t starved             # as Lane.starved
     int first                   # lane with the most urgent partition that has credit; -1: none
 
-cdef struct Lane:
-    Server *server              # NULL in a queue that does not belong to a lane
-    Partition **heap            # partitions ready to push, most urgent first
+cdef struct Heap:               # partitions, most urgent first; see queue.pxd
+    Partition **items
     uint32_t size
     uint32_t capacity
+
+cdef struct Lane:
+    Server *server
+    Heap queue                  # partitions ready to push
     int64_t in_flight           # bytes handed to the transport and not yet written out
     # The driver stopped for lack of credit: the thread that returns credit must wake the driver.
     int64_t starved

@@ -24,32 +24,36 @@ cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
     lane.
     """
     cdef Partition *p
-    if h.cookie >= c.n_table:
+    if h.cookie >= c.table.n:
         return False
-    p = c.table[h.cookie]
+    p = c.table.at[h.cookie]
     return p.key == h.key and p.lane == m.peer and p.round == h.round
 
 
 cdef inline bint awaits(Partition *p) noexcept nogil:
-    return p.tensor.status == DONE and p.tensor.current != NULL and p.tensor.stages[p.stage] == PULL
+    return (
+        p.tensor.outcome.status == DONE
+        and p.tensor.current != NULL
+        and p.tensor.stages[p.stage] == PULL
+    )
 
 
 cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept nogil:
     """Handle one record. Returns 0, or -1 if it is invalid."""
     cdef Partition *p
     cdef int status
-    if h.job != c.job or h.sender != c.rank:
+    if h.job != c.settings.job or h.sender != c.settings.rank:
         return -1
     if h.kind == PONG:
-        if h.length != PROOF_BYTES or memcmp(body, c.lanes[m.peer].proof, PROOF_BYTES) != 0:
+        if h.length != PROOF_BYTES or memcmp(body, c.lanes.at[m.peer].proof, PROOF_BYTES) != 0:
             return -1                       # the lane does not know the secret: send it no tensors
-        if not c.lanes[m.peer].ready:
-            c.lanes[m.peer].ready = True
-            c.n_ready += 1
+        if not c.lanes.at[m.peer].ready:
+            c.lanes.at[m.peer].ready = True
+            c.lanes.n_ready += 1
         return 0
     if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
         return -1
-    p = c.table[h.cookie]
+    p = c.table.at[h.cookie]
     if watched(c.watch):
         spoke(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
     if not awaits(p):
@@ -103,7 +107,7 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         c.counters.messages_in += 1
         c.counters.received += m.head_size + m.body_size
         at = 0
-        more = -1 if m.peer >= c.n_lanes else 1
+        more = -1 if m.peer >= c.lanes.n else 1
         while more > 0:
             more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
             if more > 0 and take_record(c, &m, &h, body) != 0:

@@ -130,9 +130,10 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
     the caches.
     """
     return (
-        c.credit == 0
+        c.settings.credit == 0
         or has_room(
-            &lane.in_flight, c.credit // 2 if lane.server.beside else c.credit, bytes, &lane.starved
+            &lane.in_flight, c.settings.credit // 2 if lane.server.beside else c.settings.credit,
+            bytes, &lane.starved
         )
     )
 
@@ -141,9 +142,9 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
     """Pace of the slowest server with bytes in flight; 0: none is known."""
     cdef int64_t found = 0
     cdef uint32_t i
-    for i in range(c.n_servers):
-        if atomic_load(&c.servers[i].in_flight):
-            found = max(found, atomic_load(&c.servers[i].pace))
+    for i in range(c.lanes.n_servers):
+        if atomic_load(&c.lanes.servers[i].in_flight):
+            found = max(found, atomic_load(&c.lanes.servers[i].pace))
     return found
 
 
@@ -153,9 +154,9 @@ cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t byte
     The bound is at least twice TELLING, so that the pace can be measured.
     """
     cdef double bound
-    if c.credit == 0 or c.ahead_ns == 0 or pace == 0:
+    if c.settings.credit == 0 or c.settings.ahead_ns == 0 or pace == 0:
         return True
-    bound = max(<double>c.ahead_ns / pace * MIB, 2.0 * TELLING)
+    bound = max(<double>c.settings.ahead_ns / pace * MIB, 2.0 * TELLING)
     return has_room(&server.in_flight, <int64_t>min(bound, 1e18), bytes, &server.starved)
 
 
@@ -172,7 +173,7 @@ cdef inline char *push_body(Partition *p) noexcept nogil:
 
 
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:
-    return 0 if p.registered else HEADER_BYTES + padded(p.tensor.name_bytes + p.tensor.codec_bytes)
+    return 0 if p.registered else HEADER_BYTES + padded(p.tensor.name.size + p.tensor.codec.size)
 
 
 cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
@@ -183,20 +184,20 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     cdef Header h
     if p.registered:
         return at
-    header_init(&h, REGISTER, c.job, c.rank)
+    header_init(&h, REGISTER, c.settings.job, c.settings.rank)
     h.flags = INLINE
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
-    h.epoch = c.epoch
+    h.epoch = c.settings.epoch
     h.cookie = p.length
-    h.priority = p.tensor.codec_bytes
-    h.length = p.tensor.name_bytes + p.tensor.codec_bytes
+    h.priority = p.tensor.codec.size
+    h.length = p.tensor.name.size + p.tensor.codec.size
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     memset(at, 0, padded(h.length))
-    memcpy(at, p.tensor.name, p.tensor.name_bytes)
-    memcpy(at + p.tensor.name_bytes, p.tensor.codec, p.tensor.codec_bytes)
+    memcpy(at, p.tensor.name.at, p.tensor.name.size)
+    memcpy(at + p.tensor.name.size, p.tensor.codec.at, p.tensor.codec.size)
     p.registered = True
     return at + padded(h.length)
 
@@ -204,21 +205,21 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
 cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noexcept nogil:
     cdef Header h
     cdef Task *task = p.tensor.current
-    header_init(&h, K_PUSH, c.job, c.rank)
+    header_init(&h, K_PUSH, c.settings.job, c.settings.rank)
     h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (
         ASYNC if task.asynchronous else 0
     ) | (STATE if p.keeps else PACKED if p.packed != NULL else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
-    h.epoch = c.epoch
+    h.epoch = c.settings.epoch
     h.round = p.round
     h.divisor = p.divisor
     h.priority = task.priority
-    if p.share_status:
+    if p.local != NULL and p.local.disagreement.status:
         h.flags |= DISAGREED
-        h.divisor = p.share_a
-        h.priority = <int32_t>p.share_b
+        h.divisor = p.local.disagreement.a
+        h.priority = <int32_t>p.local.disagreement.b
     h.cookie = p.index
     h.length = push_bytes(p)
     if watched(c.watch):
@@ -288,18 +289,18 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     cdef uint32_t n = 0, i
     cdef Wire *w
     if frame == NULL:
-        heap_pop(lane)
+        heap_pop(&lane.queue)
         give_up(c, E_MEMORY)
         return
-    while lane.size and at - frame < BATCH_BYTES:
-        p = lane.heap[0]
-        if p.tensor.status == DONE:
+    while lane.queue.size and at - frame < BATCH_BYTES:
+        p = lane.queue.items[0]
+        if p.tensor.outcome.status == DONE:
             if push_bytes(p) > INLINE_BYTES:
                 break
             at = put_push(c, p, put_register(c, p, at), True)
             picked[n] = p
             n += 1
-        heap_pop(lane)
+        heap_pop(&lane.queue)
     w = take_credit(c, lane, NULL, at - frame) if n else NULL
     if w == NULL:
         free(frame)
@@ -322,7 +323,7 @@ cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcep
     With unequal shares, a server with a small share would otherwise get all of it early, and then
     only the links of the other servers would be in use.
     """
-    return leaving != NULL and p.position - leaving.position > c.n_servers * c.longest
+    return leaving != NULL and p.position - leaving.position > c.lanes.n_servers * c.queued.longest
 
 
 cdef inline int next_lane(Core *c) noexcept nogil:
@@ -332,34 +333,39 @@ cdef inline int next_lane(Core *c) noexcept nogil:
     cdef uint32_t i
     cdef Lane *lane
     cdef Partition *leaving = NULL          # the most urgent one for a server on another machine
-    for i in range(c.n_lanes):
-        c.lanes[i].server.first = -1
-    for i in range(c.n_lanes):
-        lane = &c.lanes[i]
-        while lane.size and lane.heap[0].tensor.status != DONE:
-            heap_pop(lane)                  # its tasks have failed
+    for i in range(c.lanes.n):
+        c.lanes.at[i].server.first = -1
+    for i in range(c.lanes.n):
+        lane = &c.lanes.at[i]
+        while lane.queue.size and lane.queue.items[0].tensor.outcome.status != DONE:
+            heap_pop(&lane.queue)                  # its tasks have failed
         if (
-            lane.size
+            lane.queue.size
             and not lane.server.beside
-            and (leaving == NULL or before(lane.heap[0], leaving))
+            and (leaving == NULL or before(lane.queue.items[0], leaving))
         ):
-            leaving = lane.heap[0]
+            leaving = lane.queue.items[0]
         if (
-            lane.size
-            and (lane.server.first < 0 or before(lane.heap[0], c.lanes[lane.server.first].heap[0]))
-            and has_credit(c, lane, push_bytes(lane.heap[0]))
+            lane.queue.size
+            and (
+                lane.server.first < 0
+                or before(lane.queue.items[0], c.lanes.at[lane.server.first].queue.items[0])
+            )
+            and has_credit(c, lane, push_bytes(lane.queue.items[0]))
         ):
             lane.server.first = i
     # A server without room for its most urgent partition gets no smaller, less urgent one either:
     # that would delay the first for ever.
-    for i in range(c.n_lanes):
-        lane = &c.lanes[i]
+    for i in range(c.lanes.n):
+        lane = &c.lanes.at[i]
         if (
             lane.server.first == <int>i
-            and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0]))
-            and not (lane.server.beside and leaving != NULL and before(leaving, lane.heap[0]))
-            and not is_far_ahead(c, lane.heap[0], leaving)
-            and takes_more(c, lane.server, pace, push_bytes(lane.heap[0]))
+            and (best < 0 or before(lane.queue.items[0], c.lanes.at[best].queue.items[0]))
+            and not (
+                lane.server.beside and leaving != NULL and before(leaving, lane.queue.items[0])
+            )
+            and not is_far_ahead(c, lane.queue.items[0], leaving)
+            and takes_more(c, lane.server, pace, push_bytes(lane.queue.items[0]))
         ):
             best = i
     return best
@@ -371,11 +377,11 @@ cdef inline int pump_out(Core *c) noexcept nogil:
     cdef int at = next_lane(c)
     cdef Lane *lane
     while at >= 0 and not c.failed and not c.mute:
-        lane = &c.lanes[at]
-        if push_bytes(lane.heap[0]) <= INLINE_BYTES:
+        lane = &c.lanes.at[at]
+        if push_bytes(lane.queue.items[0]) <= INLINE_BYTES:
             send_batch(c, lane, at)
         else:
-            send_large(c, lane, heap_pop(lane))
+            send_large(c, lane, heap_pop(&lane.queue))
         sent += 1
         at = next_lane(c)
     return sent
@@ -384,8 +390,8 @@ cdef inline int pump_out(Core *c) noexcept nogil:
 cdef inline int send_ping(Core *c, uint32_t peer, const char *nonce) noexcept nogil:
     cdef char frame[HEADER_BYTES + NONCE_BYTES]
     cdef Header h
-    header_init(&h, PING, c.job, c.rank)
-    h.epoch = c.epoch
+    header_init(&h, PING, c.settings.job, c.settings.rank)
+    h.epoch = c.settings.epoch
     h.flags = INLINE
     h.length = NONCE_BYTES
     memcpy(frame, &h, HEADER_BYTES)

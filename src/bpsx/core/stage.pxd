@@ -11,13 +11,14 @@ from bpsx.core.local.group cimport Group, everybody_in, know_tensor, post_result
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, COPYH2D,
-    DECOMPRESS, END, PCIE_REDUCE, PUSH, REDUCE, Lane, Partition, Task, Tell, Tensor,
+    DECOMPRESS, END, PCIE_REDUCE, PUSH, RECORDED, REDUCE, Heap, Partition, Task, Tasks, Tell,
+    Tensor,
 )
 from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.codec.pool cimport Pool, pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
-from bpsx.core.state cimport USER_STREAMS, Core, Unseen
+from bpsx.core.state cimport USER_STREAMS, Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
@@ -46,7 +47,7 @@ cdef inline void give_up(Core *c, int status) noexcept nogil:
     lock(&c.monitor)
     if not c.failed:
         atomic_store(&c.failed, status)
-        atomic_store(&c.news, 1)
+        atomic_store(&c.inbox.news, 1)
     unlock(&c.monitor)
 
 
@@ -55,18 +56,18 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     cdef int stage = p.tensor.stages[p.stage]
     if stage == PUSH:
         p.priority = p.tensor.current.priority
-        p.order, p.position = c.next_order, c.queued
-        c.next_order += 1
-        c.queued += p.length
-        c.longest = max(c.longest, <int64_t>p.length)
-        if heap_push(&c.lanes[p.lane], p) != 0:
+        p.order, p.position = c.queued.next_order, c.queued.bytes
+        c.queued.next_order += 1
+        c.queued.bytes += p.length
+        c.queued.longest = max(c.queued.longest, <int64_t>p.length)
+        if heap_push(&c.lanes.at[p.lane].queue, p) != 0:
             give_up(c, E_MEMORY)
     elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS and stage != END:
         enter_on_gpu(c, p, stage)
     elif stage == REDUCE or stage == BROADCAST:
         p.priority = p.tensor.current.priority
-        p.order = c.next_order
-        c.next_order += 1
+        p.order = c.queued.next_order
+        c.queued.next_order += 1
         if heap_push(&c.machine.work, p) != 0:
             give_up(c, E_MEMORY)
     elif stage == COMPRESS or stage == DECOMPRESS:
@@ -82,8 +83,8 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
             return
         p.encodes = stage == COMPRESS
         p.priority = p.tensor.current.priority
-        p.order = c.next_order
-        c.next_order += 1
+        p.order = c.queued.next_order
+        c.queued.next_order += 1
         if (
             heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)
         ) != 0:
@@ -101,7 +102,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     cdef bint root = m != NULL and m.me == m.root
-    cdef Lane *queue = NULL
+    cdef Heap *queue = NULL
     if stage == COPYD2H or stage == COPYH2D:
         queue = &c.gpu.work
     elif stage == REDUCE and root:
@@ -115,7 +116,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
         enter(c, p)
     elif stage == COORDINATE_REDUCE and not root:
         p.gpu.answered = False
-        p.gpu.doom = 0
+        p.gpu.doom.status = 0
         if tell_root(
             m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0)
             | (IS_BROADCAST if task.broadcast else 0), task.divisor
@@ -126,15 +127,15 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
         or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.others
     ):
         advance(c, p)
-    elif stage == COORDINATE_PUSH and not root and p.gpu.doom:
-        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+    elif stage == COORDINATE_PUSH and not root and p.gpu.doom.status:
+        fail_partition(c, p, p.gpu.doom.status, p.gpu.doom.a, p.gpu.doom.b)
     elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.others if root else p.gpu.answered):
         advance(c, p)
     if queue != NULL:
         # Without servers NCCL's collectives run in the script's order: no other would be faster.
         p.priority = task.priority if c.gpu.watches else 0
-        p.order = c.next_order
-        c.next_order += 1
+        p.order = c.queued.next_order
+        c.queued.next_order += 1
         if heap_push(queue, p) != 0:
             give_up(c, E_MEMORY)
 
@@ -154,11 +155,16 @@ cdef inline void fail_partition(
     The task keeps the first error and ends with it after its last partition.
     """
     cdef Task *task = p.tensor.current
-    if task.error == 0:
-        task.error = status
-        task.detail_a = a
-        task.detail_b = b
-    if p.shares != NULL and not p.keeps and post_results(c.machine, p, status, a, b) != 0:
+    if task.error.status == 0:
+        task.error.status = status
+        task.error.a = a
+        task.error.b = b
+    if (
+        p.local != NULL
+        and p.local.shares != NULL
+        and not p.keeps
+        and post_results(c.machine, p, status, a, b) != 0
+    ):
         give_up(c, E_MEMORY)
     home(c, p)
 
@@ -175,26 +181,26 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
     if task.remaining:
         return
     tensor.current = NULL
-    finish(c, task, task.error if task.error else DONE)
+    finish(c, task, task.error.status if task.error.status else DONE)
     # A task that cannot be started ends at once.
-    while tensor.current == NULL and tensor.first_waiting != NULL:
-        task = tensor.first_waiting
-        tensor.first_waiting = task.next
+    while tensor.current == NULL and tensor.waiting.first != NULL:
+        task = tensor.waiting.first
+        tensor.waiting.first = task.next
         start(c, task)
 
 
 cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
     """Add a finished task to the list that Python reaps. The caller holds the monitor."""
-    if task.over == NULL:
-        task.next = c.reap_first
-        c.reap_first = task
+    if task.gpu.end_event == NULL:
+        task.next = c.ended.on_host
+        c.ended.on_host = task
         return
     task.next = NULL
-    if c.reap_on_gpu == NULL:
-        c.reap_on_gpu = task
+    if c.ended.on_gpu == NULL:
+        c.ended.on_gpu = task
     else:
-        c.reap_last.next = task
-    c.reap_last = task
+        c.ended.last_on_gpu.next = task
+    c.ended.last_on_gpu = task
 
 
 cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
@@ -228,31 +234,32 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     # Read now: the waiter may free the task as soon as its status is published.
     cdef bint stands_in = task.handle == NULL
     cdef Tell *tells
-    if task.tensor.recorded and not task.keeps:
+    if task.tensor.trace.recorded and not task.keeps:
         ended(c, task, status)
     if (
-        task.over != NULL
-        and not (task.marked and status == DONE)
-        and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0
+        task.gpu.end_event != NULL
+        and not (task.gpu.end_state == RECORDED and status == DONE)
+        and mark_end(c.gpu.device, task.gpu.end_event, status == DONE, task.tensor.last_stream) != 0
         and status == DONE
     ):
         status = E_DEVICE
-    if status == DONE and task.over != NULL:
+    if status == DONE and task.gpu.end_event != NULL:
         c.gpu.ends += 1
-        task.ended = c.gpu.ends
+        task.gpu.end_number = c.gpu.ends
+        task.gpu.end_state = RECORDED
     if status == DONE and not task.keeps:
         c.counters.tasks += 1
-        for i in range(task.tensor.n_parts if c.telemetry else 0):
+        for i in range(task.tensor.n_parts if c.settings.telemetry else 0):
             c.counters.bytes += task.tensor.parts[i].length
     lock(&c.monitor)
-    c.outstanding -= 1
-    if c.outstanding == 0:
-        c.busy_total += now_ns() - c.busy_since
+    c.busy.outstanding -= 1
+    if c.busy.outstanding == 0:
+        c.busy.total += now_ns() - c.busy.since
     if not stands_in:
         keep_for_reaping(c, task)
     tells = take_tells(task, NULL)
     atomic_store(&task.status, status)
-    if c.waiters:
+    if c.role.waiters:
         notify_all(&c.monitor)
     unlock(&c.monitor)
     if stands_in:
@@ -266,12 +273,12 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     cdef Partition *following
     cdef int n = 0
     while p != NULL:
-        following = p.next_done
-        if p.tensor.status == DONE and p.tensor.current != NULL:
-            if p.codec_status == 0:
+        following = p.coding.next
+        if p.tensor.outcome.status == DONE and p.tensor.current != NULL:
+            if p.coding.status == 0:
                 advance(c, p)
             else:
-                fail_partition(c, p, E_PROTOCOL, c.rank, 0)
+                fail_partition(c, p, E_PROTOCOL, c.settings.rank, 0)
         p = following
         n += 1
     return n
@@ -308,7 +315,8 @@ cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
             p.stage += 1
         p.source = task.input + offset if task.input != NULL else NULL
         p.target = task.output + offset
-        p.share_status = 0
+        if p.local != NULL:
+            p.local.disagreement.status = 0
         offset += server_state_bytes(p.packed)
 
 
@@ -317,21 +325,25 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
-    if tensor.status == DONE and not task.keeps and deserted(c.machine, &task.detail_a, False):
+    if (
+        tensor.outcome.status == DONE
+        and not task.keeps
+        and deserted(c.machine, &task.error.a, False)
+    ):
         finish(c, task, E_LEFT)
         return
-    if c.failed or tensor.status < 0:
-        if tensor.status < 0:
-            task.detail_a = tensor.detail_a
-            task.detail_b = tensor.detail_b
-        finish(c, task, <int>c.failed if c.failed else tensor.status)
+    if c.failed or tensor.outcome.status < 0:
+        if tensor.outcome.status < 0:
+            task.error.a = tensor.outcome.a
+            task.error.b = tensor.outcome.b
+        finish(c, task, <int>c.failed if c.failed else tensor.outcome.status)
         return
     if tensor.current != NULL:
-        if tensor.first_waiting == NULL:
-            tensor.first_waiting = task
+        if tensor.waiting.first == NULL:
+            tensor.waiting.first = task
         else:
-            tensor.last_waiting.next = task
-        tensor.last_waiting = task
+            tensor.waiting.last.next = task
+        tensor.waiting.last = task
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
@@ -346,11 +358,13 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
             if task.output != NULL
             else NULL
         )
-        tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
+        tensor.parts[i].divisor = (
+            task.divisor // c.settings.processes if task.broadcast else task.divisor
+        )
         tensor.parts[i].keeps = task.keeps
         tensor.parts[i].on_gpu = task.on_gpu
     tensor.begun = False
-    if task.on_gpu and c.gpu.watches and task.ready != NULL:
+    if task.on_gpu and c.gpu.watches and task.gpu.input_event != NULL:
         watch_for(c, task)
     else:
         begin(c, task)
@@ -397,32 +411,32 @@ cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
 
     The position in the line is by `recorded`, since a later round of a tensor may start late.
     """
-    cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
+    cdef Tasks *line = &c.gpu.unseen[task.gpu.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first
-    if line.first != NULL and line.last.recorded <= task.recorded:
-        at = &line.last.next_unseen
-    while at[0] != NULL and at[0].recorded <= task.recorded:
-        at = &at[0].next_unseen
-    task.next_unseen = at[0]
+    if line.first != NULL and line.last.gpu.input_number <= task.gpu.input_number:
+        at = &line.last.gpu.next_unseen
+    while at[0] != NULL and at[0].gpu.input_number <= task.gpu.input_number:
+        at = &at[0].gpu.next_unseen
+    task.gpu.next_unseen = at[0]
     at[0] = task
-    if task.next_unseen == NULL:
+    if task.gpu.next_unseen == NULL:
         line.last = task
 
 
 cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
     """Remove a task from its line: it is about to end, and may be freed then."""
-    cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
+    cdef Tasks *line = &c.gpu.unseen[task.gpu.stream // 64 % USER_STREAMS]
     cdef Task *before = NULL
     cdef Task *found = line.first
     while found != NULL and found != task:
         before = found
-        found = found.next_unseen
+        found = found.gpu.next_unseen
     if found == NULL:
         return
     if before == NULL:
-        line.first = task.next_unseen
+        line.first = task.gpu.next_unseen
     else:
-        before.next_unseen = task.next_unseen
+        before.gpu.next_unseen = task.gpu.next_unseen
     if line.last == task:
         line.last = before
 
@@ -433,17 +447,17 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
     cdef Partition **grown
     if tensor.adopted:
         return 0
-    if c.n_table + tensor.n_parts > c.table_capacity:
-        wanted = max(c.table_capacity * 2, c.n_table + tensor.n_parts)
-        grown = <Partition **>realloc(c.table, wanted * sizeof(Partition *))
+    if c.table.n + tensor.n_parts > c.table.capacity:
+        wanted = max(c.table.capacity * 2, c.table.n + tensor.n_parts)
+        grown = <Partition **>realloc(c.table.at, wanted * sizeof(Partition *))
         if grown == NULL:
             return -1
-        c.table = grown
-        c.table_capacity = wanted
+        c.table.at = grown
+        c.table.capacity = wanted
     for i in range(tensor.n_parts):
-        tensor.parts[i].index = c.n_table
-        c.table[c.n_table] = &tensor.parts[i]
-        c.n_table += 1
+        tensor.parts[i].index = c.table.n
+        c.table.at[c.table.n] = &tensor.parts[i]
+        c.table.n += 1
     if c.machine != NULL and know_tensor(c.machine, tensor) != 0:
         return -1
     tensor.next = c.tensors
@@ -459,18 +473,18 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     """
     cdef Task *task = tensor.current
     cdef Task *following
-    tensor.status = status
+    tensor.outcome.status = status
     if c.pool != NULL:
         pool_forget(c.pool, tensor)
-    if c.coders != NULL:
-        pool_forget(c.coders, tensor)
+    if c.gpu != NULL and c.gpu.coders != NULL:
+        pool_forget(c.gpu.coders, tensor)
     tensor.current = NULL
     if task != NULL and task.on_gpu:
         watch_no_more(c, task)
     if task != NULL:
         finish(c, task, status)
-    task = tensor.first_waiting
-    tensor.first_waiting = NULL
+    task = tensor.waiting.first
+    tensor.waiting.first = NULL
     while task != NULL:
         following = task.next
         finish(c, task, status)

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.gpu.device cimport N_STREAMS, Device
 from bpsx.core.local.group cimport Group
 from bpsx.core.codec.pool cimport Pool
-from bpsx.core.partition cimport Counters, Lane, Partition, Server, Task, Tensor
+from bpsx.core.partition cimport Counters, Heap, Lane, Partition, Server, Task, Tasks, Tensor
 from bpsx.core.gpu.pinned_pool cimport Places
 from bpsx.core.local.ring cimport Post
 from bpsx.system.sync cimport Monitor
@@ -18,35 +18,38 @@ cdef struct Awaited:            # partitions in the order in which their events 
     Partition *first
     Partition *last
 
-# Tasks whose input the GPU has not produced yet, in the order in which their events were recorded.
-cdef struct Unseen:
-    Task *first
-    Task *last
-
-cdef struct Gpu:                # GPU state of the core; owned by the driver
+# GPU state of the core, allocated before the first task on a GPU. Owned by the driver, but for the
+# last two.
+cdef struct Gpu:
+    Device *device
+    # thread that queues compression kernels; NULL: nothing is compressed on the GPU
+    Pool *coders
     # value that Device.enter gave to the driver's thread; negative: not in the GPU's context
     int entered
     # Partitions begin when their input is ready. Otherwise NCCL's stream waits for the input.
     bint watches
-    Lane work                   # partitions with a copy to queue, most urgent first
+    Heap work                   # partitions with a copy to queue, most urgent first
     # On a machine's root, partitions with a collective to order:
-    Lane unchecked              # shares whose operations have yet to be compared
-    Lane gathers                # results
-    Lane reductions             # shares
+    Heap unchecked              # shares whose operations have yet to be compared
+    Heap gathers                # results
+    Heap reductions             # shares
     uint32_t group              # largest number of collectives in one group
     Post *orders                # array with room for that many
     uint32_t n_orders           # on processes other than the root: orders of an incomplete group
     Awaited awaited[N_STREAMS]
-    uint64_t followed           # last input that NCCL's stream waits for, see Task.recorded
+    uint64_t followed           # TaskOnGpu.input_number that NCCL's stream waits for last
     uint64_t ends               # number of tasks that have succeeded
-    Unseen unseen[USER_STREAMS]
+    # Tasks whose input the GPU has not produced yet, by TaskOnGpu.next_unseen, in the order in
+    # which their events were recorded.
+    Tasks unseen[USER_STREAMS]
     Places places
+    # Protected by the GIL:
+    # CUDA's unique number of the user's stream that last waited for ends of tasks
+    uint64_t met_by
+    # per stream of the core: the latest end (TaskOnGpu.end_number) that it has waited for
+    uint64_t met[N_STREAMS]
 
-cdef struct Core:
-    # Waits for a task, and drives if no other thread does: the driver's loop, which _core.pyx
-    # compiles and _handle.pyx calls.
-    bint (*wait_for)(Core *c, Task *task, int64_t deadline_ns) noexcept nogil
-    Endpoint *endpoint
+cdef struct Settings:           # constant once the core has started
     uint64_t job
     # the servers' number for this process; with a root per machine, the machine's number
     uint32_t rank
@@ -55,63 +58,81 @@ cdef struct Core:
     # Time in which the slowest server's link can write out what is in flight to a server; 0: no
     # bound.
     int64_t ahead_ns
-    # threads that compress on the host; NULL: nothing is compressed there
-    Pool *pool
-    # thread that queues compression kernels; NULL: nothing is compressed on the GPU
-    Pool *coders
-    Group *machine            # NULL: no other process of this machine shares the work
-    Device *device              # NULL: no tensor on a GPU so far; set once, by any thread
     uint32_t processes          # workers that one push stands for
     int64_t spin_ns             # how long a driver without progress yields the CPU before it parks
+    bint telemetry              # count the bytes of completed tensors
 
-    Monitor monitor
-    # Guarded by the monitor:
+cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role
     bint parked                 # the driver sleeps in endpoint.wait and must be woken
     bint background_idle        # the background thread sleeps on the monitor
     uint32_t waiters            # threads that sleep on the monitor until a task ends
-    Task *inbox_first           # submitted tasks that the driver has not seen
-    Task *inbox_last
+    int64_t stopping            # written with the monitor held, read by any thread
+
+cdef struct Inbox:              # what the driver has not seen yet; guarded by the monitor
+    Task *first                 # submitted tasks
+    Task *last
     Tensor *failing             # tensors that the driver is to fail
     Tensor *known               # tensors that the driver is to adopt without a task
-    Task *reap_first            # finished tasks whose memory Python has yet to release
-    # finished tasks whose memory the GPU may still use, in the order in which they finished
-    Task *reap_on_gpu
-    Task *reap_last             # last of these
+    # The driver must look at the inbox, or at Core.failed. Written with the monitor held, read by
+    # any thread.
+    int64_t news
+
+cdef struct Ended:              # finished tasks; guarded by the monitor
+    Task *on_host               # ... whose memory Python has yet to release
+    # ... whose memory the GPU may still use, in the order in which they finished
+    Task *on_gpu
+    Task *last_on_gpu
+
+cdef struct Busy:               # written with the monitor held, read by any thread
+    int64_t outstanding         # tasks submitted and not finished, plus 1 while Group.unsent
+    int64_t since               # time at which `outstanding` last became positive
+    int64_t total               # nanoseconds in which it was positive, up to then
+
+cdef struct Lanes:
+    Lane *at
+    uint32_t n
+    uint32_t n_ready            # lanes that have sent the right proof
+    Server *servers
+    uint32_t n_servers
+
+cdef struct PartitionTable:     # partitions by Partition.index
+    Partition **at
+    uint32_t n
+    uint32_t capacity
+
+cdef struct Queued:
+    uint64_t next_order         # for Partition.order
+    int64_t bytes               # bytes queued for servers so far
+    int64_t longest             # bytes of the longest partition
+
+cdef struct Core:
+    # Waits for a task, and drives if no other thread does: the driver's loop, which _core.pyx
+    # compiles and _handle.pyx calls.
+    bint (*wait_for)(Core *c, Task *task, int64_t deadline_ns) noexcept nogil
+    Endpoint *endpoint
+    Settings settings
+    # threads that compress on the host; NULL: nothing is compressed there
+    Pool *pool
+    Group *machine              # NULL: no other process of this machine shares the work
+    Gpu *gpu                    # NULL: no tensor on a GPU so far; set once, by any thread
+
+    Monitor monitor
+    Role role
+    Inbox inbox
+    Ended ended
+    Busy busy
     # Written with the monitor held, read by any thread:
-    int64_t news                # the driver must look at the inbox, `known`, `failing` or `failed`
     int64_t failed              # not 0: status with which every task ends
     # not 0: number of the lane to which a send failed, plus 1. Nothing is sent any more; the
     # scheduler will soon report the dead process.
     int64_t mute
-    int64_t outstanding         # tasks submitted and not finished, plus 1 while `unsent`
-    int64_t busy_since          # time at which `outstanding` last became positive
-    int64_t busy_total          # nanoseconds in which it was positive, up to then
-    int64_t stopping
-
-    # Protected by the GIL:
-    # CUDA's unique number of the user's stream that last waited for ends of tasks
-    uint64_t met_by
-    # per stream of the core: the latest end (Task.ended) that it has waited for
-    uint64_t met[N_STREAMS]
 
     # Owned by the driver:
-    Lane *lanes
-    uint32_t n_lanes
-    Server *servers
-    uint32_t n_servers
-    uint32_t n_ready            # lanes that have sent the right proof
-    Partition **table           # partitions by Partition.index
-    uint32_t n_table
-    uint32_t table_capacity
-    uint64_t next_order
-    int64_t queued              # bytes queued for servers so far
-    int64_t longest             # bytes of the longest partition
+    Lanes lanes
+    PartitionTable table
+    Queued queued
     Tensor *tensors
-    Gpu gpu
     bint swept                  # every tensor has been failed with `failed`
-    # Posts to other processes of this machine wait because a ring is full.
-    bint unsent
     Counters counters
-    bint telemetry              # count the bytes of completed tensors
     Watch *watch                # recorder; NULL: no tracing

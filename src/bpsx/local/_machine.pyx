@@ -297,7 +297,7 @@ cdef class Machine:
         free(self.c.pinned)
         free(self.c.early.items)
         free(self.c.tensors)
-        free(self.c.work.heap)
+        free(self.c.work.items)
 
 
 # ---- the endpoint of a process that speaks only to its neighbours

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.codec.state cimport Packed, pack, unpack
-from bpsx.core.partition cimport Lane, Partition, Tensor
+from bpsx.core.partition cimport Heap, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport (
@@ -18,7 +18,7 @@ cdef enum:
 cdef struct Pool:
     Monitor monitor
     # Guarded by it:
-    Lane todo                   # only its heap is used
+    Heap todo
     Partition *done             # finished partitions, the latest first
     Partition *at_work[MAX_THREADS]
     bint stopping
@@ -46,7 +46,7 @@ cdef inline void pool_stop(Pool *pool) noexcept nogil:
 
 cdef inline void pool_free(Pool *pool) noexcept nogil:
     if pool != NULL:
-        free(pool.todo.heap)
+        free(pool.todo.items)
         monitor_destroy(&pool.monitor)
         free(pool)
 
@@ -100,7 +100,7 @@ cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
             wait(&pool.monitor)
             continue
         p = heap_pop(&pool.todo)
-        if p.tensor.status != DONE:
+        if p.tensor.outcome.status != DONE:
             p = NULL                        # its tasks have failed
     pool.at_work[me] = p
     unlock(&pool.monitor)
@@ -111,7 +111,7 @@ cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nog
     """Return a partition that has been encoded or decoded (pool thread)."""
     lock(&pool.monitor)
     pool.at_work[me] = NULL
-    p.next_done = pool.done
+    p.coding.next = pool.done
     pool.done = p
     atomic_add(&pool.ready, 1)
     notify_all(&pool.monitor)               # a driver in pool_forget may wait for this
@@ -120,8 +120,8 @@ cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nog
 
 cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
     cdef Packed *packed = p.packed
-    p.codec_status = 0
+    p.coding.status = 0
     if p.encodes:
         pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)
     else:
-        p.codec_status = unpack(packed, packed.wire, packed.size, p.target, scratch)
+        p.coding.status = unpack(packed, packed.wire, packed.size, p.target, scratch)

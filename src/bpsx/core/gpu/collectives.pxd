@@ -15,8 +15,8 @@ from bpsx.core.gpu.device cimport (
 from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
 from bpsx.core.local.group cimport PART_BITS, Group, agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, EVERYBODY, PUSH, REDUCE,
-    OnGpu, Partition, Task,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, EVERYBODY, PUSH, RECORDED,
+    REDUCE, OnGpu, Partition, Task,
 )
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport (
@@ -39,7 +39,7 @@ cdef inline bint present(Group *m, Partition *p, uint32_t i) noexcept nogil:
     """Whether a process contributes a share in this round."""
     if i == m.me:
         return p.tensor.current.handle != NULL
-    return p.shares[i].flags != 0
+    return p.local.shares[i].flags != 0
 
 
 cdef inline uint32_t first_owner(Group *m, Partition *p) noexcept nogil:
@@ -119,8 +119,8 @@ cdef inline void tell_all(
         if i == m.me:
             continue
         post = order[0]
-        post.round = p.shares[i].round
-        if not p.shares[i].takes_part:
+        post.round = p.local.shares[i].round
+        if not p.local.shares[i].takes_part:
             post.flags |= STANDS_IN
         if more:
             post.flags |= MORE
@@ -132,9 +132,9 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
     if c.machine.alone:
         fail_partition(c, p, status, a, b)
         return
-    p.share_status = status
-    p.share_a = a
-    p.share_b = b
+    p.local.disagreement.status = status
+    p.local.disagreement.a = a
+    p.local.disagreement.b = b
     p.source = NULL
     if p.packed != NULL:
         p.packed.size = 0
@@ -148,7 +148,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
-    p.share_status = 0
+    p.local.disagreement.status = 0
     if not agree(m, p, &other):
         refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
     elif (
@@ -158,8 +158,8 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     ):
         refuse(c, p, E_JOINED, task.divisor, task.divisor)
     else:
-        p.order = c.next_order
-        c.next_order += 1
+        p.order = c.queued.next_order
+        c.queued.next_order += 1
         if heap_push(&c.gpu.reductions, p) != 0:
             give_up(c, E_MEMORY)
 
@@ -183,13 +183,13 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
         p.source = NULL
     p.gpu.others = 0
     for i in range(m.size):
-        p.shares[i].takes_part = p.shares[i].flags != 0
-        p.gpu.others += p.shares[i].takes_part
+        p.local.shares[i].takes_part = p.local.shares[i].flags != 0
+        p.gpu.others += p.local.shares[i].takes_part
         # No more posts about this round will come, but those of the next one may.
         if m.alone:
-            p.shares[i].flags = 0
+            p.local.shares[i].flags = 0
     if m.alone:
-        p.n_shares = 0
+        p.local.n_shares = 0
         return True
     return find_place(c, p)
 
@@ -236,7 +236,7 @@ cdef inline int pump_orders(Core *c) noexcept nogil:
         n += 1
         if under_way(c, p):
             check_shares(c, p)
-    if atomic_load(&c.device.ready):
+    if atomic_load(&c.gpu.device.ready):
         while (c.gpu.gathers.size or c.gpu.reductions.size) and not c.failed:
             n += order_next(c)
     return n
@@ -276,7 +276,7 @@ cdef inline int end_group(Device *d, int rc) noexcept nogil:
 cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
     """Queue the collective that reduces shares. Returns 0, or an error."""
     cdef Group *m = c.machine
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
     cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
@@ -309,7 +309,7 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
 cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
     """Queue the collective that distributes the result's parts in place. Returns 0, or an error."""
     cdef Group *m = c.machine
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
     cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
@@ -331,7 +331,7 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
 
 cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
     """Queue an ORDER's collective; without a partition use `zeros` and `waste`. 0, or an error."""
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef Task *task = p.tensor.current if p != NULL else NULL
     cdef char *give = d.zeros
     cdef char *get = d.waste
@@ -349,11 +349,11 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
         rc == 0
         and task != NULL
         and not c.gpu.watches
-        and task.ready != NULL
-        and task.recorded != c.gpu.followed
+        and task.gpu.input_event != NULL
+        and task.gpu.input_number != c.gpu.followed
     ):
-        c.gpu.followed = task.recorded
-        rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
+        c.gpu.followed = task.gpu.input_number
+        rc = d.wait(d.self, d.streams[BETWEEN], task.gpu.input_event)
     if order.flags & GATHERS and rc == 0:
         return gather_parts_of(c, order, get)
     return reduce_parts(c, order, give, get) if rc == 0 else rc
@@ -365,7 +365,7 @@ cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept no
     Queued after the collective's group, since NCCL queues a group's work when the group ends.
     Returns 0, or an error.
     """
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef Task *task = p.tensor.current
     if (
         not c.machine.alone
@@ -391,7 +391,7 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
         advance(c, p)                           # leave the COORDINATE_ stage
     if not order.flags & GATHERS and not m.alone:
         g.owner = order.group_owner
-        g.data = task.output + p.offset if task.output != NULL else c.device.waste
+        g.data = task.output + p.offset if task.output != NULL else c.gpu.device.waste
         own_part(m, g, g.span, item_bytes(order.dtype))
         if order.flags & IS_BROADCAST:
             g.begin = 0
@@ -405,9 +405,9 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
             p.source = g.host                   # there will be data, whichever process copies it
     # Without servers no work of the core's own follows the collective.
-    if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:
+    if (not m.alone or p.tensor.trace.recorded) and mark(c, p, BETWEEN) != 0:
         give_up(c, E_DEVICE)
-    elif p.tensor.recorded:
+    elif p.tensor.trace.recorded:
         await_end(c, p, BETWEEN)
     else:
         advance(c, p)
@@ -428,7 +428,7 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
     ):
         return E_PROTOCOL
     if not m.pinned[post.slab // SLAB]:
-        if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:
+        if c.gpu.device.pin(c.gpu.device.self, slab, post.slab_bytes) != 0:
             return E_DEVICE
         m.pinned[post.slab // SLAB] = 1
     p.gpu.host = slab + (post.offset - post.slab)
@@ -451,13 +451,17 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
     for i in range(n):
         task = ends_with(c, &c.gpu.orders[i])
         if task != NULL:
-            over = task.over
-    rc = c.device.record(c.device.self, over, c.device.streams[BETWEEN]) if over != NULL else 0
+            over = task.gpu.end_event
+    rc = (
+        c.gpu.device.record(c.gpu.device.self, over, c.gpu.device.streams[BETWEEN])
+        if over != NULL
+        else 0
+    )
     for i in range(n if rc == 0 else 0):
         task = ends_with(c, &c.gpu.orders[i])
         if task != NULL:
-            task.over = over
-            task.marked = True
+            task.gpu.end_event = over
+            task.gpu.end_state = RECORDED
     return rc
 
 
@@ -471,12 +475,12 @@ cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
         if order.takes_part
         else NULL
     )
-    return task if task != NULL and task.handle != NULL and not task.tensor.recorded else NULL
+    return task if task != NULL and task.handle != NULL and not task.tensor.trace.recorded else NULL
 
 
 cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
     """Queue the first n orders as one group, in their sequence."""
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef Partition *p
     cdef uint32_t i
     cdef int rc = d.begin_group(d.self) if n > 1 else 0
@@ -507,10 +511,10 @@ cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
     """Handle an ORDER. Returns 0, or -1 if it is invalid."""
     cdef uint32_t n = c.gpu.n_orders
     if (
-        c.device == NULL
+        c.gpu == NULL
         or c.gpu.orders == NULL
         or n == c.gpu.group
-        or not atomic_load(&c.device.ready)
+        or not atomic_load(&c.gpu.device.ready)
     ):
         return -1
     c.gpu.orders[n] = order[0]
@@ -527,7 +531,7 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
     cdef Partition *p = partition_of(c.machine, post.key)
     if p == NULL or p.gpu == NULL:
         return -1
-    if not under_way(c, p) or not p.on_gpu or p.shares[post.owner].round != post.round:
+    if not under_way(c, p) or not p.on_gpu or p.local.shares[post.owner].round != post.round:
         return 0                                # the task has failed meanwhile
     if post.flags & IS_COPIED:
         p.gpu.copied += 1
@@ -550,9 +554,9 @@ cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcep
         if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
             fail_partition(c, p, post.status, post.detail_a, post.detail_b)
         else:                                   # an event is awaited: fail when it fires
-            p.gpu.doom = post.status
-            p.gpu.doom_a = post.detail_a
-            p.gpu.doom_b = post.detail_b
+            p.gpu.doom.status = post.status
+            p.gpu.doom.a = post.detail_a
+            p.gpu.doom.b = post.detail_b
         return 0
     if stage == COORDINATE_REDUCE:
         return -1

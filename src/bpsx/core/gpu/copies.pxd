@@ -15,10 +15,10 @@ from bpsx.core.partition cimport (
 )
 from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
-from bpsx.core.codec.pool cimport pool_give, pool_take
+from bpsx.core.codec.pool cimport pool_free, pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport advance, begin, fail_partition, give_up, watch_no_more
-from bpsx.core.state cimport USER_STREAMS, Core
+from bpsx.core.state cimport USER_STREAMS, Core, Gpu
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
 
 cdef enum:
@@ -38,7 +38,7 @@ cdef inline bint awaited(Core *c) noexcept nogil:
 
 
 cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
-    return p.tensor.status == DONE and p.tensor.current != NULL and not c.failed
+    return p.tensor.outcome.status == DONE and p.tensor.current != NULL and not c.failed
 
 
 cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
@@ -46,7 +46,7 @@ cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
 
     Returns 0, or an error.
     """
-    return c.device.record(c.device.self, p.gpu.queued[which], c.device.streams[which])
+    return c.gpu.device.record(c.gpu.device.self, p.gpu.queued[which], c.gpu.device.streams[which])
 
 
 cdef inline void await_end(Core *c, Partition *p, int which) noexcept nogil:
@@ -90,9 +90,9 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
     cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
     if g.coder != NULL:
         nbytes = max(nbytes, words_at(p) + WORDS)
-    g.place = take_place(&c.gpu.places, c.endpoint, c.device, c.machine, nbytes)
+    g.place = take_place(&c.gpu.places, c.endpoint, c.gpu.device, c.machine, nbytes)
     if g.place == NULL:
-        give_up(c, E_DEVICE if c.device.broken(c.device.self) else E_MEMORY)
+        give_up(c, E_DEVICE if c.gpu.device.broken(c.gpu.device.self) else E_MEMORY)
         return False
     g.host = g.place.host
     return True
@@ -102,13 +102,13 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
     """Continue after the GPU work of the partition's stage has completed."""
     cdef int stage = p.tensor.stages[p.stage], rc = 0
     cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
-    if p.gpu.doom:
-        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+    if p.gpu.doom.status:
+        fail_partition(c, p, p.gpu.doom.status, p.gpu.doom.a, p.gpu.doom.b)
         return
     if stage == COMPRESS:
         p.packed.size = head_of(p.packed) + (<uint64_t *>(p.gpu.host + words_at(p)))[0]
     elif stage == DECOMPRESS and (<int32_t *>(p.gpu.host + words_at(p) + 8))[0] != 0:
-        fail_partition(c, p, E_PROTOCOL, c.rank, 0)
+        fail_partition(c, p, E_PROTOCOL, c.settings.rank, 0)
         return
     if stage == COPYD2H:
         land(p)
@@ -130,14 +130,14 @@ cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
     when its copy up is queued: a script that did not wait for that round asks for a sum of its
     result.
     """
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef int which = UP if c.machine == NULL else BETWEEN
     return d.wait(d.self, d.streams[DOWN], p.gpu.queued[which])
 
 
 cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     """COPYD2H: copy this process's part into the pinned place."""
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef OnGpu *g = p.gpu
     cdef char *to
     cdef int rc
@@ -173,7 +173,7 @@ cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
 
     Returns 0, or an error.
     """
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef OnGpu *g = p.gpu
     cdef uint64_t head = head_of(p.packed)
     if p.packed.size > most_bytes(p.packed):
@@ -187,7 +187,7 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
     """COMPRESS and DECOMPRESS on the GPU: queue what precedes the kernels, and let the coder
     thread queue the kernels.
     """
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef OnGpu *g = p.gpu
     cdef int rc = 0
     if not p.encodes:
@@ -204,7 +204,7 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
         g.factor = correction(p.packed, p.tensor.current.rate)
     if rc != 0:
         give_up(c, E_DEVICE)
-    elif pool_give(c.coders, p) != 0:
+    elif pool_give(c.gpu.coders, p) != 0:
         give_up(c, E_MEMORY)
 
 
@@ -212,12 +212,12 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
     """Copy the result of the queued kernels to the host: the number of encoded bytes, or whether
     decoding found invalid bytes.
     """
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef OnGpu *g = p.gpu
     cdef int which = DOWN if p.encodes else UP
     cdef uint64_t at = 0 if p.encodes else 8
     cdef int rc
-    if p.encodes and g.size >= 0 and not p.tensor.recorded:
+    if p.encodes and g.size >= 0 and not p.tensor.trace.recorded:
         p.packed.size = head_of(p.packed) + g.size
         advance(c, p)
         return
@@ -236,11 +236,11 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
 
 cdef inline int pump_coders(Core *c) noexcept nogil:
     """Take partitions back from the thread that queues kernels. Returns their number."""
-    cdef Partition *p = pool_take(c.coders)
+    cdef Partition *p = pool_take(c.gpu.coders)
     cdef Partition *following
     cdef int n = 0
     while p != NULL:
-        following = p.next_done
+        following = p.coding.next
         if under_way(c, p):
             coded(c, p)
         p = following
@@ -250,7 +250,7 @@ cdef inline int pump_coders(Core *c) noexcept nogil:
 
 cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     """COPYH2D: copy this process's part from the pinned place into the output."""
-    cdef Device *d = c.device
+    cdef Device *d = c.gpu.device
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
     cdef int rc = 0
@@ -260,8 +260,8 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
         own_part(c.machine, g, p.length, item_bytes(p.tensor.dtype))
         if c.machine.me == c.machine.root:
             g.loaded = 0
-            p.result_owner = c.machine.me
-            p.result_offset = g.place.offset
+            p.local.result_owner = c.machine.me
+            p.local.result_offset = g.place.offset
             rc = -post_results(c.machine, p, 0, 0, 0)
     if rc == 0 and g.coder != NULL and g.length:
         rc = d.copy(d.self, g.wire, g.host, p.packed.size, d.streams[UP])
@@ -276,7 +276,7 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
         rc = mark(c, p, UP)
     if rc != 0:
         give_up(c, E_DEVICE)
-    elif p.tensor.recorded or c.machine != NULL and g.length:
+    elif p.tensor.trace.recorded or c.machine != NULL and g.length:
         await_end(c, p, UP)
     else:
         arrived(c, p)
@@ -296,23 +296,23 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
         task = c.gpu.unseen[i].first
         waits = NULL
         while task != NULL and not c.failed:
-            following = task.next_unseen
+            following = task.gpu.next_unseen
             rc = 0
-            if task.recorded == come:
+            if task.gpu.input_number == come:
                 rc = 1
-            elif waits == NULL or waits.stream != task.stream:
-                rc = c.device.query(c.device.self, task.ready)
+            elif waits == NULL or waits.gpu.stream != task.gpu.stream:
+                rc = c.gpu.device.query(c.gpu.device.self, task.gpu.input_event)
             if rc == 0:
                 waits = task
             elif rc < 0:
                 give_up(c, E_DEVICE)
             else:
                 n += 1
-                come = task.recorded
+                come = task.gpu.input_number
                 watch_no_more(c, task)
                 begin(c, task)
                 # `begin` may have started other tasks
-                following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen
+                following = c.gpu.unseen[i].first if waits == NULL else waits.gpu.next_unseen
             task = following
     return n
 
@@ -324,7 +324,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
     """
     cdef Partition *p
     cdef int i, rc, stage, n = look_at_user(c)
-    if c.coders != NULL:
+    if c.gpu.coders != NULL:
         n += pump_coders(c)
     while c.gpu.work.size:
         p = heap_pop(&c.gpu.work)
@@ -341,7 +341,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
     for i in range(N_STREAMS):
         while c.gpu.awaited[i].first != NULL and not c.failed:
             p = c.gpu.awaited[i].first
-            rc = c.device.query(c.device.self, p.gpu.queued[i])
+            rc = c.gpu.device.query(c.gpu.device.self, p.gpu.queued[i])
             if rc == 0:
                 break
             n += 1
@@ -355,13 +355,18 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
 
 cdef inline bint prepare_gpu(Core *c, Device *d, uint32_t group) noexcept nogil:
     """Prepare the core for a GPU, before the first task on it. False when out of memory."""
-    c.gpu.group = group
-    c.gpu.watches = c.machine == NULL or not c.machine.alone
-    c.gpu.entered = -1
-    c.gpu.orders = <Post *>calloc(group, sizeof(Post))
-    if c.gpu.orders == NULL:
+    cdef Gpu *gpu = <Gpu *>calloc(1, sizeof(Gpu))
+    if gpu == NULL:
         return False
-    c.device = d
+    gpu.device = d
+    gpu.group = group
+    gpu.watches = c.machine == NULL or not c.machine.alone
+    gpu.entered = -1
+    gpu.orders = <Post *>calloc(group, sizeof(Post))
+    if gpu.orders == NULL:
+        free(gpu)
+        return False
+    c.gpu = gpu                     # last: the driver may be at work, and looks at it
     return True
 
 
@@ -370,9 +375,14 @@ cdef inline void forget_gpu(Core *c) noexcept nogil:
 
     The GPU's context may be gone, and its events with it.
     """
+    if c.gpu == NULL:
+        return
     free_places(&c.gpu.places, NULL)
-    free(c.gpu.work.heap)
-    free(c.gpu.unchecked.heap)
-    free(c.gpu.gathers.heap)
-    free(c.gpu.reductions.heap)
+    free(c.gpu.work.items)
+    free(c.gpu.unchecked.items)
+    free(c.gpu.gathers.items)
+    free(c.gpu.reductions.items)
     free(c.gpu.orders)
+    pool_free(c.gpu.coders)
+    free(c.gpu)
+    c.gpu = NULL

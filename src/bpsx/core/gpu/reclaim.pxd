@@ -3,7 +3,7 @@
 from libc.stdint cimport uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
-from bpsx.core.partition cimport Task
+from bpsx.core.partition cimport FIRED, Task
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport atomic_load, lock, unlock
 
@@ -15,8 +15,8 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
     cdef Task *kept = NULL
     cdef Task *found = NULL
     lock(&c.monitor)
-    task = c.reap_first
-    c.reap_first = NULL
+    task = c.ended.on_host
+    c.ended.on_host = NULL
     while task != NULL:
         following = task.next
         if atomic_load(&task.wire):
@@ -26,9 +26,9 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
             task.next = found
             found = task
         task = following
-    c.reap_first = kept
+    c.ended.on_host = kept
     unlock(&c.monitor)
-    return take_reaped_of_gpu(c, found) if c.reap_on_gpu != NULL else found
+    return take_reaped_of_gpu(c, found) if c.ended.on_gpu != NULL else found
 
 
 cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
@@ -36,24 +36,26 @@ cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
 
     The GPU completes them in order, so only the oldest event is queried, and once per group.
     """
-    cdef Task *task = c.reap_on_gpu
+    cdef Task *task = c.ended.on_gpu
     cdef void *come = NULL
-    cdef int token = c.device.enter(c.device.self)
+    cdef int token = c.gpu.device.enter(c.gpu.device.self)
     while (
-        task != NULL
-        and not atomic_load(&task.wire)
-        and (token < 0 or task.over == come or c.device.query(c.device.self, task.over) != 0)
+        task != NULL and not atomic_load(&task.wire)
+        and (
+            token < 0 or task.gpu.end_event == come
+            or c.gpu.device.query(c.gpu.device.self, task.gpu.end_event) != 0
+        )
     ):
-        come = task.over
-        task.come = True
+        come = task.gpu.end_event
+        task.gpu.end_state = FIRED
         lock(&c.monitor)
-        c.reap_on_gpu = task.next
+        c.ended.on_gpu = task.next
         unlock(&c.monitor)
         task.next = found
         found = task
-        task = c.reap_on_gpu
+        task = c.ended.on_gpu
     if token >= 0:
-        c.device.leave(c.device.self, token)
+        c.gpu.device.leave(c.gpu.device.self, token)
     return found
 
 
@@ -62,11 +64,11 @@ cdef inline int unreaped(Core *c) noexcept nogil:
     cdef Task *task
     cdef int n = 0
     lock(&c.monitor)
-    task = c.reap_first
+    task = c.ended.on_host
     while task != NULL:
         n += 1
         task = task.next
-    task = c.reap_on_gpu
+    task = c.ended.on_gpu
     while task != NULL:
         n += 1
         task = task.next
@@ -82,19 +84,21 @@ cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
     """
     return (
         by != 0
-        and c.met_by == by
-        and task.ended != 0
-        and task.ended <= c.met[task.tensor.last_stream]
+        and task.gpu.end_number != 0        # then there is c.gpu
+        and c.gpu.met_by == by
+        and task.gpu.end_number <= c.gpu.met[task.tensor.last_stream]
     )
 
 
 cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:
     """Note that the stream waits for the task's end from now on."""
     cdef int i
-    if by == 0 or task.ended == 0:
+    if by == 0 or task.gpu.end_number == 0:
         return
-    if c.met_by != by:
-        c.met_by = by
+    if c.gpu.met_by != by:
+        c.gpu.met_by = by
         for i in range(N_STREAMS):
-            c.met[i] = 0
-    c.met[task.tensor.last_stream] = max(c.met[task.tensor.last_stream], task.ended)
+            c.gpu.met[i] = 0
+    c.gpu.met[task.tensor.last_stream] = max(
+        c.gpu.met[task.tensor.last_stream], task.gpu.end_number
+    )

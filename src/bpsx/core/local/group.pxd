@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
 
-from bpsx.core.partition cimport Lane, Partition, Task, Tensor
+from bpsx.core.partition cimport Heap, LocalRound, Partition, Task, Tensor
 from bpsx.core.local.ring cimport (
     IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take,
 )
@@ -57,8 +57,9 @@ cdef struct Group:
     Posts early                 # shares of tensors that the root has not adopted yet
     Tensor **tensors            # by number, as in the keys
     uint32_t n_tensors
-    Lane work                   # partitions to copy or sum, most urgent first
+    Heap work                   # partitions to copy or sum, most urgent first
     bint somebody_gone
+    bint unsent                 # posts to neighbours wait because a ring is full
     int64_t joined_news         # a `joined` has been set since the driver last looked
     char **parts                # scratch array with an address per process
     Kernels kernels[N_DTYPES]   # by dtype code; `add` is NULL until loaded
@@ -180,6 +181,7 @@ cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
     """Prepare a new tensor for this machine's processes. Returns 0, or -1 when out of memory."""
     cdef uint32_t i, wanted
     cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
+    cdef LocalRound *local
     cdef Tensor **grown
     if number >= MOST_TENSORS:
         return -1
@@ -193,18 +195,22 @@ cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
         m.n_tensors = wanted
     for i in range(tensor.n_parts):
         nbytes += tensor.parts[i].length
+        local = <LocalRound *>calloc(1, sizeof(LocalRound))
+        tensor.parts[i].local = local
+        if local == NULL:
+            return -1
         if m.me == m.root:
-            tensor.parts[i].shares = <Post *>calloc(m.size, sizeof(Post))
-            if tensor.parts[i].shares == NULL:
+            local.shares = <Post *>calloc(m.size, sizeof(Post))
+            if local.shares == NULL:
                 return -1
     if m.me != m.root:
         nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
-        # Address space for two places: see `share_side`. Memory is committed as it is written.
-        tensor.share_span = nbytes
-        if nbytes + tensor.share_span > m.all[m.me].nbytes - m.used:
+        # Address space for two places: see `LocalRound.side`. Memory is committed as it is written.
+        tensor.share.span = nbytes
+        if nbytes + tensor.share.span > m.all[m.me].nbytes - m.used:
             return -1
-        tensor.share_offset = m.used
-        m.used += nbytes + tensor.share_span
+        tensor.share.offset = m.used
+        m.used += nbytes + tensor.share.span
     m.tensors[number] = tensor
     return 0
 
@@ -222,8 +228,8 @@ cdef inline int post_results(
     memset(&post, 0, sizeof(Post))
     post.key = p.key
     post.flags = IS_RESULT
-    post.owner = p.result_owner
-    post.offset = p.result_offset
+    post.owner = p.local.result_owner
+    post.offset = p.local.result_offset
     post.status = status
     post.detail_a = a
     post.detail_b = b
@@ -233,11 +239,11 @@ cdef inline int post_results(
             post.slab = p.gpu.place.slab
             post.slab_bytes = p.gpu.place.slab_bytes
     for i in range(m.size):
-        if p.shares[i].flags:
-            post.round = p.shares[i].round
+        if p.local.shares[i].flags:
+            post.round = p.local.shares[i].round
             failed |= send_post(m, i, &post)
-            p.shares[i].flags = 0
-    p.n_shares = 0
+            p.local.shares[i].flags = 0
+    p.local.n_shares = 0
     return failed
 
 
@@ -249,11 +255,11 @@ cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef uint32_t i, flags
     for i in range(m.size):
-        flags = p.shares[i].flags
+        flags = p.local.shares[i].flags
         if (
             flags
             and (
-                p.shares[i].divisor != task.divisor
+                p.local.shares[i].divisor != task.divisor
                 or ((flags & IS_BROADCAST) != 0) != task.broadcast
                 or ((flags & ON_GPU) != 0) != task.on_gpu
             )
@@ -266,10 +272,10 @@ cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
 cdef inline bint everybody_in(Group *m, Partition *p) noexcept nogil:
     """Whether all processes that will give a share of this round have done so (root)."""
     cdef uint32_t i
-    if p.n_shares + 1 == m.size:
+    if p.local.n_shares + 1 == m.size:
         return True
     for i in range(m.size):
-        if i != m.me and not p.shares[i].flags and not atomic_load(&m.all[i].joined):
+        if i != m.me and not p.local.shares[i].flags and not atomic_load(&m.all[i].joined):
             return False
     return True
 

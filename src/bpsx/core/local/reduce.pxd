@@ -46,7 +46,7 @@ cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
     memset(&post, 0, sizeof(Post))
     post.key = p.key
     post.owner = m.me
-    post.offset = p.tensor.share_offset + p.share_side * p.tensor.share_span + p.offset
+    post.offset = p.tensor.share.offset + p.local.side * p.tensor.share.span + p.offset
     post.round = p.round
     post.flags = IS_SHARE | (IS_BROADCAST if task.broadcast else 0)
     post.divisor = task.divisor
@@ -64,7 +64,7 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
     cdef Partition *p = partition_of(c.machine, post.key)
     if p == NULL:
         return -1
-    if p.tensor.status != DONE or p.tensor.current == NULL:
+    if p.tensor.outcome.status != DONE or p.tensor.current == NULL:
         return 0                            # the task has failed meanwhile
     if p.round == post.round and p.on_gpu:
         return take_gpu_result(c, p, post)
@@ -79,7 +79,7 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
     if post.owner == c.machine.me:
         # The result is in this process's share, and others may still copy it out when the next
         # round begins. So the next share goes to the other place.
-        p.share_side ^= 1
+        p.local.side ^= 1
     advance(c, p)
     return 0
 
@@ -98,12 +98,12 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
     task.tensor = tensor
     task.divisor = post.divisor
     task.broadcast = (post.flags & IS_BROADCAST) != 0
-    task.on_gpu = post.flags & ON_GPU and c.device != NULL and tensor.parts[0].gpu != NULL
+    task.on_gpu = post.flags & ON_GPU and c.gpu != NULL and tensor.parts[0].gpu != NULL
     task.submitted_ns = now_ns()
     lock(&c.monitor)
-    if c.outstanding == 0:
-        c.busy_since = task.submitted_ns
-    c.outstanding += 1
+    if c.busy.outstanding == 0:
+        c.busy.since = task.submitted_ns
+    c.busy.outstanding += 1
     unlock(&c.monitor)
     start(c, task)
 
@@ -112,12 +112,12 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
     """Move a partition on if its shares are complete: a share has arrived, or will not arrive."""
     cdef Group *m = c.machine
     cdef uint32_t i
-    if p.tensor.status != DONE or p.n_shares == 0 and p.tensor.current == NULL:
+    if p.tensor.outcome.status != DONE or p.local.n_shares == 0 and p.tensor.current == NULL:
         return
     if p.tensor.current == NULL and hosts(m):
         for i in range(m.size):
-            if p.shares[i].flags:
-                stand_in(c, p.tensor, &p.shares[i])
+            if p.local.shares[i].flags:
+                stand_in(c, p.tensor, &p.local.shares[i])
                 return
     if (
         p.tensor.current != NULL
@@ -142,9 +142,9 @@ cdef inline void consider_all(Core *c) noexcept nogil:
 cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Note a share, and move the partition on after the last. Returns 0, or -1 if invalid."""
     cdef Group *m = c.machine
-    cdef Post *noted = &p.shares[post.owner]
+    cdef Post *noted = &p.local.shares[post.owner]
     cdef uint32_t who = 0, count = noted.count
-    if p.tensor.status != DONE and p.tensor.status != E_LEFT:
+    if p.tensor.outcome.status != DONE and p.tensor.outcome.status != E_LEFT:
         # The sender's task fails as well: the scheduler reports the failure to all processes.
         return 0
     if (
@@ -155,7 +155,7 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
         return -1
     noted[0] = post[0]
     noted.count = count + 1
-    p.n_shares += 1
+    p.local.n_shares += 1
     if deserted(m, &who, True):
         return post_results(m, p, E_LEFT, who, 0)
     consider(c, p)
@@ -182,7 +182,7 @@ cdef inline void take_early(Core *c) noexcept nogil:
 
 
 cdef inline char *share_of(Group *m, Partition *p, uint32_t i) noexcept nogil:
-    return memory_at(m, i, p.shares[i].offset, p.length)
+    return memory_at(m, i, p.local.shares[i].offset, p.length)
 
 
 cdef inline uint32_t gather_parts(Group *m, Partition *p) noexcept nogil:
@@ -192,7 +192,7 @@ cdef inline uint32_t gather_parts(Group *m, Partition *p) noexcept nogil:
     """
     cdef uint32_t i, n = 0
     for i in range(m.size):
-        if p.shares[i].flags:
+        if p.local.shares[i].flags:
             m.parts[n] = share_of(m, p, i)
             n += 1
     if p.source != NULL:
@@ -260,11 +260,11 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
     if owner >= m.size:
         return 0
     if owner != m.me:
-        if not p.shares[owner].flags:
+        if not p.local.shares[owner].flags:
             return E_JOINED
         p.source = share_of(m, p, owner)
-        p.result_owner = owner
-        p.result_offset = p.shares[owner].offset
+        p.local.result_owner = owner
+        p.local.result_offset = p.local.shares[owner].offset
         p.target = p.source
     # A stand-in has no handle. Its input cannot tell: that of an empty tensor may be NULL, too.
     elif p.tensor.current.handle == NULL:
@@ -280,9 +280,9 @@ cdef inline void choose_place(Group *m, Partition *p) noexcept nogil:
     """
     cdef uint32_t i
     for i in range(m.size):
-        if p.shares[i].flags:
-            p.result_owner = i
-            p.result_offset = p.shares[i].offset
+        if p.local.shares[i].flags:
+            p.local.result_owner = i
+            p.local.result_offset = p.local.shares[i].offset
             p.target = share_of(m, p, i)
             return
 
@@ -316,7 +316,7 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
     cdef Group *m = c.machine
     cdef uint32_t one = m.first_rank + m.me, other = 0
     cdef int status = 0
-    p.share_status = 0
+    p.local.disagreement.status = 0
     choose_place(m, p)
     if not agree(m, p, &other):
         status = E_MISMATCH
@@ -330,9 +330,9 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
     if (status == E_MISMATCH or status == E_JOINED) and not m.alone:
         # The other machines wait for this push: it is sent without a body and reports that the
         # round has failed.
-        p.share_status = status
-        p.share_a = one
-        p.share_b = other
+        p.local.disagreement.status = status
+        p.local.disagreement.a = one
+        p.local.disagreement.b = other
         p.source = NULL
         status = 0
     if status == E_MEMORY or status == E_KERNELS:
@@ -382,15 +382,15 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
     if not deserted(m, &who, True):
         return
     while tensor != NULL:
-        if tensor.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
+        if tensor.outcome.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
             for i in range(tensor.n_parts):
                 if (
-                    tensor.parts[i].n_shares
+                    tensor.parts[i].local.n_shares
                     and post_results(m, &tensor.parts[i], E_LEFT, who, 0) != 0
                 ):
                     give_up(c, E_MEMORY)
             if tensor.current != NULL:
-                tensor.detail_a = tensor.current.detail_a = who
+                tensor.outcome.a = tensor.current.error.a = who
                 fail_tensor(c, tensor, E_LEFT)
         tensor = tensor.next
 
@@ -462,10 +462,10 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
     while m.work.size and done < WORK_AT_ONCE:
         p = heap_pop(&m.work)
         n += 1
-        if p.tensor.status == DONE and p.tensor.current != NULL and not c.failed:
+        if p.tensor.outcome.status == DONE and p.tensor.current != NULL and not c.failed:
             done += p.length
             work(c, p)
-    if c.device != NULL and m.me == m.root:
+    if c.gpu != NULL and m.me == m.root:
         n += pump_orders(c)
     if atomic_load(&m.joined_news):
         consider_all(c)

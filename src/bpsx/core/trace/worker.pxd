@@ -14,8 +14,8 @@ cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
     """Begin the records of a task whose partitions are about to enter their first stage."""
     cdef int64_t now = now_ns()
     cdef uint32_t i
-    tensor.step = tensor.parts[0].round + 1
-    tensor.recorded = recording(c.watch, tensor.step)
+    tensor.trace.step = tensor.parts[0].round + 1
+    tensor.trace.recorded = recording(c.watch, tensor.trace.step)
     for i in range(tensor.n_parts):
         tensor.parts[i].entered_ns = now
 
@@ -34,12 +34,12 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     cdef char *values
     cdef int64_t now
     cdef bint wire
-    if tensor.recorded:
+    if tensor.trace.recorded:
         now = now_ns()
         wire = p.packed != NULL and (stage == PUSH or stage == PULL)
         put(
-            c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now,
-            bytes_of(p, wire), 0, 0
+            c.watch, <unsigned char>stage, tensor.trace.recorded, p.key, tensor.trace.step,
+            p.entered_ns, now, bytes_of(p, wire), 0, 0
         )
         p.entered_ns = now
     if (
@@ -51,8 +51,8 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
         # which COORDINATE_BROADCAST has yet to copy out of shared memory.
         values = p.source if stage <= PUSH or stage == COORDINATE_BROADCAST else p.target
         say_values(
-            c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step,
-            tensor.dtype, values, p.length
+            c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key,
+            tensor.trace.step, tensor.dtype, values, p.length
         )
 
 
@@ -61,15 +61,15 @@ cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
     cdef Tensor *tensor = task.tensor
     cdef uint64_t nbytes = 0
     cdef uint32_t i
-    if not tensor.recorded:
+    if not tensor.trace.recorded:
         return
     for i in range(tensor.n_parts):
         nbytes += tensor.parts[i].length
     put(
-        c.watch, TOTAL, tensor.recorded, tensor.parts[0].key, tensor.step, task.submitted_ns,
-        now_ns(), nbytes, 0, status
+        c.watch, TOTAL, tensor.trace.recorded, tensor.parts[0].key, tensor.trace.step,
+        task.submitted_ns, now_ns(), nbytes, 0, status
     )
-    tensor.recorded = 0
+    tensor.trace.recorded = 0
 
 
 cdef inline void spoke(Core *c, const char *what, Header *h, uint32_t lane) noexcept nogil:
