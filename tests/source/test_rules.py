@@ -75,6 +75,29 @@ def test_files_and_functions_are_short(path):
     assert not [(name, n) for name, n in found if n > most]
 
 
+def structs(text: str):
+    """(comment above, name, fields) of each struct of a Cython file."""
+    body = r"((?:    .*\n|\n(?=    )|#.*\n)+)"
+    for found in re.finditer(
+        r"((?:^#.*\n)*)^cdef (?:packed )?struct (\w+):.*\n" + body, text, re.M
+    ):
+        code = re.sub(r"\([^()]*\)", "", re.sub(r"#.*", "", found[3]))
+        fields = [line for line in code.splitlines() if re.match(r" {4}\w", line)]
+        yield found[1], found[2], sum(1 + line.count(",") for line in fields)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PACKAGE if p.suffix in (".pxd", ".pyx")], ids=lambda p: p.name
+)
+def test_structs_have_few_fields_or_a_reason(path):
+    large = [
+        (name, n)
+        for why, name, n in structs(path.read_text())
+        if n > 20 and "than 20" not in " ".join(why.replace("#", "").split())
+    ]
+    assert not large
+
+
 @pytest.mark.parametrize(
     "path", [p for p in PACKAGE if p.suffix == ".pxd"], ids=lambda p: str(p.relative_to(SOURCE))
 )

@@ -50,7 +50,8 @@ cdef struct PinnedBlock:
     PinnedBlock *next                 # next free place of this size; it was given back later
     PinnedBlock *next_made            # next in the list of all places
 
-# GPU state of a partition, allocated before its first push_pull on a GPU. Owned by the driver.
+# GPU state of a partition, allocated before its first push_pull on a GPU. Owned by the driver. More
+# than 20 fields: a copy and a compression read most of them.
 cdef struct OnGpu:
     # NULL except from COPYD2H to COPYH2D; always NULL on processes other than the machine's root
     PinnedBlock *place

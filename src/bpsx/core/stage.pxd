@@ -109,7 +109,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
         queue = &c.gpu.unchecked
     elif stage == BROADCAST and root:
         queue = &c.gpu.gathers
-    elif stage == PCIE_REDUCE and m.n_groups > 1:
+    elif stage == PCIE_REDUCE and m.gpus.n_groups > 1:
         queue = &m.work
     elif stage == PCIE_REDUCE:
         p.stage += 1

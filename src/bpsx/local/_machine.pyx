@@ -242,21 +242,21 @@ cdef class Machine:
                 f"groups of {group_size} among {self.c.size} processes, {len(roots)} roots; at "
                 f"most {MOST_ROOTS} roots are possible"
             )
-        if self.c.pinned == NULL:
-            self.c.pinned = <uint8_t *>calloc(self.c.all[self.c.root].nbytes // SLAB + 1, 1)
-            if self.c.pinned == NULL:
+        if self.c.gpus.pinned == NULL:
+            self.c.gpus.pinned = <uint8_t *>calloc(self.c.all[self.c.root].nbytes // SLAB + 1, 1)
+            if self.c.gpus.pinned == NULL:
                 raise MemoryError("no memory for what is pinned")
-        self.c.group_size, self.c.n_groups, self.c.n_roots = (
+        self.c.gpus.group_size, self.c.gpus.n_groups, self.c.gpus.n_roots = (
             group_size, self.c.size // group_size, len(roots)
         )
         for i in range(len(roots)):
-            self.c.roots[i] = roots[i]
-        self.c.collects = True
+            self.c.gpus.roots[i] = roots[i]
+        self.c.gpus.collects = True
 
     @property
     def collects(self) -> bool:
         """Whether the other processes may need this process's GPU."""
-        return self.c.collects
+        return self.c.gpus.collects
 
     @property
     def deserted(self) -> bool:
@@ -294,7 +294,7 @@ cdef class Machine:
                 free(self.c.all[i].overflow.items)
         free(self.c.all)
         free(self.c.parts)
-        free(self.c.pinned)
+        free(self.c.gpus.pinned)
         free(self.c.early.items)
         free(self.c.tensors)
         free(self.c.work.items)

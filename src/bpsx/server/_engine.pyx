@@ -53,9 +53,9 @@ cdef void hold(
     """Hold a push until its rank's turn in fixed order."""
     cdef Share *share = &e.shares[rank]
     share.length = length
-    if e.packed != NULL:
+    if e.compressed != NULL:
         if not hold_packed(share, body, length):
-            e.status = E_MEMORY
+            e.failure.status = E_MEMORY
         return
     if m != NULL and body == m.body:
         share.message = m
@@ -64,7 +64,7 @@ cdef void hold(
         return
     share.body = <char *>malloc(max(e.nbytes, <uint64_t>1))
     if share.body == NULL:
-        e.status = E_MEMORY
+        e.failure.status = E_MEMORY
     else:
         memcpy(share.body, body, e.nbytes)
 
@@ -72,47 +72,47 @@ cdef void hold(
 cdef void add_share(
     CLane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
-    if e.packed != NULL:
+    if e.compressed != NULL:
         add_packed(lane, e, rank, body, length)
-    elif e.nbytes and add(e, m, body, lane.workers, kept) != 0:
-        e.status = E_MEMORY
+    elif e.nbytes and add(e, m, body, lane.settings.workers, kept) != 0:
+        e.failure.status = E_MEMORY
 
 
 cdef void pass_joined(CLane *lane, KeyState *e) noexcept nogil:
     """Skip ranks that have called join(), for which fixed order must not wait."""
-    if not lane.somebody_joined:
+    if not lane.absent.somebody_joined:
         return
     while (
-        e.next_rank < lane.workers
-        and atomic_load(&lane.joined[e.next_rank])
-        and not e.shares[e.next_rank].pushed
+        e.round.next_rank < lane.settings.workers
+        and atomic_load(&lane.absent.joined[e.round.next_rank])
+        and not e.shares[e.round.next_rank].pushed
     ):
-        e.next_rank += 1
+        e.round.next_rank += 1
 
 
 cdef void add_held(CLane *lane, KeyState *e) noexcept nogil:
     """Add held pushes as long as the next rank's is there."""
     cdef Share *share
     cdef bint kept
-    while e.status == 0:
+    while e.failure.status == 0:
         pass_joined(lane, e)
-        if e.next_rank >= lane.workers or e.shares[e.next_rank].body == NULL:
+        if e.round.next_rank >= lane.settings.workers or e.shares[e.round.next_rank].body == NULL:
             return
-        share = &e.shares[e.next_rank]
+        share = &e.shares[e.round.next_rank]
         kept = False
-        add_share(lane, e, e.next_rank, share.message, share.body, share.length, &kept)
+        add_share(lane, e, e.round.next_rank, share.message, share.body, share.length, &kept)
         if share.message == NULL:
             free(share.body)
         elif not kept:
             let_go(lane, share.message)
         share.message = NULL
         share.body = NULL
-        e.next_rank += 1
+        e.round.next_rank += 1
 
 
 cdef void drop_held(CLane *lane, KeyState *e) noexcept nogil:
     cdef uint32_t rank
-    for rank in range(lane.workers):
+    for rank in range(lane.settings.workers):
         if e.shares[rank].message != NULL:
             let_go(lane, e.shares[rank].message)
         else:
@@ -125,27 +125,28 @@ cdef void contribute(
     CLane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
     """Add an accepted push to the round's result."""
-    if e.broadcast:
-        if h.sender == e.divisor:
-            e.added = lane.workers          # nothing else is added, and nothing is divided
+    if e.operation.broadcast:
+        if h.sender == e.operation.divisor:
+            # nothing else is added, and nothing is divided
+            e.round.added = lane.settings.workers
             if m != NULL and body == m.body and body != NULL:
-                e.first = m
-                e.sum = body
+                e.memory.first = m
+                e.memory.sum = body
                 kept[0] = True
             else:
-                if not memory_for(&e.small, e.nbytes):
-                    e.status = E_MEMORY
+                if not memory_for(&e.memory.small, e.nbytes):
+                    e.failure.status = E_MEMORY
                     return
-                memcpy(e.small, body, e.nbytes)
-                e.sum = e.small
+                memcpy(e.memory.small, body, e.nbytes)
+                e.memory.sum = e.memory.small
         return
-    if lane.fixed_order and lane.workers > 2 and e.nbytes:
+    if lane.settings.fixed_order and lane.settings.workers > 2 and e.nbytes:
         pass_joined(lane, e)
-        if h.sender != e.next_rank:
+        if h.sender != e.round.next_rank:
             hold(lane, e, h.sender, m, body, h.length, kept)
             return
         add_share(lane, e, h.sender, m, body, h.length, kept)
-        e.next_rank += 1
+        e.round.next_rank += 1
         add_held(lane, e)
         return
     add_share(lane, e, h.sender, m, body, h.length, kept)
@@ -154,9 +155,9 @@ cdef void contribute(
 cdef bint lacks_somebody(CLane *lane, KeyState *e, uint32_t *who) noexcept nogil:
     """Whether a worker that has left has not pushed in the open round; *who: its rank."""
     cdef uint32_t rank
-    for rank in range(lane.workers):
-        if atomic_load(&lane.gone[rank]) and not e.shares[rank].pushed:
-            who[0] = <uint32_t>atomic_load(&lane.gone[rank]) - 1
+    for rank in range(lane.settings.workers):
+        if atomic_load(&lane.absent.gone[rank]) and not e.shares[rank].pushed:
+            who[0] = <uint32_t>atomic_load(&lane.absent.gone[rank]) - 1
             return True
     return False
 
@@ -164,27 +165,27 @@ cdef bint lacks_somebody(CLane *lane, KeyState *e, uint32_t *who) noexcept nogil
 cdef bint complete(CLane *lane, KeyState *e) noexcept nogil:
     """Whether all workers have pushed in the open round, except those that called join()."""
     cdef uint32_t rank
-    if e.pushed == lane.workers:
+    if e.round.pushed == lane.settings.workers:
         return True
-    if not lane.somebody_joined:
+    if not lane.absent.somebody_joined:
         return False
-    for rank in range(lane.workers):
-        if not e.shares[rank].pushed and not atomic_load(&lane.joined[rank]):
+    for rank in range(lane.settings.workers):
+        if not e.shares[rank].pushed and not atomic_load(&lane.absent.joined[rank]):
             return False
     return True
 
 
 cdef void abandon(CLane *lane, KeyState *e, uint32_t who) noexcept nogil:
     """Fail the open round and all later ones: worker `who` will never push again."""
-    e.status = E_LEFT
-    e.detail_a = who
+    e.failure.status = E_LEFT
+    e.failure.a = who
     fail_round(lane, e)
     drop_held(lane, e)
-    let_go(lane, e.first)
-    if lane.watch != NULL and e.pushed:
-        lane.watch.open_rounds -= 1
-    open_next_round(e, lane.workers)
-    e.status = E_LEFT
+    let_go(lane, e.memory.first)
+    if lane.watch != NULL and e.round.pushed:
+        lane.watch.server.open_rounds -= 1
+    open_next_round(e, lane.settings.workers)
+    e.failure.status = E_LEFT
 
 
 cdef int turn_away(CLane *lane, KeyState *e, Header *h, int status) noexcept nogil:
@@ -192,21 +193,21 @@ cdef int turn_away(CLane *lane, KeyState *e, Header *h, int status) noexcept nog
 
     The worker's count of rounds advances, so each later push gets the same reply.
     """
-    send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.detail_a, 0)
+    send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.failure.a, 0)
     if h.round == e.shares[h.sender].round:
         e.shares[h.sender].round += 1
     return 0
 
 
 cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    cdef KeyState *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
+    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
     cdef Verdict verdict
     cdef uint32_t who = 0
     cdef int64_t begin = 0
     cdef int rc
-    if lane.dropped:
+    if lane.counters.dropped:
         return -1               # the lane is ending; the scheduler will report why
-    if e == NULL or h.epoch != lane.epoch:
+    if e == NULL or h.epoch != lane.settings.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if h.flags & STATE:
@@ -219,14 +220,14 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         if begin and rc == 0:
             note_delta(lane, e, h, begin)
         return rc
-    if e.status == E_LEFT and h.key == e.key:
+    if e.failure.status == E_LEFT and h.key == e.key:
         return turn_away(lane, e, h, E_LEFT)
-    verdict = count_push(e, h, lane.workers)
+    verdict = count_push(e, h, lane.settings.workers)
     if verdict == MALFORMED:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if verdict == REPEATED:
-        lane.repeated += 1
+        lane.counters.repeated += 1
         return 0
     note_landing(e, h.sender, m)
     if lane.watch != NULL:
@@ -235,7 +236,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         contribute(lane, e, h, m, body, kept)
         if lane.watch != NULL:
             note_sum(lane, e, h, begin)
-    if lane.somebody_gone and lacks_somebody(lane, e, &who):
+    if lane.absent.somebody_gone and lacks_somebody(lane, e, &who):
         abandon(lane, e, who)
     elif complete(lane, e):
         drop_held(lane, e)
@@ -249,25 +250,25 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     cdef char *body = NULL
     cdef size_t at = 0
     cdef bint kept = False
-    cdef int more = 1 if m.peer < lane.workers else -1
-    lane.messages_in += 1
+    cdef int more = 1 if m.peer < lane.settings.workers else -1
+    lane.counters.messages_in += 1
     if lane.watch != NULL:
         note_message(lane.watch, m)
     while more > 0:
         more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
         if more <= 0:
             break
-        if h.job != lane.job or h.sender != m.peer:
+        if h.job != lane.settings.job or h.sender != m.peer:
             more = -1
         elif h.kind == PUSH:
             if push(lane, &h, m if body != NULL and body == m.body else NULL, body, &kept) != 0:
-                lane.malformed += 1
+                lane.counters.malformed += 1
         elif h.kind == REGISTER:
             if register(lane, &h, body) != 0:
-                lane.malformed += 1
+                lane.counters.malformed += 1
         elif h.kind == PING:
             if pong(lane, &h, body) != 0:
-                lane.malformed += 1
+                lane.counters.malformed += 1
         else:
             more = -1
         if kept:
@@ -275,17 +276,17 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             # message may have been released.
             break
     if more < 0:
-        lane.malformed += 1
+        lane.counters.malformed += 1
     if not kept:
         let_go(lane, m)
     if lane.watch != NULL:
-        lane.watch.arrived = 0
+        lane.watch.server.arrived = 0
 
 
 cdef Message *receive(CLane *lane) noexcept nogil:
     cdef Message *m = <Message *>malloc(sizeof(Message))
     if m == NULL:
-        lane.dropped += 1
+        lane.counters.dropped += 1
         return NULL
     m.landing.at = 0
     if lane.endpoint.recv(lane.endpoint.self, m) != 1:
@@ -298,7 +299,7 @@ cdef int turn(CLane *lane) noexcept nogil:
     """Receive and handle some messages; return how many were handled."""
     cdef int n = 0
     cdef Message *m
-    if not lane.scheduled:
+    if not lane.settings.scheduled:
         while n < RECEIVE_AT_ONCE:
             m = receive(lane)
             if m == NULL:
@@ -312,11 +313,11 @@ cdef int turn(CLane *lane) noexcept nogil:
             break
         if not keep_pending(lane, m):
             handle(lane, m)
-    if lane.n_pending:
-        lane.n_pending -= 1
+    if lane.pending.n:
+        lane.pending.n -= 1
         if lane.watch != NULL:
-            lane.watch.arrived = lane.pending[lane.n_pending].arrived
-        handle(lane, lane.pending[lane.n_pending].message)
+            lane.watch.server.arrived = lane.pending.items[lane.pending.n].arrived
+        handle(lane, lane.pending.items[lane.pending.n].message)
         n = 1
     return n
 
@@ -328,21 +329,21 @@ cdef void notice(CLane *lane) noexcept nogil:
     """
     cdef uint32_t i, who = 0
     cdef KeyState *e
-    atomic_store(&lane.news, 0)
-    lane.somebody_joined = False
-    for i in range(lane.workers):
-        if atomic_load(&lane.gone[i]):
-            lane.somebody_gone = True
-        if atomic_load(&lane.joined[i]):
-            lane.somebody_joined = True
-    for i in range(lane.n_entries):
-        e = lane.entries[i]
-        if e == NULL or e.pushed == 0:
+    atomic_store(&lane.absent.news, 0)
+    lane.absent.somebody_joined = False
+    for i in range(lane.settings.workers):
+        if atomic_load(&lane.absent.gone[i]):
+            lane.absent.somebody_gone = True
+        if atomic_load(&lane.absent.joined[i]):
+            lane.absent.somebody_joined = True
+    for i in range(lane.keys.n):
+        e = lane.keys.at[i]
+        if e == NULL or e.round.pushed == 0:
             continue
-        if lane.somebody_gone and lacks_somebody(lane, e, &who):
+        if lane.absent.somebody_gone and lacks_somebody(lane, e, &who):
             abandon(lane, e, who)
             continue
-        if lane.fixed_order and lane.workers > 2 and not e.broadcast:
+        if lane.settings.fixed_order and lane.settings.workers > 2 and not e.operation.broadcast:
             add_held(lane, e)
         if complete(lane, e):
             drop_held(lane, e)
@@ -351,8 +352,8 @@ cdef void notice(CLane *lane) noexcept nogil:
 
 cdef void run(CLane *lane) noexcept nogil:
     cdef int64_t idle_since = 0, now
-    while not atomic_load(&lane.stopping) and not lane.dropped:
-        if atomic_load(&lane.news):
+    while not atomic_load(&lane.stopping) and not lane.counters.dropped:
+        if atomic_load(&lane.absent.news):
             notice(lane)
             flush_all(lane)
         if turn(lane):
@@ -362,7 +363,7 @@ cdef void run(CLane *lane) noexcept nogil:
         now = now_ns()
         if idle_since == 0:
             idle_since = now
-        if now - idle_since < lane.spin_ns:
+        if now - idle_since < lane.settings.spin_ns:
             yield_cpu()
         else:
             lane.endpoint.wait(lane.endpoint.self, 1000)
@@ -391,17 +392,17 @@ cdef class Lane:
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
-        self.c.job = job
-        self.c.workers = workers
-        self.c.processes = processes
-        self.c.asynchronous = asynchronous
-        self.c.fixed_order = fixed_order
-        self.c.scheduled = scheduled
-        self.c.spin_ns = <int64_t>(spin_us * 1000)
+        self.c.settings.job = job
+        self.c.settings.workers = workers
+        self.c.settings.processes = processes
+        self.c.settings.asynchronous = asynchronous
+        self.c.settings.fixed_order = fixed_order
+        self.c.settings.scheduled = scheduled
+        self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.owner = <void *>self
         self.c.outs = <Out *>calloc(workers, sizeof(Out))
-        self.c.gone = <int64_t *>calloc(workers, sizeof(int64_t))
-        self.c.joined = <int64_t *>calloc(workers, sizeof(int64_t))
+        self.c.absent.gone = <int64_t *>calloc(workers, sizeof(int64_t))
+        self.c.absent.joined = <int64_t *>calloc(workers, sizeof(int64_t))
         self.logger = log
         self.broken = None
         self.watch = watch
@@ -409,7 +410,7 @@ cdef class Lane:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self.secret = secret
         self.kept = []
-        if self.c.outs == NULL or self.c.gone == NULL or self.c.joined == NULL:
+        if self.c.outs == NULL or self.c.absent.gone == NULL or self.c.absent.joined == NULL:
             raise MemoryError(f"no memory for {workers} workers")
 
     def load(self, dtype: int) -> None:
@@ -434,7 +435,9 @@ cdef class Lane:
 
     def prove(self, nonce: bytes) -> bytes:
         """Return the proof for a worker's nonce; see :func:`bpsx.secret.lane_proof`."""
-        return lane_proof(self.secret, self.c.job, getattr(self.endpoint, "address", ""), nonce)
+        return lane_proof(
+            self.secret, self.c.settings.job, getattr(self.endpoint, "address", ""), nonce
+        )
 
     def run(self) -> None:
         """Serve until stopped.
@@ -446,7 +449,7 @@ cdef class Lane:
             run(&self.c)
         if self.broken is not None:
             raise self.broken
-        if self.c.dropped:
+        if self.c.counters.dropped:
             raise MemoryError("no memory for a message")
 
     def gone(self, rank: int) -> None:
@@ -454,8 +457,8 @@ cdef class Lane:
 
         Rounds that lack it, or the sender that speaks for it, fail.
         """
-        atomic_store(&self.c.gone[rank // self.c.processes], rank + 1)
-        atomic_store(&self.c.news, 1)
+        atomic_store(&self.c.absent.gone[rank // self.c.settings.processes], rank + 1)
+        atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def joined(self, rank: int) -> None:
@@ -463,16 +466,16 @@ cdef class Lane:
 
         Rounds now close without them.
         """
-        atomic_store(&self.c.joined[rank // self.c.processes], 1)
-        atomic_store(&self.c.news, 1)
+        atomic_store(&self.c.absent.joined[rank // self.c.settings.processes], 1)
+        atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def all_joined(self) -> None:
         """All workers are back: forget :meth:`joined` before any message that arrives later."""
         cdef int i
-        for i in range(self.c.workers):
-            atomic_store(&self.c.joined[i], 0)
-        atomic_store(&self.c.news, 1)
+        for i in range(self.c.settings.workers):
+            atomic_store(&self.c.absent.joined[i], 0)
+        atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def stop(self) -> None:
@@ -485,27 +488,29 @@ cdef class Lane:
         Rounds closed, bytes of their results, messages, and the messages refused.
         """
         return {
-            "rounds": self.c.rounds, "bytes": self.c.bytes, "messages_received": self.c.messages_in,
-            "messages_sent": self.c.messages_out, "malformed": self.c.malformed,
-            "repeated": self.c.repeated, "dropped": self.c.dropped, "pending": self.c.n_pending
+            "rounds": self.c.counters.rounds, "bytes": self.c.counters.bytes,
+            "messages_received": self.c.counters.messages_in,
+            "messages_sent": self.c.counters.messages_out, "malformed": self.c.counters.malformed,
+            "repeated": self.c.counters.repeated, "dropped": self.c.counters.dropped,
+            "pending": self.c.pending.n
         }
 
     def __dealloc__(self):
         cdef uint32_t i
-        for i in range(self.c.n_pending):
-            let_go(&self.c, self.c.pending[i].message)
-        for i in range(self.c.n_entries):
-            if self.c.entries[i] != NULL:
-                drop_held(&self.c, self.c.entries[i])
-                let_go(&self.c, self.c.entries[i].first)
-                entry_free(self.c.entries[i])
-        drop_records(&self.c.slabs)
+        for i in range(self.c.pending.n):
+            let_go(&self.c, self.c.pending.items[i].message)
+        for i in range(self.c.keys.n):
+            if self.c.keys.at[i] != NULL:
+                drop_held(&self.c, self.c.keys.at[i])
+                let_go(&self.c, self.c.keys.at[i].memory.first)
+                entry_free(self.c.keys.at[i])
+        drop_records(&self.c.keys.slabs)
         if self.c.outs != NULL:
-            for i in range(self.c.workers):
+            for i in range(self.c.settings.workers):
                 free(self.c.outs[i].frame)
-        free(self.c.pending)
-        free(self.c.scratch)
-        free(self.c.entries)
+        free(self.c.pending.items)
+        free(self.c.scratch.at)
+        free(self.c.keys.at)
         free(self.c.outs)
-        free(self.c.gone)
-        free(self.c.joined)
+        free(self.c.absent.gone)
+        free(self.c.absent.joined)

@@ -63,12 +63,12 @@ cdef inline int push_delta(
     cdef Header reply
     cdef Result *r
     cdef bint large = m != NULL and e.nbytes > INLINE_BYTES
-    cdef Verdict verdict = count_delta(e, h) if lane.asynchronous else MALFORMED
+    cdef Verdict verdict = count_delta(e, h) if lane.settings.asynchronous else MALFORMED
     if verdict == MALFORMED:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if verdict == REPEATED:
-        lane.repeated += 1
+        lane.counters.repeated += 1
         return 0
     note_landing(e, h.sender, m)
     if e.nbytes and not add_delta(e, body, m != NULL, h.divisor):
@@ -85,6 +85,6 @@ cdef inline int push_delta(
         put_record(lane, h.sender, &reply, e.value)
     e.shares[h.sender].round += 1
     e.rounds += 1
-    lane.rounds += 1
-    lane.bytes += e.nbytes
+    lane.counters.rounds += 1
+    lane.counters.bytes += e.nbytes
     return 0

@@ -20,19 +20,19 @@ cdef inline int push_state(Lane *lane, KeyState *e, Header *h, const char *body)
     if (
         h.key != e.key
         or h.dtype != e.dtype
-        or e.packed == NULL
-        or h.length and h.length != server_state_bytes(e.packed)
+        or e.compressed == NULL
+        or h.length and h.length != server_state_bytes(e.compressed.packed)
     ):
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if h.length:
-        load_state(e.packed, body)
-    size = server_state_bytes(e.packed)
+        load_state(e.compressed.packed, body)
+    size = server_state_bytes(e.compressed.packed)
     memory = <char *>malloc(size)
     if memory == NULL:
-        lane.dropped += 1       # the worker would wait for ever
+        lane.counters.dropped += 1       # the worker would wait for ever
         return 0
-    save_state(e.packed, memory)
+    save_state(e.compressed.packed, memory)
     if size <= INLINE_BYTES:
         reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
         reply.length = size

@@ -22,9 +22,9 @@ cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept
 
 
 cdef inline void fail_for(KeyState *e, int status, uint32_t sender, uint32_t other) noexcept nogil:
-    e.status = status
-    e.detail_a = sender
-    e.detail_b = other
+    e.failure.status = status
+    e.failure.a = sender
+    e.failure.b = other
 
 
 cdef inline bint compare_counters(KeyState *e, const char *body, uint64_t length) noexcept nogil:
@@ -33,8 +33,11 @@ cdef inline bint compare_counters(KeyState *e, const char *body, uint64_t length
     if length < sizeof(counter):
         return False
     memcpy(&counter, body, sizeof(counter))
-    e.alike = e.added == 0 or e.alike and counter == e.counter
-    e.counter = max(counter, e.counter) if e.added else counter
+    e.compressed.alike = (
+        e.round.added == 0
+        or e.compressed.alike and counter == e.compressed.counter
+    )
+    e.compressed.counter = max(counter, e.compressed.counter) if e.round.added else counter
     return True
 
 
@@ -45,12 +48,15 @@ cdef inline void add_packed(
 
     A malformed push fails the round on all workers, because the sum is spoilt.
     """
-    cdef Packed *p = e.packed
+    cdef Packed *p = e.compressed.packed
     cdef double rate = 0
-    if e.acc == NULL:
-        e.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
-    if e.acc == NULL or not grow_scratch(&lane.scratch, &lane.scratch_bytes, p.scratch):
-        e.status = E_MEMORY
+    if e.compressed.acc == NULL:
+        e.compressed.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
+    if (
+        e.compressed.acc == NULL
+        or not grow_scratch(&lane.scratch.at, &lane.scratch.size, p.scratch)
+    ):
+        e.failure.status = E_MEMORY
         return
     if p.corrected:
         if length < RATE_BYTES:
@@ -59,37 +65,38 @@ cdef inline void add_packed(
         memcpy(&rate, body, sizeof(rate))
         body += RATE_BYTES
         length -= RATE_BYTES
-        if e.added and rate != e.rate:
-            fail_for(e, E_MISMATCH, e.opener, sender)
+        if e.round.added and rate != e.compressed.rate:
+            fail_for(e, E_MISMATCH, e.round.opener, sender)
             return
-        e.rate = rate
+        e.compressed.rate = rate
     if p.counted and not compare_counters(e, body, length):
         fail_for(e, E_CODEC, sender, sender)
         return
     # Copy: a decoder may read a little beyond the end, where the message's memory may end.
     memcpy(p.wire, body, length)
     if p.decode(
-        p.wire, length, e.acc, <uint8_t *>lane.scratch + p.aside, p.options, p.n, e.added > 0
+        p.wire, length, e.compressed.acc, <uint8_t *>lane.scratch.at + p.aside, p.options, p.n,
+        e.round.added > 0
     ) != 0:
         fail_for(e, E_CODEC, sender, sender)
         return
-    e.added += 1
+    e.round.added += 1
 
 
 cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """Divide the sum and encode it.
 
-    Return memory of `e.packed.size` bytes and SLACK, which the caller frees. NULL: no memory.
+    Return memory of `packed.size` bytes and SLACK, which the caller frees. NULL: no memory.
     """
-    cdef Packed *p = e.packed
+    cdef Packed *p = e.compressed.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
     if wire == NULL:
         return NULL
-    if e.divisor > 1:
-        e.wide_kernels.divide(e.acc, p.n, e.divisor)
+    if e.operation.divisor > 1:
+        e.compressed.wide_kernels.divide(e.compressed.acc, p.n, e.operation.divisor)
     if p.counted:
         # The reply has the pushes' counter; `pack` increments it.
-        p.counter = e.counter - 1
-        p.options[ALIKE] = p.sparse and e.alike
-    pack(p, e.acc, wire, lane.scratch, e.rate, False)
+        p.counter = e.compressed.counter - 1
+        p.options[ALIKE] = p.sparse and e.compressed.alike
+    pack(p, e.compressed.acc, wire, lane.scratch.at, e.compressed.rate, False)
     return <char *>wire

@@ -25,8 +25,13 @@ cdef struct Pending:
     int64_t arrived             # time of arrival, ns
     uint64_t order              # sequence number of its arrival
 
-cdef struct Lane:
-    Endpoint *endpoint
+cdef struct PendingQueue:       # sorted, the most urgent last
+    Pending *items
+    uint32_t n
+    uint32_t capacity
+    uint64_t arrivals           # messages that have been queued so far
+
+cdef struct LaneSettings:       # constant while the lane runs
     uint64_t job
     uint32_t epoch
     uint32_t workers            # senders: one per worker, or one per machine
@@ -34,27 +39,25 @@ cdef struct Lane:
     bint asynchronous           # pushes may be added to a value that the lane keeps
     bint fixed_order            # sum in the order of ranks
     bint scheduled              # handle the most urgent message first
-    char *scratch               # working memory of the codecs, for one key at a time
-    uint64_t scratch_bytes
     int64_t spin_ns
-    KeyState **entries             # by slot
-    Slabs slabs                 # memory of the entries
-    uint32_t n_entries
-    Out *outs                   # by sender
-    Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded
-    void *owner                 # the Python object that loads kernels
-    Pending *pending
-    uint32_t n_pending
-    uint32_t pending_capacity
-    uint64_t arrivals
+
+cdef struct Scratch:
+    char *at
+    uint64_t size               # bytes
+
+cdef struct Keys:
+    KeyState **at               # by slot
+    uint32_t n
+    Slabs slabs                 # memory of the states
+
+cdef struct Absent:             # workers that left or joined; any thread sets `news`, gone, joined
     int64_t news                # `gone` or `joined` has changed since the last notice()
-    int64_t stopping
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint somebody_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
     bint somebody_joined
-    Watch *watch                # counters and trace; NULL: neither is wanted
-    # Counters
+
+cdef struct LaneCounters:
     int64_t rounds
     int64_t bytes               # bytes of the results of closed rounds
     int64_t messages_in
@@ -62,3 +65,17 @@ cdef struct Lane:
     int64_t malformed
     int64_t repeated
     int64_t dropped
+
+cdef struct Lane:
+    Endpoint *endpoint
+    LaneSettings settings
+    Scratch scratch             # working memory of the codecs, for one key at a time
+    Keys keys
+    Out *outs                   # by sender
+    Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded
+    void *owner                 # the Python object that loads kernels
+    PendingQueue pending
+    int64_t stopping
+    Absent absent
+    Watch *watch                # counters and trace; NULL: neither is wanted
+    LaneCounters counters

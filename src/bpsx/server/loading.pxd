@@ -1,10 +1,11 @@
 # Loads what a lane needs when a key is registered: kernels for its element type, and the codec of
 # its compression. These functions take the GIL and call Python.
 from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc
 
 from bpsx.core.codec.made cimport packed_new
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport KeyState
+from bpsx.server.store cimport Compressed, KeyState
 
 
 cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
@@ -15,13 +16,13 @@ cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
     from bpsx.dtypes import BY_CODE
 
     if dtype not in BY_CODE:
-            return False            # malformed, or of another version
+        return False            # malformed, or of another version
     try:
         (<object>lane.owner).load(dtype)
         return True
     except Exception as e:
         (<object>lane.owner).break_with(e)
-        lane.dropped += 1
+        lane.counters.dropped += 1
         return False
 
 
@@ -38,8 +39,11 @@ cdef inline void pack_entry(Lane *lane, KeyState *e, bytes name, bytes codec) ex
     wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
     (<object>lane.owner).load(wide)
     (<object>lane.owner).keep(made)
-    e.packed = packed_new(made)
-    e.wide_kernels = &lane.kernels[<int>wide]
+    e.compressed = <Compressed *>calloc(1, sizeof(Compressed))
+    if e.compressed == NULL:
+        raise MemoryError("no memory for a compressed key")
+    e.compressed.wide_kernels = &lane.kernels[<int>wide]
+    e.compressed.packed = packed_new(made)
 
 
 cdef inline bint make_packed(
@@ -61,5 +65,5 @@ cdef inline bint make_packed(
         return False
     except Exception as x:
         (<object>lane.owner).break_with(x)
-        lane.dropped += 1
+        lane.counters.dropped += 1
         return False

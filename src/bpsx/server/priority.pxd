@@ -31,23 +31,23 @@ cdef inline bint keep_pending(Lane *lane, Message *m) noexcept nogil:
     cdef uint32_t i, wanted
     cdef Pending *grown
     cdef Pending item
-    if lane.n_pending == lane.pending_capacity:
-        wanted = max(lane.pending_capacity * 2, <uint32_t>64)
-        grown = <Pending *>realloc(lane.pending, wanted * sizeof(Pending))
+    if lane.pending.n == lane.pending.capacity:
+        wanted = max(lane.pending.capacity * 2, <uint32_t>64)
+        grown = <Pending *>realloc(lane.pending.items, wanted * sizeof(Pending))
         if grown == NULL:
             return False
-        lane.pending = grown
-        lane.pending_capacity = wanted
+        lane.pending.items = grown
+        lane.pending.capacity = wanted
     item.message = m
     item.urgency = urgency_of(m)
-    item.order = lane.arrivals
+    item.order = lane.pending.arrivals
     item.arrived = now_ns()
-    lane.arrivals += 1
-    i = lane.n_pending
-    lane.n_pending += 1
+    lane.pending.arrivals += 1
+    i = lane.pending.n
+    lane.pending.n += 1
     # Sorted, the most urgent last. Messages arrive mostly in order of urgency, so few are moved.
-    while i > 0 and more_urgent(&lane.pending[i - 1], &item):
-        lane.pending[i] = lane.pending[i - 1]
+    while i > 0 and more_urgent(&lane.pending.items[i - 1], &item):
+        lane.pending.items[i] = lane.pending.items[i - 1]
         i -= 1
-    lane.pending[i] = item
+    lane.pending.items[i] = item
     return True

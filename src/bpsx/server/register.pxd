@@ -14,15 +14,15 @@ from bpsx.server.store cimport KeyState, entry_new
 cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
     cdef uint32_t wanted
     cdef KeyState **grown
-    if slot < lane.n_entries:
+    if slot < lane.keys.n:
         return True
-    wanted = max(slot + 1, lane.n_entries * 2)
-    grown = <KeyState **>realloc(lane.entries, wanted * sizeof(KeyState *))
+    wanted = max(slot + 1, lane.keys.n * 2)
+    grown = <KeyState **>realloc(lane.keys.at, wanted * sizeof(KeyState *))
     if grown == NULL:
         return False
-    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(KeyState *))
-    lane.entries = grown
-    lane.n_entries = wanted
+    memset(grown + lane.keys.n, 0, (wanted - lane.keys.n) * sizeof(KeyState *))
+    lane.keys.at = grown
+    lane.keys.n = wanted
     return True
 
 
@@ -44,19 +44,21 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     ):
         return -1
     h.length -= codec_bytes
-    if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:
-        e = lane.entries[h.slot]
+    if h.slot < lane.keys.n and lane.keys.at[h.slot] != NULL:
+        e = lane.keys.at[h.slot]
         return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
     k = &lane.kernels[h.dtype]
     if k.add == NULL and not load(lane, h.dtype):
         return -1
     if h.cookie % k.itemsize or not grow(lane, h.slot):
         return -1
-    lane.entries[h.slot] = entry_new(&lane.slabs, h.key, h.cookie, h.dtype, k, lane.workers)
-    if lane.entries[h.slot] == NULL:
+    lane.keys.at[h.slot] = entry_new(
+        &lane.keys.slabs, h.key, h.cookie, h.dtype, k, lane.settings.workers
+    )
+    if lane.keys.at[h.slot] == NULL:
         return -1
-    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
-        lane.entries[h.slot].refused = True     # pushes of this key get an error reply
+    if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):
+        lane.keys.at[h.slot].refused = True     # pushes of this key get an error reply
         return -1
     if lane.watch != NULL:
         note_key(lane.watch, h, name)

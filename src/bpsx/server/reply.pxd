@@ -52,15 +52,15 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
         lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL
     )
     if lane.watch != NULL:
-        lane.watch.sent += out.size
+        lane.watch.server.sent += out.size
     out.frame = NULL
     out.size = 0
-    lane.messages_out += 1
+    lane.counters.messages_out += 1
 
 
 cdef inline void flush_all(Lane *lane) noexcept nogil:
     cdef uint32_t rank
-    for rank in range(lane.workers):
+    for rank in range(lane.settings.workers):
         flush(lane, rank)
 
 
@@ -76,7 +76,7 @@ cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) no
     if out.frame == NULL:
         out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size))
         if out.frame == NULL:
-            lane.dropped += 1
+            lane.counters.dropped += 1
             return
     h.flags = INLINE
     memcpy(out.frame + out.size, h, HEADER_BYTES)
@@ -89,7 +89,7 @@ cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) no
 cdef inline void reply_header(
     Lane *lane, Header *h, uint8_t kind, uint32_t rank, KeyState *e, uint64_t cookie
 ) noexcept nogil:
-    header_init(h, kind, lane.job, rank)
+    header_init(h, kind, lane.settings.job, rank)
     h.dtype = e.dtype
     h.key = e.key
     h.round = e.shares[rank].round
@@ -101,7 +101,7 @@ cdef inline void send_error(
     uint32_t a, uint32_t b
 ) noexcept nogil:
     cdef Header h
-    header_init(&h, ERROR, lane.job, rank)
+    header_init(&h, ERROR, lane.settings.job, rank)
     h.key = key
     h.round = round_
     h.cookie = cookie
@@ -113,7 +113,7 @@ cdef inline void send_error(
 
 cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogil:
     cdef Header h
-    header_init(&h, PONG, lane.job, rank)
+    header_init(&h, PONG, lane.settings.job, rank)
     h.length = PROOF_BYTES
     put_record(lane, rank, &h, proof)
 
@@ -125,7 +125,7 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
     """
     cdef Result *r = <Result *>malloc(sizeof(Result))
     if r == NULL:
-        lane.dropped += 1
+        lane.counters.dropped += 1
         let_go(lane, m)
         return NULL
     r.lane = lane
@@ -148,26 +148,27 @@ cdef inline void send_result(
         landing
     )
     if lane.watch != NULL:
-        lane.watch.sent += HEADER_BYTES + length
-    lane.messages_out += 1
+        lane.watch.server.sent += HEADER_BYTES + length
+    lane.counters.messages_out += 1
 
 
 cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
     cdef uint32_t rank
-    cdef Result *r = result_in(lane, e.first, e.pushed)
+    cdef Result *r = result_in(lane, e.memory.first, e.round.pushed)
     if r == NULL:
         return
-    for rank in range(lane.workers):
+    for rank in range(lane.settings.workers):
         if e.shares[rank].pushed:
             send_result(
-                lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes, &e.shares[rank].landing
+                lane, e, rank, e.shares[rank].cookie, r, e.memory.sum, e.nbytes,
+                &e.shares[rank].landing
             )
 
 
 cdef inline void answer_small(Lane *lane, KeyState *e, char *body, uint64_t length) noexcept nogil:
     cdef Header h
     cdef uint32_t rank
-    for rank in range(lane.workers):
+    for rank in range(lane.settings.workers):
         if e.shares[rank].pushed:
             reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
             h.length = length
@@ -183,21 +184,21 @@ cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
     cdef char *wire = encode_sum(lane, e)
     cdef Result *r = NULL
     if wire == NULL:
-        lane.dropped += 1
+        lane.counters.dropped += 1
         return
-    if e.packed.size <= INLINE_BYTES:
-        answer_small(lane, e, wire, e.packed.size)
+    if e.compressed.packed.size <= INLINE_BYTES:
+        answer_small(lane, e, wire, e.compressed.packed.size)
         free(wire)
         return
-    r = result_in(lane, NULL, e.pushed)
+    r = result_in(lane, NULL, e.round.pushed)
     if r == NULL:
         free(wire)
         return
     r.memory = wire
-    for rank in range(lane.workers):
+    for rank in range(lane.settings.workers):
         if e.shares[rank].pushed:
             send_result(
-                lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size,
+                lane, e, rank, e.shares[rank].cookie, r, wire, e.compressed.packed.size,
                 &e.shares[rank].landing
             )
 
@@ -209,52 +210,52 @@ cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
     rounds would diverge.
     """
     cdef uint32_t rank
-    if (e.status == E_MISMATCH or e.status == E_CODEC) and not e.named:
+    if (e.failure.status == E_MISMATCH or e.failure.status == E_CODEC) and not e.failure.named:
         # The sender of a machine is its last worker.
-        e.detail_a = (e.detail_a + 1) * lane.processes - 1
-        e.detail_b = (e.detail_b + 1) * lane.processes - 1
-        e.named = True
-    for rank in range(lane.workers):
+        e.failure.a = (e.failure.a + 1) * lane.settings.processes - 1
+        e.failure.b = (e.failure.b + 1) * lane.settings.processes - 1
+        e.failure.named = True
+    for rank in range(lane.settings.workers):
         if e.shares[rank].pushed:
             send_error(
-                lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.status,
-                e.detail_a, e.detail_b
+                lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.failure.status,
+                e.failure.a, e.failure.b
             )
 
 
 cdef inline void end_broadcast(KeyState *e) noexcept nogil:
     """Finish a broadcast: fail if its root had joined, else store a seeding value in the lane."""
-    if e.status == 0 and not e.shares[e.divisor].pushed:
-        e.status = E_JOINED
-        e.detail_a = e.divisor
-    elif e.status == 0 and e.seeding and e.nbytes:
+    if e.failure.status == 0 and not e.shares[e.operation.divisor].pushed:
+        e.failure.status = E_JOINED
+        e.failure.a = e.operation.divisor
+    elif e.failure.status == 0 and e.operation.seeding and e.nbytes:
         if memory_for(&e.value, e.nbytes):
-            memcpy(e.value, e.sum, e.nbytes)
+            memcpy(e.value, e.memory.sum, e.nbytes)
         else:
-            e.status = E_MEMORY
+            e.failure.status = E_MEMORY
 
 
 cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     """Reply to the workers of a complete round, and open the next round."""
-    if e.broadcast:
+    if e.operation.broadcast:
         end_broadcast(e)
-    elif e.status == 0:
-        finish_sum(e, lane.workers)
+    elif e.failure.status == 0:
+        finish_sum(e, lane.settings.workers)
     if lane.watch != NULL:
         note_closing(lane, e)
-    if e.status == 0:
-        if e.packed != NULL and not e.broadcast:
+    if e.failure.status == 0:
+        if e.compressed != NULL and not e.operation.broadcast:
             answer_packed(lane, e)
-        elif e.first != NULL and e.nbytes > INLINE_BYTES:
+        elif e.memory.first != NULL and e.nbytes > INLINE_BYTES:
             answer_large(lane, e)
         else:
-            answer_small(lane, e, e.sum, e.nbytes)
-            let_go(lane, e.first)
-        lane.rounds += 1
-        lane.bytes += e.nbytes
+            answer_small(lane, e, e.memory.sum, e.nbytes)
+            let_go(lane, e.memory.first)
+        lane.counters.rounds += 1
+        lane.counters.bytes += e.nbytes
     else:
         fail_round(lane, e)
-        let_go(lane, e.first)
+        let_go(lane, e.memory.first)
     if lane.watch != NULL:
         note_closed(lane, e)
-    open_next_round(e, lane.workers)
+    open_next_round(e, lane.settings.workers)

@@ -38,45 +38,60 @@ cdef struct Share:
     uint64_t length             # bytes of `body`
     Landing landing             # where the worker wants the reply's body
 
-cdef struct KeyState:
-    uint64_t key
-    uint64_t nbytes
-    uint8_t dtype
-    Kernels *kernels
-    uint32_t pushed             # workers that have pushed in this round
+cdef struct RoundCount:         # the open round
+    uint32_t pushed             # workers that have pushed
     uint32_t added              # workers whose push is in the sum
     uint32_t next_rank          # in fixed order: the next rank to add
+    uint32_t opener             # the rank that opened the round and so chose the operation
+
+cdef struct Operation:
     uint32_t divisor
     bint broadcast              # `divisor` is then the root's rank
     bint seeding                # the broadcast's result becomes `value`
-    uint32_t opener             # the rank that opened the round and so chose the operation
+
+cdef struct Failure:
     int status                  # < 0: the round has failed
-    uint32_t detail_a, detail_b
-    bint named                  # detail_a and detail_b are workers' ranks, not senders'
-    Share *shares               # by rank
+    uint32_t a, b
+    bint named                  # a and b are workers' ranks, not senders'
+
+cdef struct RoundMemory:        # freed at the round's end: the key may never be pushed again
     Message *first              # the first large push: its body is the accumulator and the result
-    # Memory of the open round. Freed at its end, because the key may never be pushed again.
     char *small                 # a small key's accumulator and result, nbytes
     # Accumulator in the wide type, for half and 8-bit types summed over three or more workers.
     char *wide
     char *sum                   # the result: first.body or small
-    # State of a compressed key, else NULL; see core/codec/state.pxd:
+
+cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     Packed *packed
     Kernels *wide_kernels       # of the wide type
     char *acc                   # sum of the open round, elements of the wide type
     double rate                 # the learning rate of the open round
     uint64_t counter            # largest counter of the open round's pushes
     bint alike                  # all pushes of the open round had the same counter
-    bint refused                # unknown compression: nothing is summed
-    # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
-    char *value
-    uint32_t rounds             # rounds that have ended
-    # For the trace (server/trace.pxd), times in ns:
+
+cdef struct RoundTrace:         # server/trace.pxd; times in ns
     int64_t opened_ns           # first push of the open round
     int64_t latest_ns           # latest push of the open round
     uint32_t latest             # sender of the latest push
     int64_t closing_ns          # when the replies began
     uint8_t recorded            # recordings to which the round belongs
+
+cdef struct KeyState:
+    uint64_t key
+    uint64_t nbytes
+    uint8_t dtype
+    Kernels *kernels
+    uint32_t rounds             # rounds that have ended
+    RoundCount round
+    Operation operation
+    Failure failure
+    Share *shares               # by rank
+    RoundMemory memory
+    Compressed *compressed      # NULL: not compressed
+    bint refused                # unknown compression: nothing is summed
+    # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
+    char *value
+    RoundTrace trace
 
 
 cdef inline KeyState *entry_new(
@@ -101,17 +116,20 @@ cdef inline void free_memory(char **where) noexcept nogil:
 
 cdef inline void free_round(KeyState *e) noexcept nogil:
     """Free the memory of the open round. Its result must have been handed over."""
-    free_memory(&e.small)
-    free_memory(&e.wide)
-    free_memory(&e.acc)
-    e.sum = NULL
+    free_memory(&e.memory.small)
+    free_memory(&e.memory.wide)
+    if e.compressed != NULL:
+        free_memory(&e.compressed.acc)
+    e.memory.sum = NULL
 
 
 cdef inline void entry_free(KeyState *e) noexcept nogil:
     """Free all that the entry refers to; the entry itself belongs to the slabs."""
     free_round(e)
     free(e.value)
-    packed_free(e.packed)
+    if e.compressed != NULL:
+        packed_free(e.compressed.packed)
+    free(e.compressed)
 
 
 cdef inline void open_next_round(KeyState *e, uint32_t workers) noexcept nogil:
@@ -125,12 +143,12 @@ cdef inline void open_next_round(KeyState *e, uint32_t workers) noexcept nogil:
             e.shares[rank].round += 1
             e.shares[rank].pushed = False
     e.rounds += 1
-    e.pushed = 0
-    e.added = 0
-    e.next_rank = 0
-    e.status = 0
-    e.named = False
-    e.first = NULL
+    e.round.pushed = 0
+    e.round.added = 0
+    e.round.next_rank = 0
+    e.failure.status = 0
+    e.failure.named = False
+    e.memory.first = NULL
     free_round(e)
 
 
@@ -143,8 +161,8 @@ cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcep
     cdef bint disagreed = (h.flags & DISAGREED) != 0
     if disagreed or broadcast and h.divisor != h.sender:
         expected = 0
-    elif e.packed != NULL and not broadcast:
-        if not h.flags & PACKED or h.length > most_bytes(e.packed):
+    elif e.compressed != NULL and not broadcast:
+        if not h.flags & PACKED or h.length > most_bytes(e.compressed.packed):
             return MALFORMED
         expected = h.length
     if (
@@ -162,28 +180,30 @@ cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcep
         return REPEATED
     share.pushed = True
     share.cookie = h.cookie
-    e.pushed += 1
-    if e.pushed == 1:
-        e.divisor = h.divisor
-        e.broadcast = broadcast
-        e.seeding = seeding
-        e.opener = h.sender
-    if disagreed and e.status == 0:
-        e.status = E_MISMATCH if h.divisor != <uint32_t>h.priority else E_JOINED
-        e.detail_a = h.divisor
-        e.detail_b = <uint32_t>h.priority
-        e.named = True
+    e.round.pushed += 1
+    if e.round.pushed == 1:
+        e.operation.divisor = h.divisor
+        e.operation.broadcast = broadcast
+        e.operation.seeding = seeding
+        e.round.opener = h.sender
+    if disagreed and e.failure.status == 0:
+        e.failure.status = E_MISMATCH if h.divisor != <uint32_t>h.priority else E_JOINED
+        e.failure.a = h.divisor
+        e.failure.b = <uint32_t>h.priority
+        e.failure.named = True
     elif (
-        e.pushed > 1
-        and e.status == 0
-        and (e.divisor != h.divisor or e.broadcast != broadcast or e.seeding != seeding)
+        e.round.pushed > 1 and e.failure.status == 0
+        and (
+            e.operation.divisor != h.divisor or e.operation.broadcast != broadcast
+            or e.operation.seeding != seeding
+        )
     ):
-        e.status = E_MISMATCH
-        e.detail_a = e.opener
-        e.detail_b = h.sender
-    if e.status != 0:
+        e.failure.status = E_MISMATCH
+        e.failure.a = e.round.opener
+        e.failure.b = h.sender
+    if e.failure.status != 0:
         return FAILED
-    return CLOSED if e.pushed == workers else ACCEPTED
+    return CLOSED if e.round.pushed == workers else ACCEPTED
 
 
 cdef inline void note_landing(KeyState *e, uint32_t rank, const Message *m) noexcept nogil:
@@ -210,23 +230,25 @@ cdef inline int add(
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
     kept[0] = False
-    e.added += 1
-    if e.added == 1:
+    e.round.added += 1
+    if e.round.added == 1:
         if m != NULL and body == m.body:
-            e.first = m
-            e.sum = body
+            e.memory.first = m
+            e.memory.sum = body
             kept[0] = True
         else:
-            if not memory_for(&e.small, e.nbytes):
+            if not memory_for(&e.memory.small, e.nbytes):
                 return -1
-            memcpy(e.small, body, e.nbytes)
-            e.sum = e.small
-        if workers == 1 and e.divisor > 1:
-            k.divide(e.sum, n, e.divisor)
+            memcpy(e.memory.small, body, e.nbytes)
+            e.memory.sum = e.memory.small
+        if workers == 1 and e.operation.divisor > 1:
+            k.divide(e.memory.sum, n, e.operation.divisor)
         return 0
-    if wants_wide(k, workers) and not memory_for(&e.wide, n * k.wide_itemsize):
+    if wants_wide(k, workers) and not memory_for(&e.memory.wide, n * k.wide_itemsize):
         return -1
-    accumulate(k, e.sum, e.wide, body, e.added - 1, workers, n, e.divisor)
+    accumulate(
+        k, e.memory.sum, e.memory.wide, body, e.round.added - 1, workers, n, e.operation.divisor
+    )
     return 0
 
 
@@ -237,11 +259,14 @@ cdef inline void finish_sum(KeyState *e, uint32_t workers) noexcept nogil:
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
-    if e.added == 0 or e.added >= workers or e.nbytes == 0 or e.packed != NULL:
+    if e.round.added == 0 or e.round.added >= workers or e.nbytes == 0 or e.compressed != NULL:
         return
-    if e.added > 1 and wants_wide(k, workers):
-        memset(e.sum, 0, e.nbytes)
-        k.finish(e.sum, e.wide, e.sum, n, e.divisor, shift_for(workers, e.divisor))
-    elif e.divisor > 1:
-        k.divide(e.sum, n, e.divisor)
-    e.added = workers
+    if e.round.added > 1 and wants_wide(k, workers):
+        memset(e.memory.sum, 0, e.nbytes)
+        k.finish(
+            e.memory.sum, e.memory.wide, e.memory.sum, n, e.operation.divisor,
+            shift_for(workers, e.operation.divisor)
+        )
+    elif e.operation.divisor > 1:
+        k.divide(e.memory.sum, n, e.operation.divisor)
+    e.round.added = workers

@@ -18,10 +18,10 @@ ctypedef unsigned long long big
 
 cdef inline void note_message(Watch *w, Message *m) noexcept nogil:
     """Record that a message is about to be handled."""
-    w.now = now_ns()
-    if w.arrived == 0:
-        w.arrived = w.now           # the message did not wait in the priority queue
-    w.received += m.head_size + m.body_size
+    w.server.now = now_ns()
+    if w.server.arrived == 0:
+        w.server.arrived = w.server.now           # the message did not wait in the priority queue
+    w.server.received += m.head_size + m.body_size
 
 
 cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
@@ -29,17 +29,17 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
 
     Without memory the name stays unknown, with no other effect.
     """
-    cdef Named *n = <Named *>take_record(&w.slabs, sizeof(Named) + h.length)
+    cdef Named *n = <Named *>take_record(&w.server.slabs, sizeof(Named) + h.length)
     if n == NULL:
         return
-    n.next = <Named *>atomic_load(&w.named)
+    n.next = <Named *>atomic_load(&w.server.named)
     n.key = h.key
     n.nbytes = h.cookie
     n.dtype = h.dtype
     n.name_bytes = <uint32_t>h.length
     memcpy(n.name, name, h.length)
     n.name[h.length] = 0
-    atomic_store(&w.named, <int64_t>n)
+    atomic_store(&w.server.named, <int64_t>n)
     if w.keys:
         say(
             w.who, w.show_time, b"key %llu is %s: %s, %llu bytes", <big>h.key, n.name,
@@ -50,17 +50,17 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
 cdef inline int64_t note_push(Lane *lane, KeyState *e, Header *h, const char *body) noexcept nogil:
     """Record a counted push. Return the time its sum begins if that is to be recorded, else 0."""
     cdef Watch *w = lane.watch
-    if e.pushed == 1:
-        e.opened_ns = w.now
-        e.recorded = recording(w, e.rounds + 1) if watched(w) else 0
-        w.open_rounds += 1
-    elif e.pushed == lane.workers:
-        w.waited_ns += w.now - e.opened_ns
-        if h.sender < w.n_late:
-            w.late[h.sender].rounds += 1
-            w.late[h.sender].ns += w.now - e.latest_ns
-    e.latest_ns = w.now
-    e.latest = h.sender
+    if e.round.pushed == 1:
+        e.trace.opened_ns = w.server.now
+        e.trace.recorded = recording(w, e.rounds + 1) if watched(w) else 0
+        w.server.open_rounds += 1
+    elif e.round.pushed == lane.settings.workers:
+        w.server.waited_ns += w.server.now - e.trace.opened_ns
+        if h.sender < w.server.n_late:
+            w.server.late[h.sender].rounds += 1
+            w.server.late[h.sender].ns += w.server.now - e.trace.latest_ns
+    e.trace.latest_ns = w.server.now
+    e.trace.latest = h.sender
     if not watched(w):
         return 0
     if w.messages:
@@ -70,26 +70,34 @@ cdef inline int64_t note_push(Lane *lane, KeyState *e, Header *h, const char *bo
         )
     if wants_values(w, h.key):
         say_values(w.who, w.show_time, b"received", h.key, h.round + 1, h.dtype, body, h.length)
-    return now_ns() if e.recorded else 0
+    return now_ns() if e.trace.recorded else 0
 
 
 cdef inline void note_sum(Lane *lane, KeyState *e, Header *h, int64_t begin) noexcept nogil:
     """Record that a push was added to the sum."""
     cdef Watch *w = lane.watch
-    cdef bint wide = e.wide != NULL and 1 < e.added < lane.workers and not e.broadcast
+    cdef bint wide = (
+        e.memory.wide != NULL
+        and 1 < e.round.added < lane.settings.workers
+        and not e.operation.broadcast
+    )
     if begin:
-        put(w, RECEIVE, e.recorded, e.key, e.rounds + 1, w.arrived, begin, h.length, h.sender, 0)
-        put(w, SUM, e.recorded, e.key, e.rounds + 1, begin, now_ns(), h.length, h.sender, 0)
-    if wants_values(w, h.key) and e.status == 0:
+        put(
+            w, RECEIVE, e.trace.recorded, e.key, e.rounds + 1, w.server.arrived, begin, h.length,
+            h.sender, 0
+        )
+        put(w, SUM, e.trace.recorded, e.key, e.rounds + 1, begin, now_ns(), h.length, h.sender, 0)
+    if wants_values(w, h.key) and e.failure.status == 0:
         if wide:            # the accumulator: int32 for 8-bit types, else float32
             say_values(
                 w.who, w.show_time, b"sum so far", h.key, h.round + 1,
-                7 if e.kernels.itemsize == 1 else 3, e.wide,
+                7 if e.kernels.itemsize == 1 else 3, e.memory.wide,
                 e.nbytes // e.kernels.itemsize * e.kernels.wide_itemsize
             )
         else:
             say_values(
-                w.who, w.show_time, b"sum so far", h.key, h.round + 1, e.dtype, e.sum, e.nbytes
+                w.who, w.show_time, b"sum so far", h.key, h.round + 1, e.dtype, e.memory.sum,
+                e.nbytes
             )
 
 
@@ -100,22 +108,22 @@ cdef inline void note_closing(Lane *lane, KeyState *e) noexcept nogil:
     """
     cdef Watch *w = lane.watch
     cdef uint32_t rank
-    w.open_rounds -= 1
+    w.server.open_rounds -= 1
     if not watched(w):
         return
-    e.closing_ns = now_ns()
+    e.trace.closing_ns = now_ns()
     if wants_values(w, e.key):
         say_values(
             w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype,
-            e.sum if e.status == 0 else NULL, e.nbytes
+            e.memory.sum if e.failure.status == 0 else NULL, e.nbytes
         )
-    for rank in range(lane.workers if w.messages else 0):
+    for rank in range(lane.settings.workers if w.messages else 0):
         if not e.shares[rank].pushed:
             continue
         say(
             w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u",
-            b"ANSWER" if e.status == 0 else b"ERROR", <big>e.key, e.rounds,
-            <big>(e.nbytes if e.status == 0 else 0), rank
+            b"ANSWER" if e.failure.status == 0 else b"ERROR", <big>e.key, e.rounds,
+            <big>(e.nbytes if e.failure.status == 0 else 0), rank
         )
 
 
@@ -131,21 +139,21 @@ cdef inline void note_delta(Lane *lane, KeyState *e, Header *h, int64_t begin) n
     if wants_values(w, h.key):
         say_values(w.who, w.show_time, b"value", h.key, h.round + 1, h.dtype, e.value, h.length)
     if flags:
-        put(w, RECEIVE, flags, e.key, e.rounds, w.arrived, begin, h.length, h.sender, 0)
+        put(w, RECEIVE, flags, e.key, e.rounds, w.server.arrived, begin, h.length, h.sender, 0)
         put(w, SUM, flags, e.key, e.rounds, begin, now_ns(), h.length, h.sender, 0)
 
 
 cdef inline void note_closed(Lane *lane, KeyState *e) noexcept nogil:
     """Record that the round's replies were handed to the transport."""
     cdef int64_t now
-    if e.recorded and watched(lane.watch):
+    if e.trace.recorded and watched(lane.watch):
         now = now_ns()
         put(
-            lane.watch, SEND, e.recorded, e.key, e.rounds + 1, e.closing_ns, now, e.nbytes, 0,
-            e.status
+            lane.watch, SEND, e.trace.recorded, e.key, e.rounds + 1, e.trace.closing_ns, now,
+            e.nbytes, 0, e.failure.status
         )
         put(
-            lane.watch, ROUND, e.recorded, e.key, e.rounds + 1, e.opened_ns, now, e.nbytes,
-            e.latest, e.status
+            lane.watch, ROUND, e.trace.recorded, e.key, e.rounds + 1, e.trace.opened_ns, now,
+            e.nbytes, e.trace.latest, e.failure.status
         )
-    e.recorded = 0
+    e.trace.recorded = 0

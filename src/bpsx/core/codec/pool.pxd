@@ -62,7 +62,7 @@ cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:
 
 
 cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
-    """Return the finished partitions (driver): a list by `next_done`."""
+    """Return the finished partitions (driver): a list by `coding.next`."""
     cdef Partition *found
     if atomic_load(&pool.ready) == 0:
         return NULL

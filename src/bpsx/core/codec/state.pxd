@@ -21,6 +21,7 @@ cdef enum:
     RATE_BYTES = 8              # with `corrected` a push begins with the learning rate, a float64
     STATE_HEAD = 16 + 8 * N_STATE
 
+# More than 20 fields: the arguments of the codec's two functions.
 cdef struct Packed:
     encode_fn encode
     decode_fn decode

@@ -49,11 +49,11 @@ cdef inline uint32_t first_owner(Group *m, Partition *p) noexcept nogil:
     """
     cdef uint32_t candidate, i, k
     cdef bint there
-    for k in range(m.group_size):
-        candidate = (m.root - k) % m.group_size
+    for k in range(m.gpus.group_size):
+        candidate = (m.root - k) % m.gpus.group_size
         there = True
-        for i in range(m.n_groups):
-            there = there and present(m, p, i * m.group_size + candidate)
+        for i in range(m.gpus.n_groups):
+            there = there and present(m, p, i * m.gpus.group_size + candidate)
         if there:
             return candidate
     return NOBODY
@@ -66,11 +66,11 @@ cdef inline uint32_t choose_owner(Group *m, Partition *p) noexcept nogil:
         if not present(m, p, i):                # it has joined
             return first_owner(m, p)
     if p.packed != NULL:
-        return m.root % m.group_size
-    if m.n_roots:
-        return m.roots[((p.key >> PART_BITS) + p.key) % m.n_roots] % m.group_size
-    if p.gpu.span < <uint64_t>SMALL_PART * m.group_size:
-        return m.root % m.group_size
+        return m.root % m.gpus.group_size
+    if m.gpus.n_roots:
+        return m.gpus.roots[((p.key >> PART_BITS) + p.key) % m.gpus.n_roots] % m.gpus.group_size
+    if p.gpu.span < <uint64_t>SMALL_PART * m.gpus.group_size:
+        return m.root % m.gpus.group_size
     return EVERYBODY
 
 
@@ -174,7 +174,7 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     if p.gpu.owner == NOBODY:
         refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
         return False
-    if m.n_groups > 1:
+    if m.gpus.n_groups > 1:
         # the CPU adds the groups' sums, so it compresses, too
         p.gpu.coder = NULL
     p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
@@ -279,7 +279,7 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
-    cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
+    cdef uint64_t each = n // m.gpus.group_size, rest = n - each * m.gpus.group_size
     cdef int rc = 0
     if m.alone and o.flags & IS_BROADCAST:
         return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
@@ -295,13 +295,13 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     if rc != 0:
         return rc
     rc = d.collect(
-        d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype,
+        d.self, REDUCE_SCATTER, give, get + (m.me % m.gpus.group_size) * each * item, each, o.dtype,
         o.reduction, 0, stream
     )
     if rc == 0 and rest:
         rc = d.collect(
             d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype,
-            o.reduction, m.group_size - 1, stream
+            o.reduction, m.gpus.group_size - 1, stream
         )
     return end_group(d, rc)
 
@@ -312,8 +312,8 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
-    cdef uint64_t each = n // m.group_size, rest = n - each * m.group_size
-    cdef uint64_t own = (m.me % m.group_size) * each * item
+    cdef uint64_t each = n // m.gpus.group_size, rest = n - each * m.gpus.group_size
+    cdef uint64_t own = (m.me % m.gpus.group_size) * each * item
     cdef int rc
     if o.group_owner != EVERYBODY:
         return d.collect(d.self, BROADCAST_FROM, at, at, o.nbytes, 5, 0, o.group_owner, stream)
@@ -324,7 +324,7 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
     if rc == 0 and rest:
         rc = d.collect(
             d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5,
-            0, m.group_size - 1, stream
+            0, m.gpus.group_size - 1, stream
         )
     return end_group(d, rc)
 
@@ -424,13 +424,13 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
         slab == NULL
         or post.slab % SLAB
         or post.offset < post.slab
-        or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes
+        or post.offset - post.slab + p.gpu.span * m.gpus.n_groups > post.slab_bytes
     ):
         return E_PROTOCOL
-    if not m.pinned[post.slab // SLAB]:
+    if not m.gpus.pinned[post.slab // SLAB]:
         if c.gpu.device.pin(c.gpu.device.self, slab, post.slab_bytes) != 0:
             return E_DEVICE
-        m.pinned[post.slab // SLAB] = 1
+        m.gpus.pinned[post.slab // SLAB] = 1
     p.gpu.host = slab + (post.offset - post.slab)
     return 0
 

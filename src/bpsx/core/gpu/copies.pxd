@@ -68,11 +68,11 @@ cdef inline void land(Partition *p) noexcept nogil:
 
 cdef inline void own_part(Group *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
     """Set the bytes of a partition that this process's GPU reduces and copies, by `g.owner`."""
-    cdef uint32_t me = m.me % m.group_size
+    cdef uint32_t me = m.me % m.gpus.group_size
     if g.owner == EVERYBODY:
-        g.length = nbytes // item // m.group_size * item
+        g.length = nbytes // item // m.gpus.group_size * item
         g.begin = me * g.length
-        if me == m.group_size - 1:
+        if me == m.gpus.group_size - 1:
             g.length = nbytes - g.begin
     else:
         g.begin = 0
@@ -87,7 +87,7 @@ cdef inline uint64_t words_at(Partition *p) noexcept nogil:
 cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
     """Take pinned memory for this round. Returns False, and fails the core, if there is none."""
     cdef OnGpu *g = p.gpu
-    cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
+    cdef uint64_t nbytes = p.length * (c.machine.gpus.n_groups if c.machine != NULL else 1)
     if g.coder != NULL:
         nbytes = max(nbytes, words_at(p) + WORDS)
     g.place = take_place(&c.gpu.places, c.endpoint, c.gpu.device, c.machine, nbytes)
@@ -153,7 +153,7 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     elif rc == 0 and g.length:
         to = g.host + g.begin
         if c.machine != NULL and not p.tensor.current.broadcast:
-            to += c.machine.me // c.machine.group_size * p.length
+            to += c.machine.me // c.machine.gpus.group_size * p.length
         rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
     if rc == 0 and g.length:
         rc = mark(c, p, DOWN)

@@ -23,6 +23,7 @@ cdef enum:                      # the core's streams of a GPU
     BETWEEN = 2                 # ... and NCCL's collectives
     N_STREAMS = 3
 
+# More than 20 fields: a table of functions.
 cdef struct Device:
     void *self
     # Makes the GPU's context current in this thread; `leave` takes the token, which is >= 0.

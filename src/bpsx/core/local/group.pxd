@@ -38,20 +38,22 @@ cdef struct Neighbour:
     bint noticed                # ... and the driver has handled that
     int64_t joined              # it has called join(), and not all workers have; set by any thread
 
-cdef struct Group:
-    uint32_t size               # processes of this machine
-    uint32_t me                 # local rank
-    uint32_t first_rank         # rank of the first worker on this machine
-    uint32_t root               # local rank of the process that speaks to the servers
-    bint alone                  # there are no servers: the root's sum is the result
+cdef struct GroupedGpus:        # which GPUs of the machine reduce together
     bint collects               # the other processes may need this process's GPU
     uint32_t group_size         # GPUs that reduce together: those of a PCIe switch, or all
     uint32_t n_groups
     # ranks within a group to which partitions are reduced by turns; 0: each rank copies a part
     uint32_t n_roots
     uint32_t roots[MOST_ROOTS]
-    # by number: slabs of the root's segment that this process has pinned
-    uint8_t *pinned
+    uint8_t *pinned             # by number: slabs of the root's segment that this process pinned
+
+cdef struct Group:
+    uint32_t size               # processes of this machine
+    uint32_t me                 # local rank
+    uint32_t first_rank         # rank of the first worker on this machine
+    uint32_t root               # local rank of the process that speaks to the servers
+    bint alone                  # there are no servers: the root's sum is the result
+    GroupedGpus gpus
     Neighbour *all              # by local rank, including this process
     uint64_t used               # bytes of this process's segment that are allocated
     Posts early                 # shares of tensors that the root has not adopted yet
@@ -284,7 +286,7 @@ cdef inline bint hosts(Group *m) noexcept nogil:
     """Whether this process must work although none of its own operations is under way: it has
     joined, and it is the root or has a GPU that the others need.
     """
-    return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
+    return m != NULL and (m.me == m.root or m.gpus.collects) and atomic_load(&m.all[m.me].joined)
 
 
 cdef inline int tell_root(Group *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:

@@ -300,11 +300,11 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
         give_up(c, E_KERNELS)
         return
     if p.gpu.reduction == MEAN:
-        divisor = m.n_groups
-    for i in range(m.n_groups):
+        divisor = m.gpus.n_groups
+    for i in range(m.gpus.n_groups):
         m.parts[i] = p.gpu.host + i * p.length
     if not p.tensor.current.broadcast and p.length:
-        status = add_parts(m, k, p.gpu.host, m.n_groups, p.length // k.itemsize, divisor)
+        status = add_parts(m, k, p.gpu.host, m.gpus.n_groups, p.length // k.itemsize, divisor)
     if status:
         give_up(c, status)
     else:

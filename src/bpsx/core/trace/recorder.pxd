@@ -59,6 +59,19 @@ cdef struct Late:               # rounds and time in which a round waited only f
     int64_t rounds
     int64_t ns
 
+# What a server adds. Owned by the writer, read by any thread.
+cdef struct ServerWatch:
+    int64_t now                 # time at which handling of the current message began
+    int64_t arrived             # ... and at which it arrived, if it had to wait
+    int64_t received            # bytes
+    int64_t sent
+    int64_t open_rounds
+    int64_t waited_ns           # from a round's first push to its last, in total
+    int64_t named               # Named *, published atomically
+    Slabs slabs                 # memory of that list; owned by its writer
+    Late *late                  # by rank
+    uint32_t n_late
+
 cdef struct Watch:
     int64_t on                  # any of the next group is on: the only check on the data path
     int64_t live
@@ -79,18 +92,7 @@ cdef struct Watch:
     int64_t lost
     Block *head                 # owned by the reader
     int64_t taken
-
-    # Server: owned by the writer, read by any thread.
-    int64_t now                 # time at which handling of the current message began
-    int64_t arrived             # ... and at which it arrived, if it had to wait
-    int64_t received            # bytes
-    int64_t sent
-    int64_t open_rounds
-    int64_t waited_ns           # from a round's first push to its last, in total
-    int64_t named               # Named *, published atomically
-    Slabs slabs                 # memory of that list; owned by its writer
-    Late *late                  # by rank
-    uint32_t n_late
+    ServerWatch server
 
 
 cdef extern from *:

@@ -88,21 +88,13 @@ cdef struct Waiting:            # a message received before recv asked for it
     Message m
     Waiting *next
 
-cdef struct Connection:
-    Connection *next
-    EndpointState *state
-    uint32_t peer
-    bint dead
-    bint ends                   # the peer has gone; what has arrived is still read
-    int why                     # status of the completion that ended the connection, or 0
-    int fd                      # TCP connection, which reports the peer's death
-    ibv_qp *qp
-    ibv_cq *cq
+cdef struct Completions:
     bint armed                  # the next completion raises an event
     ibv_wc found[POLLED]        # completions polled
-    int n_found
-    int at_found                # index of the next completion to handle
-    # Receiving:
+    int n
+    int at                      # index of the next completion to handle
+
+cdef struct Inbound:            # receiving
     char *inbox
     uint64_t inbox_bytes
     char *small                 # memory of the receive requests, SMALL bytes each
@@ -114,12 +106,15 @@ cdef struct Connection:
     uint64_t filled
     Waiting *first_waiting
     Waiting *last_waiting
-    Monitor monitor             # guards the next four: any thread may release messages
+
+cdef struct ReturnedTokens:     # tokens to return: any thread may release messages
+    Monitor monitor             # guards the others
     bint mapped                 # the inbox is mapped
-    int64_t n_returned
-    uint64_t returned_bytes
+    int64_t n
+    uint64_t nbytes             # bytes of the messages whose tokens these are
     uint16_t returned[TOKENS]
-    # Sending:
+
+cdef struct Outbound:           # sending
     uint64_t remote
     uint32_t rkey
     uint32_t remote_depth
@@ -135,6 +130,22 @@ cdef struct Connection:
     Outgoing *first             # messages that wait for room
     Outgoing *last
 
+cdef struct Connection:
+    Connection *next
+    EndpointState *state
+    uint32_t peer
+    bint dead
+    bint ends                   # the peer has gone; what has arrived is still read
+    int why                     # status of the completion that ended the connection, or 0
+    int fd                      # TCP connection, which reports the peer's death
+    ibv_qp *qp
+    ibv_cq *cq
+    Completions completions
+    Inbound inbound
+    ReturnedTokens tokens
+    Outbound outbound
+
+# More than 20 fields: the two that wake the driver, its connections, and the memory it sends from.
 cdef struct EndpointState:
     Monitor monitor             # guards `new`
     Losses losses
@@ -176,14 +187,14 @@ cdef inline void tell_done(Outgoing *o) noexcept nogil:
 
 
 cdef inline void end_token(Connection *c, uint32_t token) noexcept nogil:
-    c.sent[token].used = False
-    c.unused[c.n_unused] = <uint16_t>token
-    c.n_unused += 1
+    c.outbound.sent[token].used = False
+    c.outbound.unused[c.outbound.n_unused] = <uint16_t>token
+    c.outbound.n_unused += 1
 
 
 cdef inline void complete(Connection *c, uint32_t token) noexcept nogil:
     """Handle the completion of a write: the adapter no longer reads the memory here."""
-    cdef Sent *sent = &c.sent[token]
+    cdef Sent *sent = &c.outbound.sent[token]
     sent.written = True
     give_units(&c.state.here, sent.here, sent.n_here)
     tell_done(&sent.what)
@@ -194,11 +205,11 @@ cdef inline void complete(Connection *c, uint32_t token) noexcept nogil:
 cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
     """Free a returned token's units. False: the peer returned a token that it does not have."""
     cdef Sent *sent
-    if token >= TOKENS or not c.sent[token].used or c.sent[token].returned:
+    if token >= TOKENS or not c.outbound.sent[token].used or c.outbound.sent[token].returned:
         return False
-    sent = &c.sent[token]
+    sent = &c.outbound.sent[token]
     sent.returned = True
-    give_units(&c.there, sent.there, sent.n_there)
+    give_units(&c.outbound.there, sent.there, sent.n_there)
     if sent.written:
         end_token(c, token)
     return True
@@ -206,20 +217,20 @@ cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
 
 cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) noexcept nogil:
     """Return a message's token to its writer. Any thread may call it."""
-    lock(&c.monitor)
-    if c.mapped and c.n_returned < TOKENS:
-        c.returned[c.n_returned] = <uint16_t>token
-        c.returned_bytes += nbytes
-        atomic_store(&c.n_returned, c.n_returned + 1)
-    unlock(&c.monitor)
+    lock(&c.tokens.monitor)
+    if c.tokens.mapped and c.tokens.n < TOKENS:
+        c.tokens.returned[c.tokens.n] = <uint16_t>token
+        c.tokens.nbytes += nbytes
+        atomic_store(&c.tokens.n, c.tokens.n + 1)
+    unlock(&c.tokens.monitor)
     if atomic_load(&c.state.parked):
         wake_up(c.state)
 
 
 cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:
     """Free a unit of the outbox, from which the adapter has sent."""
-    c.lent[unit] = 0
-    c.n_lent -= 1
+    c.outbound.lent[unit] = 0
+    c.outbound.n_lent -= 1
     give_units(&c.state.here, unit, 1)
 
 
@@ -239,18 +250,18 @@ cdef inline void let_go(Connection *c) noexcept nogil:
         # Tell the peer, which would not notice without a message to send.
         shutdown(c.fd, SHUT_RDWR)
     for token in range(TOKENS):
-        if c.sent[token].used and not c.sent[token].written:
+        if c.outbound.sent[token].used and not c.outbound.sent[token].written:
             complete(c, token)
-    for unit in range(c.state.here.n if c.n_lent else 0):
-        if c.lent[unit]:
+    for unit in range(c.state.here.n if c.outbound.n_lent else 0):
+        if c.outbound.lent[unit]:
             take_unit_back(c, unit)
-    while c.first != NULL:
-        o, c.first = c.first, c.first.next
+    while c.outbound.first != NULL:
+        o, c.outbound.first = c.outbound.first, c.outbound.first.next
         tell_done(o)
         free(o)
-    c.last = NULL
-    free_aligned(c.block)
-    c.block = NULL
+    c.outbound.last = NULL
+    free_aligned(c.inbound.block)
+    c.inbound.block = NULL
 
 
 cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:

@@ -99,15 +99,15 @@ cdef int rdma_send(
     )
     take_landing(s, &o.landing, landing)
     if c != NULL and not c.dead:
-        rc = post_message(s, c, &o) if c.first == NULL else 0
+        rc = post_message(s, c, &o) if c.outbound.first == NULL else 0
     if rc == 0:
         kept = keep(&o)
         if kept != NULL:
-            if c.first == NULL:
-                c.first = kept
+            if c.outbound.first == NULL:
+                c.outbound.first = kept
             else:
-                c.last.next = kept
-            c.last = kept
+                c.outbound.last.next = kept
+            c.outbound.last = kept
             return 0
         rc = -1
     if rc < 0:
@@ -133,7 +133,7 @@ cdef int rdma_receive(void *self, Message *m) noexcept nogil:
         look(s, 0)
     first = c = s.next_to_read if s.next_to_read != NULL else s.all
     while c != NULL:
-        if (not c.dead or c.first_waiting != NULL) and from_one(s, c, m):
+        if (not c.dead or c.inbound.first_waiting != NULL) and from_one(s, c, m):
             s.next_to_read = c.next
             return 1
         c = c.next if c.next != NULL else s.all
@@ -209,9 +209,9 @@ cdef class _Link:
                 rdma_release(self.c.state, &unread)
             if self.c.fd >= 0:
                 close_descriptor(self.c.fd)
-            free(self.c.lent)
-            units_free(&self.c.there)
-            monitor_destroy(&self.c.monitor)
+            free(self.c.outbound.lent)
+            units_free(&self.c.outbound.there)
+            monitor_destroy(&self.c.tokens.monitor)
             free(self.c)
 
 
@@ -340,23 +340,25 @@ cdef class RdmaEndpoint(GatedEndpoint):
         link.inbox = self.adapter.new_memory(self.inbox + self.depth * SMALL, True)
         link.pair = self.adapter.new_pair(self.sends, self.depth)
         c = <Connection *>calloc(1, sizeof(Connection))
-        if c == NULL or monitor_init(&c.monitor) != 0:
+        if c == NULL or monitor_init(&c.tokens.monitor) != 0:
             free(c)
             raise MemoryError("no memory for a connection")
         link.c, c.fd = c, -1
-        c.lent = <uint8_t *>calloc(self.state.here.n, 1)
-        if c.lent == NULL:
+        c.outbound.lent = <uint8_t *>calloc(self.state.here.n, 1)
+        if c.outbound.lent == NULL:
             raise MemoryError("no memory for a connection")
-        c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = (
+        c.state, c.peer, c.fd, c.qp, c.cq, c.tokens.mapped = (
             &self.state, peer, -1, link.pair.qp, link.pair.cq, True
         )
-        c.inbox, c.inbox_bytes, c.small = link.inbox.at, self.inbox, link.inbox.at + self.inbox
-        c.small_lkey, c.depth, c.send_room, c.most_inline = (
+        c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small = (
+            link.inbox.at, self.inbox, link.inbox.at + self.inbox
+        )
+        c.inbound.small_lkey, c.inbound.depth, c.outbound.send_room, c.outbound.most_inline = (
             link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
         )
-        c.n_unused = TOKENS
+        c.outbound.n_unused = TOKENS
         for i in range(TOKENS):
-            c.unused[i] = <int>i
+            c.outbound.unused[i] = <int>i
         return link
 
     cdef bytes _offer(self, _Link link):
@@ -368,19 +370,20 @@ cdef class RdmaEndpoint(GatedEndpoint):
         cdef Connection *c = link.c
         cdef uint64_t nbytes
         cdef uint32_t i
-        magic, c.remote, nbytes, c.rkey, c.remote_depth = _OFFER.unpack_from(said)
+        magic, remote, nbytes, rkey, depth = _OFFER.unpack_from(said)
+        c.outbound.remote, c.outbound.rkey, c.outbound.remote_depth = remote, rkey, depth
         if (
             magic != _MAGIC
             or not LEAST_INBOX <= nbytes
             or nbytes >> 20 > MOST_INBOX_MIB
-            or not 16 <= c.remote_depth <= 1 << 20
+            or not 16 <= c.outbound.remote_depth <= 1 << 20
         ):
             raise TransportError(
                 "the other end speaks another version of this, or another protocol"
             )
-        if not units_init(&c.there, nbytes):
+        if not units_init(&c.outbound.there, nbytes):
             raise MemoryError("no memory for the books of an inbox")
-        c.credits = c.remote_depth
+        c.outbound.credits = c.outbound.remote_depth
         link.pair.meet(said[_OFFER.size:])
         for i in range(self.depth):
             if not expect_one(c, i):
@@ -451,9 +454,9 @@ cdef class RdmaEndpoint(GatedEndpoint):
         for link in self.links:
             if not link.c.dead:
                 let_go(link.c)
-            lock(&link.c.monitor)
-            link.c.mapped = False       # tokens of messages released later are not returned
-            unlock(&link.c.monitor)
+            lock(&link.c.tokens.monitor)
+            link.c.tokens.mapped = False       # tokens of messages released later are not returned
+            unlock(&link.c.tokens.monitor)
             close_descriptor(link.c.fd)
             link.c.fd = -1
             link.close()
@@ -470,8 +473,8 @@ cdef class RdmaEndpoint(GatedEndpoint):
             if (
                 not link.c.dead
                 and not link.c.ends
-                and link.c.first == NULL
-                and link.c.send_room < self.sends
+                and link.c.outbound.first == NULL
+                and link.c.outbound.send_room < self.sends
             ):
                 return False
         return True

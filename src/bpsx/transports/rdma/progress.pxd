@@ -30,7 +30,9 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
     while c != NULL:
         following = c.next
         c.next, s.all = s.all, c
-        add_range(&s.memory, <uint64_t>c.inbox, c.inbox_bytes, c.small_lkey, NULL)
+        add_range(
+            &s.memory, <uint64_t>c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small_lkey, NULL
+        )
         if (
             room_for_peer(&s.peers, c.peer)
             and s.peers.at[c.peer] == NULL
@@ -62,7 +64,7 @@ cdef inline void look(EndpointState *s, int timeout_ms) noexcept nogil:
                 c = s.all
                 while c != NULL:
                     if c.cq == cq:
-                        c.armed = False
+                        c.completions.armed = False
                     c = c.next
         else:
             c = <Connection *>events[i].data.ptr
@@ -87,19 +89,19 @@ cdef inline int from_one(EndpointState *s, Connection *c, Message *m) noexcept n
 cdef inline bint is_busy(EndpointState *s, Connection *c) noexcept nogil:
     """Whether the connection has work; if not, its next completion raises an event."""
     if c.dead:
-        return c.first_waiting != NULL
+        return c.inbound.first_waiting != NULL
     if (
-        c.at_found < c.n_found
-        or c.first_waiting != NULL
-        or (atomic_load(&c.n_returned) and can_give_news(c))
+        c.completions.at < c.completions.n
+        or c.inbound.first_waiting != NULL
+        or (atomic_load(&c.tokens.n) and can_give_news(c))
     ):
         return True
-    if not c.armed:
-        c.armed = ibv_req_notify_cq(c.cq, 0) == 0
+    if not c.completions.armed:
+        c.completions.armed = ibv_req_notify_cq(c.cq, 0) == 0
         # Completions from before the request raise no event, so poll once more.
-        c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)
-        c.n_found = max(c.n_found, 0)       # a failed poll will fail again
-        return c.n_found > 0
+        c.completions.at, c.completions.n = 0, ibv_poll_cq(c.cq, POLLED, c.completions.found)
+        c.completions.n = max(c.completions.n, 0)       # a failed poll will fail again
+        return c.completions.n > 0
     return False
 
 

@@ -22,7 +22,9 @@ from bpsx.transports.rdma.verbs cimport (
 cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
     """Post the receive request with index ``which``."""
     cdef ibv_sge piece
-    piece.addr, piece.length, piece.lkey = <uint64_t>(c.small + which * SMALL), SMALL, c.small_lkey
+    piece.addr, piece.length, piece.lkey = <uint64_t>(
+        c.inbound.small + which * SMALL
+    ), SMALL, c.inbound.small_lkey
     return expect(c.qp, EXPECTED | which, &piece) == 0
 
 
@@ -49,7 +51,7 @@ cdef inline bint makes_sense(
     if (
         (p.body_size and not p.has_body)
         or p.n_returned > RETURNED
-        or p.credits > c.remote_depth - c.credits
+        or p.credits > c.outbound.remote_depth - c.outbound.credits
     ):
         return False
     if p.kind == RETURNS:
@@ -119,29 +121,30 @@ cdef inline int take_piece(Connection *c, Message *m, Prefix *p, char *at) noexc
     """Return 1 if the message is complete, 0 if pieces are missing, -1 if the piece is invalid."""
     cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
     cdef uint64_t of_head
-    if p.begin == 0 and c.block == NULL:
-        c.block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
-        c.prefix, c.filled = p[0], 0
+    if p.begin == 0 and c.inbound.block == NULL:
+        c.inbound.block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
+        c.inbound.prefix, c.inbound.filled = p[0], 0
     if (
-        c.block == NULL
-        or p.begin != c.filled
-        or p.head_size != c.prefix.head_size
-        or p.body_size != c.prefix.body_size
+        c.inbound.block == NULL
+        or p.begin != c.inbound.filled
+        or p.head_size != c.inbound.prefix.head_size
+        or p.body_size != c.inbound.prefix.body_size
     ):
         return -1
     of_head = min(<uint64_t>p.length, p.head_size - p.begin) if p.begin < p.head_size else 0
-    memcpy(c.block + p.begin, at, of_head)
+    memcpy(c.inbound.block + p.begin, at, of_head)
     if p.length > of_head:
         memcpy(
-            c.block + begin + (p.begin + of_head - p.head_size), at + of_head, p.length - of_head
+            c.inbound.block + begin + (p.begin + of_head - p.head_size), at + of_head,
+            p.length - of_head
         )
-    c.filled += p.length
+    c.inbound.filled += p.length
     c.state.copied += p.length
     return_token(c, p.token, p.length)
-    if c.filled < p.head_size + p.body_size:
+    if c.inbound.filled < p.head_size + p.body_size:
         return 0
-    fill(c, m, p, c.block, c.block + begin, c.block)
-    c.block = NULL
+    fill(c, m, p, c.inbound.block, c.inbound.block + begin, c.inbound.block)
+    c.inbound.block = NULL
     return 1
 
 
@@ -172,8 +175,8 @@ cdef inline int take_arrival(
     cdef uint32_t which = <uint32_t>(wc.wr_id & (EXPECTED - 1)), i
     cdef bint written = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM
     cdef uint64_t offset = <uint64_t>immediate(wc) * UNIT if written else 0
-    cdef uint64_t room = c.inbox_bytes if written else wc.byte_len
-    cdef char *at = c.inbox + offset if written else c.small + which * SMALL
+    cdef uint64_t room = c.inbound.inbox_bytes if written else wc.byte_len
+    cdef char *at = c.inbound.inbox + offset if written else c.inbound.small + which * SMALL
     cdef int rc = -1
     if room >= sizeof(Prefix) and offset <= room - sizeof(Prefix):
         memcpy(&p, at, sizeof(Prefix))
@@ -182,8 +185,8 @@ cdef inline int take_arrival(
             makes_sense(s, c, &p, room - offset - sizeof(Prefix))
             and (p.token == NO_TOKEN) != written
         ):
-            c.credits += p.credits
-            c.consumed += 1
+            c.outbound.credits += p.credits
+            c.inbound.consumed += 1
             rc = 0
     for i in range(p.n_returned if rc == 0 else 0):
         if not take_back(c, p.returned[i]):
@@ -204,14 +207,14 @@ cdef inline int next_message(EndpointState *s, Connection *c, Message *m) noexce
     cdef ibv_wc *wc
     cdef int got
     while True:
-        if c.at_found == c.n_found:
-            c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)
-            if c.n_found <= 0:
-                got = -1 if c.n_found < 0 or c.ends else 0
-                c.n_found = 0
+        if c.completions.at == c.completions.n:
+            c.completions.at, c.completions.n = 0, ibv_poll_cq(c.cq, POLLED, c.completions.found)
+            if c.completions.n <= 0:
+                got = -1 if c.completions.n < 0 or c.ends else 0
+                c.completions.n = 0
                 return got
-        wc = &c.found[c.at_found]
-        c.at_found += 1
+        wc = &c.completions.found[c.completions.at]
+        c.completions.at += 1
         if wc.status != 0:
             c.why = wc.status
             return -1
@@ -220,11 +223,11 @@ cdef inline int next_message(EndpointState *s, Connection *c, Message *m) noexce
             if got:
                 return got
             continue
-        c.send_room += 1
+        c.outbound.send_room += 1
         if wc.wr_id & FROM_UNIT:
             take_unit_back(c, <uint32_t>(wc.wr_id & (FROM_UNIT - 1)))
         elif wc.wr_id < TOKENS:
-            c.send_room += c.sent[wc.wr_id].landed
+            c.outbound.send_room += c.outbound.sent[wc.wr_id].landed
             complete(c, <uint32_t>wc.wr_id)
 
 
@@ -245,18 +248,18 @@ cdef inline int take_all(EndpointState *s, Connection *c) noexcept nogil:
             free(w)
             return got
         w.next = NULL
-        if c.first_waiting == NULL:
-            c.first_waiting = w
+        if c.inbound.first_waiting == NULL:
+            c.inbound.first_waiting = w
         else:
-            c.last_waiting.next = w
-        c.last_waiting = w
+            c.inbound.last_waiting.next = w
+        c.inbound.last_waiting = w
 
 
 cdef inline bint take_waiting(Connection *c, Message *m) noexcept nogil:
-    cdef Waiting *w = c.first_waiting
+    cdef Waiting *w = c.inbound.first_waiting
     if w == NULL:
         return False
     m[0] = w.m
-    c.first_waiting = w.next
+    c.inbound.first_waiting = w.next
     free(w)
     return True

@@ -33,17 +33,17 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
         p.head_size, p.has_body, p.body_size = <uint32_t>o.head_size, o.body != NULL, o.body_size
     if kind == WHOLE and o.landing.at and not o.landing.remote:
         p.begin, p.length, p.rkey = o.landing.at, <uint32_t>o.landing.room, o.landing.key
-    p.credits, c.consumed = c.consumed, 0
-    if atomic_load(&c.n_returned) == 0:
+    p.credits, c.inbound.consumed = c.inbound.consumed, 0
+    if atomic_load(&c.tokens.n) == 0:
         return
-    lock(&c.monitor)
-    p.n_returned = <uint8_t>min(c.n_returned, <int64_t>RETURNED)
+    lock(&c.tokens.monitor)
+    p.n_returned = <uint8_t>min(c.tokens.n, <int64_t>RETURNED)
     for i in range(p.n_returned):
-        p.returned[i] = c.returned[c.n_returned - 1 - i]
-    atomic_store(&c.n_returned, c.n_returned - p.n_returned)
-    if c.n_returned == 0:
-        c.returned_bytes = 0
-    unlock(&c.monitor)
+        p.returned[i] = c.tokens.returned[c.tokens.n - 1 - i]
+    atomic_store(&c.tokens.n, c.tokens.n - p.n_returned)
+    if c.tokens.n == 0:
+        c.tokens.nbytes = 0
+    unlock(&c.tokens.monitor)
 
 
 cdef inline char *place_for(
@@ -56,14 +56,14 @@ cdef inline char *place_for(
     """
     cdef int64_t here
     number[0] = NO_TOKEN
-    if n <= c.most_inline:
+    if n <= c.outbound.most_inline:
         return own
     here = take_units(&s.here, 1)
     if here < 0:
         return NULL
     number[0] = FROM_UNIT | <uint64_t>here
-    c.lent[here] = 1
-    c.n_lent += 1
+    c.outbound.lent[here] = 1
+    c.outbound.n_lent += 1
     return s.outbox + here * UNIT
 
 
@@ -75,8 +75,8 @@ cdef inline int send_out(
     piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
     if post(c.qp, number, &piece, 1, IBV_SEND_INLINE if number == NO_TOKEN else 0, 0, 0, 0) != 0:
         return -1
-    c.credits -= 1
-    c.send_room -= 1
+    c.outbound.credits -= 1
+    c.outbound.send_room -= 1
     return 1
 
 
@@ -103,18 +103,18 @@ cdef inline Sent *take_room(
     """Reserve a token and units at both ends. NULL: there is no room."""
     cdef int64_t there, here
     cdef Sent *sent
-    if c.n_unused == 0:
+    if c.outbound.n_unused == 0:
         return NULL
-    there = take_units(&c.there, n_there) if n_there else 0
+    there = take_units(&c.outbound.there, n_there) if n_there else 0
     if there < 0:
         return NULL
     here = take_units(&s.here, n_here)
     if here < 0:
-        give_units(&c.there, <uint32_t>there, n_there)
+        give_units(&c.outbound.there, <uint32_t>there, n_there)
         return NULL
-    c.n_unused -= 1
-    token[0] = c.unused[c.n_unused]
-    sent = &c.sent[token[0]]
+    c.outbound.n_unused -= 1
+    token[0] = c.outbound.unused[c.outbound.n_unused]
+    sent = &c.outbound.sent[token[0]]
     memset(sent, 0, sizeof(Sent))
     sent.used, sent.there, sent.n_there, sent.here, sent.n_here = (
         True, <uint32_t>there, n_there, <uint32_t>here, n_here
@@ -130,13 +130,14 @@ cdef inline int write_out(
     Return 1, or -1 if the connection is broken; no callback has run then.
     """
     if post(
-        c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there
+        c.qp, token, pieces, n, 0, c.outbound.remote + <uint64_t>sent.there * UNIT, c.outbound.rkey,
+        sent.there
     ) != 0:
         return -1
     if what != NULL:
         sent.what = what[0]
-    c.credits -= 1
-    c.send_room -= 1
+    c.outbound.credits -= 1
+    c.outbound.send_room -= 1
     return 1
 
 
@@ -161,7 +162,10 @@ cdef inline int post_whole(
     here = s.outbox + <uint64_t>sent.here * UNIT
     p = <Prefix *>here
     put_prefix(c, p, o, WHOLE)
-    p.token, p.tight = token, c.there.used > c.there.n // 2 or c.n_unused < TOKENS // 2
+    p.token, p.tight = (
+        token, c.outbound.there.used > c.outbound.there.n // 2
+        or c.outbound.n_unused < TOKENS // 2
+    )
     memcpy(here + sizeof(Prefix), o.head, o.head_size)
     pieces[0].addr, pieces[0].length, pieces[0].lkey = (
         <uint64_t>here, <uint32_t>begin, s.outbox_lkey
@@ -199,7 +203,7 @@ cdef inline int post_landed(
     cdef ibv_sge head, body
     cdef Sent *sent
     cdef Prefix *p
-    if c.send_room <= RESERVED + 1:
+    if c.outbound.send_room <= RESERVED + 1:
         return 0
     sent = take_room(s, c, 0, 1 if lies != NULL else 1 + units_for(o.body_size), &token)
     if sent == NULL:
@@ -222,13 +226,13 @@ cdef inline int post_landed(
         memcpy(<char *>body.addr, o.body, o.body_size)
         s.copied += o.body_size
     if post_both(
-        c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.most_inline else 0,
+        c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.outbound.most_inline else 0,
         o.landing.at, o.landing.key
     ) != 0:
         return -1
     sent.what = o[0]
-    c.credits -= 1
-    c.send_room -= 2
+    c.outbound.credits -= 1
+    c.outbound.send_room -= 2
     return 1
 
 
@@ -247,8 +251,8 @@ cdef inline int post_piece(EndpointState *s, Connection *c, Outgoing *o) noexcep
     broken.
     """
     cdef uint32_t most = min(
-        min(longest_run(&c.there), longest_run(&s.here)),
-        min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT))
+        min(longest_run(&c.outbound.there), longest_run(&s.here)),
+        min(min(c.outbound.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT))
     )
     cdef uint64_t left = o.head_size + o.body_size - o.sent
     cdef uint32_t token = 0
@@ -278,7 +282,7 @@ cdef inline int post_piece(EndpointState *s, Connection *c, Outgoing *o) noexcep
 
 
 cdef inline bint has_room(Connection *c) noexcept nogil:
-    return c.credits > RESERVED and c.send_room > RESERVED
+    return c.outbound.credits > RESERVED and c.outbound.send_room > RESERVED
 
 
 cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexcept nogil:
@@ -302,12 +306,16 @@ cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexc
         if can_land(s, o, here):
             return post_landed(s, c, o, lies)
         if (
-            wanted <= min(c.there.n // 4, <uint32_t>(s.most_written // UNIT))
+            wanted <= min(c.outbound.there.n // 4, <uint32_t>(s.most_written // UNIT))
             and here <= s.here.n // 4
         ):
             rc = post_whole(s, c, o, lies)
             # Units that no reader holds become free soon, and then the message may fit.
-            if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
+            if (
+                rc
+                or c.outbound.there.used > c.outbound.there.n // 2
+                or longest_run(&c.outbound.there) >= wanted
+            ):
                 return rc
     while has_room(c):
         rc = post_piece(s, c, o)
@@ -334,22 +342,22 @@ cdef inline int flush(EndpointState *s, Connection *c) noexcept nogil:
     """Post queued messages as far as resources allow. -1: the connection is broken."""
     cdef Outgoing *o
     cdef int rc
-    while c.first != NULL:
-        rc = post_message(s, c, c.first)
+    while c.outbound.first != NULL:
+        rc = post_message(s, c, c.outbound.first)
         if rc <= 0:
             return rc
-        o, c.first = c.first, c.first.next
+        o, c.outbound.first = c.outbound.first, c.outbound.first.next
         free(o)
-    c.last = NULL
+    c.outbound.last = NULL
     return 0
 
 
 cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
-    cdef int64_t n = atomic_load(&c.n_returned)
+    cdef int64_t n = atomic_load(&c.tokens.n)
     return (
-        c.consumed >= c.depth // 4
+        c.inbound.consumed >= c.inbound.depth // 4
         or n >= RETURNED
-        or (n and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+        or (n and (all_of_it or c.tokens.nbytes >= c.inbound.inbox_bytes // 8))
     )
 
 
@@ -359,7 +367,10 @@ cdef inline bint can_give_news(Connection *c) noexcept nogil:
     The last credit is reserved for messages that grant credits. Otherwise both ends could run out
     of credits and neither could grant any.
     """
-    return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
+    return (
+        c.outbound.send_room
+        and (c.outbound.credits > 1 or (c.outbound.credits and c.inbound.consumed))
+    )
 
 
 cdef inline int give_news(EndpointState *s, Connection *c, bint all_of_it) noexcept nogil:
