@@ -41,14 +41,13 @@ from bpsx.system.sync cimport (
 from bpsx.core.trace.recorder cimport Watch
 from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
-from bpsx.core._tensor cimport Declared, Tensor
+from bpsx.core._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
 from bpsx.core._tensor import waiting
 from bpsx.core.waiters import Asking
 from bpsx.secret import lane_proof
-
 
 
 cdef int queue_kernels(CCore *c, Partition *p) except -1:

@@ -9,8 +9,7 @@ import time
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from bpsx.core.gpu.device cimport DOWN, N_STREAMS, Device

@@ -45,6 +45,7 @@ cdef struct Options:            # ncclConfig_t of NCCL 2.17
     int most
     const char *net
 
+# More than 20 fields: a table of functions.
 cdef struct Driver:             # libcuda.so.1
     int (*init)(unsigned int) noexcept nogil
     int (*error_string)(int, const char **) noexcept nogil

@@ -183,7 +183,7 @@ cdef void begin(Call *call) noexcept:
 
     The first part that the core refuses makes the call fail once the earlier parts have ended.
     """
-    cdef uint32_t i, begun = 0
+    cdef uint32_t i, left, begun = 0
     cdef Handle handle
     cdef CallPlan plan
     try:
@@ -199,8 +199,10 @@ cdef void begin(Call *call) noexcept:
         fail(call, e)
         mark_failed(&calls, call, TOLD)
     with nogil:
-        # parts that have not begun, and this function's count
-        for i in range(call.n + 1 - begun):
+        # Parts that have not begun, and this function's count; the last one may free the call.
+        left = call.n + 1 - begun
+        while left:
+            left -= 1
             over(call)
 
 

@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in infos)
 
 
-def send_buffer(host: str, given: int | None) -> int:
+def send_buffer_bytes(host: str, given: int | None) -> int:
     """Send buffer in bytes for a connection with ``host`` at one end; 0 lets the system decide.
 
     ``given`` takes precedence; None means the default for the address.

@@ -11,7 +11,7 @@ from libc.string cimport strncpy
 from bpsx.core.slab cimport drop_records
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
 from bpsx.core.trace.recorder cimport (
-    BLOCK_RECORDS, LIVE, STAGE_NAME_BYTES, STAGE_NAMES, WINDOW, Block, Late, Named, Record, Watch,
+    STAGE_NAME_BYTES, STAGE_NAMES, Block, Late, Named, Record, Watch,
 )
 
 
@@ -56,9 +56,9 @@ cdef class Watcher:
         if window is not None:
             self.c.window = True
             self.c.first, self.c.last = window
-        self.c.n_late = workers
-        self.c.late = <Late *>calloc(max(workers, 1), sizeof(Late))
-        if self.c.late == NULL:
+        self.c.server.n_late = workers
+        self.c.server.late = <Late *>calloc(max(workers, 1), sizeof(Late))
+        if self.c.server.late == NULL:
             raise MemoryError(f"no memory for {workers} workers")
         self._look()
 
@@ -116,7 +116,7 @@ cdef class Watcher:
         cdef int64_t newest, seen
         found = []
         with self.lock:
-            newest = atomic_load(&self.c.named)
+            newest = atomic_load(&self.c.server.named)
             seen = self.keys_seen
             self.keys_seen = newest
             n = <Named *>newest
@@ -138,13 +138,16 @@ cdef class Watcher:
         ``waited_ns``: ns from the first to the last push, summed over all rounds.
         """
         return {
-            "bytes_received": self.c.received, "bytes_sent": self.c.sent,
-            "open_rounds": self.c.open_rounds, "waited_ns": self.c.waited_ns
+            "bytes_received": self.c.server.received, "bytes_sent": self.c.server.sent,
+            "open_rounds": self.c.server.open_rounds, "waited_ns": self.c.server.waited_ns
         }
 
     def late(self) -> list:
         """By rank: (rounds in which it pushed last, ns that these waited for it alone)."""
-        return [(self.c.late[i].rounds, self.c.late[i].ns) for i in range(<int>self.c.n_late)]
+        return [
+            (self.c.server.late[i].rounds, self.c.server.late[i].ns)
+            for i in range(<int>self.c.server.n_late)
+        ]
 
     def __dealloc__(self):
         cdef Block *b = self.c.head
@@ -153,5 +156,5 @@ cdef class Watcher:
             following = <Block *>b.next
             free(b)
             b = following
-        drop_records(&self.c.slabs)
-        free(self.c.late)
+        drop_records(&self.c.server.slabs)
+        free(self.c.server.late)

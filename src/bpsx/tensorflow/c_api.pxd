@@ -15,6 +15,7 @@ cdef extern from "<dlfcn.h>" nogil:
 cdef enum:
     OK = 0                      # code of a TF_Status; others are those of Why in async_op.pxd
 
+# More than 20 fields: a table of functions.
 cdef struct Api:
     # Definition of an op
     void *(*new_op)(const char *name) noexcept nogil

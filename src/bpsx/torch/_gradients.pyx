@@ -9,16 +9,15 @@ import contextlib
 from copy import copy
 
 import torch
-cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
-from bpsx.plugin.adapter cimport Handle, Item
+from bpsx.plugin.adapter cimport Item
 from bpsx.torch.dlpack cimport (
     ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of,
     table_of,
 )
-from bpsx.torch.rlock cimport RLock, drop_turn, end_turn, new_turn, take_turn
+from bpsx.torch.rlock cimport drop_turn, end_turn, new_turn, take_turn
 
 from bpsx.torch.dynamo import eager, set_compiler
 from bpsx.torch.tensors import SUMMED, streams_of

@@ -1,6 +1,6 @@
 # PyTorch's tensors seen from C through DLPack's exchange API (github.com/dmlc/dlpack, 1.2 and
 # newer), which PyTorch provides since 2.10. One call replaces several calls of PyTorch's methods,
-# which are a fifth of a hook's cost.
+# which are a fifth of a hook's cost. Call with the GIL.
 from cpython.exc cimport PyErr_Clear
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid

@@ -5,7 +5,7 @@ Workers connect through the gate of ``listener.py``. One epoll and one wake-up e
 and broken connections are reported by peer number.
 """
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
 

@@ -31,7 +31,7 @@ from bpsx.transports.tcp.send cimport (
 
 from bpsx.errors import TransportError
 from bpsx.transports.sockets import listener
-from bpsx.system.address import send_buffer
+from bpsx.system.address import send_buffer_bytes
 
 log = logging.getLogger("bpsx.connections")
 
@@ -184,7 +184,7 @@ cdef class TcpEndpoint(GatedEndpoint):
         self._take(made, peer)
 
     def _size_buffers(self, object made, str host):
-        size = send_buffer(host, self.send_buffer)
+        size = send_buffer_bytes(host, self.send_buffer)
         if size:
             made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, size)
 

@@ -30,7 +30,7 @@ from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports.zeromq import auth
-from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer, tcp_url
+from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
 
 cdef extern from "errno.h" nogil:
@@ -350,7 +350,7 @@ cdef class ZeroMQEndpoint:
 
     def _size_buffers(self, str host):
         """Set the send buffer of the connections made next; ``host`` is one end of them."""
-        self.socket.setsockopt(zmq.SNDBUF, send_buffer(host, self.send_buffer) or -1)
+        self.socket.setsockopt(zmq.SNDBUF, send_buffer_bytes(host, self.send_buffer) or -1)
 
     def _guard(self):
         """Configure the socket to accept only peers that know the secret.
