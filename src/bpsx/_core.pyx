@@ -19,7 +19,7 @@ from libc.string cimport memcpy, memmove, memset
 
 from bpsx.core.gpu.device cimport DOWN, UP, Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
-from bpsx.core.local.group cimport Group as CMachine
+from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
     background, busy_ns, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
 )
@@ -28,9 +28,9 @@ from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
-from bpsx.core.codec.pool cimport Pool, pool_free, pool_new, pool_next, pool_stop
+from bpsx.core.state cimport Core as CCore, Pool
+from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
-from bpsx.core.state cimport Core as CCore
 from bpsx.core.stage cimport take_tells, tell
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_known
@@ -38,7 +38,7 @@ from bpsx.system.sync cimport (
     atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
     wait_until,
 )
-from bpsx.core.trace.recorder cimport Watch
+from bpsx.core.trace.watch cimport Watch
 from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Tensor

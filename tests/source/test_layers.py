@@ -70,6 +70,41 @@ def test_no_import_is_circular():
     TopologicalSorter(arrows).prepare()  # raises CycleError, which names the modules
 
 
+DRIVER = [
+    "loop",
+    "stage",
+    "send",
+    "receive",
+    "queue",
+    "notify",
+    "gpu.collectives",
+    "gpu.copies",
+    "local.reduce",
+]
+
+
+@pytest.mark.parametrize("body", DRIVER)
+def test_the_driver_is_compiled_once(body):
+    """A file of bodies costs build time and a copy of its code in each module that reaches it."""
+    arrows: dict[str, set[str]] = {}
+    for path in files("src"):
+        if path.suffix in (".pyx", ".pxd"):
+            arrows.setdefault(module_of(path), set()).update(imports(path))
+
+    def reached(module: str, seen: set[str]) -> set[str]:
+        for other in arrows.get(module, set()) - seen:
+            seen.add(other)
+            reached(other, seen)
+        return seen
+
+    compiled = {
+        module_of(path)
+        for path in files("src")
+        if path.suffix == ".pyx" and f"bpsx.core.{body}" in reached(module_of(path), set())
+    }
+    assert compiled == {"bpsx._core"}
+
+
 def test_there_are_few_rooms_and_each_has_a_layer():
     rooms = {
         p.stem

@@ -10,9 +10,9 @@ from bpsx.core.receive cimport pump_in
 from bpsx.core.local.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.codec.state cimport grow_scratch
-from bpsx.core.codec.pool cimport Pool, pool_finish, pool_next, work_on
+from bpsx.core.state cimport Core, Pool
+from bpsx.core.codec.pool cimport pool_finish, pool_next, work_on
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start, take_tells, tell
-from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until,

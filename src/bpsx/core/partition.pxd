@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
 from bpsx.core.wire cimport PROOF_BYTES
-from bpsx.core.codec.state cimport Packed
+from bpsx.core.codec.packed cimport Packed
 from bpsx.core.local.ring cimport Post
 
 cdef enum:

@@ -7,7 +7,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.gpu.device cimport mark_end
-from bpsx.core.local.group cimport Group, everybody_in, know_tensor, post_results, tell_root
+from bpsx.core.local.neighbour cimport Group
+from bpsx.core.local.group cimport everybody_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, COPYH2D,
@@ -15,10 +16,10 @@ from bpsx.core.partition cimport (
     Tensor,
 )
 from bpsx.core.gpu.pinned_pool cimport give_place
-from bpsx.core.codec.pool cimport Pool, pool_forget, pool_give, pool_take
+from bpsx.core.state cimport USER_STREAMS, Core, Pool
+from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
-from bpsx.core.state cimport USER_STREAMS, Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched

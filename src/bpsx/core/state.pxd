@@ -2,17 +2,39 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS, Device
-from bpsx.core.local.group cimport Group
-from bpsx.core.codec.pool cimport Pool
-from bpsx.core.partition cimport Counters, Heap, Lane, Partition, Server, Task, Tasks, Tensor
-from bpsx.core.gpu.pinned_pool cimport Places
+from bpsx.core.local.neighbour cimport Group
+from bpsx.core.partition cimport (
+    Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor,
+)
 from bpsx.core.local.ring cimport Post
 from bpsx.system.sync cimport Monitor
-from bpsx.core.trace.recorder cimport Watch
+from bpsx.core.trace.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
     USER_STREAMS = 16           # lines of tasks that await input; several streams may share one
+    MAX_THREADS = 64            # of a pool
+    N_KINDS = 160               # sizes of pinned places
+
+cdef struct Pool:               # threads that compress; codec/pool.pxd
+    Monitor monitor
+    # Guarded by it:
+    Heap todo
+    Partition *done             # finished partitions, the latest first
+    Partition *at_work[MAX_THREADS]
+    bint stopping
+    uint32_t n_threads
+    int64_t ready               # partitions in `done`; read anywhere
+
+cdef struct Places:             # pool of pinned memory; gpu/pinned_pool.pxd
+    # free places by size, in the order in which they were returned
+    PinnedBlock *unused[N_KINDS]
+    PinnedBlock *latest[N_KINDS]      # the last of these
+    PinnedBlock *made                 # all places, the latest first
+    char *slab                  # the latest slab,
+    uint64_t slab_offset        # ... its offset in the segment, if it is there,
+    uint64_t slab_bytes         # ... its size,
+    uint64_t given              # ... and the bytes of it that have been given out
 
 cdef struct Awaited:            # partitions in the order in which their events fire
     Partition *first

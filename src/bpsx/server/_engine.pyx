@@ -13,7 +13,8 @@ from bpsx.core.wire cimport (
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
-from bpsx.core.trace.recorder cimport Watch, watched
+from bpsx.core.trace.watch cimport Watch
+from bpsx.core.trace.recorder cimport watched
 from bpsx.kernels.loaded cimport fill_in
 from bpsx.server.reply cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
 from bpsx.server.async_update cimport push_delta

@@ -5,7 +5,8 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from bpsx.core.codec.state cimport ALIKE, RATE_BYTES, SLACK, Packed, grow_scratch, pack
+from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
+from bpsx.core.codec.state cimport grow_scratch, pack
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport KeyState, Share

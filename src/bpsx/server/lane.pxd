@@ -3,7 +3,7 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.slab cimport Slabs
-from bpsx.core.trace.recorder cimport Watch
+from bpsx.core.trace.watch cimport Watch
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.store cimport KeyState
 from bpsx.transports.abi cimport Endpoint, Message

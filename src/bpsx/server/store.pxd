@@ -13,7 +13,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
-from bpsx.core.codec.state cimport Packed, most_bytes, packed_free
+from bpsx.core.codec.packed cimport Packed
+from bpsx.core.codec.state cimport most_bytes, packed_free
 from bpsx.core.slab cimport Slabs, take_record
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide

@@ -5,9 +5,9 @@ from libc.string cimport memcpy
 from bpsx.core.wire cimport Header
 from bpsx.core.slab cimport take_record
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
+from bpsx.core.trace.watch cimport RECEIVE, ROUND, SEND, SUM, Named, Watch
 from bpsx.core.trace.recorder cimport (
-    RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values,
-    wants_values, watched,
+    dtype_name, put, recording, say, say_values, wants_values, watched,
 )
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport KeyState

@@ -10,9 +10,7 @@ from libc.string cimport strncpy
 
 from bpsx.core.slab cimport drop_records
 from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
-from bpsx.core.trace.recorder cimport (
-    STAGE_NAME_BYTES, STAGE_NAMES, Block, Late, Named, Record, Watch,
-)
+from bpsx.core.trace.watch cimport STAGE_NAMES, STAGE_NAME_BYTES, Block, Late, Named, Record, Watch
 
 
 def monotonic_ns() -> int:

@@ -2,9 +2,9 @@
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc
 
+from bpsx.core.codec.packed cimport N_OPTIONS, PAGE, SLACK, Packed
 from bpsx.core.codec.state cimport (
-    N_OPTIONS, PAGE, SLACK, Packed, aligned_alloc, load_state, most_bytes, packed_free, save_state,
-    state_bytes,
+    aligned_alloc, load_state, most_bytes, packed_free, save_state, state_bytes,
 )
 from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn
 

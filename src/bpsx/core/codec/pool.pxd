@@ -1,29 +1,18 @@
-# Thread pool that encodes and decodes partitions. The driver gives it partitions, most urgent
-# first, and takes them back. All of this runs without the GIL.
+# Threads that encode and decode partitions. The driver gives them partitions, most urgent
+# first, and takes those back. All of this runs without the GIL.
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
-from bpsx.core.codec.state cimport Packed, pack, unpack
-from bpsx.core.partition cimport Heap, Partition, Tensor
+from bpsx.core.codec.packed cimport Packed
+from bpsx.core.codec.state cimport pack, unpack
+from bpsx.core.partition cimport Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
+from bpsx.core.state cimport MAX_THREADS, Pool
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport (
-    Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all,
+    atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all,
     unlock, wait,
 )
-
-cdef enum:
-    MAX_THREADS = 64
-
-cdef struct Pool:
-    Monitor monitor
-    # Guarded by it:
-    Heap todo
-    Partition *done             # finished partitions, the latest first
-    Partition *at_work[MAX_THREADS]
-    bint stopping
-    uint32_t n_threads
-    int64_t ready               # partitions in `done`; read anywhere
 
 
 cdef inline Pool *pool_new(int threads) noexcept nogil:

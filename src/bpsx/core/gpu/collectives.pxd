@@ -13,7 +13,8 @@ from bpsx.core.gpu.device cimport (
     item_bytes,
 )
 from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
-from bpsx.core.local.group cimport PART_BITS, Group, agree, memory_at, partition_of, send_post
+from bpsx.core.local.neighbour cimport PART_BITS, Group
+from bpsx.core.local.group cimport agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport (
     BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, EVERYBODY, PUSH, RECORDED,
     REDUCE, OnGpu, Partition, Task,

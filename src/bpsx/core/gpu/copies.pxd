@@ -8,8 +8,10 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
-from bpsx.core.local.group cimport Group, post_results, tell_root
-from bpsx.core.codec.state cimport SLACK, adopt_counter, correction, head_of, most_bytes
+from bpsx.core.local.neighbour cimport Group
+from bpsx.core.local.group cimport post_results, tell_root
+from bpsx.core.codec.packed cimport SLACK
+from bpsx.core.codec.state cimport adopt_counter, correction, head_of, most_bytes
 from bpsx.core.partition cimport (
     COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, EVERYBODY, OnGpu, Partition, Task,
 )

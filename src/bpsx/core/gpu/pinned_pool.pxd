@@ -7,25 +7,15 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.gpu.device cimport Device
-from bpsx.core.local.group cimport PAGE, Group
+from bpsx.core.local.neighbour cimport PAGE, Group
 from bpsx.core.partition cimport PinnedBlock
+from bpsx.core.state cimport N_KINDS, Places
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
     SMALLEST = 8                # log2 of the bytes of the smallest place
     STEPPED = 14                # from here on there are four sizes per power of two
-    N_KINDS = 160
     SLAB = 32 << 20             # bytes that are allocated at once
-
-cdef struct Places:
-    # free places by size, in the order in which they were returned
-    PinnedBlock *unused[N_KINDS]
-    PinnedBlock *latest[N_KINDS]      # the last of these
-    PinnedBlock *made                 # all places, the latest first
-    char *slab                  # the latest slab,
-    uint64_t slab_offset        # ... its offset in the segment, if it is there,
-    uint64_t slab_bytes         # ... its size,
-    uint64_t given              # ... and the bytes of it that have been given out
 
 
 cdef inline uint64_t bytes_of(uint32_t kind) noexcept nogil:

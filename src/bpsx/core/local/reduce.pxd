@@ -13,9 +13,10 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.gpu.device cimport MEAN
+from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport (
-    Group, agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results,
-    queue_post, ring_bells, send_post, shift,
+    agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post,
+    ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport (
     BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, Partition, Task,

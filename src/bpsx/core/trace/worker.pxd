@@ -5,9 +5,8 @@ from bpsx.core.wire cimport Header
 from bpsx.core.partition cimport COORDINATE_BROADCAST, PULL, PUSH, Partition, Task, Tensor
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport now_ns
-from bpsx.core.trace.recorder cimport (
-    STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values,
-)
+from bpsx.core.trace.watch cimport STAGE_NAMES, TOTAL
+from bpsx.core.trace.recorder cimport put, recording, say, say_values, wants_values
 
 
 cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
