@@ -21,7 +21,7 @@ from bpsx.core.gpu.device cimport DOWN, UP, Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
-    background, busy_ns, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for,
+    background, busy_ns, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport Lane, OnGpu, Partition, Server, Task, Tell
 from bpsx.core.gpu.pinned_pool cimport free_places
@@ -226,7 +226,7 @@ cdef class Core:
                     f"the GPU: {e}"
                 )
             with nogil:
-                give_back_coded(&self.c, self.c.gpu.coders, 0, p)
+                return_coded(&self.c, self.c.gpu.coders, 0, p)
 
     def _compress(self, uint32_t me) -> None:
         with nogil:

@@ -160,7 +160,7 @@ def test_stage_and_status_codes_agree():
     assert {n: int(v) for n, v in re.findall(r"^ {4}(\w+) = (\d+)", block, re.M)} == {
         s.name: s.value for s in Stage
     }
-    machine = (SOURCE / "core" / "local" / "group.pxd").read_text()
+    machine = (SOURCE / "core" / "local" / "neighbour.pxd").read_text()
     assert 1 << int(re.search(r"PART_BITS = (\d+)", machine)[1]) == PARTS_PER_TENSOR
     status = (SOURCE / "core" / "status.pxd").read_text()
     codes = {n: int(v) for n, v in re.findall(r"^ {4}E_(\w+) = (-\d+)", status, re.M)}

@@ -11,7 +11,7 @@ from libc.string cimport memset
 from bpsx.core._tensor cimport Declared, Tensor
 from bpsx.core.partition cimport FIRED
 from bpsx.core.process cimport own_pid as c_own_pid
-from bpsx.core.gpu.reclaim cimport met, now_met
+from bpsx.core.gpu.reclaim cimport waits_for_end, note_wait
 from bpsx.core.status cimport DONE, PENDING
 from bpsx.system.sync cimport atomic_load, lock, now_ns, unlock
 
@@ -254,7 +254,7 @@ cdef class Handle:
         """Whether the task has succeeded and ``stream``, whose number is ``by``, already waits for
         its end, so that nothing is left to wait for.
         """
-        if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
+        if atomic_load(&self.task.status) != DONE or not waits_for_end(self.c, &self.task, by):
             return False
         if self.by_stream and stream == self.task.gpu.stream:
             self.owner = None
@@ -267,7 +267,7 @@ cdef class Handle:
         gradients.
         """
         cdef uint64_t by = self.gpu.number_of(stream)
-        if not met(self.c, &self.task, by):
+        if not waits_for_end(self.c, &self.task, by):
             self.core.reap()
             # Called even if the end has come, so that a captured stream is refused.
             self.gpu.wait(
@@ -276,7 +276,7 @@ cdef class Handle:
                 if self.task.gpu.end_state == FIRED
                 else <uintptr_t>self.task.gpu.end_event
             )
-            now_met(self.c, &self.task, by)
+            note_wait(self.c, &self.task, by)
         if self.by_stream and stream == self.task.gpu.stream:
             # The next user of the memory runs after this task on that stream. With the reference
             # kept, the memory would lie idle until the next reap.

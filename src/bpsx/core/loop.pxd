@@ -5,14 +5,16 @@ from libc.stdlib cimport free
 
 from bpsx.core.partition cimport Partition, Task, Tell, Tensor
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
-from bpsx.core.local.group cimport fall_asleep, hosts, ring_bells, stay_awake
+from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
-from bpsx.core.local.reduce cimport gone_news, pump_machine, take_early
+from bpsx.core.local.reduce cimport take_departures, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.codec.state cimport grow_scratch
 from bpsx.core.state cimport Core, Pool
 from bpsx.core.codec.pool cimport pool_finish, pool_next, work_on
-from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start, take_tells, tell
+from bpsx.core.stage cimport (
+    adopt, fail_tensor, finish, fail_core, pump_pool, start, take_tells, tell,
+)
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until,
@@ -98,7 +100,7 @@ cdef inline int64_t busy_ns(Core *c) noexcept nogil:
     return total
 
 
-cdef inline void sweep(Core *c) noexcept nogil:
+cdef inline void fail_all_tensors(Core *c) noexcept nogil:
     """End every task, because the whole core has failed."""
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i
@@ -123,7 +125,7 @@ cdef inline void enter_gpu(Core *c) noexcept nogil:
         return
     c.gpu.entered = c.gpu.device.enter(c.gpu.device.self)
     if c.gpu.entered < 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
 
 
 cdef inline void leave_gpu(Core *c) noexcept nogil:
@@ -155,24 +157,24 @@ cdef inline int take_news(Core *c) noexcept nogil:
         next_failing = tensor.next_failing
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
-    if c.machine != NULL and gone_news(c.machine):
+    if c.machine != NULL and take_departures(c.machine):
         c.machine.somebody_gone = True          # before starting tasks that lack this process
     while known != NULL:
         if adopt(c, known) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
         known = known.next_known
     while task != NULL:
         following = task.next
         if adopt(c, task.tensor) != 0:
             finish(c, task, E_MEMORY)
-            give_up(c, E_MEMORY)            # the other workers will wait for this share
+            fail_core(c, E_MEMORY)            # the other workers will wait for this share
         else:
             start(c, task)
         task = following
     if c.machine != NULL and c.machine.early.size:
         take_early(c)
     if c.failed and not c.swept:
-        sweep(c)
+        fail_all_tensors(c)
     return 1
 
 
@@ -257,7 +259,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
         elif (
             not atomic_load(&c.busy.outstanding)
             and not atomic_load(&c.inbox.news)
-            and not hosts(c.machine)
+            and not serves_others(c.machine)
         ):
             return
         if progress:
@@ -291,11 +293,11 @@ cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
             work_on(p, scratch)
         else:
             p.coding.status = E_MEMORY
-        give_back_coded(c, c.pool, me, p)
+        return_coded(c, c.pool, me, p)
     free(scratch)
 
 
-cdef inline void give_back_coded(Core *c, Pool *pool, uint32_t me, Partition *p) noexcept nogil:
+cdef inline void return_coded(Core *c, Pool *pool, uint32_t me, Partition *p) noexcept nogil:
     """Return a partition to the pool's finished list, and notify the driver."""
     pool_finish(pool, me, p)
     tell_news(c)
@@ -328,7 +330,7 @@ cdef inline void background(Core *c) noexcept nogil:
     """Drive whenever there is work and no other thread does: the body of the core's own thread."""
     lock(&c.monitor)
     while not c.role.stopping:
-        if c.role.driving or not (c.busy.outstanding or c.inbox.news or hosts(c.machine)):
+        if c.role.driving or not (c.busy.outstanding or c.inbox.news or serves_others(c.machine)):
             c.role.background_idle = True
             wait(&c.monitor)
             c.role.background_idle = False

@@ -7,11 +7,11 @@ from bpsx.core.stream_copy cimport copy_past
 from bpsx.core.wire cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PULL, Partition, wire_of
-from bpsx.core.stage cimport advance, fail_partition, home
+from bpsx.core.stage cimport advance, fail_partition, end_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
 from bpsx.core.trace.recorder cimport watched
-from bpsx.core.trace.worker cimport spoke
+from bpsx.core.trace.worker cimport print_message
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -55,7 +55,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         return -1
     p = c.table.at[h.cookie]
     if watched(c.watch):
-        spoke(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
+        print_message(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
     if not awaits(p):
         # the task has failed meanwhile: the reply is late, not invalid
         return 0
@@ -72,7 +72,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if h.length != server_state_bytes(p.packed):
             return -1
         memcpy(p.target, body, h.length)
-        home(c, p)
+        end_partition(c, p)
         return 0
     if p.packed != NULL:
         if h.length > most_bytes(p.packed):

@@ -24,12 +24,12 @@ from bpsx.core.wire cimport (
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
 from bpsx.core.queue cimport before, heap_pop
-from bpsx.core.stage cimport advance, give_up
+from bpsx.core.stage cimport advance, fail_core
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns
 from bpsx.core.trace.recorder cimport watched
-from bpsx.core.trace.worker cimport spoke
+from bpsx.core.trace.worker cimport print_message
 from bpsx.transports.abi cimport Landing
 
 # Bytes on their way through the transport. The transport's done callback returns their credit, on
@@ -223,7 +223,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.cookie = p.index
     h.length = push_bytes(p)
     if watched(c.watch):
-        spoke(c, b"sent PUSH", &h, p.lane)
+        print_message(c, b"sent PUSH", &h, p.lane)
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     if with_body and h.length:
@@ -265,7 +265,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef int rc
     if w == NULL:
         free(head)
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
         return
     c.counters.sent += head_size
     put_push(c, p, put_register(c, p, head), False)
@@ -290,7 +290,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     cdef Wire *w
     if frame == NULL:
         heap_pop(&lane.queue)
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
         return
     while lane.queue.size and at - frame < BATCH_BYTES:
         p = lane.queue.items[0]
@@ -305,7 +305,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     if w == NULL:
         free(frame)
         if n:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
         return
     if c.endpoint.send(
         c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL, NULL

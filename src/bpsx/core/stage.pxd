@@ -8,7 +8,7 @@ from libc.stdlib cimport free, realloc
 
 from bpsx.core.gpu.device cimport mark_end
 from bpsx.core.local.neighbour cimport Group
-from bpsx.core.local.group cimport everybody_in, know_tensor, post_results, tell_root
+from bpsx.core.local.group cimport all_shares_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, COPYH2D,
@@ -23,7 +23,7 @@ from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
-from bpsx.core.trace.worker cimport began, ended, passed
+from bpsx.core.trace.worker cimport record_start, record_end, record_stage
 
 cdef inline bint beside_copies(Partition *p) noexcept nogil:
     """Whether a compression stage of a tensor on a GPU works on elements in GPU memory: before
@@ -40,7 +40,7 @@ cdef inline bint beside_copies(Partition *p) noexcept nogil:
     return stages[i] == wanted
 
 
-cdef inline void give_up(Core *c, int status) noexcept nogil:
+cdef inline void fail_core(Core *c, int status) noexcept nogil:
     """Fail the whole core: this process cannot take part any more.
 
     The server will never count this worker's round, so nothing after it can be right.
@@ -62,7 +62,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         c.queued.bytes += p.length
         c.queued.longest = max(c.queued.longest, <int64_t>p.length)
         if heap_push(&c.lanes.at[p.lane].queue, p) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
     elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS and stage != END:
         enter_on_gpu(c, p, stage)
     elif stage == REDUCE or stage == BROADCAST:
@@ -70,7 +70,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.order = c.queued.next_order
         c.queued.next_order += 1
         if heap_push(&c.machine.work, p) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
     elif stage == COMPRESS or stage == DECOMPRESS:
         if p.on_gpu and beside_copies(p) != (p.gpu.coder != NULL):
             # The list has this stage for the host and for the GPU; it runs only once.
@@ -89,12 +89,12 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         if (
             heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)
         ) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
     elif stage == COORDINATE_REDUCE:
-        if everybody_in(c.machine, p):
+        if all_shares_in(c.machine, p):
             advance(c, p)
     elif stage == END:
-        home(c, p)
+        end_partition(c, p)
     # PULL and COORDINATE_BROADCAST end when a message or a post arrives.
 
 
@@ -122,9 +122,9 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
             m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0)
             | (IS_BROADCAST if task.broadcast else 0), task.divisor
         ) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
     elif (
-        stage == COORDINATE_REDUCE and everybody_in(m, p)
+        stage == COORDINATE_REDUCE and all_shares_in(m, p)
         or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.others
     ):
         advance(c, p)
@@ -138,12 +138,12 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
         p.order = c.queued.next_order
         c.queued.next_order += 1
         if heap_push(queue, p) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
     if watched(c.watch) and not p.keeps:
-        passed(c, p)
+        record_stage(c, p)
     p.stage += 1
     enter(c, p)
 
@@ -166,11 +166,11 @@ cdef inline void fail_partition(
         and not p.keeps
         and post_results(c.machine, p, status, a, b) != 0
     ):
-        give_up(c, E_MEMORY)
-    home(c, p)
+        fail_core(c, E_MEMORY)
+    end_partition(c, p)
 
 
-cdef inline void home(Core *c, Partition *p) noexcept nogil:
+cdef inline void end_partition(Core *c, Partition *p) noexcept nogil:
     cdef Tensor *tensor = p.tensor
     cdef Task *task = tensor.current
     if not p.keeps:
@@ -236,7 +236,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     cdef bint stands_in = task.handle == NULL
     cdef Tell *tells
     if task.tensor.trace.recorded and not task.keeps:
-        ended(c, task, status)
+        record_end(c, task, status)
     if (
         task.gpu.end_event != NULL
         and not (task.gpu.end_state == RECORDED and status == DONE)
@@ -285,7 +285,7 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     return n
 
 
-cdef inline bint deserted(Group *m, uint32_t *who, bint under_way) noexcept nogil:
+cdef inline bint find_missing_process(Group *m, uint32_t *who, bint under_way) noexcept nogil:
     """Whether a round lacks a process of this machine that has left the job.
 
     A round that begins lacks it if any process has left, because that process took part only in
@@ -329,7 +329,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     if (
         tensor.outcome.status == DONE
         and not task.keeps
-        and deserted(c.machine, &task.error.a, False)
+        and find_missing_process(c.machine, &task.error.a, False)
     ):
         finish(c, task, E_LEFT)
         return
@@ -379,7 +379,7 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
     if task.keeps:
         begin_keeping(tensor, task)
     elif watched(c.watch):
-        began(c, tensor)
+        record_start(c, tensor)
     if task.on_gpu:
         span_parts(c, tensor)
     for i in range(tensor.n_parts):
@@ -402,7 +402,7 @@ cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
     for i in range(1, tensor.n_parts if whole else 1):
         while tensor.stages[tensor.parts[i].stage] != END:
             tensor.parts[i].stage += 1
-        home(c, &tensor.parts[i])
+        end_partition(c, &tensor.parts[i])
     if whole:
         tensor.parts[0].gpu.span = total
 

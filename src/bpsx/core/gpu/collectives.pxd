@@ -24,7 +24,7 @@ from bpsx.core.local.ring cimport (
     GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post,
 )
 from bpsx.core.queue cimport heap_pop, heap_push
-from bpsx.core.stage cimport advance, enter, fail_partition, give_up
+from bpsx.core.stage cimport advance, enter, fail_partition, fail_core
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load
@@ -162,7 +162,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
         p.order = c.queued.next_order
         c.queued.next_order += 1
         if heap_push(&c.gpu.reductions, p) != 0:
-            give_up(c, E_MEMORY)
+            fail_core(c, E_MEMORY)
 
 
 cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
@@ -222,7 +222,7 @@ cdef inline int order_next(Core *c) noexcept nogil:
         tell_all(m, p, &c.gpu.orders[n - 1], following != NULL, &failed)
         p = following
     if failed:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
     elif n:
         carry_out(c, n)
     return n
@@ -401,13 +401,13 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
         if m.me != m.root:
             status = reach(c, p, order)
             if status != 0:
-                give_up(c, status)
+                fail_core(c, status)
                 return
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
             p.source = g.host                   # there will be data, whichever process copies it
     # Without servers no work of the core's own follows the collective.
     if (not m.alone or p.tensor.trace.recorded) and mark(c, p, BETWEEN) != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
     elif p.tensor.trace.recorded:
         await_end(c, p, BETWEEN)
     else:
@@ -499,7 +499,7 @@ cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
     if rc == 0:
         rc = mark_group(c, n)
     if rc != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
         return
     for i in range(n):
         if c.gpu.orders[i].takes_part:
@@ -565,7 +565,7 @@ cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcep
     if status == E_PROTOCOL:
         return -1
     if status != 0:
-        give_up(c, status)
+        fail_core(c, status)
         return 0
     p.gpu.owner = post.group_owner
     p.gpu.answered = True

@@ -19,7 +19,7 @@ from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
 from bpsx.core.codec.pool cimport pool_free, pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport advance, begin, fail_partition, give_up, watch_no_more
+from bpsx.core.stage cimport advance, begin, fail_partition, fail_core, watch_no_more
 from bpsx.core.state cimport USER_STREAMS, Core, Gpu
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
 
@@ -94,7 +94,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
         nbytes = max(nbytes, words_at(p) + WORDS)
     g.place = take_place(&c.gpu.places, c.endpoint, c.gpu.device, c.machine, nbytes)
     if g.place == NULL:
-        give_up(c, E_DEVICE if c.gpu.device.broken(c.gpu.device.self) else E_MEMORY)
+        fail_core(c, E_DEVICE if c.gpu.device.broken(c.gpu.device.self) else E_MEMORY)
         return False
     g.host = g.place.host
     return True
@@ -119,7 +119,7 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
     elif stage == COPYH2D and tells:
         rc = tell_root(c.machine, p, IS_LOADED, 0)
     if rc != 0:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
     else:
         advance(c, p)
 
@@ -163,7 +163,7 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     if rc == 0 and g.length and g.data == d.waste:
         rc = d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
     if rc != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
     elif g.length:
         await_end(c, p, DOWN)
     else:
@@ -205,9 +205,9 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
         g.counter = p.packed.counter
         g.factor = correction(p.packed, p.tensor.current.rate)
     if rc != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
     elif pool_give(c.gpu.coders, p) != 0:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
 
 
 cdef inline void coded(Core *c, Partition *p) noexcept nogil:
@@ -231,7 +231,7 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
     if rc == 0:
         rc = mark(c, p, which)
     if rc != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
     else:
         await_end(c, p, which)
 
@@ -277,14 +277,14 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     if rc == 0:
         rc = mark(c, p, UP)
     if rc != 0:
-        give_up(c, E_DEVICE)
+        fail_core(c, E_DEVICE)
     elif p.tensor.trace.recorded or c.machine != NULL and g.length:
         await_end(c, p, UP)
     else:
         arrived(c, p)
 
 
-cdef inline int look_at_user(Core *c) noexcept nogil:
+cdef inline int start_ready_tasks(Core *c) noexcept nogil:
     """Begin tasks whose input the GPU has produced.
 
     Queries only the oldest event of each stream, once. Returns the number of tasks.
@@ -307,7 +307,7 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
             if rc == 0:
                 waits = task
             elif rc < 0:
-                give_up(c, E_DEVICE)
+                fail_core(c, E_DEVICE)
             else:
                 n += 1
                 come = task.gpu.input_number
@@ -325,7 +325,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
     Returns the number of partitions.
     """
     cdef Partition *p
-    cdef int i, rc, stage, n = look_at_user(c)
+    cdef int i, rc, stage, n = start_ready_tasks(c)
     if c.gpu.coders != NULL:
         n += pump_coders(c)
     while c.gpu.work.size:
@@ -349,7 +349,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
             n += 1
             c.gpu.awaited[i].first = p.gpu.next
             if rc < 0:
-                give_up(c, E_DEVICE)
+                fail_core(c, E_DEVICE)
             elif under_way(c, p):
                 arrived(c, p)
     return n

@@ -76,7 +76,7 @@ cdef inline int unreaped(Core *c) noexcept nogil:
     return n
 
 
-cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
+cdef inline bint waits_for_end(Core *c, Task *task, uint64_t by) noexcept nogil:
     """Whether a user's stream already waits for the end of a task on a GPU, or for a later end
     on the same stream of the core.
 
@@ -90,7 +90,7 @@ cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
     )
 
 
-cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:
+cdef inline void note_wait(Core *c, Task *task, uint64_t by) noexcept nogil:
     """Note that the stream waits for the task's end from now on."""
     cdef int i
     if by == 0 or task.gpu.end_number == 0:

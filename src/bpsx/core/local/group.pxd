@@ -217,7 +217,7 @@ cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
     return True
 
 
-cdef inline bint everybody_in(Group *m, Partition *p) noexcept nogil:
+cdef inline bint all_shares_in(Group *m, Partition *p) noexcept nogil:
     """Whether all processes that will give a share of this round have done so (root)."""
     cdef uint32_t i
     if p.local.n_shares + 1 == m.size:
@@ -228,7 +228,7 @@ cdef inline bint everybody_in(Group *m, Partition *p) noexcept nogil:
     return True
 
 
-cdef inline bint hosts(Group *m) noexcept nogil:
+cdef inline bint serves_others(Group *m) noexcept nogil:
     """Whether this process must work although none of its own operations is under way: it has
     joined, and it is the root or has a GPU that the others need.
     """

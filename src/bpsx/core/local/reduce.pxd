@@ -15,8 +15,8 @@ from libc.string cimport memcpy, memset
 from bpsx.core.gpu.device cimport MEAN
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport (
-    agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post,
-    ring_bells, send_post, shift,
+    agree, all_shares_in, serves_others, memory_at, next_post, partition_of, post_results,
+    queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport (
     BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, Partition, Task,
@@ -26,7 +26,9 @@ from bpsx.core.local.ring cimport (
     HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post,
 )
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport advance, deserted, fail_partition, fail_tensor, give_up, start
+from bpsx.core.stage cimport (
+    advance, find_missing_process, fail_partition, fail_tensor, fail_core, start,
+)
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
@@ -55,7 +57,7 @@ cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
         post.flags |= HAS_BODY
         memcpy(<char *>m.all[m.me].segment + post.offset, p.source, p.length)
     if send_post(m, m.root, &post) != 0:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
     else:
         advance(c, p)
 
@@ -94,7 +96,7 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
     """
     cdef Task *task = <Task *>calloc(1, sizeof(Task))
     if task == NULL:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
         return
     task.tensor = tensor
     task.divisor = post.divisor
@@ -115,7 +117,7 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
     cdef uint32_t i
     if p.tensor.outcome.status != DONE or p.local.n_shares == 0 and p.tensor.current == NULL:
         return
-    if p.tensor.current == NULL and hosts(m):
+    if p.tensor.current == NULL and serves_others(m):
         for i in range(m.size):
             if p.local.shares[i].flags:
                 stand_in(c, p.tensor, &p.local.shares[i])
@@ -124,7 +126,7 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
         p.tensor.current != NULL
         and p.tensor.begun
         and p.tensor.stages[p.stage] == COORDINATE_REDUCE
-        and everybody_in(m, p)
+        and all_shares_in(m, p)
     ):
         advance(c, p)
 
@@ -157,7 +159,7 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
     noted[0] = post[0]
     noted.count = count + 1
     p.local.n_shares += 1
-    if deserted(m, &who, True):
+    if find_missing_process(m, &who, True):
         return post_results(m, p, E_LEFT, who, 0)
     consider(c, p)
     return 0
@@ -178,7 +180,7 @@ cdef inline void take_early(Core *c) noexcept nogil:
     for i in range(n):
         post = m.early.items[i]
         if take_share(c, &post) != 0:
-            give_up(c, E_PROTOCOL)
+            fail_core(c, E_PROTOCOL)
     shift(&m.early, n)
 
 
@@ -298,7 +300,7 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
     cdef uint32_t i
     cdef int status = 0
     if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
-        give_up(c, E_KERNELS)
+        fail_core(c, E_KERNELS)
         return
     if p.gpu.reduction == MEAN:
         divisor = m.gpus.n_groups
@@ -307,7 +309,7 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
     if not p.tensor.current.broadcast and p.length:
         status = add_parts(m, k, p.gpu.host, m.gpus.n_groups, p.length // k.itemsize, divisor)
     if status:
-        give_up(c, status)
+        fail_core(c, status)
     else:
         advance(c, p)
 
@@ -337,7 +339,7 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
         p.source = NULL
         status = 0
     if status == E_MEMORY or status == E_KERNELS:
-        give_up(c, status)                  # the servers will wait in vain for a push
+        fail_core(c, status)                  # the servers will wait in vain for a push
     elif status:
         fail_partition(c, p, status, one, other)
     else:
@@ -349,7 +351,7 @@ cdef inline void spread(Core *c, Partition *p) noexcept nogil:
     cdef char *result = p.target if c.machine.me == c.machine.root else p.source
     cdef char *output = p.tensor.current.output + p.offset
     if c.machine.me == c.machine.root and post_results(c.machine, p, 0, 0, 0) != 0:
-        give_up(c, E_MEMORY)
+        fail_core(c, E_MEMORY)
         return
     if p.length and p.tensor.current.output != NULL and result != output:
         memcpy(output, result, p.length)
@@ -380,7 +382,7 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i, who = 0
     m.somebody_gone = True
-    if not deserted(m, &who, True):
+    if not find_missing_process(m, &who, True):
         return
     while tensor != NULL:
         if tensor.outcome.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
@@ -389,14 +391,14 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
                     tensor.parts[i].local.n_shares
                     and post_results(m, &tensor.parts[i], E_LEFT, who, 0) != 0
                 ):
-                    give_up(c, E_MEMORY)
+                    fail_core(c, E_MEMORY)
             if tensor.current != NULL:
                 tensor.outcome.a = tensor.current.error.a = who
                 fail_tensor(c, tensor, E_LEFT)
         tensor = tensor.next
 
 
-cdef inline bint gone_news(Group *m) noexcept nogil:
+cdef inline bint take_departures(Group *m) noexcept nogil:
     cdef uint32_t i
     for i in range(m.size):
         if atomic_load(&m.all[i].gone) and not m.all[i].noticed:
@@ -443,7 +445,7 @@ cdef inline int take_posts(Core *c) noexcept nogil:
             )
         if rc != 0:
             c.counters.malformed += 1
-            give_up(c, E_PROTOCOL)
+            fail_core(c, E_PROTOCOL)
     return n
 
 
@@ -458,7 +460,7 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
     cdef uint32_t i
     cdef int n
     # Checked before the posts are read: what a process posted before it left counts.
-    cdef bint gone = gone_news(m)
+    cdef bint gone = take_departures(m)
     n = take_posts(c)
     while m.work.size and done < WORK_AT_ONCE:
         p = heap_pop(&m.work)

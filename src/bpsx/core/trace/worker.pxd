@@ -9,7 +9,7 @@ from bpsx.core.trace.watch cimport STAGE_NAMES, TOTAL
 from bpsx.core.trace.recorder cimport put, recording, say, say_values, wants_values
 
 
-cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
+cdef inline void record_start(Core *c, Tensor *tensor) noexcept nogil:
     """Begin the records of a task whose partitions are about to enter their first stage."""
     cdef int64_t now = now_ns()
     cdef uint32_t i
@@ -26,7 +26,7 @@ cdef inline uint64_t bytes_of(Partition *p, bint wire) noexcept nogil:
     return p.gpu.span if p.on_gpu else p.length
 
 
-cdef inline void passed(Core *c, Partition *p) noexcept nogil:
+cdef inline void record_stage(Core *c, Partition *p) noexcept nogil:
     """Record the end of a partition's present stage."""
     cdef Tensor *tensor = p.tensor
     cdef uint32_t stage = tensor.stages[p.stage]
@@ -55,7 +55,7 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
         )
 
 
-cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
+cdef inline void record_end(Core *c, Task *task, int status) noexcept nogil:
     """Record the end of a task that was under way, whether it succeeded or not."""
     cdef Tensor *tensor = task.tensor
     cdef uint64_t nbytes = 0
@@ -71,7 +71,7 @@ cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:
     tensor.trace.recorded = 0
 
 
-cdef inline void spoke(Core *c, const char *what, Header *h, uint32_t lane) noexcept nogil:
+cdef inline void print_message(Core *c, const char *what, Header *h, uint32_t lane) noexcept nogil:
     """Print a record that has been sent or received, with PS_VERBOSE=2."""
     if c.watch.messages:
         say(
