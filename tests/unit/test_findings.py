@@ -145,7 +145,7 @@ _WORKER = {
         (
             {**_WORKER, "DMLC_PS_ROOT_PORT": "0"},
             [
-                "not set: DMLC_WORKER_ID (Which worker machine this is; 0..DMLC_NUM_WORKER-1):"
+                "not set: DMLC_WORKER_ID (Index of this worker machine; 0..DMLC_NUM_WORKER-1):"
                 " set it"
             ],
         ),

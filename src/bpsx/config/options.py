@@ -55,8 +55,8 @@ TRANSPORT_NAMES = {
     "rdma": "rdma",
 }
 NO_ENCRYPTION = (
-    "BPSX_ENCRYPT=1: plain sockets and RDMA (DMLC_ENABLE_RDMA=tcp, 1) do not encrypt; ZeroMQ does:"
-    " DMLC_ENABLE_RDMA=0"
+    "BPSX_ENCRYPT=1: plain sockets and RDMA (DMLC_ENABLE_RDMA=tcp, 1) cannot encrypt; use ZeroMQ,"
+    " which does: DMLC_ENABLE_RDMA=0"
 )
 #: Most worker processes in a job. A server keeps a record of each for every partition.
 MOST_WORKERS = 65535
@@ -91,7 +91,7 @@ _LAUNCH, _GPU = "Launcher", "GPUs"
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "role", "DMLC_ROLE", choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", JOB
+        "role", "DMLC_ROLE", choice(*_ROLES), None, " | ".join(_ROLES), "Role of this process.", JOB
     ),
     Option(
         "root_uri",
@@ -99,7 +99,7 @@ OPTIONS: tuple[Option, ...] = (
         str,
         None,
         "address or host name",
-        "Where the scheduler listens.",
+        "Address at which the scheduler listens.",
         JOB,
     ),
     Option(
@@ -108,7 +108,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65535),
         None,
         "0..65535",
-        "The scheduler's port. With 0 the scheduler takes a free one and prints it.",
+        "Port of the scheduler. With 0 the scheduler takes a free port and prints it.",
         JOB,
     ),
     Option(
@@ -117,9 +117,8 @@ OPTIONS: tuple[Option, ...] = (
         port_range,
         None,
         "LOW-HIGH, or one port",
-        "The ports that this process may listen on, where no other option names one: servers'"
-        " lanes, a scheduler with port 0, BPSX_METRICS_PORT=0. Default: any free one. See"
-        " ports.md.",
+        "Ports that this process may listen on where no other option names one: servers' lanes, a"
+        " scheduler with port 0, BPSX_METRICS_PORT=0. Default: any free port. See ports.md.",
         JOB,
     ),
     Option(
@@ -137,7 +136,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65535),
         None,
         "0..65535",
-        "Number of server processes; required unless a single worker runs without servers.",
+        "Number of server processes. Required unless a single worker runs without servers.",
         JOB,
     ),
     Option(
@@ -146,7 +145,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65534),
         None,
         "0..DMLC_NUM_WORKER-1",
-        "Which worker machine this is.",
+        "Index of this worker machine.",
         JOB,
     ),
     Option(
@@ -164,8 +163,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(1, 65535),
         1,
         "1..65535",
-        "Worker processes per machine, the same on all; rank = worker id * local size + local"
-        " rank.",
+        "Worker processes per machine, the same on all machines. rank = worker id * local size +"
+        " local rank.",
         JOB,
     ),
     Option(
@@ -174,8 +173,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "With BYTEPS_LOCAL_SIZE > 1: the processes of a machine sum in shared memory first, and one"
-        " of them speaks to the servers. 0: each speaks for itself.",
+        "With BYTEPS_LOCAL_SIZE > 1, the processes of a machine sum in shared memory first, and"
+        " one of them communicates with the servers. 0: each communicates with the servers itself.",
         JOB,
     ),
     Option(
@@ -184,7 +183,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Use servers even with a single worker, which otherwise needs neither servers nor"
+        "Use servers even with a single worker, which by default needs neither servers nor"
         " scheduler.",
         JOB,
     ),
@@ -194,8 +193,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Asynchronous training: servers hold values and add what is pushed, no worker waits for"
-        " another. The same on all workers and servers. See docs/train/async.md.",
+        "Asynchronous training: servers hold values and add each push to them, and no worker waits"
+        " for another. Must be the same on all workers and servers. See docs/train/async.md.",
         JOB,
     ),
     Option(
@@ -204,8 +203,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "address",
-        "Own address to listen on and advertise. Default: the one from which the "
-        "scheduler is reached.",
+        "Address on which this process listens and which it advertises. Default: the address from"
+        " which it reaches the scheduler.",
         JOB,
     ),
     Option(
@@ -214,7 +213,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "interface name",
-        "Take the own address from this interface; DMLC_NODE_HOST wins.",
+        "Network interface whose address this process uses as its own. DMLC_NODE_HOST takes"
+        " precedence.",
         JOB,
     ),
     Option(
@@ -223,8 +223,8 @@ OPTIONS: tuple[Option, ...] = (
         choice(*TRANSPORT_NAMES),
         "0",
         " | ".join(TRANSPORT_NAMES),
-        "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP"
-        " through plain sockets, 1, ibverbs and rdma are RDMA. See docs/run/rdma.md.",
+        "Transport between workers and servers. 0, zmq and zeromq: TCP through ZeroMQ; tcp: TCP"
+        " through plain sockets; 1, ibverbs and rdma: RDMA. See docs/run/rdma.md.",
         JOB,
     ),
     Option(
@@ -233,8 +233,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "Workers and servers of one machine, user and job exchange partitions through shared"
-        " memory, and the transport carries the rest.",
+        "Workers and servers of the same machine, user and job exchange partitions through shared"
+        " memory. All other messages use the transport.",
         JOB,
     ),
     Option(
@@ -243,8 +243,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "name of an adapter, and :number of a port",
-        "RDMA adapter, as in mlx5_0 or mlx5_0:1. Default: the one that has a GID of the own"
-        " address.",
+        "RDMA adapter, such as mlx5_0 or mlx5_0:1. Default: the adapter that has a GID of this"
+        " process's address.",
         JOB,
     ),
     Option(
@@ -253,8 +253,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 4095),
         None,
         "0..4095",
-        "Number of the GID in the adapter's table. Default: that of the own address, RoCE v2 if"
-        " there is one.",
+        "Index of the GID in the adapter's table. Default: the GID of this process's address, RoCE"
+        " v2 if there is one.",
         JOB,
     ),
     Option(
@@ -263,8 +263,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(4096),
         2 << 20,
         "a whole number of bytes, at least 4096",
-        "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of"
-        " twice that. The same on all workers.",
+        "Maximum size of a partition (in whole pages); tensors are cut into partitions. Compressed"
+        " tensors have partitions of twice this size. Must be the same on all workers.",
         _TUNE,
     ),
     Option(
@@ -273,8 +273,8 @@ OPTIONS: tuple[Option, ...] = (
         choice(*_HASHES),
         "balanced",
         " | ".join(_HASHES),
-        "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes."
-        " The same on all workers.",
+        "How partitions are assigned to servers: by bytes (balanced) or by one of BytePS' hash"
+        " functions. Must be the same on all workers.",
         _TUNE,
     ),
     Option(
@@ -283,8 +283,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Servers on workers' machines get fewer bytes than others, so that all network cards carry"
-        " the same. The same on all workers.",
+        "Servers on workers' machines get fewer bytes than other servers, so that all network"
+        " cards carry the same load. Must be the same on all workers.",
         _TUNE,
     ),
     Option(
@@ -293,8 +293,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(1, 1000),
         1,
         "1..1000",
-        "Of a server: how many bytes it gets, compared to the others; in mixed mode how fast its"
-        " machine's card is.",
+        "Of a server: its share of the bytes relative to other servers. In mixed mode: the speed"
+        " of its machine's network card relative to others.",
         _TUNE,
     ),
     Option(
@@ -303,7 +303,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(1, 2**31),
         1,
         "1..2147483648",
-        "Multiplier of the built_in hash.",
+        "Multiplier of the built_in hash function.",
         _TUNE,
     ),
     Option(
@@ -312,9 +312,9 @@ OPTIONS: tuple[Option, ...] = (
         integer(0),
         4,
         "partitions; 0: no bound",
-        "How much a worker hands to the transport per connection before it has been written out, in"
-        " partitions; half of it on its own machine. A small credit lets urgent tensors overtake; 0"
-        " switches priorities off in effect.",
+        "Most partitions per connection that a worker hands to the transport before they have been"
+        " written out; half as many for servers on the same machine. A small credit lets urgent"
+        " tensors overtake. 0 makes priorities ineffective.",
         _TUNE,
     ),
     Option(
@@ -323,7 +323,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(16, 32768),
         512,
         "16..32768",
-        "RDMA: messages of a connection that may be on their way to this process.",
+        "RDMA: most messages per connection that may be on their way to this process.",
         _TUNE,
     ),
     Option(
@@ -332,7 +332,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(16, 32768),
         128,
         "16..32768",
-        "RDMA: messages of a connection that the adapter may have to send.",
+        "RDMA: most messages per connection that may wait for the adapter to send them.",
         _TUNE,
     ),
     Option(
@@ -341,8 +341,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(4, 65536),
         64,
         "MiB, 4..65536",
-        "RDMA: registered memory of a server's lane for what one worker pushes; a worker has a"
-        " quarter of it for a lane's answers. At least 8 partitions.",
+        "RDMA: registered memory of a server's lane for the pushes of one worker, at least 8"
+        " partitions. A worker registers a quarter of it for each lane's answers.",
         _TUNE,
     ),
     Option(
@@ -351,9 +351,10 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         10.0,
         "milliseconds; 0: no bound",
-        "How long what a worker has handed to the transport for a server may take the slowest"
-        " server's link, if it is more than a partition: what shares a link is complete at once,"
-        " and late. BYTEPS_SCHEDULING_CREDIT bounds it, too, and with 0 nothing does.",
+        "Most data per server, as sending time on the slowest server's link, that a worker hands"
+        " to the transport ahead; at least one partition. With more in flight, partitions share"
+        " the link and all complete late. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0,"
+        " this option has no effect.",
         _TUNE,
     ),
     Option(
@@ -362,8 +363,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(1, 256),
         _default_lanes,
         "1..256",
-        "Lanes of a server: each is a thread, a port and one connection per worker. Default: a"
-        " quarter of the cores, 1 to 4.",
+        "Number of lanes of a server. Each lane is a thread with a port and one connection per"
+        " worker. Default: a quarter of the cores, 1 to 4.",
         _TUNE,
     ),
     Option(
@@ -372,7 +373,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "A server takes waiting pushes by priority instead of by arrival.",
+        "A server processes waiting pushes by priority instead of by arrival.",
         _TUNE,
     ),
     Option(
@@ -390,10 +391,10 @@ OPTIONS: tuple[Option, ...] = (
         zero_or(64, 2**20),
         None,
         "64..1048576 KiB; 0: the system's own tuning",
-        "Send buffer of each data connection. Default: 448 on loopback, for the caches; else 224,"
-        " lest what comes later shares a link with what goes now. Far networks (a ms there and"
-        " back, or more): 0, or megabytes. Less than 64 makes what stays in a machine wait for"
-        " TCP.",
+        "Send buffer of each data connection. Default: 448 on loopback, to stay in the CPU's"
+        " caches; else 224, so that little data is ahead of an urgent tensor. Links with a round"
+        " trip of 1 ms or more: use 0, or megabytes. A value below 64 would make traffic within a"
+        " machine wait for TCP.",
         _TUNE,
     ),
     Option(
@@ -402,8 +403,8 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         50.0,
         "microseconds",
-        "How long a thread without work yields the core before it sleeps. Waking it costs more than"
-        " this on most machines.",
+        "Time for which an idle thread yields its core before it sleeps. On most machines waking"
+        " it takes longer than this.",
         _TUNE,
     ),
     Option(
@@ -412,8 +413,9 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Servers add the workers' pushes by rank, so that float sums of three and more workers are"
-        " the same bits in every run. (All workers get the same bits in any case.)",
+        "Servers add the workers' pushes in order of rank, so that float sums of three or more"
+        " workers have the same bits in every run. (Within a run all workers get the same bits in"
+        " any case.)",
         _TUNE,
     ),
     Option(
@@ -422,7 +424,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(0),
         65536,
         "bytes",
-        "Tensors smaller than this are not compressed. The same on all workers.",
+        "Tensors smaller than this are not compressed. Must be the same on all workers.",
         _TUNE,
     ),
     Option(
@@ -440,8 +442,8 @@ OPTIONS: tuple[Option, ...] = (
         modules,
         "",
         "names of Python modules, comma separated",
-        "Compressors from outside the package: workers and servers import these when they start."
-        " The same on all. See CONTRIBUTING.md.",
+        "Modules with compressors from outside the package. Workers and servers import them at"
+        " start. Must be the same on all of them. See CONTRIBUTING.md.",
         _TUNE,
     ),
     Option(
@@ -450,9 +452,9 @@ OPTIONS: tuple[Option, ...] = (
         ranks,
         None,
         "local ranks, comma separated",
-        "GPUs of a machine to which NCCL reduces, by turns, and which copy to the host. Default:"
-        " each copies a part of every tensor. The same on all processes of a machine; not with"
-        " BYTEPS_PCIE_SWITCH_SIZE.",
+        "GPUs of a machine that take turns as the target of NCCL's reductions and copy the sums to"
+        " the host. Default: each GPU copies a part of every tensor. Must be the same on all"
+        " processes of a machine. Cannot be combined with BYTEPS_PCIE_SWITCH_SIZE.",
         _GPU,
     ),
     Option(
@@ -460,10 +462,10 @@ OPTIONS: tuple[Option, ...] = (
         "BYTEPS_PCIE_SWITCH_SIZE",
         integer(1, 65535),
         None,
-        "1..BYTEPS_LOCAL_SIZE, of which it is a divisor",
-        "GPUs of a machine that reduce among themselves, by neighbouring local ranks; the CPU adds"
-        " their sums. Default: by topology, all if NVLink joins them. The same on all processes of"
-        " a machine.",
+        "1..BYTEPS_LOCAL_SIZE, a divisor of it",
+        "Number of GPUs, with consecutive local ranks, that reduce among themselves; the CPU adds"
+        " their sums. Default: by topology, all GPUs of the machine if NVLink connects them. Must"
+        " be the same on all processes of a machine.",
         _GPU,
     ),
     Option(
@@ -472,8 +474,9 @@ OPTIONS: tuple[Option, ...] = (
         integer(1, 256),
         None,
         "1..256",
-        "NCCL's collectives that are due together and are queued at once, at most. Default: 64"
-        " without servers; else 4, since the first's copy waits for the last.",
+        "Most NCCL collectives, due at the same time, that are queued as one group. Default: 64"
+        " without servers; else 4, because the first copy to the host waits for the last"
+        " collective of the group.",
         _GPU,
     ),
     Option(
@@ -482,7 +485,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 64),
         0,
         "0..64; 0: NCCL decides",
-        "Channels of NCCL's communicator at least: each takes a multiprocessor of the GPU.",
+        "Minimum number of channels of NCCL's communicator. Each channel occupies a multiprocessor"
+        " of the GPU.",
         _GPU,
     ),
     Option(
@@ -491,8 +495,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 2**20),
         256,
         "MiB; 0: leave malloc alone",
-        "Let malloc keep this much freed memory instead of returning it: fresh pages for every"
-        " message cost a fifth of the rate.",
+        "Freed memory that malloc keeps instead of returning it to the system. Without it every"
+        " message needs fresh pages, which costs a fifth of the throughput.",
         _TUNE,
     ),
     Option(
@@ -501,8 +505,8 @@ OPTIONS: tuple[Option, ...] = (
         number(0.1),
         300.0,
         "seconds",
-        "How long the job may take to come together before everybody gives up, naming who is"
-        " missing.",
+        "Time for all processes to join the job. After it every process gives up with an error"
+        " that names the missing ones.",
         _FAIL,
     ),
     Option(
@@ -511,9 +515,9 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         3.0,
         "seconds",
-        "While the job is coming together: how long one who had come and whose connection broke (a"
-        " process that died, the scheduler), or who was refused for its options, may take to come"
-        " back before everybody gives up, naming it.",
+        "While the job starts: time for a process to come back after its connection broke (a"
+        " process that died, or the scheduler) or after its options were refused. Then every"
+        " process gives up with an error that names it.",
         _FAIL,
     ),
     Option(
@@ -522,7 +526,7 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         5.0,
         "seconds; 0: off",
-        "How often connections are probed.",
+        "Interval of heartbeats on connections.",
         _FAIL,
     ),
     Option(
@@ -531,7 +535,8 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         30.0,
         "seconds",
-        "Silence after which a peer counts as dead. A killed process is noticed at once.",
+        "A peer counts as dead after this long without a sign of life. A killed process is noticed"
+        " at once.",
         _FAIL,
     ),
     Option(
@@ -540,8 +545,9 @@ OPTIONS: tuple[Option, ...] = (
         number(0.1),
         30.0,
         "seconds",
-        "A worker whose oldest push_pull is older than this is told of it once per stall, and again"
-        " after ten times as long: tensor, round, how many more, who has not pushed.",
+        "A worker logs a warning when its oldest push_pull is older than this, once per stall, and"
+        " again after ten times as long. The warning names the tensor, its round, the number of"
+        " other tensors that wait and the workers that have not pushed.",
         _FAIL,
     ),
     Option(
@@ -550,11 +556,11 @@ OPTIONS: tuple[Option, ...] = (
         number(0.5),
         60.0,
         "seconds",
-        "When the scripts of all workers have waited this long for tensors that another one has not"
-        " pushed, all push_pulls under way fail. Scripts that have asked for equally many may catch"
-        " that and go on; else the job has to end. What is under way and not waited for does not"
-        " count; while another thread that has used bpsx does not wait, it takes ten times as"
-        " long.",
+        "Deadlock: the scripts of all workers have waited this long for tensors that another"
+        " worker has not pushed. All push_pulls in flight then fail. Scripts that have called"
+        " push_pull equally often may catch the error and go on; otherwise the job has to end. A"
+        " push_pull counts only while a script waits for it. While another thread that has used"
+        " bpsx does not wait, the time is ten times as long.",
         _FAIL,
     ),
     Option(
@@ -563,10 +569,10 @@ OPTIONS: tuple[Option, ...] = (
         choice("warn", "error", "off"),
         "warn",
         "warn | error | off",
-        "What happens in an optimizer's first step if workers have different weights, as after a"
-        " forgotten broadcast_parameters or broadcast_variables: a sample of each parameter's"
-        " elements is compared, bit for bit. TensorFlow warns in the second step. Not for MXNet's"
-        " DistributedTrainer, which broadcasts, nor in TensorFlow 1's sessions.",
+        "Reaction of an optimizer's first step if workers have different weights, as after a"
+        " forgotten broadcast_parameters or broadcast_variables. A sample of each parameter's"
+        " elements is compared bit for bit. TensorFlow warns in the second step. Does not apply to"
+        " MXNet's DistributedTrainer, which broadcasts, nor to TensorFlow 1's sessions.",
         _FAIL,
     ),
     Option(
@@ -575,7 +581,7 @@ OPTIONS: tuple[Option, ...] = (
         number(0.1),
         5.0,
         "seconds",
-        "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.",
+        "Time that shutdown waits for push_pulls in flight and for the scheduler's goodbye.",
         _FAIL,
     ),
     Option(
@@ -584,8 +590,9 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         30.0,
         "seconds",
-        "After SIGTERM: how long servers and scheduler still serve workers that save, and how long "
-        "bpsx-run waits for its workers before it ends them. A second SIGTERM ends at once.",
+        "After SIGTERM: time for which servers and scheduler still serve workers that save, and"
+        " for which bpsx-run waits for its workers before it ends them. A second SIGTERM ends them"
+        " at once.",
         _FAIL,
     ),
     Option(
@@ -594,7 +601,7 @@ OPTIONS: tuple[Option, ...] = (
         choice(*_LEVELS),
         "warning",
         " | ".join(_LEVELS),
-        "What is logged, to standard error.",
+        "Lowest level of the messages that are logged to standard error.",
         _LOG,
     ),
     Option(
@@ -606,8 +613,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Errors and Ctrl-C show bpsx's own frames in tracebacks, too, instead of the script's"
-        " only.",
+        "Tracebacks of errors and of Ctrl-C include bpsx's own frames, instead of the script's"
+        " frames only.",
         _LOG,
     ),
     Option(
@@ -616,8 +623,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 2),
         0,
         "0 | 1 | 2",
-        "1: tell of connections made and lost; 2: also of every message (kind, key, round, bytes,"
-        " peer), from workers and servers.",
+        "1: log connections made and lost. 2: also log every message (kind, key, round, bytes,"
+        " peer). For workers and servers.",
         _SEE,
     ),
     Option(
@@ -626,7 +633,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "A server tells of each key at first sight: tensor name, type, bytes. A worker does at"
+        "A server logs each new key with its tensor name, type and bytes. A worker does so at"
         " BYTEPS_LOG_LEVEL=debug.",
         _SEE,
     ),
@@ -636,7 +643,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(-1, 2**64 - 1),
         None,
         "a key; -1: all",
-        "A worker prints this key's first and last element at each stage of each push_pull.",
+        "A worker prints the first and last element of this key at each stage of each push_pull.",
         _SEE,
     ),
     Option(
@@ -645,7 +652,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "A server prints first and last element as they are received, summed and sent.",
+        "A server prints the first and last element of the key in BYTEPS_SERVER_DEBUG_KEY as they"
+        " are received, summed and sent.",
         _SEE,
     ),
     Option(
@@ -654,7 +662,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(-1, 2**64 - 1),
         -1,
         "a key; -1: all",
-        "... of this key.",
+        "Key that BYTEPS_SERVER_DEBUG prints.",
         _SEE,
     ),
     Option(
@@ -663,8 +671,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "Count the bytes of tensors that come home; without it get_pushpull_speed() returns (0.0,"
-        " 0.0).",
+        "Count the bytes of results received. With 0 get_pushpull_speed() returns (0.0, 0.0).",
         _SEE,
     ),
     Option(
@@ -673,7 +680,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Record a timeline of the steps below, on workers and servers.",
+        "Record a timeline of the steps from BYTEPS_TRACE_START_STEP to BYTEPS_TRACE_END_STEP, on"
+        " workers and servers.",
         _SEE,
     ),
     Option(
@@ -700,7 +708,8 @@ OPTIONS: tuple[Option, ...] = (
         folder,
         "./traces",
         "folder",
-        "Timelines go to LOCAL_RANK/comm.json and server-RANK/comm.json in it.",
+        "Folder for timelines: LOCAL_RANK/comm.json for workers, server-RANK/comm.json for"
+        " servers.",
         _SEE,
     ),
     Option(
@@ -709,8 +718,8 @@ OPTIONS: tuple[Option, ...] = (
         host_port,
         None,
         "PORT or HOST:PORT; PORT 0: a free one, logged",
-        "The scheduler serves the job's metrics to Prometheus here; on loopback unless a host is"
-        " given. Off by default.",
+        "Address at which the scheduler serves the job's metrics to Prometheus; on loopback unless"
+        " a host is given. Off by default.",
         _SEE,
     ),
     Option(
@@ -719,7 +728,7 @@ OPTIONS: tuple[Option, ...] = (
         folder,
         "",
         "folder",
-        "Where compiled kernels are kept. Default: bpsx in the user's cache folder.",
+        "Folder for compiled kernels. Default: bpsx in the user's cache folder.",
         _LOG,
     ),
     Option(
@@ -728,8 +737,9 @@ OPTIONS: tuple[Option, ...] = (
         folder,
         "",
         "folder",
-        "Where processes of one machine meet: a folder of this user's below it. Default: the user's"
-        " runtime folder, else the temporary folder.",
+        "Folder for the Unix sockets by which processes of one machine find each other; bpsx"
+        " creates a private subfolder for the user. Default: the user's runtime folder, else the"
+        " temporary folder.",
         _LOG,
     ),
     Option(
@@ -738,7 +748,7 @@ OPTIONS: tuple[Option, ...] = (
         folder,
         "",
         "path",
-        "The scheduler writes its port here once it listens; the launcher reads it.",
+        "File to which the scheduler writes its port once it listens; the launcher reads it.",
         _LOG,
     ),
     Option(
@@ -747,8 +757,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "text of 16 to 4096 bytes",
-        "The job secret, the same for all processes of a job: who does not know it is kept out"
-        " (docs/run/security.md). Wins over BPSX_SECRET_FILE.",
+        "The job secret, the same for all processes of a job. Processes that do not know it cannot"
+        " connect (docs/run/security.md). Takes precedence over BPSX_SECRET_FILE.",
         _TRUST,
     ),
     Option(
@@ -757,7 +767,7 @@ OPTIONS: tuple[Option, ...] = (
         folder,
         "",
         "path",
-        "File that holds the job secret; readable by its owner only.",
+        "File that holds the job secret. Only its owner may have permission to read it.",
         _TRUST,
     ),
     Option(
@@ -766,7 +776,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Run without a secret although others than this machine can reach the job.",
+        "Run without a secret even though other machines can reach the job.",
         _TRUST,
     ),
     Option(
@@ -775,8 +785,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "Encrypt gradients between workers and servers, too. The same on all processes; control"
-        " messages are always encrypted.",
+        "Also encrypt gradients between workers and servers; control messages are always"
+        " encrypted. Must be the same on all processes.",
         _TRUST,
     ),
     Option(
@@ -785,8 +795,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "A scheduler or server says to standard error, when it starts, what it is and for whom it"
-        " waits. Launchers say so themselves.",
+        "At start, a scheduler or server writes to standard error what it is and which processes"
+        " it waits for. Launchers write this themselves.",
         _LOG,
     ),
     Option(
@@ -795,8 +805,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(-1, 2**20),
         -1,
         "a file descriptor; -1: none",
-        "The scheduler writes lines there: waiting, then running, then who has failed the job, if"
-        " anybody has. The launcher reads it.",
+        "The scheduler writes lines to this descriptor: waiting, then running, then which process"
+        " has failed the job, if one has. The launcher reads them.",
         _LAUNCH,
     ),
     Option(
@@ -805,8 +815,9 @@ OPTIONS: tuple[Option, ...] = (
         integer(-1, 2**20),
         -1,
         "a file descriptor; -1: none",
-        "The scheduler or server ends when the other end of this socket closes before the job has"
-        " begun: who started it is gone. The scheduler writes its port there once it listens.",
+        "Socket whose other end the starter of this scheduler or server holds. The process ends if"
+        " that end closes before the job has begun, since its starter is gone. The scheduler"
+        " writes its port there once it listens.",
         _LAUNCH,
     ),
     Option(
@@ -815,8 +826,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "all | none | void | names, comma separated",
-        "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or"
-        " void: BYTEPS_LOCAL_SIZE processes.",
+        "bpsx-run starts one worker process per entry, or with all one per GPU. Unset, empty, none"
+        " or void: BYTEPS_LOCAL_SIZE processes.",
         _LAUNCH,
     ),
     Option(
@@ -825,8 +836,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "bpsx-run binds the worker processes of a machine to cores when there are several, or when"
-        " one of the next four options is set.",
+        "bpsx-run binds the worker processes of a machine to cores if there are several, or if one"
+        " of the next four options is set.",
         _LAUNCH,
     ),
     Option(
@@ -835,7 +846,7 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65535),
         0,
         "0..65535; 0: cores / processes",
-        "Physical cores of each worker process but the root.",
+        "Number of physical cores of each worker process except the root.",
         _LAUNCH,
     ),
     Option(
@@ -843,8 +854,8 @@ OPTIONS: tuple[Option, ...] = (
         "BYTEPS_NUMA_ROOT_QUOTA",
         integer(0, 65535),
         0,
-        "0..65535; 0: what is left",
-        "Physical cores of the root, the process with the largest local rank.",
+        "0..65535; 0: the cores that are left",
+        "Number of physical cores of the root, the process with the largest local rank.",
         _LAUNCH,
     ),
     Option(
@@ -853,7 +864,7 @@ OPTIONS: tuple[Option, ...] = (
         cpu_lists,
         "",
         "lists of logical CPUs as 0-3,8, with a colon between local ranks",
-        "Exactly the CPUs of each worker process; quotas and blacklist do not count then.",
+        "The CPUs of each worker process. Takes precedence over quotas and blacklist.",
         _LAUNCH,
     ),
     Option(
@@ -862,7 +873,7 @@ OPTIONS: tuple[Option, ...] = (
         blacklist,
         "-1",
         "logical CPUs as 0-3,8; -1: none",
-        "CPUs that no worker process is bound to.",
+        "CPUs to which no worker process is bound.",
         _LAUNCH,
     ),
     Option(
@@ -871,7 +882,7 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "A process gets all hardware threads of its cores; 0: the first of each.",
+        "A process gets all hardware threads of its cores. 0: only the first thread of each.",
         _LAUNCH,
     ),
     Option(
@@ -880,8 +891,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         False,
         FLAG,
-        "bpsx-run runs workers and servers under gdb, which prints all threads' backtraces after a"
-        " crash.",
+        "bpsx-run runs workers and servers under gdb, which prints the backtraces of all threads"
+        " after a crash.",
         _LAUNCH,
     ),
 )
@@ -901,7 +912,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "1..65535",
-        "BYTEPS_LOCAL_SIZE. Where it differs between machines, each process counts as a machine of"
+        "BYTEPS_LOCAL_SIZE. If it differs between machines, each process counts as a machine of"
         " its own. Unset: the processes of a machine find each other.",
         TORCHRUN,
     ),
@@ -911,7 +922,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "0..65534",
-        "Not needed: the machine is RANK / LOCAL_WORLD_SIZE, which is the same.",
+        "Not needed: bpsx computes the machine as RANK / LOCAL_WORLD_SIZE.",
         TORCHRUN,
     ),
     Option(
@@ -920,18 +931,21 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         str,
         "",
         "address or host name",
-        "Where torchrun's store is, on the machine of rank 0, which starts the scheduler unless"
+        "Address of torchrun's store, on the machine of rank 0. Rank 0 starts the scheduler unless"
         " DMLC_PS_ROOT_URI is set.",
         TORCHRUN,
     ),
-    Option("master_port", "MASTER_PORT", str, "", "1..65535", "The store's port.", TORCHRUN),
+    Option(
+        "master_port", "MASTER_PORT", str, "", "1..65535", "Port of torchrun's store.", TORCHRUN
+    ),
     Option(
         "run_id",
         "TORCHELASTIC_RUN_ID",
         str,
         "",
         "text",
-        "Keeps this run's entries in the store apart from others'.",
+        "Identifies this run, so that its entries in the store are separate from those of other"
+        " runs.",
         TORCHRUN,
     ),
 )
