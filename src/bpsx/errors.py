@@ -216,19 +216,22 @@ class Status(IntEnum):
 #: The exception for each status, and its text if no more is known.
 STATUS: dict[int, tuple[type[BpsxError], str]] = {
     Status.PEER_LOST: (PeerLostError, "a peer was lost"),
-    Status.MISMATCH: (MismatchError, "the workers disagree about this tensor"),
+    Status.MISMATCH: (
+        MismatchError,
+        "the workers disagree about this tensor's shape, dtype or operation",
+    ),
     Status.LEFT: (PeerLeftError, "a worker has left the job"),
     Status.STALL: (StallError, "all workers wait for each other"),
     Status.PROTOCOL: (ProtocolError, "the server refused the message as malformed"),
-    Status.SHUTDOWN: (ShutdownError, "bpsx was shut down while this was under way"),
+    Status.SHUTDOWN: (ShutdownError, "bpsx was shut down while this operation was under way"),
     Status.MEMORY: (OutOfMemoryError, "the core could not allocate memory"),
-    Status.JOINED: (JoinedError, "a worker that is needed has called join()"),
+    Status.JOINED: (JoinedError, "a worker that this operation needs has called join()"),
     Status.KERNELS: (
         KernelError,
-        "the code that sums this element type could not be loaded; the log of this machine's"
-        " largest local rank says why",
+        "the code that sums this element type could not be loaded; see the log of this machine's"
+        " process with the largest local rank",
     ),
-    Status.CODEC: (ProtocolError, "what was compressed does not decode"),
+    Status.CODEC: (ProtocolError, "compressed data cannot be decoded"),
     Status.COMPRESSOR: (ConfigError, "a server does not know how this tensor is compressed"),
     Status.DEVICE: (DeviceError, "the GPU failed"),
 }
@@ -284,33 +287,33 @@ def explain(
             else f"push_pull with op={'Sum' if divisor == 1 else 'Average'}"
         )
         return (
-            f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the"
-            f" same round, this worker for {here}; all must call the same one: a broadcast from the"
-            " same root, or push_pull with the same op and learning rate"
+            f"tensor {name!r}: workers {rank_a} and {rank_b} called different operations in the"
+            f" same round (this worker: {here}). All workers must call the same one: a broadcast"
+            " from the same root, or push_pull with the same op and learning rate"
         )
     if status == Status.CODEC:
-        return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
+        return f"tensor {name!r}: the compressed data from worker {rank_a} cannot be decoded"
     if kind is ConfigError:
         return (
-            f"tensor {name!r}: a server does not know its compression {codec}: BPSX_COMPRESSORS"
-            " must name the module of a compressor from outside bpsx on servers as on workers, and"
-            " both must have the same version of it; the server's log says more"
+            f"tensor {name!r}: a server does not know its compression {codec}. BPSX_COMPRESSORS"
+            " must name the module of a compressor from outside bpsx on servers as on workers, in"
+            " the same version. See the server's log"
         )
     if kind is PeerLeftError:
         return (
-            f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never"
-            " be complete (whose batches run out earlier calls join():"
+            f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so the sum can"
+            " never be complete (a worker whose data ends earlier must call join():"
             " docs/train/uneven-and-elastic.md)"
         )
     if kind is JoinedError and not broadcast:
         return (
-            f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that"
-            " in no place of its PCIe switches (BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in"
-            " each, and sums begin there; leave the GPUs in one group, or end together"
+            f"tensor {name!r}: workers on worker {rank_a}'s machine have called join(), and at no"
+            " position in its PCIe switches (BYTEPS_PCIE_SWITCH_SIZE) every switch still has a"
+            " GPU, where sums begin. Leave the GPUs in one group, or end all workers together"
         )
     if kind is JoinedError:
         return (
-            f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing"
-            " until all workers have"
+            f"tensor {name!r}: its root, worker {rank_a}, has called join() and cannot broadcast"
+            " until all workers have joined"
         )
     return f"tensor {name!r}: {text}" if name else text

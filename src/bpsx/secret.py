@@ -21,7 +21,7 @@ from bpsx.errors import ConfigError
 #: memorable word is not enough.
 LEAST_BYTES = 16
 MOST_BYTES = 4096
-HOW_TO = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+HOW_TO = "create one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 
 
 def make() -> str:
@@ -79,7 +79,7 @@ def accept(text: str, where: str) -> bytes:
     try:
         value = text.strip().encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{where}: is no text in UTF-8; {HOW_TO}") from None
+        raise ConfigError(f"{where}: not valid UTF-8; {HOW_TO}") from None
     if not LEAST_BYTES <= len(value) <= MOST_BYTES:
         raise ConfigError(
             f"{where}: the job secret has {len(value)} bytes; {LEAST_BYTES} to {MOST_BYTES} are"
@@ -101,14 +101,14 @@ def read(path: str) -> bytes:
     except OSError as e:
         raise ConfigError(f"BPSX_SECRET_FILE={path}: cannot read it: {e.strerror}") from e
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"BPSX_SECRET_FILE={path}: is no ordinary file")
+        raise ConfigError(f"BPSX_SECRET_FILE={path}: not a regular file")
     if found.st_mode & 0o077 or found.st_uid not in (os.getuid(), 0):
         raise ConfigError(
-            f"BPSX_SECRET_FILE={path}: must be readable by its owner only, this user or root (chmod"
-            f" 600); it belongs to user {found.st_uid} and has mode"
+            f"BPSX_SECRET_FILE={path}: must belong to this user or root and be readable by its"
+            f" owner only (chmod 600); it belongs to user {found.st_uid} and has mode"
             f" {stat.S_IMODE(found.st_mode):04o}"
         )
     try:
         return accept(data.decode(), f"BPSX_SECRET_FILE={path}")
     except UnicodeDecodeError:
-        raise ConfigError(f"BPSX_SECRET_FILE={path}: is no text in UTF-8") from None
+        raise ConfigError(f"BPSX_SECRET_FILE={path}: not valid UTF-8") from None

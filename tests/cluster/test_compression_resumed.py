@@ -249,4 +249,4 @@ def test_what_is_no_state_or_that_of_something_else() -> None:
     ):
         assert "'x'" in text and said in text
     assert all(total > 0 for total in sums), "it goes on with what it had"
-    assert log.count("is that of something else, and is not used") == 3
+    assert log.count("belongs to another tensor or another compression, and is not used") == 3

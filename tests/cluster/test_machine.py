@@ -341,7 +341,7 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
     occupied.touch()
     for path, said in (
         (elsewhere, r"local rank 1 is not at|local rank 0 did not come"),
-        (occupied / "below", "BYTEPS_SOCKET_PATH: cannot make"),
+        (occupied / "below", "BYTEPS_SOCKET_PATH: cannot create"),
     ):
         with Job(
             "import bpsx; bpsx.init()",

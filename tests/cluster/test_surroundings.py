@@ -46,7 +46,7 @@ def test_folders_are_found_without_a_home(tmp_path: Path, monkeypatch: pytest.Mo
         ("BYTEPS_SOCKET_PATH", runtime_dir),
         ("BYTEPS_TRACE_DIR", Config),
     ):
-        with pytest.raises(ConfigError, match=f"{variable}='~/x': this user has no home folder"):
+        with pytest.raises(ConfigError, match=f"{variable}='~/x': the user has no home folder"):
             make({variable: "~/x"})
     assert os.listdir(tmp_path) == ["tmp"]
 
@@ -60,7 +60,7 @@ def test_no_writeable_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BPSX_CACHE_DIR", cache_dir, {"XDG_CACHE_HOME": "/proc"}),
         ("BYTEPS_SOCKET_PATH", runtime_dir, {}),
     ):
-        with pytest.raises(ConfigError, match=f"set {variable} or TMPDIR to one that is writeable"):
+        with pytest.raises(ConfigError, match=f"set {variable} or TMPDIR to a writeable folder"):
             make(environment)
 
 
@@ -118,6 +118,6 @@ def test_a_few_more_descriptors_are_enough() -> None:
 @pytest.mark.parametrize("variable", ["BPSX_SECRET", "DMLC_PS_ROOT_URI", "DMLC_INTERFACE"])
 def test_what_is_no_text(variable: str) -> None:
     value = os.fsdecode(b"secret-\xff\xfe-of-more-than-16-bytes")
-    with pytest.raises(ConfigError, match=f"^{variable}: is no text in UTF-8$") as told:
+    with pytest.raises(ConfigError, match=f"^{variable}: not valid UTF-8$") as told:
         Config({variable: value})
     assert "secret-" not in str(told.value)

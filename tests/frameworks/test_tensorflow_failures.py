@@ -147,7 +147,7 @@ def test_a_call_under_way_does_not_keep_a_process_from_ending(way):
         job.workers[0].wait(60)
         if way == "shutdown":  # else the thread that calls ends somewhere on the way out
             assert (
-                "ShutdownError: bpsx was shut down while this was under way"
+                "ShutdownError: bpsx was shut down while this operation was under way"
                 in job.workers[0].reports()[-1][0]
             )
         job.workers[1].say("go")

@@ -111,14 +111,15 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path) -> N
             each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True
         ):
             assert all(torch.equal(a, b) for a, b in zip(want[case], got[case], strict=True)), case
-    assert "begin anew" not in resumed.output
+    assert "start from zero" not in resumed.output
     # The same with worker 0's checkpoints everywhere: said, and all hold the same weights.
     for case in RESUMED:
         (tmp_path / f"{case}.1.pt").write_bytes((tmp_path / f"{case}.0.pt").read_bytes())
     shared = run_job(__file__, ["job_second_half"], tmp_path / "shared", **env)
-    assert shared.status == 0 and "are those of worker 0, and begin anew here" in shared.output, (
-        shared.output[-3000:]
-    )
+    assert (
+        shared.status == 0
+        and "was saved by worker 0, so residuals and momentum start from zero here" in shared.output
+    ), shared.output[-3000:]
     one, two = each(shared, "job_second_half")
     assert all(
         torch.equal(a, b) for case in RESUMED for a, b in zip(one[case], two[case], strict=True)

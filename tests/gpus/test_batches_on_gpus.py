@@ -181,7 +181,7 @@ def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
         }
         for _ in range(2):
             a, long, small, b = begin(arrays, average=True)
-            assert "a name is a string of 1 to 4096 bytes" in str(
+            assert "must be a string of 1 to 4096 bytes" in str(
                 long
             ) and "cannot be averaged on GPUs" in str(small), (long, small)
             a.wait(20), b.wait(20)

@@ -117,4 +117,4 @@ def test_one_warning_and_the_same_sums(
     assert found == wanted
     for told, cause in zip(warnings, said, strict=True):
         assert len(told) == bool(cause)
-        assert all(cause in line and "Training goes on" in line for line in told)
+        assert all(cause in line and "Training continues" in line for line in told)

@@ -73,8 +73,8 @@ def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
         ({"name": ""}, "push_pull: name must be a string, not an empty one"),
         ({"name": 5}, "push_pull: name must be a string, not int"),
         ({"name": ["a"]}, "push_pull: name must be a string, not list"),
-        ({"name": "\ud800"}, "a name is a string of 1 to 4096 bytes of UTF-8"),
-        ({"name": "x" * 4097}, "a name is a string of 1 to 4096 bytes"),
+        ({"name": "\ud800"}, "must be a string of 1 to 4096 bytes of UTF-8"),
+        ({"name": "x" * 4097}, "must be a string of 1 to 4096 bytes"),
     ],
     ids=lambda v: repr(v)[:40],
 )
@@ -96,7 +96,7 @@ def test_push_pull(
 )
 def test_declare(alone: Session, name: Any) -> None:
     with pytest.raises(
-        ConfigError, match="^declare: name .*: a name is a string of 1 to 4096 bytes of UTF-8$"
+        ConfigError, match="^declare: name .*: must be a string of 1 to 4096 bytes of UTF-8$"
     ):
         bpsx.declare(name)
     assert bpsx.declare("ü" * 2048) == 0

@@ -45,8 +45,8 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
             {"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"},
             "the own address 127.0.0.1 is loopback, but the scheduler",
         ),
-        ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no folder that this user"),
-        ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot make /dev/null/x"),
+        ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: compiled kernels need a folder"),
+        ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot create /dev/null/x"),
     ],
 )
 def test_what_is_wrong_is_named(

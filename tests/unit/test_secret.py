@@ -57,7 +57,7 @@ def test_a_key_is_spelled_as_zeromq_spells_it(key):
 
 @pytest.mark.parametrize("text", ["short", "x" * 15, "x" * 4097])
 def test_a_secret_of_the_wrong_size_is_refused_without_being_told(text):
-    with pytest.raises(ConfigError, match="BPSX_SECRET.*16 to 4096.*make one with") as caught:
+    with pytest.raises(ConfigError, match="BPSX_SECRET.*16 to 4096.*create one with") as caught:
         _ = Config({"BPSX_SECRET": text}).secret_bytes
     assert text not in str(caught.value)
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / "bytes").chmod(0o600)
     for name, text in (
         ("missing", "No such file"),
-        ("", "directory|no ordinary"),
+        ("", "directory|not a regular"),
         ("bytes", "UTF-8"),
     ):
         with pytest.raises(ConfigError, match=text):

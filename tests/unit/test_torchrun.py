@@ -204,5 +204,7 @@ def test_who_hears_nothing_says_whom_it_waits_for():
         meeting(store, 1, 3, timeout=-0.9).hear("1")
     with pytest.raises(RendezvousError):
         meeting(store, 0, 3, timeout=0).gather("0")
-    with pytest.raises(RendezvousError, match="worker 1: .* worker 0 still waits for others"):
+    with pytest.raises(
+        RendezvousError, match="worker 1: .* worker 0 still waits for other workers"
+    ):
         meeting(store, 1, 3, timeout=-0.5).hear("1")

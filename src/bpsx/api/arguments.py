@@ -88,8 +88,8 @@ def check_unmasked(array: Any, what: str) -> None:
         hidden = int(np.ma.getmaskarray(array).sum())
         raise ConfigError(
             f"{what}: {hidden} elements of a numpy.ma.MaskedArray are masked, and a mask cannot be"
-            " sent: give array.filled(0), or another value for them; where it matters how many"
-            " workers have an element, push_pull (~array.mask).astype('int32'), too"
+            " sent. Give array.filled(0), or fill in another value. If you need to know how many"
+            " workers have each element, also push_pull (~array.mask).astype('int32')"
         )
 
 

@@ -63,8 +63,8 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
     nbytes, address = _count(shape) * itemsize, int(described["data"][0])
     if not moved and nbytes and address % itemsize:
         raise ConfigError(
-            f"{what}: memory on a GPU must be aligned; this array's begins at {address:#x}, and its"
-            f" elements have {itemsize} bytes"
+            f"{what}: memory on a GPU must be aligned to the element size; this array begins at"
+            f" {address:#x}, and its elements have {itemsize} bytes"
         )
     gpu = (
         array.__dlpack_device__()[1]
@@ -74,7 +74,9 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
         else 0
     )
     if gpu < 0:
-        raise ConfigError(f"{what}: its __cuda_array_interface__ names memory that is no GPU's")
+        raise ConfigError(
+            f"{what}: the address in its __cuda_array_interface__ is not memory of a GPU"
+        )
     return GpuView(address, nbytes, dtype, shape, array, gpu, _streams_of(array, described))
 
 
@@ -93,11 +95,10 @@ def output_for(array: Any, output: Any, what: str) -> Any:
         return _cupy(what).empty_like(_in_cupy(array, what), order="C")
     if not is_on_gpu(output):
         raise ConfigError(
-            f"{what}: output must be an array on a GPU, as the input is, not"
-            f" {type(output).__name__}"
+            f"{what}: output must be an array on a GPU, like the input, not {type(output).__name__}"
         )
     if hasattr(output, "__cuda_array_interface__") and output.__cuda_array_interface__["data"][1]:
-        raise ConfigError(f"{what}: output must be writeable")
+        raise ConfigError(f"{what}: output is read-only; give a writeable array")
     return output
 
 
@@ -119,8 +120,8 @@ def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
         source.address + source.nbytes, target.address + target.nbytes
     ):
         raise ConfigError(
-            f"{what}: output overlaps the input's memory without being the same; give the input"
-            " itself, or an array of its own"
+            f"{what}: output overlaps the input's memory but is not the input itself; give the"
+            " input itself, or a separate array"
         )
 
 
@@ -131,14 +132,14 @@ def _check_described(described: dict[str, Any], what: str) -> None:
     """
     if described.get("mask") is not None:
         raise ConfigError(
-            f"{what}: the array has a mask, which cannot be sent: give a value to the masked"
-            " elements"
+            f"{what}: the array has a mask, which cannot be sent; fill the masked elements with a"
+            " value"
         )
     dtype = np.dtype(described["typestr"])
     if not dtype.isnative:
         raise ConfigError(
-            f"{what}: dtype {dtype.str} is not of this machine's byte order, and is not converted"
-            f" on a GPU: give elements of {dtype.newbyteorder('=').str}"
+            f"{what}: dtype {dtype.str} does not have this machine's byte order, and bpsx does not"
+            f" convert it on a GPU; give elements of {dtype.newbyteorder('=').str}"
         )
 
 
@@ -159,9 +160,9 @@ def _cupy(what: str) -> Any:
         import cupy
     except ImportError as e:
         raise ConfigError(
-            f"{what}: arrays on a GPU need CuPy for this ({e}): pip install cupy-cuda13x (or"
-            " cupy-cuda12x); contiguous ones that have __cuda_array_interface__ go without, if"
-            " output=… is such a one, too"
+            f"{what}: this array on a GPU needs CuPy ({e}): pip install cupy-cuda13x (or"
+            " cupy-cuda12x). CuPy is not needed for contiguous arrays with"
+            " __cuda_array_interface__ if output=… is such an array, too"
         ) from e
     return cupy
 

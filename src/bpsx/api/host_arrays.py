@@ -54,8 +54,8 @@ def movable(array: Any, what: str) -> np.ndarray:
     check_unmasked(given, what)
     if given.dtype.hasobject or not given.dtype.itemsize:
         raise UnsupportedDType(
-            f"{what}: dtype {given.dtype} cannot be moved: its elements have no fixed number of"
-            " bytes of their own"
+            f"{what}: dtype {given.dtype} cannot be sent, because its elements do not have a fixed"
+            " size in bytes"
         )
     return given
 
@@ -148,7 +148,7 @@ def _native(array: np.ndarray) -> np.dtype[Any]:
 def _check_output(given: np.ndarray, output: Any, what: str) -> None:
     if not isinstance(output, np.ndarray):
         raise ConfigError(
-            f"{what}: output must be a NumPy array, as the input is, not {type(output).__name__}"
+            f"{what}: output must be a NumPy array, like the input, not {type(output).__name__}"
         )
     if (
         output.shape != given.shape
@@ -156,16 +156,16 @@ def _check_output(given: np.ndarray, output: Any, what: str) -> None:
         and _native(output) != _native(given)
     ):
         raise ConfigError(
-            f"{what}: output is {output.dtype} {output.shape}, input {given.dtype} {given.shape}:"
-            " must be alike"
+            f"{what}: output is {output.dtype} {output.shape}, input {given.dtype} {given.shape};"
+            " dtype and shape must be equal"
         )
     if not output.flags.writeable:
         raise ConfigError(
-            f"{what}: output is read-only; give one that is writeable, or none for a new array"
+            f"{what}: output is read-only; give a writeable array, or none to get a new array"
         )
     if not output.flags.c_contiguous:
         raise ConfigError(
             f"{what}: output must be C-contiguous; this one has shape {output.shape} and strides"
-            f" {output.strides}: give none for a new array, and assign that"
+            f" {output.strides}. Give none to get a new array, and assign the result"
         )
     check_unmasked(output, f"{what}: output")

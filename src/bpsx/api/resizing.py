@@ -31,8 +31,8 @@ def resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Conf
             )
         if global_rank % now.local_size != now.local_rank:
             raise errors.ConfigError(
-                f"resume: global_rank={global_rank} is not of a process with"
-                f" BYTEPS_LOCAL_RANK={now.local_rank}: it is machine * {now.local_size}"
+                f"resume: global_rank={global_rank} does not fit this process, which has"
+                f" BYTEPS_LOCAL_RANK={now.local_rank}; it must be machine * {now.local_size}"
                 f" (BYTEPS_LOCAL_SIZE) + {now.local_rank}"
             )
         changes["worker_id"] = global_rank // now.local_size

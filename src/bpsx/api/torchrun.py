@@ -138,10 +138,10 @@ def _meets_at_store(ours: LaunchedPlace) -> bool:
         if not value
     ]
     raise ConfigError(
-        f"the environment says that this process is one of {ours.size} ({ours.told}), but not where"
-        f" they meet: set {' and '.join(missing)}, the same for all processes, to the address of"
-        " the first process's machine and a free port there; or start the script with bpsx-run;"
-        f" {ALONE}"
+        f"the environment says that this process is one of {ours.size} ({ours.told}), but not"
+        f" where the processes meet. Set {' and '.join(missing)} to the address of the first"
+        " process's machine and a free port there, the same for all processes; or start the script"
+        f" with bpsx-run; {ALONE}"
     )
 
 
@@ -162,8 +162,8 @@ def resume(
         check_size(num_workers, num_servers)
         if global_rank not in (None, ours.rank):
             raise ConfigError(
-                f"resume: global_rank={global_rank!r}, but for {ours.launcher} this is worker"
-                f" {ours.rank}: leave it out"
+                f"resume: global_rank={global_rank!r}, but {ours.launcher} made this process"
+                f" worker {ours.rank}; omit global_rank"
             )
         _join(ours, open_store, (num_workers, num_servers))
 
@@ -194,8 +194,8 @@ def _join(
         raise
     if agreement is not None and agreement.uneven:
         log.warning(
-            "the machines have different numbers of processes, or ranks that do not go machine by"
-            " machine: each process counts as a machine of its own, whose local_rank() is 0"
+            "the machines have different numbers of processes, or their ranks are not consecutive:"
+            " each process counts as a machine of its own and has local_rank() 0"
         )
 
 
@@ -203,8 +203,8 @@ def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> 
     """Raise :class:`~bpsx.errors.ConfigError` if resume's numbers do not fit ``count`` machines."""
     if resumed is not None and resumed[0] != count:
         raise ConfigError(
-            f"resume: num_workers={resumed[0]}, but {launcher}'s machines are {count}; "
-            f"only {launcher} itself, by a restart, changes that"
+            f"resume: num_workers={resumed[0]}, but {launcher} has started {count} machines; to"
+            f" change their number, restart with {launcher}"
         )
 
 
@@ -271,7 +271,7 @@ class Meeting:
                 answered = call
         raise RendezvousError(
             f"worker {self._rank}: the job has not come together after {self._timeout:g} s; "
-            + ("worker 0 still waits for others" if answered else "no answer from worker 0")
+            + ("worker 0 still waits for other workers" if answered else "no answer from worker 0")
             + f" in {self._where}"
         )
 
@@ -352,7 +352,7 @@ class _Agreement:
             if config.num_worker not in (1, found.count):
                 raise ConfigError(
                     f"DMLC_NUM_WORKER={config.num_worker}, but {self._place.launcher} has"
-                    f" {found.count} machines; leave it out for the workers"
+                    f" {found.count} machines; do not set it for the workers"
                 )
             return {**job, **({"num_server": wished} if self._resumed else {}), "servers": 0}
         needed = (
@@ -401,12 +401,12 @@ class _Agreement:
                 )
         except OSError as e:
             raise ConfigError(
-                f"cannot tell the own address (DMLC_INTERFACE={self._config.interface!r}, store"
-                f" {store}): {e}; set DMLC_NODE_HOST"
+                f"cannot find this machine's address (DMLC_INTERFACE={self._config.interface!r},"
+                f" store {store}): {e}; set DMLC_NODE_HOST"
             ) from e
         raise ConfigError(
-            "the workers are on several machines and meet at a store without an address: set"
-            " DMLC_NODE_HOST to an address at which the others reach worker 0's machine"
+            "the workers are on several machines and meet at a store without an address; set"
+            " DMLC_NODE_HOST to an address at which other machines reach worker 0"
         )
 
 

@@ -99,15 +99,15 @@ def launched_fields(ours: LaunchedPlace | None) -> dict[str, Any]:
     begun = f"the environment says that this process is one of {ours.size} ({ours.told})"
     if with_scheduler:
         raise errors.ConfigError(
-            f"{begun}, but not which machine it is on: bpsx counts ranks machine by machine, with"
-            " as many processes on each. Place processes by slot, or set DMLC_NUM_WORKER and"
-            f" DMLC_WORKER_ID; {ALONE}"
+            f"{begun}, but not which machine it is on: bpsx numbers ranks machine by machine, with"
+            " the same number of processes on each. Place processes by slot, or set"
+            f" DMLC_NUM_WORKER and DMLC_WORKER_ID; {ALONE}"
         )
     raise errors.ConfigError(
-        f"{begun}, but DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER, the scheduler and"
-        " servers of their job, are not set: set them, or start the script with bpsx-run, or in a"
-        " script of PyTorch's call bpsx.torch.init(), which needs only MASTER_ADDR and"
-        f" MASTER_PORT; {ALONE}"
+        f"{begun}, but not how to reach the job's scheduler and servers. Set DMLC_PS_ROOT_URI,"
+        " DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER, or start the script with bpsx-run. A PyTorch"
+        " script may call bpsx.torch.init(), which needs only MASTER_ADDR and MASTER_PORT;"
+        f" {ALONE}"
     )
 
 
@@ -178,7 +178,7 @@ def finish(limit: float | None = None) -> float:
         while wait(_LOOK) and not ours.failure:
             if time.monotonic() >= begin + limit:
                 log.warning(
-                    "there are operations that the framework's engine has not finished in %g s"
+                    "the framework's engine did not finish its operations within %g s"
                     " (BPSX_SHUTDOWN_TIMEOUT)",
                     limit,
                 )
@@ -255,8 +255,8 @@ def resume(
             raise errors.ConfigError("resume: this process is in a job; call suspend() first")
         if _placed:
             raise errors.ConfigError(
-                "resume: torchrun has given this process its place, which bpsx.resume cannot see:"
-                " call bpsx.torch.resume"
+                "resume: torchrun has set this process's rank, which bpsx.resume does not know;"
+                " call bpsx.torch.resume instead"
             )
         _adopt(_next_session(resumed(num_workers, num_servers, global_rank)))
 
@@ -309,8 +309,8 @@ def session() -> Session:
         raise errors.NotInitializedError("bpsx is not initialised: call init() first")
     if _owner_pid != own_pid():
         raise errors.NotInitializedError(
-            f"bpsx was initialised in process {_owner_pid} and this is its forked child"
-            f" {os.getpid()}: call init() in the child before anything else, or use the 'spawn'"
+            f"bpsx was initialised in process {_owner_pid}, and this is its forked child"
+            f" {os.getpid()}; call init() in the child before anything else, or use the 'spawn'"
             " start method"
         )
     return found
@@ -507,7 +507,7 @@ def seed(
     ours = session()
     if not ours.config.asynchronous:
         raise errors.ConfigError(
-            "seed: servers hold values only in asynchronous training: set BYTEPS_ENABLE_ASYNC=1 on"
+            "seed: servers hold values only in asynchronous training; set BYTEPS_ENABLE_ASYNC=1 on"
             " all workers and servers"
         )
     check_name(name, "seed")
@@ -600,7 +600,9 @@ def _push_pull(
 ) -> Handle | StagedHandle:
     ours = session()
     if rate is not None and not isinstance(rate, (int, float, np.integer, np.floating)):
-        raise errors.ConfigError(f"push_pull: learning_rate={rate!r}: a number from 0 is needed")
+        raise errors.ConfigError(
+            f"push_pull: learning_rate={rate!r}: must be a number of at least 0"
+        )
     check_name(name, "push_pull")
     check_priority(priority, "push_pull")
     if is_on_gpu(array):

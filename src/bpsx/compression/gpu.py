@@ -222,7 +222,7 @@ def check_launch(gpu: Gpu) -> None:
     gpu.settle(gpu.aside)
     gpu.move(answer.ctypes.data, place, answer.nbytes)
     if answer[0] != -1:
-        raise RuntimeError(f"a kernel wrote {answer[0]} where -1 was expected")
+        raise RuntimeError(f"a test kernel wrote {answer[0]} instead of -1")
 
 
 def _aside(made: Made) -> int:

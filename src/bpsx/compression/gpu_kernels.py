@@ -92,7 +92,7 @@ class GpuKernels:
             raise
         except ConfigError as e:
             self._missing.add(given.compressor)
-            log.warning("%r is on the GPU and is compressed on the CPU: %s", name, e)
+            log.warning("%r is on the GPU but is compressed on the CPU: %s", name, e)
             return None
         except Exception as e:
             self._fail(name, e)
@@ -121,12 +121,12 @@ class GpuKernels:
     def _fail(self, name: str, cause: Exception) -> None:
         """Use the host from now on, and log why."""
         self._off = True
-        said = " ".join(str(cause).split()) or "no text"
+        said = " ".join(str(cause).split()) or "no error text"
         log.warning(
-            "%r is on the GPU and is compressed on the CPU, as will be all tensors that follow:"
-            " kernels for GPUs cannot be built: %s: %s. Training goes on, with copies to the host."
-            " Kernels for GPUs need the package numba-cuda: pip install 'bpsx[cuda]' (which"
-            " versions work together: docs/start/versions.md)",
+            "cannot build kernels for GPUs, so %r and all later tensors on GPUs are compressed on"
+            " the CPU: %s: %s. Training continues, with copies to the host. Kernels for GPUs need"
+            " the package numba-cuda: pip install 'bpsx[cuda]' (compatible versions:"
+            " docs/start/versions.md)",
             name,
             type(cause).__name__,
             said[:600],

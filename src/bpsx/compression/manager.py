@@ -94,8 +94,8 @@ class Compressing:
         """
         if compression != NONE and self._config.asynchronous:
             raise ConfigError(
-                f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers"
-                " add to values of one shape"
+                f"{name!r}: compression={compression.text()} cannot be used with"
+                " BYTEPS_ENABLE_ASYNC=1, because servers add each push to a value of a fixed shape"
             )
         if compression != self._of.get(name, NONE):  # an equal compression stays the same object
             self._warn_of(compression)
@@ -124,9 +124,10 @@ class Compressing:
         ):
             return
         log.warning(
-            "compression=%s: what this compressor leaves over may be more than what it was given,"
-            " so the residual of ef=%r can grow from step to step without end: dithering needs"
-            " normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
+            "compression=%s: the error of this compressor may be larger than its input, so with"
+            " ef=%r the residual can grow from step to step without bound. dithering needs"
+            " normalize='max' and k of at least 2 to avoid that; without ef it keeps the mean"
+            " anyway",
             compression.text(),
             compression.ef,
         )
@@ -311,8 +312,8 @@ class Compressing:
         )
         if others:
             log.warning(
-                "worker %d: residuals and momentum in the state given are those of worker %s, and"
-                " begin anew here: each worker has to save and load a state of its own",
+                "worker %d: the given state was saved by worker %s, so residuals and momentum"
+                " start from zero here; each worker has to save and load its own state",
                 self._config.rank,
                 ", ".join(map(str, others)),
             )
@@ -366,7 +367,7 @@ class Compressing:
         try:
             kept = self.save(self._of)
         except BpsxError as e:
-            log.warning("residuals and momentum begin anew after suspend(): %s", e)
+            log.warning("residuals and momentum start from zero after suspend(): %s", e)
             kept = {}
         return Remembered(dict(self._of), kept)
 
@@ -379,7 +380,8 @@ class Compressing:
                 handle.wait()
             except BpsxError as e:
                 log.error(
-                    "%r: the servers have not taken what was saved of it, and begin anew: %s",
+                    "%r: the servers did not accept the saved state of its compression and start"
+                    " from zero: %s",
                     handle.name,
                     e,
                 )
@@ -394,7 +396,7 @@ class Compressing:
             if any(saved.get(key) != value for key, value in meaning.items()):
                 raise ValueError(
                     ", ".join(
-                        f"{key} {saved.get(key)!r}, now {value!r}"
+                        f"{key} was {saved.get(key)!r}, is now {value!r}"
                         for key, value in meaning.items()
                         if saved.get(key) != value
                     )
@@ -402,8 +404,8 @@ class Compressing:
             handle = put(self.core, tensor, saved, own)
         except ValueError as e:
             log.warning(
-                "%r: the saved state of its compression is that of something else, and is not"
-                " used: %s",
+                "%r: the saved state of its compression belongs to another tensor or another"
+                " compression, and is not used: %s",
                 tensor.name,
                 e,
             )

@@ -107,7 +107,7 @@ def compression(
 def _checked(given: dict[str, Any]) -> CompressionSpec:
     name = given.get("compressor", "")
     if not isinstance(name, str):
-        raise ConfigError(f"compressor={name!r}: a name is needed")
+        raise ConfigError(f"compressor={name!r}: must be a name")
     known = codec(name) if name else None
     given = _without_others(given, known)
     _check_keys(given, known)
@@ -149,7 +149,7 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
         if (key, place) not in _told:
             _told.add((key, place))
             log.warning(
-                "compression_params: %s=%r is ignored: it means nothing with %s, but with %s",
+                "compression_params: %s=%r is ignored: it has no meaning with %s, only with %s",
                 key,
                 value,
                 place,
@@ -176,16 +176,20 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
     every = {*COMMON, *(known.keys if known else ())}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
+            raise ConfigError(f"{key!r} is not a key; allowed are {', '.join(sorted(every))}")
         if key in every:
             continue
-        raise ConfigError(f"{key}={value!r} is no key: allowed are {', '.join(sorted(every))}")
+        raise ConfigError(
+            f"{key}={value!r}: there is no such key; allowed are {', '.join(sorted(every))}"
+        )
     if known is None:
         for key in ("ef", "momentum", "mu"):
             if key in given:
-                raise ConfigError(f"{key}={given[key]!r} without a compressor")
+                raise ConfigError(
+                    f"{key}={given[key]!r} needs a compressor; give one or omit {key}"
+                )
     if "mu" in given and "momentum" not in given:
-        raise ConfigError(f"mu={given['mu']!r} without momentum")
+        raise ConfigError(f"mu={given['mu']!r} needs momentum; give momentum='nesterov' or omit mu")
 
 
 def _factor(mu: Any) -> float:
@@ -217,7 +221,7 @@ def parse(text: str) -> CompressionSpec:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        raise ConfigError("a compression is a JSON object")
+        raise ConfigError("a compression must be a JSON object")
     return compression(said, "compression")
 
 
@@ -257,7 +261,7 @@ def check_fits(
         _check_count(given, min(nbytes, partition_bytes) // BY_NAME[dtype].itemsize)
     except ConfigError as e:
         raise ConfigError(
-            f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less: compressed partitions have"
+            f"{what}: {e}; reduce BYTEPS_PARTITION_BYTES: compressed partitions have"
             f" {partition_bytes} bytes"
         ) from None
 
@@ -267,8 +271,8 @@ def _check_count(given: CompressionSpec, n: int) -> None:
     too_many = codec(given.compressor).too_many
     if n >= too_many:
         raise ConfigError(
-            f"compressor={given.compressor!r}: a partition of {n} elements: at most {too_many - 1}"
-            " are possible"
+            f"compressor={given.compressor!r}: a partition has {n} elements; at most"
+            f" {too_many - 1} are possible"
         )
 
 
@@ -354,8 +358,8 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     numbers = used.numbers(dict(given.options))
     if len(numbers) > ALIKE:
         raise ConfigError(
-            f"compressor={given.compressor!r} makes {len(numbers)} numbers of its options: at most"
-            f" {ALIKE} are possible"
+            f"compressor={given.compressor!r} computes {len(numbers)} numbers from its options; at"
+            f" most {ALIKE} are possible"
         )
     seed = mix(
         given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else [])

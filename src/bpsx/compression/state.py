@@ -66,8 +66,8 @@ def until_idle(core: Core, tensor: Tensor, seconds: float) -> None:
     while tensor.busy and not core.failed:
         if time.monotonic() >= end:
             raise BpsxError(
-                f"what is kept of {tensor.name!r} cannot be had: a push_pull of it has been under"
-                f" way for more than {seconds:g} s"
+                f"cannot access the compression state of {tensor.name!r}: a push_pull of it has"
+                f" been under way for more than {seconds:g} s"
             )
         core.settle(_WAIT)
 
@@ -86,7 +86,9 @@ def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[st
         for handle in asked:
             found[handle.name]["server"] = handle.wait()
     except BpsxError as e:
-        log.warning("saved without what the servers keep of compressed tensors: %s", e)
+        log.warning(
+            "the servers' part of the compression state is missing in what was saved: %s", e
+        )
     return found
 
 
@@ -135,6 +137,6 @@ def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
         begin += len(part)
     server = saved.get("server") if own else None
     if begin != saved["worker"].size or server is not None and server.size != tensor.server_bytes:
-        raise ValueError(f"{saved['worker'].size} bytes of state for a tensor that keeps {begin}")
+        raise ValueError(f"the state has {saved['worker'].size} bytes, this tensor needs {begin}")
     tensor.state(now)
     return None if server is None else ask(core, tensor, np.ascontiguousarray(server))

@@ -58,7 +58,7 @@ class Config:
         self.unknown = (*_complain(source), *([idle] if idle else []))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no option is called {name!r}")
+        raise AttributeError(f"there is no option {name!r}")
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class Config:
             return ""
         what = (
             f"DMLC_PS_ROOT_URI and DMLC_NUM_SERVER={self.num_server} name a scheduler and servers,"
-            " which "
+            " but "
         )
         what += "a job of one worker" if self.size == 1 else "a job of one machine"
         now = (
@@ -121,8 +121,8 @@ class Config:
             else "DMLC_NUM_WORKER is not set"
         )
         return (
-            f"{what} does not use ({now}): set DMLC_NUM_WORKER to the number of worker machines, "
-            "or BYTEPS_FORCE_DISTRIBUTED=1 to use them with one"
+            f"{what} does not use them ({now}); set DMLC_NUM_WORKER to the number of worker"
+            " machines, or BYTEPS_FORCE_DISTRIBUTED=1 to use them with one machine"
         )
 
     @property
@@ -174,8 +174,8 @@ class Config:
     def _gpu_faults(self) -> Iterable[str]:
         if self.reduce_roots and self.switch_size is not None:
             yield (
-                "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set"
-                " one of them"
+                "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE exclude each other; set only one"
+                " of them"
             )
         for root in self.reduce_roots or ():
             if root >= self.local_size:
@@ -215,8 +215,8 @@ class Config:
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
             yield (
-                f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes"
-                " decide; allowed is balanced"
+                f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: BYTEPS_ENABLE_MIXED_MODE=1 assigns"
+                " partitions by bytes; allowed is balanced"
             )
         if self.role in ("worker", None):
             yield from self._worker_faults()
@@ -294,7 +294,7 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
         return option.parse(text.strip())
     except UnicodeEncodeError:
         # The message leaves out the value, which may be secret.
-        raise ConfigError(f"{option.env}: is no text in UTF-8") from None
+        raise ConfigError(f"{option.env}: not valid UTF-8") from None
     except ValueError as e:
         why = f"{e}" if option.parse is folder else f"allowed is {option.allowed}"
         raise ConfigError(f"{option.env}={text!r}: {why}") from None

@@ -31,8 +31,8 @@ def _temporary(options: str) -> str:
         return tempfile.gettempdir()
     except OSError as e:
         raise ConfigError(
-            f"{options}: no folder that this user may write to ({e.strerror}); set {options} or"
-            " TMPDIR to one that is writeable"
+            f"{options}: there is no folder that this user may write to ({e.strerror}); set"
+            f" {options} or TMPDIR to a writeable folder"
         ) from e
 
 
@@ -67,8 +67,8 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
     raise ConfigError(
-        "BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled"
-        " kernels; tried " + ", ".join(tried)
+        "BPSX_CACHE_DIR: compiled kernels need a folder to which only this user may write; tried "
+        + ", ".join(tried)
     )
 
 
@@ -117,12 +117,13 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
         found = folder.lstat()
     except OSError as e:
         raise ConfigError(
-            f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}; set it to a folder that this"
-            " user may write to"
+            f"BYTEPS_SOCKET_PATH: cannot create {folder}: {e.strerror}; set it to a folder that"
+            " this user may write to"
         ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700;"
-            f" it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}"
+            f"BYTEPS_SOCKET_PATH: {folder} must be a folder that belongs to user {os.getuid()} and"
+            f" has mode 0700; it belongs to user {found.st_uid} and has mode"
+            f" {stat.S_IMODE(found.st_mode):04o}"
         )
     return folder

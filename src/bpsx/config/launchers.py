@@ -12,7 +12,7 @@ from bpsx.config.options import MOST_WORKERS
 from bpsx.errors import ConfigError
 
 #: End of messages about variables that belong to another program: how to run a job of one process.
-ALONE = "for a job of this process alone, set DMLC_WORKER_ID=0"
+ALONE = "to run this process alone, set DMLC_WORKER_ID=0"
 
 
 @dataclass(frozen=True)
@@ -139,19 +139,19 @@ def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
     if rank >= 0:
         missing = launcher.size or "WORLD_SIZE, and RANK"
         raise ConfigError(
-            f"{launcher.rank}={rank} is set, but not how many processes there are: "
-            f"set {missing}; {ALONE}"
+            f"{launcher.rank}={rank} is set, but the number of processes is not; set {missing};"
+            f" {ALONE}"
         )
     if size > 1:
         raise ConfigError(
-            f"{launcher.size}={size} is set, but not which of them this process is: "
-            f"set {launcher.rank}; {ALONE}"
+            f"{launcher.size}={size} is set, but this process's rank is not; set {launcher.rank};"
+            f" {ALONE}"
         )
     if number(launcher.local_size) > 1 or number(launcher.local_rank) > 0:
         name = launcher.local_size if number(launcher.local_size) > 1 else launcher.local_rank
         raise ConfigError(
-            f"{name}={variables[name]} is set, but {launcher.rank} and "
-            f"{launcher.size} are not: set both; {ALONE}"
+            f"{name}={variables[name]} is set, but {launcher.rank} and {launcher.size} are not;"
+            f" set both; {ALONE}"
         )
 
 
@@ -163,8 +163,8 @@ def _check_same(found: Launcher, rank: int, size: int, variables: Mapping[str, s
     ):
         if name in variables and variables[name] != str(number):
             raise ConfigError(
-                f"{name}={variables[name]}, but {of_found}={number}: make them agree, "
-                "or unset the wrong one"
+                f"{name}={variables[name]}, but {of_found}={number}; make them equal, or unset the"
+                " wrong one"
             )
 
 
@@ -230,7 +230,7 @@ def _tensorflow(variables: Mapping[str, str]) -> LaunchedPlace | None:
         0,
         1,
         launcher="TF_CONFIG",
-        told=f"TF_CONFIG names {size} workers, this is number {rank}",
+        told=f"TF_CONFIG names {size} workers, this is worker {rank}",
     )
 
 

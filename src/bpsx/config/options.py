@@ -352,7 +352,7 @@ OPTIONS: tuple[Option, ...] = (
         10.0,
         "milliseconds; 0: no bound",
         "Most data per server, as sending time on the slowest server's link, that a worker hands"
-        " to the transport ahead; at least one partition. With more in flight, partitions share"
+        " to the transport ahead; at least one partition. With more under way, partitions share"
         " the link and all complete late. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0,"
         " this option has no effect.",
         _TUNE,
@@ -557,7 +557,7 @@ OPTIONS: tuple[Option, ...] = (
         60.0,
         "seconds",
         "Deadlock: the scripts of all workers have waited this long for tensors that another"
-        " worker has not pushed. All push_pulls in flight then fail. Scripts that have called"
+        " worker has not pushed. All push_pulls under way then fail. Scripts that have called"
         " push_pull equally often may catch the error and go on; otherwise the job has to end. A"
         " push_pull counts only while a script waits for it. While another thread that has used"
         " bpsx does not wait, the time is ten times as long.",
@@ -581,7 +581,7 @@ OPTIONS: tuple[Option, ...] = (
         number(0.1),
         5.0,
         "seconds",
-        "Time that shutdown waits for push_pulls in flight and for the scheduler's goodbye.",
+        "Time that shutdown waits for push_pulls under way and for the scheduler's goodbye.",
         _FAIL,
     ),
     Option(

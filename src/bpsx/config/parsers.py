@@ -143,7 +143,7 @@ def folder(text: str) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(
-            "this user has no home folder (no HOME, no entry in passwd), or there is no such user:"
-            " write the path without ~"
+            "the user has no home folder (HOME is not set, and passwd has no entry), or does not"
+            " exist; write the path without ~"
         )
     return path

@@ -27,7 +27,7 @@ def reference() -> str:
         if group == TORCHRUN:
             lines += [
                 (
-                    "They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set"
+                    "bpsx reads them unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set"
                     " ([pytorch.md](../train/pytorch.md))."
                 ),
                 "",
@@ -48,7 +48,7 @@ def reference() -> str:
         "## Other launchers",
         "",
         (
-            "Rank and size where torchrun's are not set"
+            "Variables from which bpsx takes rank and size if torchrun's are not set"
             " ([launching.md](../run/launching.md#under-another-launcher))."
         ),
         "",
@@ -62,9 +62,9 @@ def reference() -> str:
         )
     lines += [
         "",
-        "## Known from BytePS, without effect in this version",
+        "## BytePS options without effect in this version",
         "",
-        "Setting one of these gets a warning.",
+        "bpsx warns if one of these is set.",
         "",
     ]
     lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]

@@ -32,11 +32,11 @@ class Stage(IntEnum):
 class MachineRole(Enum):
     """Role of a process in its machine."""
 
-    DIRECT = "speaks to the servers for itself"
-    MEMBER = "gives its share to the machine's root"
-    ROOT = "adds the machine's shares and speaks to the servers"
-    ONLY_ROOT = "adds the machine's shares, and there are no servers"
-    ONLY_MEMBER = "gives its share to the machine's root, and there are no servers"
+    DIRECT = "communicates with the servers itself"
+    MEMBER = "gives its data to the machine's root"
+    ROOT = "sums the machine's data and communicates with the servers"
+    ONLY_ROOT = "sums the machine's data; there are no servers"
+    ONLY_MEMBER = "gives its data to the machine's root; there are no servers"
 
 
 #: Work of a machine's GPUs before one of them speaks to the servers, and afterwards.

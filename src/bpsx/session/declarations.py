@@ -159,7 +159,8 @@ class Declarations:
         if doubtful:
             self._doubt(
                 status,
-                f"it has begun more than one push_pull of {name!r}, which fail for this: {text}",
+                f"it has started more than one push_pull of {name!r}, and all of them fail because"
+                f" of this error: {text}",
             )
 
     def _reset(self, epoch: int, status: int, text: str) -> None:
@@ -194,7 +195,7 @@ class Declarations:
         for handle in pending:
             self._core.end(handle, status, text)
         if not waits or asking.deserted != deserted:
-            self._doubt(status, f"not all of its threads were waiting when this happened: {text}")
+            self._doubt(status, f"some of its threads were not waiting when this happened: {text}")
 
     def _doubt(self, status: int, text: str) -> None:
         """End the job: this worker cannot tell which later push_pulls belong together."""
@@ -332,7 +333,7 @@ class Declarations:
         if lost is not None and (lost.uses > 1 or name in self._core.asking.unheard):
             self._doubt(
                 Status.MISMATCH,
-                f"it has begun more than one push_pull of {name!r}, about which the workers"
+                f"it has started more than one push_pull of {name!r}, about which the workers"
                 " disagree",
             )
         if declared is None:

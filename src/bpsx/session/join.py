@@ -33,8 +33,8 @@ class Joining:
         """Raise :class:`JoinedError` if this worker has joined: servers do not count on it then."""
         if self.active:
             raise JoinedError(
-                f"{name!r}: this worker has called join() and takes part in nothing until all"
-                " workers have"
+                f"{name!r}: this worker has called join() and cannot exchange anything until all"
+                " workers have joined"
             )
 
     def run(

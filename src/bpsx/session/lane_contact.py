@@ -61,7 +61,8 @@ def greet_lanes(
                             f"{who} cannot reach {lanes[i][0]} ({tried[lanes[i][1]]})"
                         )
                 raise RendezvousError(
-                    f"{who}: {lost} before it had answered; do all share BPSX_SECRET?"
+                    f"{who}: {lost} before it had replied; do all processes have the same"
+                    " BPSX_SECRET?"
                 )
             hear()
             now = time.monotonic()
@@ -72,12 +73,10 @@ def greet_lanes(
                     raise RendezvousError(f"{who} cannot reach {lanes[i][0]} ({why})")
             names = ", ".join(lanes[i][0] for i in waiting)
             if now - began >= seconds:
-                raise RendezvousError(f"{who}: no answer from {names}")
+                raise RendezvousError(f"{who}: no reply from {names}")
             if now >= report:
                 report = now + _REPORT_EVERY
-                log.warning(
-                    "%s: waiting for an answer from %s; the port can be reached", who, names
-                )
+                log.warning("%s: waiting for a reply from %s; the port can be reached", who, names)
     finally:
         for probe in probes.values():
             probe.close()

@@ -20,7 +20,7 @@ def check_name(name: Any, what: str) -> None:
         length = 0
     if not 0 < length <= MAX_NAME:
         raise ConfigError(
-            f"{what}: name {repr(name)[:60]}: a name is a string of 1 to {MAX_NAME} bytes of UTF-8"
+            f"{what}: name {repr(name)[:60]}: must be a string of 1 to {MAX_NAME} bytes of UTF-8"
         )
 
 
@@ -30,8 +30,8 @@ def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
     most = PARTS_PER_TENSOR * partition_bytes
     if nbytes > most:
         raise ConfigError(
-            f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={partition_bytes} at"
-            f" most {most} are possible"
+            f"tensor {name!r} has {nbytes} bytes; at most {most} are possible with"
+            f" BYTEPS_PARTITION_BYTES={partition_bytes}"
         )
 
 

@@ -288,7 +288,7 @@ class Session(Declarations):
         self._core.fail(status, text)
         if lost := self._core.cut_off():
             log.error(
-                "%d results had not come on the GPU, and are NaN (integers: all bits set): %s",
+                "%d results did not arrive on the GPU, and are NaN (integers: all bits set): %s",
                 len(lost),
                 ", ".join(lost[:10]),
             )
@@ -392,7 +392,7 @@ class Session(Declarations):
             if source.shape != target.shape or source.dtype != target.dtype:
                 raise errors.ConfigError(
                     f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype}"
-                    f" {target.shape}: must be alike"
+                    f" {target.shape}; dtype and shape must be equal"
                 )
             dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
             place = (
@@ -585,8 +585,8 @@ class Session(Declarations):
         codec = self.compressing.of(name, dtype, nbytes)
         if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
             raise errors.ConfigError(
-                f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number"
-                f" from 0, not {request.rate!r}"
+                f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number of"
+                f" at least 0, not {request.rate!r}"
             )
         if self.compressing.any:
             request.source, request.owner, request.on = self.compressing.with_momentum(
@@ -646,7 +646,9 @@ class Session(Declarations):
             self._take_leave(failure, self.config.shutdown_timeout - waited)
         finally:
             self.reporter.close()
-            self._end_pending(Status.SHUTDOWN, "bpsx was shut down while this was under way")
+            self._end_pending(
+                Status.SHUTDOWN, "bpsx was shut down while this operation was under way"
+            )
             self._core.close()
             if self._link is not None:
                 self._link.stop()
@@ -674,7 +676,8 @@ class Session(Declarations):
             self._failure, self._leaving = failure, True
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning(
-                "the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout
+                "the scheduler did not reply to the goodbye within %g s",
+                self.config.shutdown_timeout,
             )
 
     def _unfinished(self) -> int:
