@@ -107,5 +107,5 @@ def test_what_the_import_did_is_said_at_level_info(level: str, said: int) -> Non
     )
     assert (
         done.returncode == 0
-        and done.stderr.count("MXNet's modules, and nobody else, see a distutils.version") == said
+        and done.stderr.count("MXNet's modules, and no others, get a distutils.version") == said
     ), done.stderr

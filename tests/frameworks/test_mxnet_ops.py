@@ -181,7 +181,7 @@ def test_refused(job: Finished) -> None:
         "name='': a string is needed",
         "compressor='zip'",
         "colour='red' is no key",
-        "an optimizer of MXNet's is needed, not str",
+        "an optimizer of MXNet is needed, not str",
         "is distributed already",
         "root_rank=-1",
         "rows_weight: sparse Parameters",
@@ -192,7 +192,7 @@ def test_refused(job: Finished) -> None:
         "compression_params=FP16Compressor: a mapping is needed",
         "names parameters that the optimizer has not: wieght; it has dense",
         "params has the key 1",
-        "has no states that save_states() has written",
+        "was not written by save_states()",
         "FileNotFoundError",
     ]
     for told in found_in(job, "job_refused"):

@@ -278,5 +278,5 @@ def test_asynchronous_training_adds_steps_up(tmp_path_factory: pytest.TempPathFa
             "call step()" in told[0]
             and "call step()" in told[1]
             and "multi_precision=True" in told[2]
-            and "leave compression_params" in told[3]
+            and "compression_params cannot be used" in told[3]
         )

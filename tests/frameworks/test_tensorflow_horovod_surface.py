@@ -233,7 +233,7 @@ def refused_sets() -> list[Refusal]:
         (lambda: hvd.allreduce(x, process_set=[0]), "a ProcessSet is needed, not list"),
         (
             lambda: hvd.size_op(process_set_id=1),
-            "process_set_id=1: 0, all workers, is the only set",
+            "process_set_id=1: allowed is 0, the set of all workers",
         ),
         (lambda: hvd.process_set_included_op(7), "process_set_id=7"),
     ]
@@ -261,8 +261,8 @@ def refused_calls() -> list[Refusal]:
         (lambda: hvd.allreduce(x, compression=3), "compression"),
         (lambda: hvd.broadcast(x, 9), "root_rank=9"),
         (lambda: hvd.broadcast_([tf.Variable(x)], 9), "root_rank=9"),
-        (lambda: hvd.broadcast_([x], 0), "element 0 is no variable"),
-        (lambda: hvd.broadcast_(tf.Variable(x), 0), "element 0 is no variable"),
+        (lambda: hvd.broadcast_([x], 0), "element 0 is not a variable"),
+        (lambda: hvd.broadcast_(tf.Variable(x), 0), "element 0 is not a variable"),
         (lambda: hvd.broadcast_variables([x], 0), "a variable is needed"),
         (lambda: hvd.grouped_allreduce(x), "a list of tensors is needed, not"),
         *[
@@ -311,7 +311,7 @@ def refused_training() -> list[Refusal]:
     x, sgd = tf.ones(4), keras.optimizers.SGD
     return [
         (lambda: hvd.start_timeline(5), "^start_timeline: file_path=5"),
-        (lambda: tf.function(hvd.join, autograph=False)(), "join: call it in eager code"),
+        (lambda: tf.function(hvd.join, autograph=False)(), "join: must be called in eager code"),
         (lambda: hvd.broadcast_global_variables(0), "give your variables to broadcast_variables"),
         (lambda: hvd.DistributedGradientTape(3), "a tf.GradientTape is needed, not int"),
         (lambda: hvd.DistributedOptimizer(3), "an optimizer of Keras 3 is needed, not int"),
@@ -321,7 +321,7 @@ def refused_training() -> list[Refusal]:
         ),
         (
             lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(x),
-            "variable is needed",
+            "it is not a variable",
         ),
         (
             lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3]),
@@ -449,7 +449,7 @@ def test_refusals(job: Finished) -> None:
 
 
 def test_splits_that_are_known_late_are_checked(job: Finished) -> None:
-    assert all("of at most as many rows as there are" in text for text in each(job, "job_later"))
+    assert all("whose sum is at most the number of rows" in text for text in each(job, "job_later"))
 
 
 def test_errors_are_of_both_kinds(job: Finished) -> None:

@@ -86,7 +86,7 @@ def hides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_function_that_is_missing_is_named(hides: Path, function: str) -> None:
     *told, last = hiding.run(hides, function, _IMPORTS, **QUIET)
     text = (
-        f"refused: bpsx.tensorflow: the TensorFlow that is loaded lacks {function}, which bpsx"
+        f"refused: bpsx.tensorflow: the loaded TensorFlow does not have {function}, which bpsx"
         " needs"
     )
     assert last == "goes on: 3.0" and told == ([] if function == "nothing" else [text])
@@ -96,8 +96,8 @@ def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path)
     assert hiding.run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES, **QUIET) == [
         "3.0",
         (
-            f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx:"
-            " leave jit_compile out"
+            f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx;"
+            " omit jit_compile"
         ),
     ]
 

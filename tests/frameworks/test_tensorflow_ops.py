@@ -559,7 +559,7 @@ def test_refused(job):
             "tf.math.real",
             "UnsupportedTensor: push_pull: object",
             "SparseTensor cannot be sent",
-            "give one of them",
+            "give only one of them",
             "op='Product': allowed are Average and Sum",
             "op=Adasum",
             "average=2",
@@ -572,18 +572,18 @@ def test_refused(job):
             "element 0 is a",
             "broadcast_variables()",
             "a tf.GradientTape is needed, not str",
-            "scope=3: a string is needed",
-            "scope=None: a string",
+            "scope=3: must be a string",
+            "scope=None: must be a string",
             "is a ResourceVariable; a list of variables is needed",
             "is a object; a list",
-            "list is not what a tensor can be made of",
+            "cannot convert list to a tensor",
             "root_rank='a': allowed are 0 to 1",
             "sparse_as_dense must be True or False, not 'no'",
             "compression_params is a str",
             "compression_params: compressor='zip'",
-            "root_rank has to be",
-            "learning rate has to be one number",
-            "as many names as tensors",
+            "root_rank must be",
+            "learning rate must be one number",
+            "one name per tensor",
         ]
         for text, part in zip(told, expected, strict=False):
             assert part in text
@@ -605,7 +605,7 @@ def test_compiled_by_xla(job):
         assert [t.tolist() for t in thrice] == [[[1.5 + i, 3 + i]] for i in range(3)]
         assert broadcast.tolist() == [[2, 4]] and gradient.tolist() == [[3, 3]]
         assert count == 2 * (len(BY_NAME) + 7)
-        assert "'no shape' has the shape (None,), and XLA has to know shapes" in unknown
+        assert "'no shape' has the shape (None,), but XLA needs known shapes" in unknown
         assert different.startswith("InvalidArgumentError") and "MismatchError" in different
 
 
@@ -614,7 +614,7 @@ def test_callbacks_that_are_not_known_are_not_touched(job):
         assert (
             len(told) == 1
             and told[0].startswith("FailedPreconditionError")
-            and "in another way" in told[0]
+            and "in a different way" in told[0]
         )
         assert after == 2
 

@@ -322,7 +322,9 @@ def test_refused(job):
     for told in each(job, "job_refused"):
         assert len(told) == 5
         for text, part in zip(
-            told, ("Adasum", "compression=", "give one of them", "'zip'", "nobody"), strict=True
+            told,
+            ("Adasum", "compression=", "give only one of them", "'zip'", "nobody"),
+            strict=True,
         ):
             assert part in text
 

@@ -611,7 +611,7 @@ def test_a_dead_worker_is_an_exception_in_the_forward_pass_that_waits(tmp_path: 
         and count
         and said.startswith("PeerLostError")
         and "worker 1" in said
-        and "of two steps" in said
+        and "from two different steps" in said
     )
 
 

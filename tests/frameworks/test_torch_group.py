@@ -525,12 +525,14 @@ def assert_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(
         once, again, gathered = result["job_lengths_of_bytes"]
         assert once == again
         assert (
-            once.startswith("MismatchError: broadcast from worker 0: 100 bytes have come, and 101")
+            once.startswith(
+                "MismatchError: broadcast from worker 0: received 100 bytes, expected 101"
+            )
             if rank % 2
             else once == "none"
         ), once
         assert (
-            gathered.startswith("MismatchError: all_gather: worker 0: 100 bytes")
+            gathered.startswith("MismatchError: all_gather: worker 0: received 100 bytes")
             if rank == 1
             else gathered == "none"
         ), gathered
@@ -551,7 +553,7 @@ def assert_a_destroyed_group_leaves_bpsx_and_can_be_made_again(
     for rank, result in enumerate(results):
         total, (wrong_rank, wrong_size), backend = result["job_again"]
         assert total.eq(len(results) ** 2).all() and backend == "cpu:bpsx"
-        assert f"rank=5, but for bpsx it is {rank}" in wrong_rank and "world_size=17" in wrong_size
+        assert f"rank=5, but bpsx has {rank}" in wrong_rank and "world_size=17" in wrong_size
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_in_asynchronous_training(alone: SimpleNamespace) -> None:
     ):
         with pytest.raises(ConfigError, match="BYTEPS_ENABLE_ASYNC=1"):
             verb(torch.ones(2))
-    with pytest.raises(ConfigError, match=r"op=Sum\) with BYTEPS_ENABLE_ASYNC=1"):
+    with pytest.raises(ConfigError, match=r"op=Sum cannot be used with BYTEPS_ENABLE_ASYNC=1"):
         made(op=hvd.Sum)()
 
 

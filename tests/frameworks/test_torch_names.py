@@ -99,7 +99,7 @@ def test_two_ddp_models_with_the_default_hook(tmp_path):
         backward(twins[1], 1.0)
         report("no error")
     except Exception as e:
-        report("another model, which is still alive, has its buckets under 'one name'" in str(e))
+        report("another model that is still alive uses 'one name' for its buckets" in str(e))
     dist.destroy_process_group()
     bps.shutdown()
     """
@@ -158,7 +158,10 @@ def test_workers_that_mean_different_things(other):
         wanted = (
             "worker 1 has other names of parameters, or the same in another order"
             if other
-            else "the workers have made their optimizers in different orders; give named_parameters"
+            else (
+                "the workers have created their optimizers in different orders. Give"
+                " named_parameters"
+            )
         )
         assert wanted in text and unchanged
 

@@ -146,7 +146,7 @@ def test_a_job_of_one_under_a_group_of_two_is_refused(tmp_path):
             in told[0]
         )
         assert (
-            "call init_process_group before bpsx.torch.init" in told[0]
+            "Call init_process_group before bpsx.torch.init" in told[0]
             and "call init_process_group before bpsx.torch.init" in told[1]
         )
 

@@ -36,7 +36,7 @@ def test_a_name_that_a_live_optimizer_has(fake: FakeSession) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"'0.weight' is also the name of another parameter, of the DistributedOptimizer \(SGD\)"
+            r"'0.weight' is also the name of a parameter of the DistributedOptimizer \(SGD\)"
             r" made at "
             r"torch_fake.py:\d+, which is still alive.*second\."
         ),
@@ -102,7 +102,7 @@ def test_not_while_gradients_are_under_way(fake: FakeSession) -> None:
     old = sgd(model)
     model(DATA).sum().backward()
     with pytest.raises(
-        ConfigError, match="has gradients of the same parameters under way: call its step"
+        ConfigError, match="has gradients of the same parameters under way; call its step"
     ):
         sgd(model)
     old.step()

@@ -112,8 +112,8 @@ def test_the_advice_for_a_gan_is_what_works(fake: FakeSession) -> None:
         with pytest.raises(
             GradientOrderError,
             match=(
-                f"backward_passes_per_step={passes} times since the last step.*give "
-                "backward_passes_per_step their number.*"
+                f"backward_passes_per_step={passes} times since the last step.*set "
+                "backward_passes_per_step to their number.*"
                 r"call this optimizer's own zero_grad\(\), not the model's"
             ),
         ):

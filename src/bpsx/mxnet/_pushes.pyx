@@ -20,9 +20,9 @@ from bpsx.plugin import adapter
 from bpsx.errors import BpsxError
 
 BEHIND = (
-    "an earlier exchange under this name did not begin on this worker, as its own error says: "
-    "from then on this worker's arrays would be added to those of other steps of the others. End "
-    "this worker, or have all leave the job and join another one"
+    "an earlier exchange under this name failed to start on this worker, as an earlier error said. "
+    "This worker's arrays would now be added to other workers' arrays of different steps. End this "
+    "worker, or have all workers leave the job and join a new one"
 )
 
 cdef enum:
@@ -195,7 +195,7 @@ def push(
         free(ticket)
     if status != 0:
         raise BpsxError(
-            f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}"
+            f"MXNet did not accept an operation: {api.last_error().decode(errors='replace')}"
         )
 
 
@@ -366,7 +366,7 @@ cdef void run(void *where, void *done, void *parameter) noexcept nogil:
     ticket.push = NULL
     made.done = (<Told *>done)[0]
     if python_ends():
-        fail(&made.call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+        fail(&made.call, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
     elif made.call.n > 0:
         take_array(made)
     come(made)
@@ -449,7 +449,7 @@ cdef void take_array(Push *made) noexcept nogil:
         part.n_bytes *= dims[d]
     part.source = part.target = <char *>data
     if data == NULL and part.n_bytes:
-        fail(&made.call, INTERNAL, b"bpsx: the array has no memory yet: give it values first")
+        fail(&made.call, INTERNAL, b"bpsx: the array has no memory yet; give it values first")
 
 
 cdef inline size_t size_of(int dtype) noexcept nogil:

@@ -38,8 +38,9 @@ class Weights:
             copies[0].dtype == np.float16 for copies in weights.values()
         ):
             raise ConfigError(
-                "multi_precision=True: the optimizer has weights of its own, in float32, where with"
-                " BYTEPS_ENABLE_ASYNC=1 the servers' count: leave it out, or train in float32"
+                "multi_precision=True cannot be used with BYTEPS_ENABLE_ASYNC=1, because the"
+                " optimizer keeps float32 weights of its own while the servers' weights are the"
+                " ones that count; omit it, or train in float32"
             )
         seeded = self._seeded.setdefault(adapter.session(), set())
         for name, copies in weights.items():

@@ -37,7 +37,7 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     unnamed = [name for name in params if not isinstance(name, str)]
     if unnamed:
         raise ConfigError(
-            f"{verb}: params has the key {unnamed[0]!r}; names, which are strings, are needed"
+            f"{verb}: params has the key {unnamed[0]!r}; keys must be names, which are strings"
         )
     root = checked_root(root_rank, verb, adapter.session().size)
     arrays = {name: copies_of(value, f"{verb}: {name!r}") for name, value in params.items()}
@@ -57,6 +57,6 @@ def copies_of(value: Any, what: str) -> list[Any]:
         return list(value.list_data())
     except mx.gluon.parameter.DeferredInitializationError:
         raise ConfigError(
-            f"{what} has no shape yet: compute something with the network first, or leave it to"
-            " DistributedTrainer, which broadcasts when there is one"
+            f"{what} has no shape yet. Run the network once first, or let DistributedTrainer"
+            " broadcast it when it has a shape"
         ) from None

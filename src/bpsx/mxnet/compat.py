@@ -57,8 +57,8 @@ NAME = "mxnet"
 def _gone(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"mxnet.numpy.{name}: NumPy has had no {name} since 1.20; the package"
-            " numpy-financial has"
+            f"mxnet.numpy.{name}: NumPy has had no {name} since 1.20; use the package"
+            " numpy-financial"
         )
 
     function.__name__ = name
@@ -186,8 +186,8 @@ def prepare() -> None:
     sys.meta_path.insert(0, _Finder(Facade(np, names)))
     adapter.early(
         log,
-        "MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s,"
-        " which has dropped them: %s",
+        "MXNet's modules, and no others, get a distutils.version and these names that NumPy %s no"
+        " longer has: %s",
         np.__version__,
         ", ".join(names) or "none",
     )

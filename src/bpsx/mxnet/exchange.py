@@ -56,8 +56,8 @@ class Exchange:
         """
         if self._params:
             raise ConfigError(
-                f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in"
-                " their own type: leave compression_params out"
+                f"{_VERB}: compression_params cannot be used with BYTEPS_ENABLE_ASYNC=1, because"
+                " servers add what is pushed to the weights, in the weights' own dtype; omit it"
             )
 
     def of(self, i: int) -> adapter.CompressionSpec | None:

@@ -32,8 +32,8 @@ def load() -> None:
     """Look up the functions. Raises :class:`ImportError`, which names what is missing."""
     if mx.__version__ != VERSION:
         raise ImportError(
-            f"bpsx.mxnet needs MXNet {VERSION}, the last release, and this is {mx.__version__}: pip"
-            f" install mxnet=={VERSION}",
+            f"bpsx.mxnet needs MXNet {VERSION}, the last release, but this is {mx.__version__}:"
+            f" pip install mxnet=={VERSION}",
             name="mxnet",
         )
     library: Any = mx.base._LIB
@@ -43,7 +43,7 @@ def load() -> None:
             found[ours] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
         except AttributeError:
             raise ImportError(
-                f"bpsx.mxnet: this build of MXNet {VERSION} lacks {name}, which bpsx needs",
+                f"bpsx.mxnet: this build of MXNet {VERSION} does not have {name}, which bpsx needs",
                 name="mxnet",
             ) from None
     _pushes.load(found)

@@ -70,7 +70,7 @@ def check_array(array: Any, what: str) -> None:
         raise UnsupportedTensor(f"{what}: a mxnet.nd.NDArray is needed, not {type(array).__name__}")
     if array.stype != "default":
         raise UnsupportedTensor(
-            f"{what}: an NDArray of stype {array.stype!r} cannot be sent: give"
+            f"{what}: an NDArray of stype {array.stype!r} cannot be sent; give"
             " array.tostype('default')"
         )
 
@@ -128,8 +128,8 @@ def end_job() -> None:
         told.clear()
     elif (text := _pushes.unheard()) and adapter.set_exit_status(1):
         print(
-            "bpsx: exit status 1, because an exchange has failed, and nobody had waited for its"
-            f" array: {in_short(text)}",
+            "bpsx: exit status 1, because an exchange has failed and the script did not wait for"
+            f" its array: {in_short(text)}",
             file=sys.stderr,
         )
 
@@ -141,9 +141,9 @@ def _left_out(session: Any) -> str:
         if _causes[session] is None:
             _causes[session] = in_short(_pushes.why())
     return (
-        "an earlier exchange was left out by MXNet's engine, because what computes its array has"
-        f" failed ({_causes[session] or 'an MXNetError said why'}): from then on this worker's"
-        " gradients would be added to those of other steps of the others. End this worker"
+        "MXNet's engine has skipped an earlier exchange, because the computation of its array"
+        f" failed ({_causes[session] or 'an MXNetError said why'}). This worker's gradients would"
+        " now be added to other workers' gradients of different steps. End this worker"
     )
 
 

@@ -39,8 +39,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     def __init__(self, optimizer: mx.optimizer.Optimizer) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise ConfigError(
-                "DistributedOptimizer: an optimizer of MXNet's is needed, not"
-                f" {type(optimizer).__name__}: mxnet.optimizer.create(name, ...) makes one"
+                "DistributedOptimizer: an optimizer of MXNet is needed, not"
+                f" {type(optimizer).__name__}; create one with mxnet.optimizer.create(name, ...)"
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigError("DistributedOptimizer: this optimizer is distributed already")

@@ -71,15 +71,15 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             log.warning(
-                "%s exchanges gradients itself: the DistributedOptimizer around the optimizer is"
-                " left out",
+                "%s exchanges gradients itself, so it ignores the DistributedOptimizer around the"
+                " optimizer",
                 _VERB,
             )
             optimizer = optimizer._optimizer
         if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
             raise ConfigError(
-                f"{_VERB}: optimizer={optimizer!r}: a name is needed, such as 'sgd', or an"
-                " optimizer of MXNet's"
+                f"{_VERB}: optimizer={optimizer!r}: must be a name, such as 'sgd', or an optimizer"
+                " of MXNet"
             )
         self._root = checked_root(root_rank, _VERB, adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
@@ -87,15 +87,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         twice = [p.name for p, count in counts.items() if count > 1]
         if twice:
             raise ConfigError(
-                f"{_VERB}: {', '.join(twice[:5])}: given twice: give each Parameter once"
+                f"{_VERB}: these Parameters are given twice: {', '.join(twice[:5])}; give each"
+                " Parameter once"
             )
         sparse = [
             p.name for p in self._params if p._stype != "default" or p._grad_stype != "default"
         ]
         if sparse:
             raise ConfigError(
-                f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be sent:"
-                " leave stype, grad_stype and sparse_grad out"
+                f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be"
+                " sent; omit stype, grad_stype and sparse_grad"
             )
         self._taken = Momentum(
             self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG"
@@ -273,7 +274,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 raise
             except Exception as e:  # reading may raise anything
                 raise ConfigError(
-                    f"load_states: {str(fname)!r} has no states that save_states() has written: {e}"
+                    f"load_states: {str(fname)!r} was not written by save_states(): {e}"
                 ) from e
         self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
@@ -305,8 +306,8 @@ def _refuse_parts() -> None:
     """Raise :class:`ConfigError` in asynchronous training, where a step cannot be made in parts."""
     if adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
-            " changes of weights: call step()"
+            f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
+            " workers must push changes of weights; call step()"
         )
 
 

@@ -273,7 +273,7 @@ cdef void give_up(Call *call) noexcept nogil:
     Python.
     """
     if call.failed != TOLD:
-        call.caller.fail(call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+        call.caller.fail(call, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
     if call.failed and not call.caller.goes_first:
         call.caller.leave(call)
     call.caller.settle(call)

@@ -81,7 +81,7 @@ cdef void register(
     if api.code(status) == OK:
         api.register_kernel(name, api.new_kernel(name, b"CPU", make, compute, forget), status)
     if api.code(status) != OK:
-        missing = b"a place for the operations of bpsx"
+        missing = b"the registration of bpsx's operations"
     api.delete_status(status)
 
 
@@ -163,13 +163,13 @@ cdef void read_attributes(void *making, Kernel *kernel, void *status) noexcept n
         api.attr_int(making, b"root_rank", &kernel.root, status)
         if api.code(status) == OK and kernel.root < 0:
             api.set_status(
-                status, INVALID_ARGUMENT, b"bpsx: root_rank has to be the rank of a worker"
+                status, INVALID_ARGUMENT, b"bpsx: root_rank must be the rank of a worker"
             )
         return
     api.attr_size(making, b"priorities", &n, &total, status)
     if api.code(status) == OK and <uint32_t>n != kernel.n:
         api.set_status(
-            status, INVALID_ARGUMENT, b"bpsx: there have to be as many priorities as names"
+            status, INVALID_ARGUMENT, b"bpsx: there must be one priority per name"
         )
     if api.code(status) == OK:
         api.attr_ints(making, b"priorities", kernel.priorities, n, status)
@@ -203,13 +203,12 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
     cdef void *status = api.new_status()
     cdef Call *call = NULL
     if python_ends():
-        api.set_status(status, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+        api.set_status(status, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
     elif atomic_load(&distrusted) or not is_known(<Done *>done, known):
         api.set_status(
             status, FAILED_PRECONDITION,
-            b"bpsx: this TensorFlow tells operations in another way whom to call when they are "
-            b"done than the one that bpsx knows: use a release that bpsx names in its "
-            b"documentation"
+            b"bpsx: the operations of this TensorFlow report completion in a different way than "
+            b"bpsx supports; use a release that the documentation of bpsx lists"
         )
     else:
         call = new_call((<Kernel *>kernel).n, &of_operation, sizeof(Execution))
@@ -235,7 +234,7 @@ cdef void take_tensors(Execution *made, void *status) noexcept nogil:
     cdef uint32_t i
     cdef void *rate = NULL
     if <uint32_t>api.n_outputs(made.context) != made.kernel.n:
-        api.set_status(status, INVALID_ARGUMENT, b"bpsx: there have to be as many names as tensors")
+        api.set_status(status, INVALID_ARGUMENT, b"bpsx: there must be one name per tensor")
     for i in range(made.kernel.n):
         if api.code(status) != OK:
             return
@@ -247,7 +246,7 @@ cdef void take_tensors(Execution *made, void *status) noexcept nogil:
                 made.call.rate = (<double *>api.data(rate))[0]
             else:
                 api.set_status(
-                    status, INVALID_ARGUMENT, b"bpsx: the learning rate has to be one number"
+                    status, INVALID_ARGUMENT, b"bpsx: the learning rate must be one number"
                 )
             api.delete_tensor(rate)
 
@@ -329,7 +328,7 @@ def check() -> None:
     """Raise :class:`ImportError`, which names what is missing, unless operations are registered."""
     if missing != NULL:
         raise ImportError(
-            f"bpsx.tensorflow: the TensorFlow that is loaded lacks {missing.decode()}, which bpsx "
+            f"bpsx.tensorflow: the loaded TensorFlow does not have {missing.decode()}, which bpsx "
             f"needs"
         )
 

@@ -46,17 +46,17 @@ cdef void *exchange(Frame *frame) noexcept nogil:
     if asks_for_metadata(frame) or frame.stage != EXECUTE:
         return NULL
     if python_ends():
-        return error_of(ffi, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+        return error_of(ffi, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
     if not is_understood(frame):
         return error_of(
             ffi, INTERNAL,
-            b"bpsx: the XLA of this TensorFlow describes calls otherwise than the one that bpsx "
-            b"knows"
+            b"bpsx: the XLA of this TensorFlow describes calls in a different way than bpsx "
+            b"supports"
         )
     n = frame.results.n - 1
     if frame.arguments.n != n + 2 or frame.attributes.n != 1:
         return error_of(
-            ffi, INVALID_ARGUMENT, b"bpsx: a call of bpsx_exchange that bpsx has not made"
+            ffi, INVALID_ARGUMENT, b"bpsx: bpsx did not make this call of bpsx_exchange"
         )
     call = new_call(<uint32_t>n, &of_xla, sizeof(Execution))
     if call == NULL:
@@ -65,7 +65,7 @@ cdef void *exchange(Frame *frame) noexcept nogil:
     made.future = frame.future = future_of(ffi)
     if made.future == NULL:
         free_call(call)
-        return error_of(ffi, INTERNAL, b"bpsx: XLA gives no future")
+        return error_of(ffi, INTERNAL, b"bpsx: XLA did not create a future")
     made.text, made.length = frame.attributes.values[0].data, frame.attributes.values[0].length
     call.rate = (<double *>frame.arguments.values[n].data)[0]
     memset(frame.results.values[n].data, 0, 4)

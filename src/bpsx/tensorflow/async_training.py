@@ -21,8 +21,8 @@ def refuse_gradients(verb: str) -> None:
     """Raise :class:`ConfigError` in asynchronous training."""
     if adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
-            " changes of weights: use DistributedOptimizer"
+            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
+            " workers must push changes of weights; use DistributedOptimizer"
         )
 
 

@@ -63,8 +63,8 @@ class Exchange:
         check_flag(sparse_as_dense, "sparse_as_dense", verb)
         if params and compression is not NoneCompressor:
             raise ConfigError(
-                f"{verb}: compression={compression.__name__} and compression_params: give one of"
-                " them"
+                f"{verb}: compression={compression.__name__} and compression_params exclude each"
+                " other; give only one of them"
             )
         self._verb, self._average, self._compression, self._params, self._as_dense = (
             verb,
@@ -104,8 +104,9 @@ class Exchange:
         """
         if self._params or self._compression is not NoneCompressor:
             raise ConfigError(
-                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights,"
-                " in their own type: leave compression and compression_params out"
+                f"{self._verb}: compression and compression_params cannot be used with"
+                " BYTEPS_ENABLE_ASYNC=1, because servers add what is pushed to the weights, in the"
+                " weights' own dtype; omit both"
             )
 
     def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
@@ -260,9 +261,9 @@ class Exchange:
     def _check_sparse(self, name: str) -> None:
         if name in self._choices and self._choices[name].momentum:
             raise ConfigError(
-                f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not"
-                " compressed, and compression_params' momentum='nesterov' cannot be added to them:"
-                " give sparse_as_dense=True, or compression_params by variables' names"
+                f"{self._verb}: gradient of {name!r}: it is a tf.IndexedSlices, which is not"
+                " compressed, so compression_params' momentum='nesterov' cannot be added to it."
+                " Give sparse_as_dense=True, or compression_params by variable name"
             )
 
 

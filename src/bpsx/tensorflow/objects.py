@@ -42,7 +42,9 @@ def _decoded(body: bytes) -> Any:
     def tensor(described: list[Any]) -> tf.Tensor:
         dtype = tf.as_dtype(described[0])
         if not _has_bytes(dtype):
-            raise encoding.StateError(f"a tensor of the dtype {dtype.name} has arrived")
+            raise encoding.StateError(
+                f"received a tensor of dtype {dtype.name}, which cannot be sent"
+            )
         array = np.frombuffer(blobs[described[2]], dtype.as_numpy_dtype).reshape(described[1])
         with tf.init_scope():  # also while a function is traced
             return tf.constant(array, dtype)

@@ -27,8 +27,8 @@ def _load() -> ModuleType:
     spec = importlib.util.find_spec("bpsx.tensorflow._ops")
     if spec is None or spec.origin is None:
         raise ImportError(
-            "bpsx.tensorflow: bpsx has been built without its library of TensorFlow operations;"
-            " install it again"
+            "bpsx.tensorflow: this bpsx was built without its library of TensorFlow operations;"
+            " reinstall it"
         )
     library = tf.load_op_library(spec.origin)
     importlib.import_module("bpsx.tensorflow._ops").check()
@@ -51,9 +51,9 @@ def check_header() -> None:
         text,
     ):
         raise ImportError(
-            f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: its operations tell"
-            f" that they are done in another way ({header} has no DoneCallback that is a"
-            " std::function<void()>): use a release that bpsx names in its documentation"
+            f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}, because its operations"
+            f" report completion in a different way ({header} has no DoneCallback that is a"
+            " std::function<void()>). Use a release that the documentation of bpsx lists"
         )
 
 

@@ -75,8 +75,8 @@ def keep_turns(*operations: str) -> None:
     register = getattr(auto_control_deps, "register_acd_resource_resolver", None)
     if register is None:
         log.warning(
-            "TensorFlow %s cannot be told which operations of bpsx need an order: in functions all"
-            " run one after the other",
+            "bpsx cannot tell TensorFlow %s which of its operations need an order, so in functions"
+            " all of them run one after the other",
             tf.__version__,
         )
         return
@@ -103,9 +103,9 @@ def _check_compiled(op: Any, names: frozenset[str]) -> None:
         other = before.setdefault(name, op)
         if other is not op and not other.type == op.type == _CALL:
             raise UnsupportedCompilation(
-                f"jit_compile=True: {name!r} is exchanged twice in one function, in functions or"
-                " branches in it, and XLA keeps no order of these: exchange in the compiled"
-                " function itself, or leave jit_compile out"
+                f"jit_compile=True: {name!r} is exchanged twice in one function, within functions"
+                " or branches of it, and XLA does not keep their order. Exchange it in the"
+                " compiled function itself, or omit jit_compile"
             )
 
 

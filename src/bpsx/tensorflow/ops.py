@@ -19,7 +19,7 @@ from bpsx.tensorflow.tracing import as_it_is
 
 #: Advice for dtypes that cannot be summed: a value to send instead.
 _INSTEAD = {
-    "bool": "send tf.cast(tensor, tf.uint8), whose sum counts the workers with True",
+    "bool": "send tf.cast(tensor, tf.uint8); its sum is the number of workers with True",
     **dict.fromkeys(
         ("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"
     ),
@@ -47,7 +47,7 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as e:
         raise UnsupportedTensor(
-            f"{what}: {type(value).__name__} is not what a tensor can be made of: {e}"
+            f"{what}: cannot convert {type(value).__name__} to a tensor: {e}"
         ) from None
 
 
@@ -82,8 +82,8 @@ def check_async(enable_async: Any, verb: str) -> None:
     """
     if enable_async and not adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{verb}: enable_async={enable_async!r}: whether training is asynchronous is said for"
-            " the whole job, with BYTEPS_ENABLE_ASYNC=1; leave it out"
+            f"{verb}: enable_async={enable_async!r}: BYTEPS_ENABLE_ASYNC=1 makes training"
+            " asynchronous for the whole job; omit enable_async"
         )
 
 
@@ -136,8 +136,8 @@ def push_pull(
     if isinstance(tensor, tf.IndexedSlices):
         if adapter.session().config.asynchronous:
             raise ConfigError(
-                f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape: give a"
-                " dense tensor, not tf.IndexedSlices"
+                f"{what}: tf.IndexedSlices cannot be sent with BYTEPS_ENABLE_ASYNC=1, because"
+                " servers add each push to a value of a fixed shape; give a dense tensor"
             )
         check_summable(tensor.values, what)
         return sum_of_slices(
@@ -181,9 +181,7 @@ def broadcast(
 def check_scope(scope: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``scope`` is a string."""
     if not isinstance(scope, str):
-        raise ConfigError(
-            f"{verb}: scope={scope!r}: a string is needed, which is put before the name"
-        )
+        raise ConfigError(f"{verb}: scope={scope!r}: must be a string, to put before the name")
 
 
 def check_bytes(tensor: tf.Tensor, what: str) -> None:

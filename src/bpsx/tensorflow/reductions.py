@@ -27,14 +27,17 @@ def averages(op: Any, average: Any, verb: str) -> bool:
     """
     if average is not None:
         if op is not None:
-            raise ConfigError(f"{verb}: op={op!r} and average={average!r}: give one of them")
+            raise ConfigError(
+                f"{verb}: op={op!r} and average={average!r} exclude each other; give only one of"
+                " them"
+            )
         if not isinstance(average, bool):
             raise ConfigError(f"{verb}: average={average!r}: allowed are True, False and None")
         return average
     if op is None:
         return True
     if op == ReduceOps.Adasum:
-        raise ConfigError(f"{verb}: op=Adasum: bpsx sums and averages; allowed are Average and Sum")
+        raise ConfigError(f"{verb}: op=Adasum is not supported; allowed are Average and Sum")
     if op not in (ReduceOps.Average, ReduceOps.Sum):
         raise ConfigError(f"{verb}: op={op!r}: allowed are Average and Sum")
     return bool(op == ReduceOps.Average)

@@ -70,7 +70,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     """
     if tf.executing_eagerly() or tf.inside_function():
         raise ConfigError(
-            "broadcast_global_variables: there are global variables only in a v1 graph: give your"
+            "broadcast_global_variables: global variables exist only in a v1 graph; give your"
             " variables to broadcast_variables()"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)

@@ -108,18 +108,19 @@ def _module(types: list[str], plan: str) -> str:
 def _check(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> None:
     if not _known:
         raise UnsupportedCompilation(
-            f"jit_compile=True: the XLA of TensorFlow {tf.__version__} cannot call bpsx: leave"
-            " jit_compile out"
+            f"jit_compile=True: the XLA of TensorFlow {tf.__version__} cannot call bpsx; omit"
+            " jit_compile"
         )
     if tf.config.list_logical_devices("GPU"):
         raise UnsupportedCompilation(
-            "jit_compile=True: bpsx exchanges gradients in what XLA compiles for the host, and here"
-            " it compiles for a GPU: leave jit_compile out of the function that exchanges (Keras:"
-            " compile(jit_compile=False)); what that calls may be compiled"
+            "jit_compile=True: bpsx can exchange gradients only in functions that XLA compiles for"
+            " the CPU, but here it compiles for a GPU. Omit jit_compile for the function that"
+            " exchanges (Keras: compile(jit_compile=False)); functions that it calls may be"
+            " compiled"
         )
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.shape.is_fully_defined():
             raise UnsupportedCompilation(
-                f"jit_compile=True: {name!r} has the shape {tensor.shape}, and XLA has to know"
-                " shapes when it compiles: give tensors of one shape, or leave jit_compile out"
+                f"jit_compile=True: {name!r} has the shape {tensor.shape}, but XLA needs known"
+                " shapes when it compiles; give tensors of a fixed shape, or omit jit_compile"
             )

@@ -109,7 +109,7 @@ def check_alike(kind: str, name: str, what: str) -> None:
     told = [_read(h)[1] for h in _gather_headers(0, kind, name).wait()]
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
-            raise MismatchError(f"{what}: worker 0 has {told[0]}, worker {rank} {theirs}")
+            raise MismatchError(f"{what}: worker 0 has {told[0]}, worker {rank} has {theirs}")
 
 
 class RowGathering:
@@ -191,8 +191,8 @@ class RowGathering:
         for rank, (_, kind) in enumerate(told):
             if kind != told[0][1]:
                 raise MismatchError(
-                    f"{self._name!r}: worker 0 gives {told[0][1]}, worker {rank} {kind}; only the"
-                    " number of rows may differ"
+                    f"{self._name!r}: worker 0 gave {told[0][1]}, worker {rank} gave {kind}; only"
+                    " the number of rows may differ"
                 )
         return [n for n, _ in told]
 

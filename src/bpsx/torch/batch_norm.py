@@ -119,8 +119,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def _synchronised(self, input: torch.Tensor) -> torch.Tensor:
         if adapter.session().config.asynchronous:
             raise ConfigError(
-                "SyncBatchNorm with BYTEPS_ENABLE_ASYNC=1: workers that do not wait for each other"
-                " have no batches together"
+                "SyncBatchNorm cannot be used with BYTEPS_ENABLE_ASYNC=1: workers that do not wait"
+                " for each other have no common batch"
             )
         check_tensor(input, f"input of SyncBatchNorm {self.wire_name!r}")
         statistics = _joined(input.detach(), self.wire_name)

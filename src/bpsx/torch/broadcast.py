@@ -198,8 +198,8 @@ def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
         if p not in index:
             raise StateError(
                 f"broadcast_optimizer_state: {type(optimizer).__name__} keeps state under"
-                f" {type(p).__name__} {str(p)[:40]!r}, which is none of its parameters; only state"
-                " of parameters can be broadcast"
+                f" {type(p).__name__} {str(p)[:40]!r}, which is not one of its parameters; only"
+                " state of parameters can be broadcast"
             )
         state.append([index[p], encoder.encode(value, f"state {index[p]}")])
     return _Packed(

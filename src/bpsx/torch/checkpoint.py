@@ -50,8 +50,7 @@ def load(entry: Any, wires: Mapping[str, str]) -> None:
         or not isinstance(entry.get("compression"), Mapping)
     ):
         raise ConfigError(
-            f"load_state_dict: {KEY!r} holds no state of compression that this version of bpsx"
-            " knows"
+            f"load_state_dict: this version of bpsx cannot read the compression state in {KEY!r}"
         )
     given = entry["compression"]
     compressing = adapter.session().compressing

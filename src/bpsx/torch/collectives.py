@@ -172,7 +172,7 @@ class Group:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
         if output.numel() != self.size * mine.numel():
             raise ConfigError(
-                f"{verb}: the output has {output.numel()} elements; {self.size} workers x"
+                f"{verb}: the output has {output.numel()} elements, but {self.size} workers x"
                 f" {mine.numel()} are needed"
             )
         stage, home = self._in_place(output, verb, read=False)
@@ -258,8 +258,8 @@ class Group:
         check_tensor(given, f"{verb}: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(
-                f"{verb}: the input is {given.numel()} x {dtype_name(given)}; {self.size} workers x"
-                f" {output.numel()} {dtype_name(output)} are needed"
+                f"{verb}: the input is {given.numel()} x {dtype_name(given)}, but {self.size}"
+                f" workers x {output.numel()} {dtype_name(output)} are needed"
             )
         return self._keep_own(
             output, plain_copy(given).view(-1), self.rank * output.numel(), op, verb
@@ -291,22 +291,23 @@ class Group:
         for name, tensors in (("input", inputs), ("output", outputs)):
             if len(tensors) != self.size:
                 raise ConfigError(
-                    f"{verb}: {len(tensors)} {name}s; one for each of {self.size} workers is needed"
+                    f"{verb}: got {len(tensors)} {name}s; one for each of {self.size} workers is"
+                    " needed"
                 )
             for r, tensor in enumerate(tensors):
                 check_tensor(tensor, f"{verb}: {name} {r}")
                 if tensor.dtype != inputs[0].dtype:
                     raise ConfigError(
-                        f"{verb}: {name} {r} is {dtype_name(tensor)}, input 0"
-                        f" {dtype_name(inputs[0])}: must be alike"
+                        f"{verb}: {name} {r} is {dtype_name(tensor)}, but input 0 is"
+                        f" {dtype_name(inputs[0])}; dtypes must be equal"
                     )
         lengths = self._lengths([t.numel() for t in inputs])
         homes = []
         for r, output in enumerate(outputs):
             if lengths[r][self.rank] != output.numel():
                 raise ConfigError(
-                    f"{verb}: output {r} has {output.numel()} elements, worker {r} has"
-                    f" {lengths[r][self.rank]} for it"
+                    f"{verb}: output {r} has {output.numel()} elements, but worker {r} sends"
+                    f" {lengths[r][self.rank]} to it"
                 )
             check_writable(output, f"{verb}: output {r}")
             mark_written(output)
@@ -346,15 +347,15 @@ class Group:
         """
         if len(parts) != self.size:
             raise ConfigError(
-                f"{verb}: {len(parts)} tensors for {self.size} workers; one for each is needed"
+                f"{verb}: got {len(parts)} tensors for {self.size} workers; one for each is needed"
             )
         for r, part in enumerate(parts):
             if part.dtype != mine.dtype or (
                 (r == self.rank or equal) and part.numel() != mine.numel()
             ):
                 raise ConfigError(
-                    f"{verb}: tensor {r} is {part.numel()} x {dtype_name(part)}, this worker's own"
-                    f" {mine.numel()} x {dtype_name(mine)}: must be alike"
+                    f"{verb}: tensor {r} is {part.numel()} x {dtype_name(part)}, but this worker's"
+                    f" own is {mine.numel()} x {dtype_name(mine)}; length and dtype must be equal"
                 )
 
     @staticmethod
@@ -407,8 +408,8 @@ def _unpack(whole: torch.Tensor, stage: torch.Tensor, what: str) -> None:
     length = int.from_bytes(whole[-_LENGTH:].tolist(), "little")
     if length != stage.numel():
         raise MismatchError(
-            f"{what}: {length} bytes have come, and {stage.numel()} are expected here: workers have"
-            " to agree on lengths"
+            f"{what}: received {length} bytes, expected {stage.numel()}; workers must agree on"
+            " lengths"
         )
     stage.copy_(whole[:length])
 
@@ -442,12 +443,12 @@ def _check_reduction(op: Any, dtype: torch.dtype, verb: str) -> Any:
     kind = next((known for known in _REDUCTIONS if op == known), None)
     if kind is None:
         raise UnsupportedCollective(
-            f'{verb}: the backend "bpsx" has no {_name_of(op)}; scale the tensor before a SUM, or'
-            ' use a group with backend="gloo"'
+            f'{verb}: the backend "bpsx" does not support {_name_of(op)}; scale the tensor before'
+            ' a SUM, or use a group with backend="gloo"'
         )
     if kind == _Op.AVG and dtype == torch.bool:
         raise UnsupportedCollective(
-            f"{verb}: there is no average of bool; use SUM (which is OR), MIN or MAX"
+            f"{verb}: bool has no average; use SUM (which is OR), MIN or MAX"
         )
     try:
         _REDUCTIONS[kind](
@@ -459,7 +460,8 @@ def _check_reduction(op: Any, dtype: torch.dtype, verb: str) -> Any:
             or dtype_name(torch.empty(0, dtype=dtype, device="cpu")) not in BY_NAME
         ):
             raise UnsupportedCollective(
-                f"{verb}: PyTorch has no {_name_of(op)} of {str(dtype).removeprefix('torch.')}: {e}"
+                f"{verb}: PyTorch does not support {_name_of(op)} of"
+                f" {str(dtype).removeprefix('torch.')}: {e}"
             ) from e
     return kind
 

@@ -138,7 +138,8 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     config = adapter.session().config
     if config.asynchronous:
         raise ConfigError(
-            "CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer"
+            "CrossBarrier: with BYTEPS_ENABLE_ASYNC=1 there is no barrier between steps; use"
+            " DistributedOptimizer"
         )
     names = names_of(optimizer, named_parameters, "CrossBarrier")
     barrier = _Barrier(
@@ -162,16 +163,17 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _LOOK_ACROSS:
             raise ConfigError(
-                f"CrossBarrier: {cls.__name__} looks across parameters in a step, and here they"
-                " step at different times; use DistributedOptimizer"
+                f"CrossBarrier: a step of {cls.__name__} uses several parameters together, but"
+                " CrossBarrier updates parameters at different times; use DistributedOptimizer"
             )
     for i, group in enumerate(optimizer.param_groups):
         for option in _NORM_OF_ALL:
             if group.get(option):
                 raise ConfigError(
-                    f"CrossBarrier: {type(optimizer).__name__} with {option}={group[option]!r} in"
-                    f" group {i} looks across parameters in a step, and here they step at different"
-                    " times; use DistributedOptimizer"
+                    f"CrossBarrier: a step of {type(optimizer).__name__} with"
+                    f" {option}={group[option]!r} in group {i} uses several parameters together,"
+                    " but CrossBarrier updates parameters at different times; use"
+                    " DistributedOptimizer"
                 )
 
 
@@ -257,9 +259,9 @@ class _Barrier(Exchange):
     def accumulated(self, managed: Managed) -> None:
         if id(managed.parameter) in self._pending:
             raise GradientOrderError(
-                f"{managed.name!r} was used in a forward pass before its update: CrossBarrier"
-                " updates a module's parameters when the module is called, and the forward passes"
-                " before the first step() did not use this one like that; call"
+                f"{managed.name!r} was used in a forward pass before its update. CrossBarrier"
+                " updates a module's parameters when the module is called, but the forward passes"
+                " before the first step() did not use this parameter in that way. Call"
                 " optimizer.synchronize() after step(), or use DistributedOptimizer"
             )
         self.idle = False
@@ -367,8 +369,8 @@ class _Barrier(Exchange):
             self._pending.clear()
             self._let_go()
             next(f for f in now.failures if f is not None).add_note(
-                "CrossBarrier: some modules have been updated and others have not: the weights are"
-                " of two steps"
+                "CrossBarrier: some modules have been updated and others have not, so the weights"
+                " are from two different steps"
             )
             raise_first(now.failures)
         with _as_in_step():

@@ -74,12 +74,13 @@ def ddp_comm_hook(
     if ours.size == 1 < dist.get_world_size():
         raise ConfigError(
             "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has"
-            f" {dist.get_world_size()}, and nothing would be averaged: call init_process_group"
-            " before bpsx.torch.init(), or start the script with bpsx-run or torchrun"
+            f" {dist.get_world_size()} processes, so nothing would be averaged. Call"
+            " init_process_group before bpsx.torch.init(), or start the script with bpsx-run or"
+            " torchrun"
         )
     if ours.config.asynchronous:
         raise ConfigError(
-            "ddp_comm_hook: DistributedDataParallel averages gradients, and with"
+            "ddp_comm_hook: DistributedDataParallel needs averaged gradients, but with"
             " BYTEPS_ENABLE_ASYNC=1 there are no averages; use bpsx.torch.DistributedOptimizer"
         )
     buffer = bucket.buffer()

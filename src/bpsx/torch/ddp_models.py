@@ -35,9 +35,9 @@ class HookOwner(Owner):
     def refusal(self, name: str, other: Owner, same: bool) -> str:
         """Return the reason for the refusal: buckets of two models would be added to each other."""
         return (
-            f"another model, which is still alive, has its buckets under {self.name!r}: "
-            "register each model's hook with a DDPHookState of another name, "
-            "model.register_comm_hook(bps.DDPHookState('second'), bps.ddp_comm_hook)"
+            f"another model that is still alive uses {self.name!r} for its buckets. Register each"
+            " model's hook with a DDPHookState of a different name:"
+            " model.register_comm_hook(bps.DDPHookState('second'), bps.ddp_comm_hook)"
         )
 
 

@@ -184,8 +184,8 @@ class Exchange:
                 if id(parameter) not in self._known:
                     raise ConfigError(
                         f"group {g}, index {i}, shape {tuple(parameter.shape)}: this parameter was"
-                        " put into the optimizer by hand, and its gradients would not be"
-                        " exchanged: use add_param_group(), or make the optimizer distributed"
+                        " added to the optimizer's groups directly, so its gradients would not be"
+                        " exchanged. Use add_param_group(), or make the optimizer distributed"
                         " afterwards"
                     )
 
@@ -514,8 +514,8 @@ class Exchange:
                 found.append(
                     MismatchError(
                         f"the gradient of {m.name!r} is sparse on {sparse} workers and dense on"
-                        f" {dense}: it must be one or the other on all of them;"
-                        " sparse_as_dense=True sends it dense"
+                        f" {dense}; it must be sparse or dense on all of them. To send it dense,"
+                        " give sparse_as_dense=True"
                     )
                 )
             elif sparse or dense:
@@ -555,9 +555,9 @@ class Exchange:
         chosen = self.choices.get(managed.name)
         if chosen is not None and chosen.momentum:
             raise ConfigError(
-                f"{managed.named.what}: it is sparse, and is not compressed; compression_params'"
-                " momentum='nesterov' cannot be added to it: leave that out for this parameter, or"
-                " give sparse_as_dense=True"
+                f"{managed.named.what}: it is sparse and therefore not compressed, so"
+                " compression_params' momentum='nesterov' cannot be added to it. Omit momentum for"
+                " this parameter, or give sparse_as_dense=True"
             )
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}

@@ -99,8 +99,8 @@ class Completer:
                 if not self._threads:  # otherwise a running thread will handle it
                     self._items.remove(item)
                     raise RuntimeError(
-                        f"bpsx: a thread that waits for collectives cannot be started: {e}; raise"
-                        " the limit on processes and threads (ulimit -u, or the container's)"
+                        f"bpsx: cannot start a thread that waits for collectives: {e}; raise the"
+                        " limit on processes and threads (ulimit -u, or the container's)"
                     ) from e
         return future
 

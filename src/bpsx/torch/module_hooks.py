@@ -58,17 +58,17 @@ def check_model(model: Any) -> None:
             or getattr(module, "_compiled_call_impl", None) is not None
         ):
             raise ConfigError(
-                f"{what} is compiled, and a compiled module does not call its parts one by one; use"
-                " DistributedOptimizer"
+                f"{what} is compiled, and a compiled module does not call its submodules one by"
+                " one; use DistributedOptimizer"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{what} is scripted, and a scripted module does not call its parts one by one; use"
-                " DistributedOptimizer"
+                f"{what} is scripted, and a scripted module does not call its submodules one by"
+                " one; use DistributedOptimizer"
             )
         if type(module).__name__ == "DistributedDataParallel":
             raise ConfigError(
-                f"{what} averages its gradients by itself: give CrossBarrier the module inside"
+                f"{what} averages its gradients itself; give CrossBarrier the module inside it"
             )
 
 
@@ -226,7 +226,7 @@ class _Hook:
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         if self._serving.updates.pending:
             raise ConfigError(
-                "the model cannot be copied while updates of its weights are pending: call"
+                "the model cannot be copied while updates of its weights are pending; call"
                 " optimizer.synchronize() first"
             )
         return _nothing

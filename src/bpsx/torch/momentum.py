@@ -104,8 +104,8 @@ class TakenOver:
         """
         if dict.get(group, "fused") and dict.get(group, "weight_decay"):
             raise ConfigError(
-                f"{_WHAT} with onebit adds weight decay to gradients before the step, which group"
-                f" {i} with fused=True would scale: leave fused out"
+                f"{_WHAT} with onebit adds weight decay to gradients before the step, and group"
+                f" {i} with fused=True would scale it; omit fused"
             )
 
     @staticmethod
@@ -114,19 +114,20 @@ class TakenOver:
     ) -> None:
         if group.get("momentum") and not isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
-                f"{_WHAT} cannot take the place of {type(optimizer).__name__}'s momentum (group"
-                f" {i}: {group['momentum']}), which is not that of gradients; with"
-                " torch.optim.SGD's it can. Leave momentum out here or there"
+                f"{_WHAT} cannot replace the momentum of {type(optimizer).__name__} (group {i}:"
+                f" {group['momentum']}), which is not a momentum of gradients; it can replace only"
+                " that of torch.optim.SGD. Omit one of the two momenta"
             )
         if group.get("momentum") and without:
             raise ConfigError(
-                f"{_WHAT} takes the place of the momentum of group {i} for some of its parameters,"
-                f" and not for {', '.join(map(repr, without[:5]))}: give all of a group momentum,"
-                " or none"
+                f"{_WHAT} replaces the momentum of some parameters of group {i}, but not of"
+                f" {', '.join(map(repr, without[:5]))}; give momentum to all parameters of a"
+                " group, or to none"
             )
         if group.get("dampening"):
             raise ConfigError(
-                f"{_WHAT} knows no dampening, and group {i} has dampening={group['dampening']}"
+                f"{_WHAT} does not support dampening, but group {i} has"
+                f" dampening={group['dampening']}"
             )
 
     @contextmanager
@@ -142,10 +143,10 @@ class TakenOver:
             now = float(dict.get(groups[i], "momentum") or 0.0)
             if now != before:
                 raise ConfigError(
-                    f"the momentum of group {i} is {now}, and was {before} when"
+                    f"the momentum of group {i} has changed from {before} to {now} after"
                     " DistributedOptimizer took it over for compression_params'"
-                    " momentum='nesterov', which cannot follow: leave it as it is (schedulers:"
-                    " cycle_momentum=False; checkpoints: of the same momentum)"
+                    " momentum='nesterov', which cannot follow. Do not change it (schedulers:"
+                    " cycle_momentum=False; checkpoints: with the same momentum)"
                 )
         changed: list[tuple[dict[str, Any], str, Any]] = []
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

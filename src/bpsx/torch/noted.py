@@ -56,8 +56,9 @@ class Noted:
             if key in self._changed:
                 if not _alike(self._changed[key], value):
                     raise ConfigError(
-                        f"CrossBarrier: {who} makes {key!r} {where} depend on which parameters step"
-                        " together: it looks across parameters; use DistributedOptimizer"
+                        f"CrossBarrier: the value that {who} gives {key!r} {where} depends on"
+                        " which parameters step together, but CrossBarrier updates parameters at"
+                        " different times; use DistributedOptimizer"
                     )
                 continue
             self._changed[key] = _copied(value)

@@ -137,8 +137,8 @@ def distribute(
     )
     if choices and compression is not Compression.none:
         raise ConfigError(
-            f"DistributedOptimizer: compression={compression.__name__} and compression_params: give"
-            " one of them (fp16=True is a key of the latter)"
+            f"DistributedOptimizer: compression={compression.__name__} and compression_params"
+            " exclude each other; give only one of them (compression_params has a key fp16=True)"
         )
     passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
     exchange = _exchange_for(
@@ -162,9 +162,9 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
         raise ConfigError(f"{verb}: this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            f"{verb}: LBFGS evaluates its closure several times in a step, with other weights each"
-            " time, so its gradients cannot be averaged once per step; use a first-order optimizer"
-            " (SGD, Adam, …)"
+            f"{verb}: LBFGS evaluates its closure several times per step, each time with other"
+            " weights, so its gradients cannot be averaged once per step; use a first-order"
+            " optimizer (SGD, Adam, …)"
         )
 
 
@@ -327,15 +327,15 @@ class _DistributedOptimizer(_Base):
         if self._should_synchronize:
             if exchange.synchronized and not exchange.implicit:
                 warn(
-                    "step() after synchronize() pushes all gradients again; put step() inside "
-                    "optimizer.skip_synchronize()"
+                    "step() after synchronize() pushes all gradients again; call step() inside"
+                    " optimizer.skip_synchronize()"
                 )
             if not exchange.settled:
                 exchange.complete()
         elif exchange.under_way:
             raise GradientOrderError(
-                "step() inside skip_synchronize() while gradients are under way: call synchronize()"
-                " first"
+                "step() was called inside skip_synchronize() while gradients are under way; call"
+                " synchronize() first"
             )
         exchange.synchronized = exchange.implicit = False
 
@@ -370,8 +370,8 @@ class _DistributedOptimizer(_Base):
         group = len(self.param_groups) - 1
         if self._exchange.choices:
             warn(
-                "the gradients of a group that is added to an optimizer with compression_params are"
-                " not compressed"
+                "a group was added to an optimizer with compression_params; the group's gradients"
+                " are not compressed"
             )
         exchange = self._exchange
         params = enumerate(self.param_groups[group]["params"])
@@ -409,15 +409,15 @@ class _DistributedOptimizer(_Base):
             return {}
         if not adapter.initialised():
             warn(
-                "after shutdown() an optimizer's state_dict() has nothing of what compression"
-                " keeps: take it before"
+                "state_dict() was called after shutdown(), so it does not contain the compression"
+                " state; call it before shutdown()"
             )
             return {}
         exchange.look()
         if exchange.under_way:
             warn(
-                "state_dict() in a signal handler, a backward pass or another thread, while "
-                "gradients are under way, has nothing of what compression keeps"
+                "state_dict() was called in a signal handler, a backward pass or another thread"
+                " while gradients are under way, so it does not contain the compression state"
             )
             return {}
         return {name: PREFIX + name for name in exchange.choices}
@@ -498,18 +498,19 @@ def _exchange_for(
         return exchange
     if choices:
         raise ConfigError(
-            "DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to"
-            " the weights themselves, so nothing can be compressed"
+            "DistributedOptimizer: compression_params cannot be used with BYTEPS_ENABLE_ASYNC=1,"
+            " because servers add changes to the weights themselves"
         )
     if compression is not Compression.none:
         raise ConfigError(
-            f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1:"
-            " servers add to the weights themselves, so only Compression.none is possible"
+            f"DistributedOptimizer: compression={compression.__name__} cannot be used with"
+            " BYTEPS_ENABLE_ASYNC=1, because servers add changes to the weights themselves; only"
+            " Compression.none is possible"
         )
     if not average:
         raise ConfigError(
-            "DistributedOptimizer: gradients are to be summed (op=Sum) with BYTEPS_ENABLE_ASYNC=1:"
-            " there each worker steps on its own gradients; leave op out"
+            "DistributedOptimizer: op=Sum cannot be used with BYTEPS_ENABLE_ASYNC=1, because each"
+            " worker steps on its own gradients; omit op"
         )
     return AsyncExchange(names, passes, what, names.ordinal)
 
@@ -561,7 +562,9 @@ def names_of(
             )
     twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
     if twice:
-        raise ConfigError(f"{verb}: named_parameters gives these names twice: {', '.join(twice)}")
+        raise ConfigError(
+            f"{verb}: named_parameters contains these names twice: {', '.join(twice)}"
+        )
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in ours:
@@ -577,8 +580,8 @@ def names_of(
             ""
             if first
             else (
-                " (it has none of them: model.state_dict() has other tensors,"
-                " model.named_parameters() has these)"
+                " (it contains none of them: the tensors of model.state_dict() are not the"
+                " parameters, use model.named_parameters())"
             )
         )
         raise ConfigError(
@@ -602,8 +605,8 @@ def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if not any(hasattr(patched, mark) for mark in _SCHEDULED):
         raise ConfigError(
-            "DistributedOptimizer: something has replaced this optimizer's step(); make the"
-            " optimizer distributed first"
+            "DistributedOptimizer: this optimizer's step() has been replaced; make the optimizer"
+            " distributed before that"
         )
     del optimizer.step
     return True

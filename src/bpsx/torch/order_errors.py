@@ -17,42 +17,37 @@ class GradientOrderError(BpsxError, RuntimeError):
 def interrupted(managed: Managed) -> GradientOrderError:
     """Backward has computed a gradient after an interrupted wait for the previous ones."""
     return GradientOrderError(
-        f"the gradient of {managed.name!r} was computed while an exchange that has been "
-        "interrupted is "
-        "still under way: call step() or synchronize() again, which goes on with it, or "
-        "zero_grad(), "
-        "which waits for its end and throws the gradients away"
+        f"the gradient of {managed.name!r} was computed while an interrupted exchange is still"
+        " under way. Call step() or synchronize() again to continue it, or zero_grad() to wait for"
+        " its end and discard the gradients"
     )
 
 
 def too_often(managed: Managed, passes: int, optimizer: str) -> GradientOrderError:
     """Backward has computed a gradient that is in flight."""
     text = (
-        f"the gradient of {managed.name!r} was computed more than "
-        f"backward_passes_per_step={passes} "
-        f"times since the last step() or zero_grad() of the {optimizer}. If several backward() "
-        "belong "
-        "to one step of it, give backward_passes_per_step their number. If one belongs to a step "
-        "of "
-        "another optimizer (a GAN's generator has its loss through the discriminator), call this "
-        "optimizer's own zero_grad(), not the model's, before the first backward() of each of its "
-        "steps, on all workers"
+        f"the gradient of {managed.name!r} was computed more than"
+        f" backward_passes_per_step={passes} times since the last step() or zero_grad() of the"
+        f" {optimizer}. If one step of it has several backward() calls, set"
+        " backward_passes_per_step to their number. If a backward() belongs to a step of another"
+        " optimizer (a GAN computes the generator's loss through the discriminator), call this"
+        " optimizer's own zero_grad(), not the model's, before the first backward() of each of its"
+        " steps, on all workers"
     )
     if managed.rivalled:
         text += (
-            ". Another live distributed optimizer has this parameter, too: if it has taken this "
-            "one's place, delete this one and whatever refers to it, such as a scheduler"
+            ". Another live distributed optimizer has this parameter, too: if it replaces this"
+            " one, delete this one and everything that refers to it, such as a scheduler"
         )
-    return GradientOrderError(text + ". Under torch.utils.checkpoint, use_reentrant=False")
+    return GradientOrderError(text + ". With torch.utils.checkpoint, use use_reentrant=False")
 
 
 def written_to(managed: Managed) -> GradientOrderError:
     """A gradient has been changed while it was in flight."""
     return GradientOrderError(
-        f"the gradient of {managed.name!r} was written to while it was under way, so what the "
-        "workers "
-        "have summed is not what backward computed: call the optimizer's synchronize() first, then "
-        "change gradients, then step() inside skip_synchronize()"
+        f"the gradient of {managed.name!r} was changed while it was under way, so the workers' sum"
+        " is not a sum of what backward computed. Call the optimizer's synchronize() first, then"
+        " change gradients, then call step() inside skip_synchronize()"
     )
 
 
@@ -72,17 +67,15 @@ def check_not_added(managed: Managed) -> None:
 def added_after_look(managed: Managed) -> GradientOrderError:
     """Backward has added to an average."""
     return GradientOrderError(
-        f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had "
-        "been "
-        "read, which waits for gradients under way: read them before the first or after the last "
-        "backward() of a step, or call zero_grad() to begin anew"
+        f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had"
+        " been read, and reading them waits for gradients under way. Read them before the first or"
+        " after the last backward() of a step, or call zero_grad() to start again"
     )
 
 
 def frozen_on_some(managed: Managed, count: Count) -> MismatchError:
     """Some workers train a parameter that others have frozen."""
     return MismatchError(
-        f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) "
-        "on "
-        f"{count.frozen}: freeze and thaw parameters on all workers in the same step"
+        f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False)"
+        f" on {count.frozen}; freeze and unfreeze parameters on all workers in the same step"
     )

@@ -82,19 +82,18 @@ class ExchangeOwner(Owner):
             return ""  # it belongs to a job that has ended
         if same:
             return (
-                f"the {self.what} has gradients of the same parameters under way: call its step() "
-                "or zero_grad() first, or delete it"
+                f"the {self.what} has gradients of the same parameters under way; call its step()"
+                " or zero_grad() first, or delete it"
                 if exchange.busy
                 else ""
             )
         if exchange.outlives and not exchange.busy or not _are_in_use(exchange.parameters):
             return ""
         return (
-            f"{name.removeprefix(PREFIX)!r} is also the name of another parameter, of the "
-            f"{self.what}, which is still alive, so that gradients of "
-            "the two would be added to each other. Give other names "
-            "(named_parameters=[(f'second.{n}', p) for n, p in "
-            "model.named_parameters()]), or delete the other optimizer first"
+            f"{name.removeprefix(PREFIX)!r} is also the name of a parameter of the {self.what},"
+            " which is still alive, so gradients of the two would be added to each other. Give"
+            " different names (named_parameters=[(f'second.{n}', p) for n, p in"
+            " model.named_parameters()]), or delete the other optimizer first"
         )
 
     def replace(self, by: Owner) -> None:

@@ -131,7 +131,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # mypy does not 
         """
         if self._together is not None:
             raise RuntimeError(
-                "_start_coalescing: the one before has not been ended by _end_coalescing"
+                "_start_coalescing: the previous call has not been ended by _end_coalescing"
             )
         self._together = []
 
@@ -142,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # mypy does not 
         """
         together, self._together = self._together, None
         if together is None:
-            raise RuntimeError("_end_coalescing: there was no _start_coalescing")
+            raise RuntimeError("_end_coalescing: _start_coalescing was not called")
         return Work(
             f"coalesced collectives of process group {self._label!r}",
             Collective([Waiting(work) for work in together]),
@@ -395,7 +395,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # mypy does not 
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
         _refuse(
             "monitored_barrier",
-            "barrier() names who is missing after BPSX_STALL_WARN_SECONDS; else ",
+            "barrier() reports the missing workers after BPSX_STALL_WARN_SECONDS; otherwise ",
         )
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
@@ -405,13 +405,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # mypy does not 
         _refuse("merge_remote_group")
 
     def _register_on_completion_hook(self, *_: Any) -> NoReturn:
-        _refuse("_register_on_completion_hook", "Work.get_future().then() tells of the end; else ")
+        _refuse("_register_on_completion_hook", "use Work.get_future().then(); otherwise ")
 
     def _wait_for_pending_works(self) -> NoReturn:
-        _refuse("_wait_for_pending_works", "wait for the works that the collectives return; else ")
+        _refuse(
+            "_wait_for_pending_works", "wait for the works that the collectives return; otherwise "
+        )
 
     def abort(self) -> NoReturn:
-        _refuse("abort", "bpsx.torch.shutdown() ends everything that is under way; else ")
+        _refuse("abort", "bpsx.torch.shutdown() ends everything that is under way; otherwise ")
 
 
 def create(options: Any, _: Any) -> ProcessGroup:
@@ -430,28 +432,29 @@ def create(options: Any, _: Any) -> ProcessGroup:
     ours = adapter.session()
     if ours.config.asynchronous:
         raise ConfigError(
-            'the backend "bpsx" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out'
+            'the backend "bpsx" cannot be used with BYTEPS_ENABLE_ASYNC=1, because its collectives'
+            " need all workers"
         )
     if not ranks and (rank, size) != (ours.rank, ours.size):
         raise ConfigError(
-            f'init_process_group("bpsx"): this process is rank {rank} of {size} for PyTorch and'
+            f'init_process_group("bpsx"): this process is rank {rank} of {size} for PyTorch, but'
             f" rank {ours.rank} of {ours.size} for bpsx; both must be the same: "
             + (
                 "call init_process_group before bpsx.torch.init"
                 if ours.size == 1
-                else "leave rank and world_size out, or give bpsx.torch.rank() and size()"
+                else "omit rank and world_size, or give bpsx.torch.rank() and size()"
             )
         )
     refused = ""
     if ranks not in ([], list(range(ours.size))) and size != 1:
         refused = (
-            f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx"
-            " takes all of them; for such a group use torch.distributed.new_group(…,"
+            f"ranks {ranks} are not all {ours.size} workers in order, and collectives over bpsx"
+            " need all of them; for such a group use torch.distributed.new_group(…,"
             ' backend="gloo")'
         )
         # An exception here would reach members only, while other workers may wait for them in
         # new_group.
-        warn(f'backend "bpsx": this group\'s collectives will be refused: {refused}')
+        warn(f'backend "bpsx": this group\'s collectives will fail: {refused}')
     return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused, options.store)
 
 
@@ -479,8 +482,8 @@ def _extended(original: Callable[..., None]) -> Callable[..., None]:
 
 def _refuse(what: str, instead: str = "") -> NoReturn:
     raise UnsupportedCollective(
-        f'{what}: the backend "bpsx" has only collectives of all workers; {instead}use a group made'
-        ' with torch.distributed.new_group(backend="gloo")'
+        f'{what}: the backend "bpsx" supports only collectives of all workers; {instead}use a'
+        ' group made with torch.distributed.new_group(backend="gloo")'
     )
 
 
@@ -504,7 +507,7 @@ def _rows(
     given = list(sizes) if sizes else [length // count] * count
     if len(given) != count or sum(given) != length:
         raise ConfigError(
-            f"all_to_all_single: the {what} has {length} rows, to be cut into {given} for {count}"
-            " workers: give as many sizes as there are workers, with that sum"
+            f"all_to_all_single: the {what} has {length} rows, which cannot be split into {given}"
+            f" for {count} workers; give one size per worker, with that sum"
         )
     return list(tensor.split(given))

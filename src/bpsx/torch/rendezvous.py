@@ -139,8 +139,8 @@ def _open_store(place: adapter.LaunchedPlace, timeout: float) -> _TorchStore:
     global _store
     if not dist.is_available():
         raise ConfigError(
-            "bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the"
-            " script with bpsx-run"
+            "bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; alternatively"
+            " start the script with bpsx-run"
         )
     if _store is None:
         host = (
@@ -236,11 +236,11 @@ def _rendezvous(
         given = query.get(name, [""])[0]
         if given not in ("", "-1", str(is_so)):
             raise ConfigError(
-                f"init_process_group: {name}={given}, but for bpsx it is {is_so}; leave it out"
+                f"init_process_group: {name}={given}, but bpsx has {is_so}; omit {name}"
             )
     yield _shared_store(ours, timeout), ours.rank, ours.size
     raise RuntimeError(
-        "bpsx has no second rendezvous of one init_process_group; call destroy_process_group and"
+        "bpsx cannot rendezvous twice for one init_process_group; call destroy_process_group, then"
         " init_process_group"
     )
 

@@ -53,5 +53,5 @@ def empty_for(described: dict[str, Any]) -> torch.Tensor:
     """Allocate the tensor that the sender has described."""
     dtype = getattr(torch, described["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise StateError(f"a tensor of the unknown dtype {described['dtype'][:40]!r} has arrived")
+        raise StateError(f"received a tensor of the unknown dtype {described['dtype'][:40]!r}")
     return torch.zeros(described["shape"], dtype=dtype, device="cpu")

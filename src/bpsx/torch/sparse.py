@@ -130,8 +130,8 @@ def push_pull_sparse(
         )
     if adapter.session().config.asynchronous:
         raise UnsupportedTensor(
-            f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape, so sparse"
-            " tensors cannot be sent"
+            f"{what}: sparse tensors cannot be sent with BYTEPS_ENABLE_ASYNC=1, because servers"
+            " add each push to a value of a fixed shape"
         )
     known = name or f"push_pull.sparse.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
     return SparseSum(tensor, average, known, compression).wait()

@@ -156,10 +156,10 @@ class StartupCheck:
         assert self._rows is not None
         if int(self._rows[0]) == adapter.session().size:
             self._fatal = (
-                f"the {self._owner.what} has generated names, and other weights than on other"
-                " workers, where another optimizer has these: the workers have made their"
-                " optimizers in different orders; give named_parameters, with names that no two"
-                " optimizers share, or make them in one order"
+                f"the {self._owner.what} has generated names, and its weights are those of another"
+                " optimizer on other workers, so the workers have created their optimizers in"
+                " different orders. Give named_parameters with names that no two optimizers share,"
+                " or create the optimizers in the same order"
             )
 
     def _tell(self, problem: str, how: str) -> None:

@@ -15,7 +15,7 @@ from bpsx.plugin.adapter import TensorView
 _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
 #: What to send instead of a tensor whose dtype cannot be summed, by dtype name.
 _INSTEAD = {
-    "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
+    "bool": "send tensor.to(torch.uint8); its sum is the number of workers with True",
     **dict.fromkeys(
         ("complex32", "complex64", "complex128"),
         "send torch.view_as_real(tensor), which shares its memory",
@@ -78,8 +78,8 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
         if stride <= reach:
             raise UnsupportedTensor(
                 f"{what}: elements share memory (shape {tuple(tensor.shape)}, strides"
-                f" {tensor.stride()}, as expand() makes them), so it cannot be written in place;"
-                " give a clone(), or use push_pull() for a new tensor"
+                f" {tensor.stride()}, as expand() makes them), so the result cannot be written in"
+                " place; give a clone(), or use push_pull() to get a new tensor"
             )
         reach += stride * (length - 1)
 
@@ -92,8 +92,9 @@ def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull
     """
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise UnsupportedTensor(
-            f"{what}: the tensor is the result of an operation that autograd follows, and would not"
-            f" know of being overwritten; use {instead}, which has a gradient, or detach() it first"
+            f"{what}: the tensor is the result of an operation that autograd records, and autograd"
+            f" would not notice that it is overwritten; use {instead}, which has a gradient, or"
+            " detach() it first"
         )
     check_writable(tensor, what)
 

@@ -91,7 +91,7 @@ class Work(dist.Work):  # type: ignore[misc]    # mypy does not follow torch
                 raise
             except TimeoutError as e:
                 raise GroupTimeoutError(
-                    f"{self._what} has not ended within the timeout of {limit:g} s"
+                    f"{self._what} did not end within the timeout of {limit:g} s"
                     " (init_process_group(timeout=…)); some worker has not called it, or is slow"
                 ) from e
         try:
@@ -156,7 +156,7 @@ class Work(dist.Work):  # type: ignore[misc]    # mypy does not follow torch
 
     def source_rank(self) -> int:
         """Raise :class:`RuntimeError`: there is no receive from one worker."""
-        raise RuntimeError('source_rank: the backend "bpsx" has no recv')
+        raise RuntimeError('source_rank: the backend "bpsx" does not support recv')
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """Return a future of the output tensors. Its error is a RuntimeError with bpsx's text."""

@@ -54,9 +54,9 @@ def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
     """
     if adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
-            "keep, and numbers of rows cannot be told; use broadcast from each "
-            "worker in turn"
+            f"{name}: cannot be used with BYTEPS_ENABLE_ASYNC=1, because servers add to values"
+            " that they keep, so workers cannot exchange their numbers of rows; use broadcast from"
+            " each worker in turn"
         )
     dense = checked_tensor(name, tensor, named, rows=True)
     wire = wire_name(name, named, dense, rows=True)
@@ -143,7 +143,8 @@ def broadcast_(
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
             raise ConfigError(
-                f"broadcast_: variables: element {i} is no variable; a list of them is needed"
+                f"broadcast_: variables: element {i} is not a variable; a list of variables is"
+                " needed"
             )
     values = [checked_tensor("broadcast_", v, name) for v in given]
     wires = [f"broadcast_.{name + '.' if name else ''}{own}" for own in names_of(given)]
@@ -180,7 +181,9 @@ def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
     elif splits is None and rows is None:
         even = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)
         whole = tf.equal(tf.reduce_sum(even), tf.shape(tensor, tf.int64)[0])
-        check = tf.debugging.Assert(whole, ["alltoall: rows cannot be divided evenly; give splits"])
+        check = tf.debugging.Assert(
+            whole, ["alltoall: the rows cannot be divided evenly among the workers; give splits"]
+        )
         with tf.control_dependencies([check]):
             return tf.identity(even)
     else:
@@ -194,7 +197,10 @@ def _checked_later(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor
         & tf.reduce_all(splits >= 0)
         & (tf.reduce_sum(splits) <= tf.shape(tensor, tf.int64)[0])
     )
-    text = f"alltoall: {size} splits from 0, of at most as many rows as there are, are needed, not"
+    text = (
+        f"alltoall: splits must be {size} integers from 0, whose sum is at most the number of"
+        " rows, not"
+    )
     with tf.control_dependencies([tf.debugging.Assert(fits, [text, splits])]):
         return tf.ensure_shape(splits, [size])
 

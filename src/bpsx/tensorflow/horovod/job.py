@@ -56,9 +56,9 @@ def join() -> tf.Tensor:
     """
     if not tf.executing_eagerly():
         raise ConfigError(
-            "join: call it in eager code, outside of tf.function and v1 graphs "
-            "(there, bpsx.join() between two session.run); it has no order among "
-            "operations"
+            "join: must be called in eager code, outside of tf.function and v1 graphs, where it"
+            " has no order among operations; with v1 graphs call bpsx.join() between two"
+            " session.run"
         )
     return tf.constant(verbs.join(), tf.int32)
 
@@ -89,7 +89,7 @@ def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
 def _check_id(verb: str, process_set_id: Any) -> None:
     if adapter.integer(process_set_id) != 0:
         raise ConfigError(
-            f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only set"
+            f"{verb}: process_set_id={process_set_id!r}: allowed is 0, the set of all workers"
         )
 
 

@@ -79,16 +79,18 @@ class PartialExchange(Exchange):
         """
         if self._local:
             raise ConfigError(
-                f"{self._verb}: with local variables it can be neither pickled nor "
-                "deeply copied: make another one of an optimizer, and register its "
-                "variables"
+                f"{self._verb}: an optimizer with local variables can be neither pickled nor"
+                " deeply copied. Create a new one from an optimizer, and register its local"
+                " variables"
             )
         return PartialExchange, self._options
 
     def keep_local(self, variable: Any) -> None:
         """Leave the gradients of ``variable`` as they are. Raises :class:`ConfigError`."""
         if not hasattr(variable, "assign"):
-            raise ConfigError(f"{self._verb}: {variable!r} is to be local; a variable is needed")
+            raise ConfigError(
+                f"{self._verb}: {variable!r} cannot be local, because it is not a variable"
+            )
         known = _variable(variable)
         self._local[id(known)] = known
 
@@ -105,8 +107,8 @@ class PartialExchange(Exchange):
         if self._local or self._factor != 1.0:
             what = "local variables" if self._local else "sums of several passes"
             raise ConfigError(
-                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 weights travel and no "
-                f"gradients: leave {what} out (average_aggregated_gradients=True)"
+                f"{self._verb}: {what} cannot be used with BYTEPS_ENABLE_ASYNC=1, because workers"
+                " exchange weights, not gradients; omit them (average_aggregated_gradients=True)"
             )
 
     def __call__(

@@ -114,8 +114,8 @@ def _reduced_slices(
     """Return the rows of all workers. The gradient is Horovod's for allgather: the average."""
     if how.here:
         raise ConfigError(
-            f"{how.verb}: op=hvd.{how.op.name} of tf.IndexedSlices; allowed are "
-            "hvd.Average and hvd.Sum, or give tf.convert_to_tensor(slices)"
+            f"{how.verb}: op=hvd.{how.op.name} is not possible for tf.IndexedSlices; allowed are"
+            " hvd.Average and hvd.Sum, or give tf.convert_to_tensor(slices)"
         )
     check_name(name, how.verb)
     values = tf.convert_to_tensor(slices.values)

@@ -175,7 +175,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         ) or not hasattr(optimizer._learning_rate, "assign"):
             raise ConfigError(
                 f"{what}: the optimizer's learning rate is a"
-                f" {type(optimizer._learning_rate).__name__}, which cannot be set: give it a number"
+                f" {type(optimizer._learning_rate).__name__}, which cannot be set; give the"
+                " optimizer a number"
             )
         if self.initial_lr is None:
             self.initial_lr = self._rate()
@@ -183,8 +184,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self.steps_per_epoch = self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
             raise ConfigError(
-                f"{what}: steps_per_epoch is needed: fit() does not know how many batches an"
-                " epoch has"
+                f"{what}: give steps_per_epoch, because fit() does not know the number of batches"
+                " of an epoch"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -76,8 +76,8 @@ class _Distributed:
         )
         if len(gradients) != len(variables):
             raise ConfigError(
-                f"{_VERB}: apply: {len(gradients)} gradients for {len(variables)} variables; one"
-                " for each is needed, or None"
+                f"{_VERB}: apply: got {len(gradients)} gradients for {len(variables)} variables;"
+                " each variable needs a gradient, or None"
             )
         if self.__dict__.get(_WITHIN):
             return base.apply(gradients, trainable_variables)
@@ -232,8 +232,8 @@ def _decide_auto() -> None:
         if not is_distributed(getattr(model, "optimizer", None)):
             return bool(decide(model))
         log.info(
-            "jit_compile='auto': off, since the step exchanges gradients, which XLA can compile for"
-            " the host only"
+            "jit_compile='auto' is off, because the step exchanges gradients, which XLA can"
+            " compile only for the CPU"
         )
         return False
 
@@ -297,8 +297,8 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless ``optimizer`` can be distributed."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
-            f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has"
-            " to be TensorFlow: set KERAS_BACKEND=tensorflow"
+            f"{_VERB}: Keras uses the backend {keras.backend.backend()}; bpsx.tensorflow needs"
+            " TensorFlow: set KERAS_BACKEND=tensorflow"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
@@ -319,9 +319,10 @@ def set_passes(optimizer: Any, passes: Any) -> None:
     inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
     if inner.built or inner.gradient_accumulation_steps not in (None, passes):
         raise ConfigError(
-            f"{_VERB}: backward_passes_per_step={passes} sets gradient_accumulation_steps, which is"
-            f" {inner.gradient_accumulation_steps} in an optimizer that"
-            f" has{'' if inner.built else ' not'} been built: give one of them, before it is built"
+            f"{_VERB}: backward_passes_per_step={passes} sets gradient_accumulation_steps, but"
+            f" that is {inner.gradient_accumulation_steps} in this optimizer, which"
+            f" has{'' if inner.built else ' not'} been built. Give only one of the two, before the"
+            " optimizer is built"
         )
     inner.gradient_accumulation_steps = passes
 

@@ -65,8 +65,8 @@ def loaded(
     ]
     if wrong:
         raise ConfigError(
-            f"load_model: custom_optimizers has {wrong[0]!r}; classes of optimizers of Keras 3 are"
-            " needed"
+            f"load_model: custom_optimizers contains {wrong[0]!r}; it must contain optimizer"
+            " classes of Keras 3"
         )
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known or None)

@@ -137,8 +137,8 @@ class Averaging(Exchange):
         self._due = True
         if managed.pushed is not None:
             raise GradientOrderError(
-                f"the gradient of {managed.name!r} was added to again within one backward pass,"
-                " after it had left: parameters that are used inside and outside of"
+                f"backward added to the gradient of {managed.name!r} after it had been pushed,"
+                " within one backward pass. Parameters that are used inside and outside of"
                 " torch.utils.checkpoint need use_reentrant=False"
             )
         if torch._C._current_graph_task_id() == self._pass:
@@ -160,8 +160,8 @@ class Averaging(Exchange):
     def _check_not_stale(self) -> None:
         if self.under_way:
             raise GradientOrderError(
-                "a backward pass has failed after gradients had left, and other workers may have"
-                " averaged with them: call the module's synchronize() to take part in that"
+                "a backward pass failed after gradients had been pushed, so other workers may have"
+                " averaged with them. Call the module's synchronize() to take part in that"
                 " exchange, or end this worker"
             )
 

@@ -124,14 +124,14 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         session = adapter.session()
         if session.config.asynchronous:
             raise ConfigError(
-                "DistributedDataParallel: BYTEPS_ENABLE_ASYNC=1 moves weights instead of gradients:"
-                " use DistributedOptimizer"
+                "DistributedDataParallel cannot be used with BYTEPS_ENABLE_ASYNC=1, because"
+                " workers exchange weights instead of gradients; use DistributedOptimizer"
             )
         named = list(module.named_parameters())
         if not any(p.requires_grad for _, p in named):
             raise ConfigError(
-                "DistributedDataParallel: no parameter of the module requires a gradient: it needs"
-                " no averaging"
+                "DistributedDataParallel: no parameter of the module requires a gradient, so there"
+                " is nothing to average"
             )
         super().__init__()
         self.module = module
@@ -190,14 +190,15 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         """Raise :class:`ConfigError`: there are no buckets to pass to a comm hook."""
         raise ConfigError(
             "DistributedDataParallel.register_comm_hook: this module exchanges gradients one by"
-            " one, without buckets; give compression=bpsx.torch.Compression.fp16 here, or use"
-            ' torch.nn.parallel.DistributedDataParallel, which takes hooks, on the backend "bpsx"'
+            " one, without buckets. Give compression=bpsx.torch.Compression.fp16 here, or use"
+            " torch.nn.parallel.DistributedDataParallel, which supports hooks, on the backend"
+            ' "bpsx"'
         )
 
     def __getstate__(self) -> Any:
         raise ConfigError(
-            "DistributedDataParallel: it cannot be copied or pickled, as its gradients are"
-            " exchanged under one name; take its .module, or its state_dict()"
+            "DistributedDataParallel cannot be copied or pickled, because its gradients are"
+            " exchanged under one name; copy its .module, or its state_dict()"
         )
 
 
@@ -211,9 +212,9 @@ def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
         torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in device_ids
     ] != list(devices):
         raise ConfigError(
-            f"DistributedDataParallel: device_ids={device_ids!r}: the module is on"
-            f" {', '.join(map(str, devices)) or 'no device'}; allowed are None and the one GPU that"
-            " it is on"
+            f"DistributedDataParallel: device_ids={device_ids!r}, but the module is on"
+            f" {', '.join(map(str, devices)) or 'no device'}; allowed are None and the one GPU"
+            " that holds the module"
         )
     for option, value in options.items():
         if option in _REFUSED and value is not None:

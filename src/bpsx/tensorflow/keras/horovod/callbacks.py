@@ -36,8 +36,8 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
         """Do not broadcast ``var``. Raises :class:`~bpsx.errors.ConfigError` for no variable."""
         if not hasattr(var, "assign"):
             raise ConfigError(
-                f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is no "
-                "variable; a list of variables is needed"
+                f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is not a variable; a"
+                " list of variables is needed"
             )
         self.keep(var)
 
@@ -106,7 +106,7 @@ class LearningRateWarmupCallback(ours.LearningRateWarmupCallback):
 
 def _check_initial(what: str, initial_lr: Any) -> None:
     if initial_lr is None:
-        raise ConfigError(f"{what}: initial_lr=None: a number from 0 is needed")
+        raise ConfigError(f"{what}: initial_lr=None: must be a number of at least 0")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -136,9 +136,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         """Raise :class:`~bpsx.errors.ConfigError` if there is no ``filepath``."""
         if self.filepath is None:
             raise ConfigError(
-                "BestModelCheckpoint: where is the model to be saved? Set its "
-                "filepath, or take keras.callbacks.ModelCheckpoint(path, "
-                "save_best_only=True)"
+                "BestModelCheckpoint: there is no path to save the model to. Set its filepath, or"
+                " use keras.callbacks.ModelCheckpoint(path, save_best_only=True)"
             )
         super().on_train_begin(logs)
 

@@ -115,9 +115,8 @@ def load_model(
     """
     if legacy_opts:
         raise ConfigError(
-            f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy "
-            "optimizers; leave it out, and save the model anew with one of "
-            "keras.optimizers"
+            f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy optimizers. Omit it,"
+            " and save the model again with an optimizer of keras.optimizers"
         )
     return saving.loaded(
         filepath,
