@@ -1,4 +1,4 @@
-"""The scripted counterpart that a module tests against."""
+"""Fixture with the scripted peer that a test module runs against."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import core.test_lane as lane
 
 @pytest.fixture
 def rig(request):
-    """Makes what the module calls ``Rig``: a core for the worker's side; else the scripted lane of
-    test_lane.py, for it and its sisters.
-    """
+    """Return a factory of the module's own ``Rig``, or of the scripted lane of test_lane.py."""
     kind = getattr(request.module, "Rig", lane.Rig)
     made = []
 

@@ -1,4 +1,4 @@
-"""A core whose lanes the test reads and writes."""
+"""A core whose lanes are read and written by the test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from bpsx.planning.stages import stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from support import wire as w
 
-BIG = 40_000  # bytes: more than travels inline
-LONG = 300_000  # ... from which is learnt how fast a link is
+BIG = 40_000  # bytes: too large to travel inline
+LONG = 300_000  # bytes: large enough for the core to measure the speed of a link
 
 
 def push_pull(core: Core, tensor: Tensor, source: Any, target: Any, **more: Any) -> Handle:
-    """Begin a push_pull of ``tensor`` from ``source`` into ``target``; ``more``: see Request."""
+    """Start a push_pull of ``tensor`` from ``source`` into ``target``.
+
+    ``more``: options of Request.
+    """
     return core.submit(tensor, Request(tensor.name, source, target, **more))
 
 
@@ -66,13 +69,13 @@ class Rig:
         return Tensor(name, 3, parts, stages_for("cpu"))
 
     def take(self, lane: int = 0, timeout: float = 20) -> list[w.Record]:
-        """The records of the next message that a lane gets."""
+        """Return the records of the next message that a lane receives."""
         message = self.lanes[lane].sent(timeout)
         assert message is not None, "the core has sent nothing"
         return w.unpack(message[1], message[2])
 
     def pushes(self, n: int, lane: int = 0) -> list[w.Record]:
-        """The next ``n`` pushes, registrations left out."""
+        """Return the next ``n`` pushes, without registrations."""
         found: list[w.Record] = []
         while len(found) < n:
             found += [r for r in self.take(lane) if r.kind == w.PUSH]

@@ -1,5 +1,6 @@
-"""The worker's core against a scripted peer: what it sends, in which order, and what it makes of
-right and wrong answers.
+"""The worker's core against a scripted peer.
+
+The tests check what the core sends, in which order, and how it handles valid and invalid answers.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
     with pytest.raises(errors.MismatchError):
         push_pull(r.core, bad, array(16), array(16)).wait(20)
     for p in pushes.values():
-        r.answer(p, bytes(16))  # too late for one of them, and harmless
+        r.answer(p, bytes(16))  # too late for the failed tensor, and must do no harm
     h_good.wait(20)
 
 
@@ -319,7 +320,7 @@ def test_waiting_names_what_is_old(rig):
     handle = push_pull(r.core, r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
     ((name, generation, round_, age, waited),) = r.core.waiting(0.0)
-    # under way, and nobody waits for it
+    # under way, and no thread waits for it
     assert (name, generation, round_) == ("slow", 0, 0) and age > 0 and waited == -1
     assert not handle.done()
     ((*_, age, waited),) = r.core.waiting(0.0)
@@ -332,8 +333,10 @@ def test_waiting_names_what_is_old(rig):
 
 @pytest.mark.parametrize("size", [16, BIG])
 def test_who_cannot_be_reached_makes_all_wait_for_the_word_of_who_is_gone(rig, size):
-    """The transport tells whoever watches connections; until then nothing leaves, and nothing ends
-    with a lesser error.
+    """While a lane is unreachable, no handle ends before the core is told which process is gone.
+
+    The transport reports broken connections to another part. Until its report arrives, the core
+    sends nothing, and no handle ends with a less precise error.
     """
     r = rig()
     handles = [push_pull(r.core, r.tensor("before", 16), array(16), array(16))]

@@ -1,5 +1,6 @@
-"""A lane that sends a worker mutated answers: what is wrong is dropped and counted, what is right
-comes home.
+"""A lane that sends mutated answers to a worker.
+
+The core must drop and count invalid answers, and complete valid ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS, EACH = 40, 250
 
 
 def _mutant(rng: random.Random, push: w.Record) -> tuple[bytes, bytes | None]:
-    """An answer that must not be taken, or noise."""
+    """Return an answer that must be rejected, or random bytes."""
     body = rng.randbytes(push.length)
     right = w.Record(
         w.ANSWER,

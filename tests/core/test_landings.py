@@ -1,6 +1,6 @@
-"""Where answers are wanted: what a worker's core asks for, and what a lane makes of it.
+"""Landings: addresses for answers that a worker's core requests, and how a lane uses them.
 
-The transport is a loopback one that somebody listens to.
+A loopback transport records what is sent.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _NAME = b"bpsx.Endpoint"
 
 
 class Listened:
-    """An endpoint's data plane, which puts a landing to each message with a body that comes, the
-    next one at ``next_at``; and what was lent, and the landing of each message with a body that was
-    sent.
+    """Data plane of an endpoint that records landings.
+
+    It gives each received message with a body a landing, beginning with ``next_at``. It records
+    the landing of each sent message with a body, and which memory was lent.
     """
 
     def __init__(self, endpoint: Any) -> None:
@@ -38,7 +39,7 @@ class Listened:
         self._endpoint, self._of = endpoint, endpoint.abi()
         inner = Table.from_address(get(self._of, _NAME))
         self.next_at = 0x1000
-        # peer, kind of record, landing: at, room
+        # (peer, kind of record, landing's address, landing's room)
         self.sent: list[tuple[int, int, int, int]] = []
         self.lent: list[tuple[int, int]] = []
         self.table = Table.from_buffer_copy(inner)
@@ -87,7 +88,7 @@ class Listened:
 
 
 def answered(r: Rig, heard: Listened) -> list[tuple[int, int]]:
-    """(rank, landing) of the answers with a body that have been sent, once each worker has one."""
+    """Wait for one answer per worker; return (rank, landing) of all sent answers with a body."""
     for rank in range(len(r.workers)):
         (answer,) = r.take(rank)
         assert answer.kind == w.ANSWER
@@ -133,7 +134,10 @@ def test_a_push_that_is_repeated_changes_nothing(listened) -> None:
 
 
 def test_what_a_lane_keeps_is_not_answered_to_where_a_push_was(listened) -> None:
-    """The push's round is over, and its memory may be somebody else's."""
+    """A reply with a lane's compression state has no landing.
+
+    The memory of the earlier push may have been reused.
+    """
     r, heard = listened
     n = 20_000
     register(r, 0, {"compressor": "topk", "k": 0.9, "ef": "vanilla"}, nbytes=4 * n)

@@ -96,7 +96,7 @@ class Rig:
         return w.unpack(message[1], message[2])
 
     def assert_nothing_for(self, rank: int) -> None:
-        """After a round trip, the lane has sent nothing else to this worker."""
+        """Check, after a round trip, that the lane has sent nothing else to this worker."""
         self.send(rank, w.Record(w.PING, w.INLINE, sender=rank, length=32, body=bytes(32)))
         assert [r.kind for r in self.take(rank)] == [w.PONG]
 
@@ -109,7 +109,7 @@ class Rig:
 
 
 def values(dtype: str, n: int, seed: int) -> np.ndarray:
-    """Arrays as they lie on the wire: bfloat16 as uint16."""
+    """Return arrays as they are on the wire: bfloat16 as uint16."""
     rng = np.random.default_rng(seed)
     if "int" in dtype:
         info = np.iinfo(dtype)
@@ -169,7 +169,7 @@ def test_fixed_order_with_large_partitions(rig):
 
 def test_halves_are_summed_in_float32_and_rounded_once(rig):
     r = rig(3)
-    pushes = [np.float16([60000.0])] * 3  # their sum overflows a half, their average does not
+    pushes = [np.float16([60000.0])] * 3  # their sum overflows float16, their average does not
     r.register(0, 2, "float16")
     for rank in range(3):
         r.push(rank, 0, pushes[rank].tobytes(), dtype="float16", divisor=3)
@@ -230,7 +230,7 @@ def test_a_repeated_push_is_counted_not_summed(rig):
     r.assert_nothing_for(0)
     r.push(1, 0, one)
     assert r.take(1)[0].body == np.float32([2]).tobytes()
-    r.push(1, 0, one, round_=0)  # the round that has closed
+    r.push(1, 0, one, round_=0)  # a push for the round that has closed
     assert r.take(0)[0].body == np.float32([2]).tobytes()
     r.assert_nothing_for(0), r.assert_nothing_for(1)
     assert r.lane.counters()["repeated"] == 3
@@ -318,7 +318,7 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
     for round_ in (0, 2):
         r.push(0, 0, one, round_=round_)
         r.push(1, 0, one, round_=round_, **second)
-        r.assert_nothing_for(0)  # the third must be told with the same round
+        r.assert_nothing_for(0)  # the third worker must get the error in the same round
         r.push(2, 0, one, round_=round_)
         for rank in range(3):
             (e,) = r.take(rank)
@@ -342,12 +342,13 @@ def test_rounds_that_lack_a_worker_who_left_fail(rig):
     assert (e.kind, e.divisor, e.slot) == (w.ERROR, 3, 2)
     r.push(1, 0, one)
     assert r.take(1)[0].divisor == 3
-    # and so is every later one, in whatever round the worker believes to be
+    # All later rounds fail too, whatever round the worker counts.
     for round_ in (1, 2):
         r.push(0, 0, one, round_=round_)
         (e,) = r.take(0)
         assert (e.divisor, e.slot, e.round) == (3, 2, round_)
-    r.push(0, 1, one), r.push(1, 1, one)  # this one he had pushed: it can close
+    # worker 2 had pushed this one before it left, so it can close
+    r.push(0, 1, one), r.push(1, 1, one)
     assert r.take(0)[0].body == r.take(1)[0].body == np.float32([3]).tobytes()
 
 
@@ -363,7 +364,10 @@ def test_scheduled_takes_the_urgent_first(rig):
 
 
 def test_a_message_is_not_read_any_more_once_its_round_has_let_it_go():
-    """The C library overwrites what is freed here, so that whoever reads it ends badly."""
+    """A message is not read after its round has released it.
+
+    The C library overwrites freed memory here, so a late read would fail.
+    """
     subprocess.run(
         [
             sys.executable,

@@ -1,5 +1,6 @@
-"""A server's lane in asynchronous training: the pusher alone is answered, with the value after its
-push.
+"""A server's lane in asynchronous training.
+
+Only the pusher gets an answer: the value after its push.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ ONE = np.float32([1]).tobytes()
 @pytest.mark.parametrize("n", [1, 7, 33_001])
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES])
 def test_every_push_is_added_at_once_and_answered_to_its_sender(rig, dtype, n):
-    """After each push the value is what the oracle makes of the former value and the push, rounded
-    once.
-    """
+    """After each push the value is the oracle's sum of the old value and the push, rounded once."""
     r = rig(3, asynchronous=True)
     want = np.zeros_like(values(dtype, n, 0))
     r.register(0, want.nbytes, dtype)
@@ -52,7 +51,7 @@ def test_every_push_is_added_at_once_and_answered_to_its_sender(rig, dtype, n):
 
 
 def test_an_answer_is_a_snapshot(rig):
-    """A later push must not change what an earlier answer holds while that is still under way."""
+    """A later push does not change an earlier answer that is still being sent."""
     r = rig(2, asynchronous=True)
     r.register(0, BIG)
     one = np.ones(BIG // 4, np.float32)
@@ -100,7 +99,7 @@ def test_a_broadcast_sets_the_value_while_others_push(rig, n, divisor):
     assert r.take(0)[0].body == one
     r.push(0, 0, nine, divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)
     r.assert_nothing_for(0)
-    # not there yet: it still adds to the old value
+    # The broadcast is not complete yet, so this push adds to the old value.
     r.push(1, 0, one, divisor=divisor, flags=w.ASYNC)
     assert r.take(1)[0].body == np.full(n // 4, 1 + 1 / divisor, np.float32).tobytes()
     r.push(1, 0, b"", divisor=0, flags=w.ASYNC | w.BROADCAST, round_=1)

@@ -1,6 +1,4 @@
-"""A lane and compressed pushes: what does not decode fails its round, for everybody and by name,
-and nothing else.
-"""
+"""A lane and compressed pushes: a push that cannot be decoded fails its own round only."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ PACKED = 16
 E_CODEC, E_COMPRESSOR, E_MISMATCH, E_PROTOCOL = 11, 12, 2, 5
 N = 1000
 G = (np.arange(N) % 37 - 18).astype(np.float32)
-SEED = mix(0, stream(b"name", 100))  # the key's number in its tensor
+SEED = mix(0, stream(b"name", 100))  # the key's number within its tensor
 
 
 def signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-#: name -> (compression, a right push of G)
+#: codec name -> (compression, a valid push of G)
 CODECS: dict[str, tuple[dict, bytes]] = {
     "onebit": ({"compressor": "onebit", "scaling": True}, reference.onebit_encode(G, True)),
     "topk": ({"compressor": "topk", "k": 0.05}, reference.topk_encode(G, 0.05)),
@@ -94,7 +92,7 @@ def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
         r.push(rank, 0, wire, flags=PACKED, divisor=2)
     for answer in answers(r):
         assert answer.kind == w.ANSWER
-        if name == "onebit":  # the magnitude has been a float32 on the way
+        if name == "onebit":  # the magnitude was rounded to float32
             assert np.frombuffer(answer.body[:8]) == pytest.approx(
                 np.frombuffer(wire[:8]), rel=1e-5
             )
@@ -146,7 +144,7 @@ def test_the_lane_survives_any_bytes(
         r.push(0, 0, wire, flags=PACKED)
         r.push(1, 0, bytes(bad), flags=PACKED)
         first = r.take(1)[0]
-        # longer than anything that this codec makes: refused before it is looked at
+        # Longer than this codec can produce: refused without being decoded.
         if first.kind == w.ERROR and first.divisor != E_CODEC:
             assert first.divisor == 5
             r.push(1, 0, wire, flags=PACKED)
@@ -162,10 +160,10 @@ def test_the_lane_survives_any_bytes(
 
 @pytest.mark.parametrize("ef", ["", "vanilla", "sparse"])
 def test_randomks_answer_has_the_counter_of_the_pushes(rig, ef: str) -> None:
-    """Also after a round that failed, and after a worker's own count has gone on; of two counters
-    the larger one.
+    """randomk's answer carries the larger of the pushes' counters.
 
-    Residuals keep the rest.
+    This also holds after a failed round, and after a worker's own counter has advanced. With error
+    feedback, residuals keep the remainder.
     """
     r, params = rig(), {"compressor": "randomk", "k": 0.05, "ef": ef}
     register(r, 0, params)
@@ -201,8 +199,10 @@ def test_the_learning_rate_must_be_one(rig) -> None:
 
 
 def test_what_is_not_announced_is_refused(rig) -> None:
-    """A plain push for a compressed key, a compressed one for a plain key, and a compression that
-    there is not.
+    """Pushes that do not match the registration are refused.
+
+    Cases: a plain push for a compressed key, a compressed push for a plain key, an unknown
+    compression.
     """
     r = rig()
     register(r, 0, CODECS["onebit"][0])

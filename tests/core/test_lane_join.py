@@ -1,4 +1,4 @@
-"""A server's lane when workers have called join(), and when their counts of rounds differ."""
+"""A server's lane with workers that have called join(), and with different counts of rounds."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, sche
     one = np.ones(n // 4, np.float32).tobytes()
     for slot in range(3):
         r.register(slot, n)
-    r.push(1, 0, one), r.push(2, 0, one)  # lacks 0 alone
-    r.push(2, 1, one)  # lacks 0 and 1
-    if not scheduled:  # there a ping overtakes pushes
+    r.push(1, 0, one), r.push(2, 0, one)  # only worker 0 is missing
+    r.push(2, 1, one)  # workers 0 and 1 are missing
+    if not scheduled:  # with scheduling, a ping overtakes pushes
         r.assert_nothing_for(1), r.assert_nothing_for(2)
     r.lane.joined(0)
     assert r.take(1)[0].body == r.take(2)[0].body == (2 * np.ones(n // 4, np.float32)).tobytes()
@@ -77,8 +77,8 @@ def test_rounds_are_counted_per_worker_and_go_on_after_all_have_joined(rig, fixe
         assert r.take(0)[0].round == r.take(2)[0].round == round_
     r.lane.all_joined()
     r.push(0, 0, ONE, round_=3), r.push(2, 0, ONE, round_=3)
-    r.assert_nothing_for(0)  # now the third is waited for again
-    r.push(1, 0, ONE, round_=3)  # it is in its round 0, and another makes no sense
+    r.assert_nothing_for(0)  # worker 1 is needed again
+    r.push(1, 0, ONE, round_=3)  # worker 1 counts round 0, so it cannot mean another round
     (refusal,) = r.take(1)
     assert (refusal.kind, refusal.divisor) == (w.ERROR, 5)
     r.push(1, 0, ONE, round_=0)
@@ -151,7 +151,7 @@ def test_who_has_joined_and_then_left_has_left(rig):
 def test_what_was_held_is_let_go_when_a_round_is_abandoned(rig):
     r: Rig = rig(3, fixed_order=True)
     r.register(0, BIG)
-    r.push(2, 0, bytes(BIG))  # held: it is rank 0's turn
+    r.push(2, 0, bytes(BIG))  # held back: it is rank 0's turn
     r.lane.gone(1)
     assert r.take(2)[0].divisor == 3
     r.push(0, 0, bytes(BIG))

@@ -1,4 +1,4 @@
-"""What a lane keeps of a key between its rounds: a record, and none of the round's memory."""
+"""Between rounds a lane keeps only a record per key, not the round's memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from core.test_lane import Rig
 from core.test_lane_compressed import PACKED, register
 
-#: Shapes that are pushed once each, as by a script whose batches differ in length.
+#: Number of shapes, each pushed once, as by a script whose batches differ in length.
 SHAPES = 2000
 NBYTES = 30_000
-#: Of a record with its name, with room for what malloc and the test itself need.
+#: Bound per key: a record with its name, plus room for malloc and the test itself.
 MOST_BYTES = 5_000
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -49,15 +49,15 @@ CASES: dict[str, tuple[int, Callable[[Rig, int], None], int]] = {
     "float32": (2, lambda rig, slot: plain(rig, slot, "float32"), MOST_BYTES),
     "float16 of three workers": (3, lambda rig, slot: plain(rig, slot, "float16"), MOST_BYTES),
     "broadcast": (2, broadcast, MOST_BYTES),
-    # Besides the record, buffers for what is encoded: half of the tensor.
+    # Besides the record: buffers for encoded data, half of the tensor.
     "compressed": (2, compressed, NBYTES // 2 + 2 * MOST_BYTES),
 }
 
 
 def growth(case: str) -> float:
-    """By how much a shape makes this process grow, in bytes.
+    """Return the bytes by which each new shape makes this process grow.
 
-    Only of a process of its own: others have memory to spare.
+    Must run in a process of its own, as other processes have free memory to reuse.
     """
     workers, one_round, _ = CASES[case]
     rig = Rig(workers)
@@ -69,7 +69,7 @@ def growth(case: str) -> float:
                 assert rig.take(rank)[0].key == slot + 100
 
     try:
-        push(range(200))  # the C library's own stores fill
+        push(range(200))  # fill the C library's own free lists
         before = resident()
         push(range(200, 200 + SHAPES))
         return (resident() - before) / SHAPES

@@ -1,5 +1,6 @@
-"""The cores of one machine's processes, here in one process: what they post to each other, and what
-they make of posts that make no sense.
+"""The cores of one machine's processes, here in one process.
+
+The tests check what the cores post to each other, and how they handle invalid posts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _RING_BYTES = 2 * COUNTER_APART + RING_POSTS * _POST.size
 
 
 class Ours:
-    """The cores of all processes of a machine; ``lane`` is the server's side where there is one."""
+    """The cores of all processes of a machine. ``lane``: the server's side, if there is one."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Ours:
                 if i != j and not with_server:
                     machine.meet(j, other.descriptor, os.dup(self.endpoints[j].wake_descriptor))
                 elif i != j:
-                    # The scripted server's endpoint sleeps on a condition variable: the test wakes
-                    # it by hand.
+                    # The scripted server's endpoint sleeps on a condition variable, so the test
+                    # wakes it itself.
                     machine.meet(j, other.descriptor, os.eventfd(0))
         self.cores = [
             Core(
@@ -92,8 +93,9 @@ class Ours:
         return Tensor(f"t{number}", dtype, parts, stages_for("cpu", place=place))
 
     def post(self, to: int, sender: int, *fields: int, wake: bool = True) -> None:
-        """Write into a ring as if ``sender`` had posted: key, offset, owner, round, flags, divisor,
-        status, a, b.
+        """Write a post of ``sender`` into a ring.
+
+        ``fields``: key, offset, owner, round, flags, divisor, status, a, b.
         """
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             at = 64 + sender * _RING_BYTES
@@ -106,21 +108,24 @@ class Ours:
             self.endpoints[to].wake()
 
     def taken(self, to: int, sender: int, so_many: int | None = None) -> int:
-        """How many posts of ``sender``'s the reader has taken; ``so_many`` says so in its place."""
+        """Return how many posts of ``sender`` the reader has taken.
+
+        ``so_many``: set this number first.
+        """
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             if so_many is not None:
                 struct.pack_into("<q", memory, 64 + sender * _RING_BYTES, so_many)
             return int(struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES)[0])
 
     def posted(self, to: int, sender: int, n: int) -> tuple[int, ...]:
-        """The n-th post that ``sender`` has put into the ring to ``to``."""
+        """Return the n-th post that ``sender`` has put into the ring of ``to``."""
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             return _POST.unpack_from(
                 memory, 64 + sender * _RING_BYTES + 2 * COUNTER_APART + n % RING_POSTS * _POST.size
             )
 
     def posts(self, to: int, sender: int) -> int:
-        """How many posts ``sender`` has put into the ring to ``to``."""
+        """Return how many posts ``sender`` has put into the ring of ``to``."""
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             return int(
                 struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES + COUNTER_APART)[0]
@@ -215,7 +220,7 @@ def test_a_result_posted_before_the_root_left_counts(make):
 
 
 def until(true) -> None:
-    """Wait for what another thread does."""
+    """Wait until a condition set by another thread holds."""
     end = time.monotonic() + 20
     while not true():
         assert time.monotonic() < end
@@ -224,10 +229,13 @@ def until(true) -> None:
 
 @pytest.mark.parametrize("operation", ["sum", "broadcast"])
 def test_a_result_stays_until_all_have_copied_it_out(make, operation):
-    """Local rank 1, here played by hand, is slow; local rank 0 is a round ahead."""
+    """A result stays in memory until a slow process has copied it out.
+
+    The test plays local rank 1, which is slow; local rank 0 is a round ahead.
+    """
     ours = make(3, only={0, 2})
     broadcast = operation == "broadcast"
-    # the workers of this machine are 3 to 5
+    # the workers of this machine have ranks 3 to 5
     more = {"divisor": 3 if broadcast else 1, "broadcast": broadcast}
     tensors = {i: ours.tensor(i, 4000) for i in (0, 2)}
     handles = [
@@ -278,7 +286,7 @@ def test_broadcasts_from_everybody(make):
 
 
 def test_results_that_found_no_room_are_posted_when_there_is_some(make):
-    """Also when the root has nothing else to do."""
+    """Results that found the ring full are posted once there is room, even by an idle root."""
     n = RING_POSTS + 900
     ours = make(only={1})
     handle = submit(ours, 1, ours.tensor(1, *[4] * n), np.ones(n, np.float32))
@@ -289,7 +297,7 @@ def test_results_that_found_no_room_are_posted_when_there_is_some(make):
         ours.post(1, 0, i, head_bytes(2) + 4 * i, 0, 0, IS_SHARE | HAS_BODY, 1, 0, 0, 0, wake=False)
     ours.endpoints[1].wake()
     assert (handle.wait(20) == 1).all() and ours.posts(0, 1) == RING_POSTS
-    # counted once the driver, which has told us of the end, has tried to post them
+    # The driver has completed the handle; wait until it has also tried to post the results.
     until(lambda: ours.cores[1].outstanding == 1)
     ours.taken(0, 1, RING_POSTS)
     until(lambda: ours.posts(0, 1) == n)
@@ -298,7 +306,7 @@ def test_results_that_found_no_room_are_posted_when_there_is_some(make):
 
 def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
     ours = make(only={0})
-    # so that the first round is still being copied out when the leaving is noticed
+    # Large, so that the first round is still being copied out when the departure is noticed.
     length = 1 << 20
     tensor = ours.tensor(0, length, length)
     handles = [submit(ours, 0, tensor, np.ones(2 * length // 4, np.float32)) for _ in range(4)]
@@ -316,7 +324,10 @@ def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
 
 
 def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
-    """Neither one that begins later, nor one that was posted to a root without work."""
+    """A round that lacks a local process fails at once.
+
+    Cases: a round that begins later, and one that was posted to an idle root.
+    """
     ours = make(3, only={1, 2})
     tensors = {i: ours.tensor(i, 4000) for i in (1, 2)}
     ours.machines[2].left(0)
@@ -325,7 +336,7 @@ def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
         submit(ours, 2, tensors[2], np.ones(1000, np.float32)).wait(20)
     handle = submit(ours, 1, tensors[1], np.ones(1000, np.float32))
     until(lambda: ours.posts(2, 1) == 1)
-    ours.cores[2].look()  # as the session does from time to time
+    ours.cores[2].look()  # as the session does once a second
     with pytest.raises(errors.PeerLeftError, match="worker 3 "):
         handle.wait(20)
     ours.machines[1].left(0)
@@ -336,7 +347,7 @@ def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
 
 
 def test_without_memory_for_a_share_the_job_has_failed(make):
-    """The others would wait for it in vain."""
+    """If a share gets no memory, the job fails, as the other processes would wait for it."""
     ours = make(only={0}, room=1 << 16)
     with pytest.raises(errors.OutOfMemoryError):
         submit(ours, 0, ours.tensor(0, 1 << 17), np.ones(1 << 15, np.float32)).wait(20)
@@ -344,7 +355,10 @@ def test_without_memory_for_a_share_the_job_has_failed(make):
 
 
 def test_a_machine_that_cannot_add_has_failed(make):
-    """The servers would wait for its push in vain. Here: no kernels for the dtype."""
+    """If a machine cannot sum, the job fails, because the servers would wait for its push.
+
+    Here there are no kernels for the dtype.
+    """
     ours = make(with_server=True)
     handles = [
         submit(ours, i, ours.tensor(i, 400, dtype=31), np.ones(100, np.float32)) for i in range(2)
@@ -432,7 +446,7 @@ def test_with_a_server_the_machine_pushes_once_and_in_its_own_name(make):
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_an_empty_tensor_without_an_address_is_broadcast(make, root):
-    """Frameworks give an empty tensor no memory; that is no worker that has joined."""
+    """An empty tensor has no address; it must not be mistaken for a worker that has joined."""
     ours = make()
     handles = [
         push_pull(

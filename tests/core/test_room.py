@@ -1,6 +1,4 @@
-"""What a worker's core hands over and when: by urgency, by credit, and by what links take in
-time.
-"""
+"""What a worker's core hands to the transport, and when: by priority, credit and time on links."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ from core.cores import BIG, LONG, Rig, array, push_pull  # noqa: F401  (Rig is w
 
 
 def test_most_urgent_first_then_oldest(rig):
-    r = rig(credit=1, hold_done=True, start=False)  # so that the core sees them all at once
+    # not started yet, so that the core sees all of them at once
+    r = rig(credit=1, hold_done=True, start=False)
     order = [5, -1, 7, 5, 0]
     pushes = []
     tensors = [r.tensor(f"p{i}", BIG) for i in range(len(order))]
@@ -47,7 +46,7 @@ def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
 
 
 def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
-    # lanes 0 and 2 are the first server's
+    # Lanes 0 and 2 belong to the first server.
     r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles, pushes = [], []
 
@@ -58,7 +57,7 @@ def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
             )
         )
 
-    # when that is written out it is known that its link is not infinitely fast
+    # When this has been written out, the core knows that the link has a finite speed.
     submit("learn", 0)
     pushes += [(0, r.pushes(1)[0])]
     r.endpoint.complete()
@@ -66,7 +65,7 @@ def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
     pushes += [(0, r.pushes(1)[0])]
     for i, lane in enumerate((0, 2, 2, 0)):
         submit(f"s{i}", lane, priority=i)
-    # one at a time, the most urgent of both lanes
+    # One at a time, the most urgent of both lanes first.
     for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):
         assert r.lanes[0].sent(0.02) is None and r.lanes[2].sent(0.02) is None
         r.endpoint.complete()
@@ -89,12 +88,12 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
     def pushed(lane: int, n: int = 1) -> None:
         pushes.extend((lane, push) for push in r.pushes(n, lane))
 
-    submit("learn", 0)  # how slow the first one is
+    submit("learn", 0)  # measures how slow the first server's link is
     pushed(0)
     r.endpoint.complete()
     for i in range(3):
         submit(f"fast {i}", 1)
-    # nothing is under way to the slow one: it bounds nobody
+    # Nothing is under way to the slow server, so it does not limit the other.
     pushed(1, 3)
     submit("slow", 0)
     pushed(0)
@@ -109,9 +108,9 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
 
 
 def test_what_stays_in_the_machine_goes_in_its_turn(rig):
-    # room for one at the first server, for seven beside
+    # Room for one partition at the first server, and for seven at the server on the same machine.
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})
-    order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]  # lane and priority
+    order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]  # (lane, priority)
     sizes = [LONG, BIG]
     handles = [
         push_pull(
@@ -125,7 +124,7 @@ def test_what_stays_in_the_machine_goes_in_its_turn(rig):
     ]
     r.core.start()
     pushes = []
-    # of two that are as urgent the older one comes first
+    # Of two with the same priority the older one goes first.
     for far, near in ((9, [7]), (5, [5, 4]), (3, [1])):
         found = [(0, r.pushes(1)[0]), *((1, push) for push in r.pushes(len(near), lane=1))]
         assert [push.priority for _, push in found] == [far, *near]
@@ -139,7 +138,7 @@ def test_what_stays_in_the_machine_goes_in_its_turn(rig):
 
 
 def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
-    """By a partition for each server, in the order in which they were queued."""
+    """A server may be ahead by one partition per server, in the order in which they were queued."""
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True)
 
     def submit(name: str, lane: int, priority: int = 0) -> object:
@@ -149,7 +148,7 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
 
     handles = [submit("holds the room", 0)]
     pushes = [(0, r.pushes(1)[0])]
-    r.endpoint.hold_done = False  # the other server takes all at once
+    r.endpoint.hold_done = False  # the other server accepts everything at once
     handles += [submit("first", 0), *(submit(f"{i}", 1) for i in range(5))]
     pushes += [(1, push) for push in r.pushes(2, lane=1)]
     assert r.lanes[1].sent(0.05) is None
@@ -178,7 +177,7 @@ def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of
         push_pull(r.core, r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG))
         for i in range(3)
     ]
-    assert r.lanes[1].sent(0.05) is None  # there would be room
+    assert r.lanes[1].sent(0.05) is None  # although that lane has room
     r.endpoint.complete()
     pushes.append((0, r.pushes(1)[0]))
     assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
@@ -199,7 +198,7 @@ def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(r
         push_pull(r.core, r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2))
         for i in range(4)
     ]
-    # of less than tells anything each; together more
+    # Each is too small to measure the speed; together they suffice.
     pushes += r.pushes(3)
     assert r.lanes[0].sent(0.05) is None
     r.endpoint.complete()

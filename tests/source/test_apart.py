@@ -1,4 +1,4 @@
-"""The processes that run the tests import PyTorch only; see tests/support/apart.py."""
+"""The processes that run the tests import no framework but PyTorch; see tests/support/apart.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from support.places import ROOT
 
-#: What brings TensorFlow or MXNet along.
+#: Modules that import TensorFlow or MXNet.
 FOREIGN = ("tensorflow", "keras", "mxnet", "bpsx.tensorflow", "bpsx.keras", "bpsx.mxnet")
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def foreign(node: ast.stmt) -> Iterator[str]:
-    """The modules of another framework that an import statement names."""
+    """Return the modules of another framework that an import statement names."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -28,7 +28,7 @@ def foreign(node: ast.stmt) -> Iterator[str]:
 
 
 def run_in_pytest(node: ast.AST) -> bool:
-    """Whether pytest's own process runs a statement: not what is for workers only."""
+    """Return whether pytest's own process runs a statement, not only workers."""
     if isinstance(node, ast.If):
         return not (isinstance(node.test, ast.Name) and node.test.id == "WORKER")
     if isinstance(node, ast.FunctionDef):
@@ -38,7 +38,7 @@ def run_in_pytest(node: ast.AST) -> bool:
 
 
 def found(tree: ast.AST) -> Iterator[str]:
-    """The foreign modules that pytest's process would import."""
+    """Return the foreign modules that pytest's process would import."""
     for node in ast.iter_child_nodes(tree):
         if run_in_pytest(node):
             yield from foreign(node) if isinstance(node, ast.stmt) else ()
@@ -46,7 +46,7 @@ def found(tree: ast.AST) -> Iterator[str]:
 
 
 def modules_of_pytest() -> list[Path]:
-    """Test modules, and the modules beside them that they import without a guard."""
+    """Return test modules, and the modules beside them that they import without a guard."""
     by_name = {path.stem: path for path in TESTS}
     todo, seen = [p for p in TESTS if p.name.startswith(("test_", "conftest"))], set[Path]()
     while todo:
@@ -87,7 +87,10 @@ def test_the_rule_bites(text: str, names: list[str]) -> None:
 
 
 def test_a_process_with_two_frameworks_is_noticed() -> None:
-    """With modules of their names: that a real pair may crash is why they are kept apart."""
+    """A process with two frameworks is noticed.
+
+    The test uses modules with their names, because a real pair may crash.
+    """
     source = (
         "import sys, types\nfrom support import apart\n"
         "sys.modules.update(torch=types.ModuleType('torch'))\napart.assert_only('torch')\n"

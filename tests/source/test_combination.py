@@ -1,5 +1,6 @@
-"""The combination that CI runs besides its own: each has its turn, and what cannot be had is
-skipped.
+"""The combinations that CI runs besides its own, one after the other.
+
+Unavailable ones are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_loader("combination", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "combination", module)  # dataclasses look there
+    monkeypatch.setitem(sys.modules, "combination", module)  # dataclasses look the module up there
     loader.exec_module(module)
     return module
 
@@ -51,7 +52,7 @@ def test_an_interpreter_that_is_not_there_is_a_reason_to_skip(
 def test_a_test_that_fails_fails_the_combination(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a `make` that tells what it is asked for, and a pytest that fails."""
+    """Uses a `make` that prints its arguments, and a pytest that fails."""
     (bin_ := tmp_path / "tree" / ".venv" / "bin").mkdir(parents=True)
     for program, text in (
         (tmp_path / "make", f'echo "$2" >> {tmp_path}/asked'),
@@ -68,7 +69,10 @@ def test_a_test_that_fails_fails_the_combination(
 def test_a_step_that_takes_too_long_ends_with_all_it_started(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """conftest looks for processes that are left."""
+    """A step that takes too long is ended with all processes that it has started.
+
+    conftest looks for processes that are left.
+    """
     (tmp_path / "tree").mkdir()
     (tmp_path / "make").write_text("#!/bin/sh\nsleep 100 & sleep 100\n")
     (tmp_path / "make").chmod(0o755)

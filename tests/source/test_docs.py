@@ -1,4 +1,4 @@
-"""Pages: their relative links lead somewhere, also to the headings they name."""
+"""Documentation pages: relative links lead to existing pages and headings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def prose(path: Path) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its code blocks."""
     return re.sub(r"^( *)```.*?^\1```[^\n]*$", "", path.read_text(), flags=re.S | re.M)
 
 
 def anchors(path: Path) -> set[str]:
-    """The page's headings, as GitHub names them."""
+    """Return the page's headings as GitHub's anchors."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in re.findall(r"^#+ +(.*)$", prose(path), re.M):

@@ -1,4 +1,4 @@
-"""A file imports only from layers below its own. The table is ARCHITECTURE.md's tree."""
+"""A file imports only from layers below its own. The table is the tree in ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LAYERS = {
     "planning": 13,
     "errors": 14,
 }
-#: Imports that functions make late, since they take seconds and few callers need them.
+#: Imports inside functions, allowed because they take seconds and few callers need them.
 LATE = {("bpsx.tensorflow.horovod.training", "bpsx.tensorflow.keras.horovod")}
-#: The face: it gives the verbs of ``api``, lazily.
+#: The package's public face: it loads the verbs of ``api`` lazily.
 FACE = "bpsx"
 
 
 def room(module: str) -> str:
-    """The package below bpsx, or the file of the top folder, that a module belongs to."""
+    """Return the package below bpsx, or the file of the top folder, that contains a module."""
     return "api" if module == FACE else module.split(".")[1]
 
 

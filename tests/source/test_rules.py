@@ -1,4 +1,4 @@
-"""House rules that can be read off the sources."""
+"""Rules for the sources that can be checked without running them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpsx.config import reference
 from support.places import ROOT, SOURCE, files
 
 PACKAGE = files("src")
-#: Files that are one table each: how many lines they may have.
+#: Files that consist of one table, and the most lines that each may have.
 TABLES = {"options.py": 1000}
 
 
@@ -30,8 +30,8 @@ def test_only_config_reads_the_environment(path):
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda p: p.name)
 def test_nothing_is_unpickled_or_evaluated(path):
     if path == SOURCE / "plugin" / "objects.py":
-        # unpickles what carries the proof of the job secret, and nothing else:
-        # tests/frameworks/test_torch_objects.py
+        # The one file that unpickles; it accepts only bytes that prove the job secret. See
+        # tests/frameworks/test_torch_objects.py.
         return
     modules = r"\b(c?[pP]ickle|cloudpickle|marshal|shelve|dill|joblib|yaml)\b"
     assert not re.search(
@@ -40,14 +40,14 @@ def test_nothing_is_unpickled_or_evaluated(path):
 
 
 def statements(text: str):
-    """(name, statements) of each function of a Python file."""
+    """Return (name, statements) of each function of a Python file."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, sum(isinstance(inner, ast.stmt) for inner in ast.walk(node)) - 1
 
 
 def functions(text: str):
-    """(name, lines) of each function of a Cython file, by indentation."""
+    """Return (name, lines) of each function of a Cython file, by indentation."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
         head = re.match(r"(\s*)(?:async\s+)?(?:def|cdef(?!\s+class)|cpdef)\b.*\(", line)
@@ -69,7 +69,7 @@ def functions(text: str):
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= TABLES.get(path.name, 750)
-    if path.suffix != ".py":  # ruff sees to those
+    if path.suffix != ".py":  # ruff checks these
         assert not [line for line in text.splitlines() if len(line) > 100]
     found, most = (statements(text), 55) if path.suffix == ".py" else (functions(text), 75)
     assert not [(name, n) for name, n in found if n > most]
@@ -138,8 +138,9 @@ def test_nogil_code_compiles_without_hints(path, tmp_path):
 
 
 def test_header_is_what_the_tests_speak():
-    """The scripted peers of the tests were written from the wire's definition; field by field they
-    still agree.
+    """The message header equals the tests' own definition, field by field.
+
+    The scripted peers of the tests were written from the wire format.
     """
     from support.wire import Record
 
@@ -174,13 +175,16 @@ def test_the_options_page_is_generated():
 
 
 def required(name: str) -> set[str]:
-    """The packages in a list of requirements."""
+    """Return the packages in a list of requirements."""
     lines = {line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()}
     return lines - {""}
 
 
 def test_requirements_hold_the_packages_of_the_project():
-    """The demo's list has what the demo needs, and no more."""
+    """Lists of requirements equal the project's dependencies.
+
+    The demo's list has only what it needs.
+    """
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -190,7 +194,7 @@ def test_requirements_hold_the_packages_of_the_project():
         *project["project"]["dependencies"],
         *extras["demo"],
     }
-    assert required("requirements-demo.txt") == demo | {"ninja"}  # meson runs it
+    assert required("requirements-demo.txt") == demo | {"ninja"}  # meson runs ninja
     assert required("requirements-dev.txt") == {"-r requirements-demo.txt", *extras["test"]}
 
 

@@ -1,4 +1,4 @@
-"""Each compiled module has a stub, and the stub names all that the module offers."""
+"""Each compiled module has a stub that names everything the module offers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from support.optional import why_missing
 from support.places import SOURCE, files, module_of
 
 COMPILED = [path for path in files("src") if path.suffix == ".pyx"]
-#: Built only where libibverbs' headers are.
+#: Built only where libibverbs' headers are installed.
 WHERE_HEADERS_ARE = SOURCE / "transports" / "rdma"
-#: Prints, for each module that is named and was built, its functions and classes, and each class's
-#: attributes.
+#: Prints functions, classes and the classes' attributes of each given module that was built.
 _OFFERS = """
 import importlib, importlib.util, json, sys
 
@@ -39,14 +38,14 @@ print(json.dumps(offers))
 
 
 def framework_of(path: Path) -> str:
-    """The framework that a module imports; empty for the others."""
+    """Return the framework that a module imports, or an empty string."""
     package = path.relative_to(SOURCE).parts[0]
     return package if package in ("torch", "tensorflow", "mxnet") else ""
 
 
 @functools.cache
 def offers(framework: str) -> dict[str, dict[str, list[str] | None]]:
-    """What the modules of one framework offer, told by a process of its own."""
+    """Return what the modules of one framework offer; a separate process imports them."""
     names = [module_of(path) for path in COMPILED if framework_of(path) == framework]
     done = subprocess.run(
         [sys.executable, "-c", _OFFERS, *names], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The house rules themselves: each finds what it is there to find."""
+"""The source rules themselves: each one detects a violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table in tests/README.md says where each module is tested, and what it names is there."""
+"""The table in tests/README.md covers each module, and all that it names exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES = [path.relative_to(SOURCE) for path in files("src", endings=(".py", ".p
 
 
 def rows(table: str) -> Iterator[tuple[list[str], list[str]]]:
-    """(subjects, places) of each row; a row without a subject has those of the row above."""
+    """Yield (subjects, places) of each row; a row without a subject has those of the row above."""
     subjects: list[str] = []
     for line in table.splitlines()[2:]:
         first, *others = line.strip("|").split("|")
@@ -25,13 +25,13 @@ def rows(table: str) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def found(place: str) -> list[Path]:
-    """The test files that a place of the table means: a folder, or files without their ``.py``."""
+    """Return the test files of a place in the table: a folder, or files without ``.py``."""
     folder = TESTS / place
     return sorted(folder.glob("test_*.py") if folder.is_dir() else TESTS.glob(f"{place}.py"))
 
 
 def is_covered(module: Path, subjects: set[str]) -> bool:
-    """Whether a row of the table, or a test file's name, says where ``module`` is tested."""
+    """Return whether a row of the table, or a test file's name, covers ``module``."""
     name = module.with_suffix("")
     above = {str(part) for part in (name, *name.parents)}
     named_after = f"test_{name.name.strip('_')}.py"

@@ -1,5 +1,6 @@
-"""Sizes of the float32 parameters of well-known networks, in bytes, in the order of their layers;
-from their published shapes.
+"""Sizes in bytes of the float32 parameters of well-known networks, in the order of their layers.
+
+They are computed from the published shapes.
 """
 
 from __future__ import annotations

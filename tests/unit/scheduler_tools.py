@@ -1,4 +1,4 @@
-"""Messages that nodes send to the scheduler, and jobs in a state to begin from."""
+"""Messages that nodes send to the scheduler, and jobs in a given state."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def declare(name: str, shape: list[int], generation: int = 0, dtype: int = 3) ->
 
 
 def waiting(*new: list, over: list = (), busy: bool = False, epoch: int = 0) -> dict:
-    """A worker's report of what it has pushed; of each, unless it says more, it has waited since it
-    was pushed.
+    """A worker's report of what it has pushed.
+
+    Unless an entry says otherwise, the worker has waited for it since it was pushed.
     """
     return {
         "type": "WAITING",

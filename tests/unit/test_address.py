@@ -1,4 +1,4 @@
-"""Hosts, ports, own addresses."""
+"""Hosts, ports and the process's own address."""
 
 from __future__ import annotations
 

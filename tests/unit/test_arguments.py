@@ -1,5 +1,6 @@
-"""Bad names, priorities and ranks, and what counts as an integer; on a session of one worker, which
-sends nothing.
+"""Invalid names, priorities and ranks, and which values count as integers.
+
+The session has one worker and sends nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What ``bench compress --end-to-end`` reports and says, with the measuring taken out; and a few
-steps of the real thing.
+"""Report and output of ``bench compress --end-to-end``, without measurements.
+
+One test runs a few real steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What ``bench gpu`` plans and reports, with the measuring taken out; the shapes of the networks it
-trains.
-"""
+"""Plan and report of ``bench gpu``, without measurements; and the shapes of its networks."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bench.gpu")
 
 
-# Parameters and multiplications of a forward pass as published, where they are; tensors as
-# torchvision and transformers have them.
+# Published numbers of parameters and multiplications of a forward pass, where there are any;
+# numbers of tensors as in torchvision and transformers.
 @pytest.mark.parametrize(
     ("name", "elements", "tensors", "products"),
     [
@@ -65,7 +63,7 @@ def test_layers_are_where_they_belong(shapes: ModuleType) -> None:
     largest = max(vgg.layers, key=lambda layer: layer.elements)
     assert largest.name == "fc6" and largest.shapes == {"weight": (4096, 25088), "bias": (4096,)}
     assert bert.layers[0].shapes == {"weight": (30522, 1024)} and not bert.layers[0].products
-    # Of each token a product with every weight of the 24 layers.
+    # For each token, a product with every weight of the 24 layers.
     assert bert.products == 384 * 24 * (4 * 1024**2 + 2 * 1024 * 4096) + 1024**2
 
 

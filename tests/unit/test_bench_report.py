@@ -1,6 +1,6 @@
-"""The benchmarks' report: shape of the JSON object, ratios, targets, the table.
+"""The benchmarks' report: fields of the JSON object, ratios, targets, the table.
 
-No figure is measured here.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_ratio_is_value_over_peer(report: ModuleType) -> None:
         (1.1, 10.0, "<= 0.10", False),
         (1.0, 1.0, "< 1", False),
         (2.0, 1.0, "> 1", True),
-        (1.9, None, "<= 2", True),  # without a peer the target is about the value
+        (1.9, None, "<= 2", True),  # without a peer the target applies to the value itself
         (2.1, None, "<= 2", False),
         (5.0, 1.0, None, None),
     ],
@@ -143,7 +143,7 @@ def test_the_kernel_knows_this_process(machine: ModuleType) -> None:
 
 
 def test_benchmarks_are_listed_without_any_framework() -> None:
-    """All modules of benchmarks are loaded to list them, or to run one."""
+    """Listing or running benchmarks loads all their modules, so none may import a framework."""
     script = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('torch', 'tensorflow', 'mxnet'))\n"

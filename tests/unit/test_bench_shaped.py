@@ -1,4 +1,4 @@
-"""What ``bench shaped`` holds its times against."""
+"""The bounds to which ``bench shaped`` compares its times."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_optimal_time_falls_with_spare_machines(
     scaling: Any, spare: int, seconds: float
 ) -> None:
-    """Of 100 MB at 1 Gbit/s: without spare machines a ring's; with as many as workers what all
-    bytes of one take.
+    """The optimal time for 100 MB at 1 Gbit/s falls with the number of spare machines.
+
+    Without spare machines it is a ring's; with as many as workers it is the time to send all bytes
+    once.
     """
     assert scaling.optimum(
         4, spare, 100_000_000, scaling.bytes_per_second("1gbit")

@@ -1,4 +1,4 @@
-"""What ``bench trust`` prints, with the measuring taken out: names, targets, the worst stage."""
+"""Output of ``bench trust``, without measurements: names, targets, the worst stage."""
 
 from __future__ import annotations
 

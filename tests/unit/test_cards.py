@@ -1,4 +1,4 @@
-"""Mixed mode: how much each server sums, and how close placement comes to that."""
+"""Mixed mode: how many bytes each server sums, and how close placement comes to that."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _WEIGHTS = st.lists(st.floats(0.1, 10), max_size=3).map(tuple)
     st.lists(st.floats(0, 1), min_size=7, max_size=7),
 )
 def test_no_other_division_has_a_less_loaded_worst_card(machines, others):
-    """Whatever stands on which machine, and however fast cards are."""
+    """Holds for any placement of processes on machines and any speeds of network cards."""
     if not any(m.workers for m in machines):
         machines = [*machines, MachineLinks(1, ())]
     workers = sum(m.workers for m in machines)
@@ -70,13 +70,13 @@ def test_hosts_are_machines():
         ["a", "b", "a", "b"], [("a", 1), ("c", 3), ("c", 1), ("b", 1)]
     ) == pytest.approx(
         [0, 0.75, 0.25, 0]
-    )  # c's card is twice as fast: 4 shares of 1/2 each way as the others carry 2
+    )  # c's card is twice as fast: 4 shares of 1/2 each way, as the others carry 2
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_most_loaded_card_carries_no_more_than_1_03_of_the_optimum(model, order):
-    """For n in 2 to 32 and k in 0 to n."""
+    """Checked for n from 2 to 32 and k from 0 to n."""
     sizes = MODELS[model][::order]
     for n in range(2, 33):
         for k in range(n + 1):
@@ -98,7 +98,7 @@ def test_the_most_loaded_card_carries_no_more_than_1_03_of_the_optimum(model, or
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("weights", [(1,), (1, 2)], ids=["alike", "weighted"])
 def test_no_server_has_more_than_1_03_of_its_share(model, order, weights):
-    """Without mixed mode, on 1 to 32 servers."""
+    """Checked without mixed mode, for 1 to 32 servers."""
     for servers in range(1, 33):
         own = [weights[i % len(weights)] for i in range(servers)]
         shares = [w / sum(own) for w in own]

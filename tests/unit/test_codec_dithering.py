@@ -1,4 +1,4 @@
-"""Dithering: against its oracle byte for byte, unbiased, small, and no bytes harm its decoder."""
+"""Dithering: bytes equal to its oracle's, unbiased, small, robust against corrupt bytes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def norm_of(wire: bytes) -> float:
 
 
 class Compared:
-    """A partition's codec and its oracle, which is told the l2 norm that the codec found if that is
-    near enough to its own.
+    """A partition's codec and its oracle.
+
+    The oracle is given the codec's l2 norm if that is close enough to its own.
     """
 
     def __init__(self, options: dict, n: int, wide: str, residual: bool, momentum: bool) -> None:
@@ -70,7 +71,7 @@ class Compared:
         self.norm = norm_of(wire)
         with np.errstate(all="ignore"):
             assert wire == self.reference.encode(g, factor=factor, mu=mu, **self.wanted)
-        if np.isnan(self.norm):  # also where only the norm overflows
+        if np.isnan(self.norm):  # true also if only the norm overflows
             self.reference.residual[:] = self.reference.momentum[:] = 0
         if self.wanted["residual"]:
             assert np.array_equal(self.coder.residual, self.reference.residual)
@@ -109,7 +110,7 @@ def test_the_oracle_makes_the_same_bytes(n, wide, options, kind, residual, momen
     shape=st.sampled_from(["even", "low", "high", "outlier", "clustered"]),
 )
 def test_any_levels_come_back_and_fit(size, k, seed, density, shape):
-    # With the largest equal to k the norm is k, a level is 1, and nothing is left to chance.
+    # If the largest element equals k, the norm is k, a level is 1, and nothing is random.
     rng = np.random.default_rng(seed)
     levels = {
         "even": rng.integers(1, k + 1, size),
@@ -124,7 +125,7 @@ def test_any_levels_come_back_and_fit(size, k, seed, density, shape):
     g = (levels * present * rng.choice([-1, 1], size)).astype("float32")
     g[rng.integers(0, size)] = k
     coder = Coder("dithering", {"k": k}, size)
-    wire = coder.encode(g)  # checks that it has the room it asked for
+    wire = coder.encode(g)  # raises an error if the encoded bytes need more than the reserved room
     assert np.array_equal(coder.decode(wire), g / k * k) or np.allclose(
         coder.decode(wire), g, rtol=3e-7, atol=0
     )
@@ -137,8 +138,9 @@ def test_any_levels_come_back_and_fit(size, k, seed, density, shape):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 128, 129, 255])
 def test_the_worst_levels_fit(k):
-    """Of all pairs of levels in all proportions, with all elements there: what Rice's code likes
-    least.
+    """All pairs of levels in all proportions, the worst case for Rice coding.
+
+    All elements are sent.
     """
     rng, n = np.random.default_rng(k), 8192
     coder, most = Coder("dithering", {"k": k}, n), 0
@@ -183,7 +185,7 @@ def test_the_mean_is_kept(options, wide):
     coder, total = Coder("dithering", options, n, wide, seed=99), np.zeros(n)
     for _ in range(rounds):
         total += coder.decode(coder.encode(g))
-    # The standard deviation, from the two levels that an element lies between.
+    # Standard deviation, from the two levels between which an element lies.
     y = abs(g.astype(float)) / oracle.norm_of(g, l2)
     grid = np.append(0, 2.0 ** np.arange(1 - k, 1)) if natural else np.arange(k + 1) / k
     above = np.clip(np.searchsorted(grid, y, side="right"), 1, k)
@@ -197,7 +199,7 @@ def test_the_mean_is_kept(options, wide):
     share = ((y - low) / (high - low))[random]
     usual = (share > 0.03) & (
         share < 0.97
-    )  # others are up or down so seldom that their means are far from normal
+    )  # the others are rounded up or down too rarely for their means to be normally distributed
     assert abs(z[usual]).max() < 5.5
     assert abs(error[~random]).max(initial=0) < 1e-4
 
@@ -206,7 +208,7 @@ def test_the_mean_is_kept(options, wide):
     ("k", "natural"), [(1, False), (2, False), (31, False), (1, True), (4, True), (31, True)]
 )
 def test_probabilities_are_exact_to_a_millionth_of_a_level(k, natural):
-    """Over all random numbers that there are: 23 bits of them."""
+    """Checked over all 23-bit random numbers."""
     random = np.arange(2**23, dtype=np.uint32) << np.uint32(9)
     for y in (1e-7, 0.3, 0.77777, 0.999999):
         p = np.full(1, y, np.float32)
@@ -301,8 +303,8 @@ def test_values_at_the_edges():
             ):
                 g = np.full(100, value, wide) * np.where(np.arange(100) % 3, 1, -1).astype(wide)
                 coder = Coder("dithering", options, 100, wide)
-                # All are as large as the largest, so all come back, but for the rounding of linear
-                # steps, by half a denormal each.
+                # All are as large as the largest, so all are sent, up to the rounding of linear
+                # steps by half a denormal each.
                 assert np.allclose(
                     coder.decode(coder.encode(g)),
                     g,
@@ -339,9 +341,7 @@ def test_corrupt_bytes_do_no_harm(n, options, wide, seed):
     first=st.integers(0, 255),
 )
 def test_chunks_of_chance_do_no_harm(n, options, seed, first):
-    """Norm and table are in order; what the chunks hold is chance, also sparse and nearly all
-    ones.
-    """
+    """Random chunks, also sparse and almost full ones, after a valid norm and table do no harm."""
     rng, chunks = np.random.default_rng(seed), -(-n // 8192)
     coder, bodies = Coder("dithering", options, n), []
     for _ in range(chunks):
@@ -374,15 +374,13 @@ def test_exactly_its_bytes_are_taken(options):
                 assert coder.decode(wire[:size]) is None, size
         for more in (b"\0", b"\0" * 8, b"\xff" * 50):
             assert coder.decode(wire + more) is None
-        # A chunk that says it is longer than its bits are, with the bytes there.
+        # A chunk that claims to be longer than its bits, with enough bytes present.
         lengths = np.frombuffer(wire[8:10], np.uint16)[0]
         assert coder.decode(wire[:8] + np.uint16(lengths + 1).tobytes() + wire[10:] + b"\0") is None
 
 
 def test_chunks_that_end_too_early():
-    """All elements are said to be there, in as many bytes as that takes, and their signs and levels
-    are not, or not all.
-    """
+    """All elements are announced as present, but some or all signs and levels are missing."""
     for k, r, planes in ((2, 0, 2), (255, 0, 1), (255, 7, 1), (255, 7, 5), (255, 6, 8)):
         body = bytes([r]) + b"\xff" * (1024 * planes)
         wire = np.float64(1.0).tobytes() + np.uint16(len(body)).tobytes() + body
@@ -390,7 +388,7 @@ def test_chunks_that_end_too_early():
 
 
 def test_a_chunk_without_levels():
-    """It takes no bytes but its size, and adds nothing."""
+    """A chunk without levels takes only the bytes of its size, and adds nothing."""
     coder, g = Coder("dithering", {"k": 2}, 20_000), np.zeros(20_000, np.float32)
     g[10_000] = -3
     wire, before = coder.encode(g), gradient("normal", 20_000, "float32", 0)
@@ -400,7 +398,7 @@ def test_a_chunk_without_levels():
 
 
 def test_an_impossible_first_byte_is_refused():
-    """r that levels up to k have no use for, s that no chunk is large enough for."""
+    """Refused are an r that no level up to k can use, and an s that is larger than any chunk."""
     for k, first in ((1, 1), (2, 1), (4, 2), (255, 8 * 14), (255, 8 * 31 + 7)):
         coder = Coder("dithering", {"k": k}, 64)
         for bits in (0, 255):

@@ -1,6 +1,4 @@
-"""onebit against its oracle: signs bit for bit, the magnitude to rounding; and bytes that are none
-of its.
-"""
+"""onebit against its oracle: equal sign bits, equal magnitude up to rounding; and corrupt bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +12,15 @@ from bpsx.kernels.codecs import codec
 from bpsx.kernels.reference import Reference, onebit_decode, onebit_encode
 from support.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
 
-#: A float32 sum of a block of 1024, added up in float64: the order of additions is the machine's.
+#: Tolerance of float32 sums of blocks of 1024 that are then added in float64; the order of
+#: additions depends on the processor.
 ROUNDING = {"float32": 1e-5, "float64": 1e-13}
 
 
 class Step:
-    """The oracle, with the magnitude that the kernel has found instead of its own if it is the same
-    to rounding: they stay in step.
+    """The oracle, which takes over the kernel's magnitude if that equals its own up to rounding.
+
+    So both stay equal over many rounds.
     """
 
     def __init__(self, n: int, wide: str, scaling: bool) -> None:
@@ -75,8 +75,9 @@ def test_bytes_residual_and_momentum_are_the_oracles(
 
 
 def left_of(coder: Coder, wire: bytes) -> np.ndarray:
-    """The residual: the kernel keeps what it sent, and takes off what decodes from it in the next
-    round.
+    """Return the residual.
+
+    The kernel keeps what it has sent, and subtracts what decodes from it in the next round.
     """
     return coder.residual - np.copysign(coder.state[0], coder.residual).astype(coder.wide)
 
@@ -101,7 +102,7 @@ def test_an_overflow_passes_and_is_not_remembered(scaling, wide, value, at):
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
 @pytest.mark.parametrize("scaling", [False, True], ids=["", "scaled"])
 def test_large_numbers_are_no_overflow(scaling, momentum, residual):
-    """The sum of a block would be one, in float32."""
+    """Sums of a block that would overflow in float32 do not overflow."""
     coder = Coder("onebit", {"scaling": scaling}, 3000, "float32", residual, momentum)
     g = np.full(3000, 1e38, np.float32)
     decoded = coder.decode(coder.encode(g, mu=0.5))
@@ -111,7 +112,7 @@ def test_large_numbers_are_no_overflow(scaling, momentum, residual):
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, wide=wides, scaling=st.booleans(), seed=st.integers(0, 99))
 def test_nothing_is_lost(n, wide, scaling, seed):
-    """All that was sent and what is left make the sum of all gradients."""
+    """The sum of all gradients equals what was sent plus the residual."""
     coder = Coder("onebit", {"scaling": scaling}, n, wide, residual=True)
     sent, given_ = np.zeros(n), np.zeros(n)
     for i in range(5):
@@ -127,7 +128,7 @@ def test_nothing_is_lost(n, wide, scaling, seed):
 @settings(max_examples=150, deadline=None)
 @given(n=sizes, wide=wides, seed=st.integers(0, 9999), add=st.booleans())
 def test_corrupt_bytes(n, wide, seed, add):
-    """Any bytes of the right size are a message; none of another size is."""
+    """Any bytes of the right size are valid; all other sizes are refused."""
     coder = Coder("onebit", {"scaling": True}, n, wide)
     g = gradient("normal", n, wide, seed)
     size = 8 + 4 * (-(-n // 32))

@@ -1,4 +1,4 @@
-"""randomk against its oracle, byte for byte; its places; and bytes that are none of its."""
+"""randomk against its oracle, byte for byte; the indices it chooses; and corrupt bytes."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def test_bytes_residual_and_momentum_are_the_oracles(
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("at", [0, 1500, 2999])
 def test_an_overflow_that_is_not_sent(residual, momentum, at):
-    """It is sent all the same, in the first value, if there is anything that must not remember it;
-    elsewhere it is not looked at.
+    """An infinite element that is not sent.
+
+    If residual or momentum would remember it, the first value is sent as NaN. Otherwise the codec
+    does not look at it.
     """
     coder = Coder("randomk", {"k": 10}, 3000, "float32", residual, momentum)
     g = gradient("normal", 3000, "float32", 1)
@@ -91,9 +93,7 @@ def test_an_overflow_that_is_not_sent(residual, momentum, at):
 
 
 def _servers(n: int, k: float, wide: str, seed: int) -> list[Coder]:
-    """Two servers' encoders with a residual: vanilla, and sparse in a round whose pushes all had
-    one counter.
-    """
+    """Encoders of two servers, with vanilla and sparse residuals; counters are equal."""
     vanilla, sparse = (
         Coder("randomk", {"k": k}, n, wide, residual=True, seed=seed) for _ in range(2)
     )
@@ -104,9 +104,9 @@ def _servers(n: int, k: float, wide: str, seed: int) -> list[Coder]:
 @settings(max_examples=60, deadline=None)
 @given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=4), seed=seeds)
 def test_sparse_is_vanilla_where_all_push_the_same_places(n, k, wide, kind, seed):
-    """The bytes and the residual, and the oracle's.
+    """With equal counters, sparse gives the same bytes and residual as vanilla and as the oracle.
 
-    Before that a round whose counters differed has left something in the residuals.
+    An earlier round with different counters has left non-zero residuals.
     """
     vanilla, sparse = _servers(n, k, wide, seed)
     slow = Reference(
@@ -140,9 +140,7 @@ def test_sparse_is_vanilla_where_all_push_the_same_places(n, k, wide, kind, seed
 
 
 def test_sparse_looks_at_its_places_only():
-    """What lies elsewhere in sum and residual is neither added nor changed, an infinity
-    included.
-    """
+    """Other elements of sum and residual are neither added nor changed, even if infinite."""
     n, k = 5000, 50
     _, sparse = _servers(n, k, "float32", 3)
     g, before = gradient("normal", n, "float32", 1), gradient("normal", n, "float32", 2)
@@ -153,14 +151,15 @@ def test_sparse_looks_at_its_places_only():
     assert (values == g[places] + before[places]).all()
     before[places] = 0
     assert same(sparse.residual, before)
-    g[places[7]] = np.nan  # but of an overflow at one of its places all is forgotten, as ever
+    # but an overflow at a chosen index resets the whole residual, as in other codecs
+    g[places[7]] = np.nan
     sparse.counter = 0
     sparse.encode(g)
     assert not sparse.residual.any()
 
 
 def test_the_generator_is_splitmix64():
-    """The first numbers of splitmix64 with seed 1234567, as its author's C program prints them."""
+    """The first numbers for seed 1234567 equal those of the C program by splitmix64's author."""
     from bpsx.kernels.cpu.randomk import mixed
 
     known = [
@@ -185,8 +184,9 @@ def test_places_are_distinct(n, k, seed, counter):
 
 @pytest.mark.parametrize(("n", "k"), [(10, 3), (10, 9), (7, 7), (64, 5), (97, 13)])
 def test_all_elements_are_as_likely(n, k):
-    """5 standard deviations of a binomial; and decoded values, n / k times as large, have the
-    gradient as their mean.
+    """Bound: 5 standard deviations of a binomial.
+
+    Decoded values, n / k times as large, have the gradient as mean.
     """
     rounds = 4000
     coder = Coder("randomk", {"k": k}, n)
@@ -208,7 +208,7 @@ def test_rounds_and_seeds_differ():
 
 
 def test_the_counter_is_the_senders():
-    """A receiver that has lost count decodes what was sent."""
+    """A receiver with a wrong counter decodes correctly, since the message carries the sender's."""
     sender, receiver = (Coder("randomk", {"k": 0.1}, 500, seed=7) for _ in range(2))
     g = gradient("normal", 500, "float32", 2)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_nothing_is_lost(n, k, wide, seed):
 @settings(max_examples=200, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 9999), add=st.booleans())
 def test_corrupt_bytes(n, k, wide, seed, add):
-    """Any bytes of the right size are a message, with any counter; none of another size is."""
+    """Any bytes of the right size are valid, with any counter; all other sizes are refused."""
     coder = Coder("randomk", {"k": k}, n, wide)
     g = gradient("normal", n, wide, seed)
     wire = corrupt(coder.encode(g), seed)

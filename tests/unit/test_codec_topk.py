@@ -1,4 +1,4 @@
-"""topk against its oracle, byte for byte; its options; and bytes that are none of its."""
+"""topk against its oracle, byte for byte; its options; and corrupt bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def oracle(k, n: int, wide: str) -> Reference:
 
 
 def parts(wire: bytes, n: int, k, wide: str) -> tuple[bytes, np.ndarray]:
-    """Indices and values."""
+    """Return indices and values."""
     count = amount(n, k)
     return wire[: 4 * count], np.frombuffer(wire[4 * count :], wide)
 
@@ -78,7 +78,7 @@ def test_bytes_residual_and_momentum_are_the_oracles(
 @pytest.mark.parametrize("wide", ["float32", "float64"])
 @pytest.mark.parametrize("k", [1, 2000, 4096, 16_000, 0.5])
 def test_a_sample_of_nothing_but_the_largest(k, wide):
-    """Who chooses the gradient so that the sample misleads gets the same bytes."""
+    """A gradient for which the sample misleads gives the same bytes."""
     from bpsx.kernels.cpu.topk import RUN, SAMPLE, sample_at
 
     n = 4 * SAMPLE
@@ -99,8 +99,9 @@ def test_a_sample_of_nothing_but_the_largest(k, wide):
 @pytest.mark.parametrize("n", [16_383, 40_001])
 @pytest.mark.parametrize("k", [0.01, 0.1, 0.2, 0.5, 0.97])
 def test_magnitudes_that_are_next_to_each_other(k, n, wide):
-    """The same bits but for the last ones, and each many times: the threshold goes up, one by one,
-    while they are collected.
+    """Magnitudes that differ in their last bits only, each many times.
+
+    The threshold rises in single steps while they are collected.
     """
     rng = np.random.default_rng(5)
     one = np.ones(1, wide).view("u4" if wide == "float32" else "u8")[0]

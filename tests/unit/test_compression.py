@@ -1,6 +1,4 @@
-"""compression_params: what is accepted, what is refused and how, and the line that workers and
-servers agree on.
-"""
+"""compression_params: accepted and refused values, and their text on the wire."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ GOOD: list[dict[str, Any]] = [
     {"compressor": "dithering", "k": 4},
     {"compressor": "dithering", "k": 2, "partition": "natural", "normalize": "l2"},
     {"fp16": True},
-    # As scripts pass their arguments through:
+    # As scripts pass their command-line arguments:
     {
         "compressor": "onebit",
         "k": None,
@@ -66,7 +64,7 @@ GOOD: list[dict[str, Any]] = [
     {"compressor": None, "ef": None, "k": False},
     {},
 ]
-#: Numbers as NumPy has them, and what they are.
+#: NumPy's numbers, and the equal Python numbers.
 NUMPY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"compressor": "topk", "k": np.int64(5)}, {"compressor": "topk", "k": 5}),
     ({"compressor": "topk", "k": np.uint8(5)}, {"compressor": "topk", "k": 5}),
@@ -209,7 +207,7 @@ def test_options_of_another_compressor_are_ignored_as_in_byteps(
 
 @pytest.mark.parametrize(("params", "plain"), NUMPY, ids=str)
 def test_numpys_numbers_are_numbers(params: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Also in the line that travels."""
+    """NumPy numbers are accepted, also in the text that is sent."""
     chosen = compression(params)
     assert chosen == compression(plain) and chosen.text() == compression(plain).text()
     assert (
@@ -221,8 +219,9 @@ def test_numpys_numbers_are_numbers(params: dict[str, Any], plain: dict[str, Any
 
 @pytest.mark.parametrize("name", ["topk", "randomk"])
 def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> None:
-    """Only where BYTEPS_PARTITION_BYTES is 8 GiB and more; at servers, too, whatever a worker
-    announces.
+    """Happens only with BYTEPS_PARTITION_BYTES of 8 GiB or more.
+
+    Servers refuse it, too, whatever a worker announces.
     """
     chosen = compression({"compressor": name, "k": 0.01})
     check_fits(chosen, "float32", 2**40, "'w'", 2**34 - 4096)

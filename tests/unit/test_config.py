@@ -1,6 +1,4 @@
-"""Options: defaults, refusals that name variable, value and what is allowed, and what must fit
-together.
-"""
+"""Options: defaults, errors that name variable, value and allowed values, and contradictions."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ WORKER = {
     "DMLC_NUM_SERVER": "1",
     "DMLC_WORKER_ID": "1",
 }
-# What each kind of option refuses.
+# A value that each kind of option refuses.
 REFUSED = {
     "DMLC_ROLE": "boss",
     "DMLC_PS_ROOT_PORT": "65536",
@@ -281,7 +279,7 @@ def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():
         "BYTEPS_LOCAL_SIZE": "2",
     }
     Config(several).check()
-    assert Config({**several, "DMLC_NUM_SERVER": "1"}).servers == 0  # as with BytePS
+    assert Config({**several, "DMLC_NUM_SERVER": "1"}).servers == 0  # as in BytePS
     for change in (
         {"BPSX_LOCAL_REDUCE": "0"},
         {"BYTEPS_FORCE_DISTRIBUTED": "1"},
@@ -355,7 +353,7 @@ def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
 
 
 def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
-    """What is compiled is executed: a folder that another user prepared must not be read."""
+    """Compiled kernels are executed, so a folder that another user controls must not be read."""
     (tmp_path / "bpsx").mkdir()
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bpsx"

@@ -1,4 +1,4 @@
-"""The CUDA kernels that widen and narrow halves, against the CPU's and NumPy's."""
+"""The CUDA kernels that convert 16-bit floats, against the CPU's and NumPy's conversions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support.cuda_tools import DEVICES, Worker, workers
 
 HALVES = ["float16", "bfloat16"]
 EVERY = np.arange(65536, dtype=np.uint16)
-#: Around a warp's and a block's tile, of the simulator (128) and of a GPU (256 and 2048); and
-#: blocks, fewer and more than tiles.
+#: Sizes around a warp's and a block's tile in the simulator (128) and on a GPU (256 and 2048), with
+#: fewer and more blocks than tiles.
 SIZES = [0, 1, 2, 31, 33, 127, 128, 129, 255, 257]
 LARGER = {"simulator": [], "gpu": [2047, 2048, 2049, 8191, 40_001, 1_000_003]}
 BLOCKS = [1, 2, 3]
@@ -37,14 +37,14 @@ def on_the_cpu(name: str, which: int, source: np.ndarray) -> np.ndarray:
 
 
 def widened(bits: np.ndarray, name: str) -> np.ndarray:
-    """By NumPy."""
+    """Convert with NumPy."""
     return (
         bits.view(np.float16).astype(np.float32) if name == "float16" else bfloat16_to_float32(bits)
     )
 
 
 def narrowed(values: np.ndarray, name: str) -> np.ndarray:
-    """By NumPy."""
+    """Convert with NumPy."""
     with np.errstate(all="ignore"):
         return (
             values.astype(np.float16).view(np.uint16)
@@ -84,8 +84,9 @@ def assert_narrowed(worker: Worker, name: str, values: np.ndarray, blocks: int) 
 
 
 def borders(name: str, step: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every ``step``-th finite half, and the last ones, of either sign, as float32; what is
-    half-way to the next one; and the neighbours of both.
+    """Return float32 values around every ``step``-th finite 16-bit float and the last ones.
+
+    For each, of both signs: the value, the midpoint to the next one, and the neighbours of both.
     """
     infinity = 0x7C00 if name == "float16" else 0x7F80
     halves = widened(EVERY[:infinity], name).astype(np.float64)
@@ -119,7 +120,7 @@ def test_every_half(worker, name):
 
 @pytest.mark.parametrize("name", HALVES)
 def test_narrowing_rounds_as_numpy_does(worker, name):
-    step = 1 if worker.kind == "gpu" else 8  # some of each exponent
+    step = 1 if worker.kind == "gpu" else 8  # step 8 still covers some values of each exponent
     assert_narrowed(worker, name, np.concatenate(borders(name, step)), 3)
 
 

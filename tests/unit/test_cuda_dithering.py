@@ -1,5 +1,6 @@
-"""dithering's CUDA kernels against the CPU's: the same bytes, residual and momentum; with the l2
-norm against the oracle, given the device's norm.
+"""dithering's CUDA kernels against the CPU's: equal bytes, residual and momentum.
+
+With the l2 norm they are compared to the oracle, which is given the device's norm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OPTIONS = [LINEAR, NATURAL, {"k": 1}, {"k": 255}, {"k": 31, "partition": "natura
 
 
 class Dithering(Pair):
-    """Its layout."""
+    """Layout of dithering's state."""
 
     def layout(self, size: int) -> tuple[int, str]:
         return (0, "float64") if size == 8 else (size, "")
@@ -55,7 +56,7 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_more_than_a_chunk(worker, options):
-    """Few and many that are not 0, and chunks of zeros."""
+    """More than one chunk: few and many non-zero elements, and chunks of zeros."""
     n = 8192 + 700
     for density in [0.001, 0.02, 0.1][: 1 if worker.kind == "simulator" else 3]:
         g = gradient("normal", n, "float32", 1)
@@ -69,7 +70,7 @@ def test_more_than_a_chunk(worker, options):
 
 
 def test_rice_coded_places_are_as_on_the_cpu(worker):
-    """Places as Rice-coded numbers, short and long ones."""
+    """Indices as Rice-coded numbers, short and long ones."""
     for n, density, seed in [(300, 0.01, 1), (1100, 0.05, 2), (1100, 0.003, 3)]:
         g = np.where(
             np.random.default_rng(seed).random(n) < density,
@@ -99,7 +100,7 @@ def test_special_values(worker, kind):
 
 
 def test_the_l2_norm_is_right_to_rounding_and_the_rest_to_the_bit(worker):
-    """The norm to rounding, and with that norm all else as the oracle has it."""
+    """The norm equals the oracle's up to rounding; given that norm, all else is bitwise equal."""
     for n in SIZES[worker.kind][-2:]:
         if n > 50_000:
             continue

@@ -1,4 +1,4 @@
-"""The CUDA kernel of Nesterov's momentum, against the CPU's, round after round."""
+"""The CUDA kernel of Nesterov's momentum against the CPU's, over several rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.codec_tools import gradient, kinds, same
 from support.cuda_tools import DEVICES, Worker, workers
 
 NAMES = ["float16", "bfloat16", "float32", "float64"]
-#: Around a warp's and a block's tile, of the simulator (128) and of a GPU (256 and 2048).
+#: Sizes around a warp's and a block's tile in the simulator (128) and on a GPU (256 and 2048).
 SIZES = {
     "simulator": [0, 1, 33, 127, 128, 257],
     "gpu": [0, 1, 2, 33, 127, 255, 256, 257, 2047, 2048, 2049, 8191, 40_001, 1_000_003],
@@ -29,7 +29,7 @@ def worker(request):
 
 
 def stored(values: np.ndarray, name: str) -> np.ndarray:
-    """Values as elements of ``name``, those of bfloat16 as uint16."""
+    """Return values as elements of dtype ``name``; bfloat16 as uint16."""
     with np.errstate(all="ignore"):
         return (
             float32_to_bfloat16(values.astype(np.float32))
@@ -43,7 +43,7 @@ def numbers(elements: np.ndarray) -> np.ndarray:
 
 
 class Tensor:
-    """Momentum on the device and on the CPU. They get the same gradients, and must do the same."""
+    """Momentum on the device and on the CPU, which get the same gradients and must stay equal."""
 
     def __init__(self, worker: Worker, name: str, n: int) -> None:
         self.worker, self.name, self.n = worker, name, n
@@ -52,7 +52,7 @@ class Tensor:
         self._other, self._run = self.momentum.copy(), _NESTEROV(load_momentum(name))
 
     def add(self, g: np.ndarray, mu: float, blocks: int, in_place: bool = False) -> np.ndarray:
-        """What the device makes of g, as numbers."""
+        """Return the device's result for g, as numbers."""
         want = np.empty_like(g)
         self._run(want.ctypes.data, g.ctypes.data, self._other.ctypes.data, self.n, mu)
         memories = [g, self.momentum, 0 if in_place else np.zeros_like(g), self.state]
@@ -92,7 +92,7 @@ def test_nesterovs_formula(worker, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_overflow_passes_and_is_forgotten(worker, name):
-    n = {"simulator": 300, "gpu": 5000}[worker.kind]  # three tiles, each another block's
+    n = {"simulator": 300, "gpu": 5000}[worker.kind]  # three tiles, each of a different block
     tensor, ones = Tensor(worker, name, n), stored(np.ones(n), name)
     tensor.add(ones, 0.9, 3)
     for where, bad in ((0, np.inf), (n // 2, -np.inf), (n - 1, np.nan)):
@@ -108,9 +108,9 @@ def test_an_overflow_passes_and_is_forgotten(worker, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sum_that_overflows(worker, name):
-    """All that is given is finite.
+    """A sum that overflows although all inputs are finite.
 
-    Of float16 the sum is, too, though no element can be what it is: that is remembered.
+    In float16 the sum is finite, too, but no element can hold it; the overflow must be recorded.
     """
     tensor = Tensor(worker, name, 40)
     g = np.ones(40)
@@ -122,8 +122,10 @@ def test_a_sum_that_overflows(worker, name):
 
 
 def test_nothing_behind_the_last_one_counts(worker):
-    """Threads without elements read the last one, here when it has been replaced: with momentum
-    once more it would overflow.
+    """Threads without an element must not change the last one.
+
+    They read the last element after it has been replaced; with momentum added again it would
+    overflow.
     """
     for n in (1, 7, 40):
         tensor = Tensor(worker, "float32", n)

@@ -10,14 +10,15 @@ from bpsx.kernels.codecs import device_codec
 from support.codec_tools import corrupt, gradient
 from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
-#: Both sum up magnitudes, each in an order of its own; the CPU's of float32 in float32, within a
-#: block of 1024.
+#: Tolerances: both add up magnitudes, each in a different order; the CPU adds those of float32 in
+#: float32 within a block of 1024.
 ROUNDING = {"float32": 1e-5, "float64": 1e-13}
 
 
 class OneBit(Pair):
-    """The CPU goes on with the device's magnitude, if that is the same to rounding: they stay in
-    step.
+    """The CPU takes over the device's magnitude if that equals its own up to rounding.
+
+    So both stay equal over many rounds.
     """
 
     def assert_alike(self, got: bytes, want: bytes) -> None:

@@ -1,4 +1,4 @@
-"""randomk's CUDA kernels against the CPU's: the same bytes, residual and momentum."""
+"""randomk's CUDA kernels against the CPU's: equal bytes, residual and momentum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 
 class RandomK(Pair):
-    """Its layout."""
+    """Layout of randomk's state."""
 
     def layout(self, size: int) -> tuple[int, str]:
         return 8, self.wide
@@ -62,7 +62,7 @@ def test_special_values(worker, kind):
 
 
 def test_corrupt_bytes_are_decoded_as_on_the_cpu(worker):
-    """Whatever its counter is, places are in range."""
+    """With any counter, the chosen indices are in range."""
     for seed in range(20):
         n = [1, 33, 300][seed % 3]
         pair = RandomK(worker, "randomk", {"k": 0.2}, n, ["float32", "float64"][seed % 2])

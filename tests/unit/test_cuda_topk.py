@@ -1,4 +1,4 @@
-"""topk's and half's CUDA kernels against the CPU's: the same bytes, residual and momentum."""
+"""topk's and half's CUDA kernels against the CPU's: equal bytes, residual and momentum."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from support.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 
 class TopK(Pair):
-    """Its layout."""
+    """Layout of topk's state."""
 
     def layout(self, size: int) -> tuple[int, str]:
         return size // (4 + np.dtype(self.wide).itemsize) * 4, self.wide
 
 
 class Half(Pair):
-    """Its layout."""
+    """Layout of half's state."""
 
     def layout(self, size: int) -> tuple[int, str]:
         return 0, "float16"
@@ -85,7 +85,7 @@ def test_special_values(worker, kind):
 
 
 def test_topk_is_exact_though_its_sample_misleads(worker):
-    """What the sample sees is large, and all else is not: all is collected again."""
+    """All sampled elements are large and the others are not, so collecting has to start again."""
     n = 1100 if worker.kind == "simulator" else 50_000
     sample, run = (256, 4) if worker.kind == "simulator" else (4096, 4)
     stride = n // (sample // run)

@@ -1,4 +1,4 @@
-"""Status codes of the core and the exceptions they become."""
+"""Status codes of the core, and the exceptions that they become."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpsx.compression.spec import CompressionSpec
 from support.places import SOURCE
 from unit.scheduler_tools import declare, running, waiting
 
-# A code's name in core/status.pxd -> the exception a user sees.
+# Name of a code in core/status.pxd -> exception that a user sees.
 MEANT = {
     "E_PEER_LOST": errors.PeerLostError,
     "E_MISMATCH": errors.MismatchError,
@@ -143,7 +143,7 @@ def test_every_error_is_a_runtime_error_as_scripts_for_horovod_and_pytorch_catch
 
 
 def all_kinds() -> list[type[errors.BpsxError]]:
-    """Every kind of error, PyTorch's too."""
+    """Return every exception class of bpsx, including PyTorch's."""
     import bpsx.torch  # noqa: F401  (defines more)
 
     found, left = [], [errors.BpsxError]

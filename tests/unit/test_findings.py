@@ -1,4 +1,4 @@
-"""What bpsx-run doctor finds wrong, one thing at a time, and how it judges its own push_pull."""
+"""Problems that bpsx-run doctor finds, one at a time, and its verdict on its own push_pull."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_u
     )
     assert (
         examine(monkeypatch, {"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "1"}).problems == []
-    )  # it is the one that will
+    )  # this process will be the scheduler itself
 
 
 def test_the_values_of_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ _WORKER = {
         (
             {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "2"},
             ["DMLC_WORKER_ID=2: allowed are 0..1"],
-        ),  # no role is named yet
-        # All of them, and nothing that only follows from another.
+        ),  # no role is set yet
+        # All of them, without those that only follow from another.
         (
             {
                 **_WORKER,

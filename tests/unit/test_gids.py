@@ -1,4 +1,4 @@
-"""Which RDMA adapter, port and GID are chosen, on machines that are folders."""
+"""Which RDMA adapter, port and GID are chosen; folders stand for machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def put(
     state: str = "4: ACTIVE",
     layer: str = "Ethernet",
 ) -> None:
-    """A port with these GIDs, each with its type, as the kernel shows them."""
+    """Create a port with these GIDs, each with its type, in the kernel's format."""
     at = root / adapter / "ports" / str(port)
     for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
         (at / folder).mkdir(parents=True)
@@ -42,7 +42,7 @@ def put(
 
 
 def roce(address: str) -> list[tuple[str, str]]:
-    """As of a card with one address."""
+    """Return the GIDs of a card with one address."""
     return [
         (LINK_LOCAL, "IB/RoCE v1"),
         (LINK_LOCAL, "RoCE v2"),

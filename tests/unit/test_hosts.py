@@ -1,4 +1,4 @@
-"""Hostfiles, what each host is told, and the messages among a far process's output."""
+"""Hostfiles, the commands for each host, and messages within a remote process's output."""
 
 from __future__ import annotations
 

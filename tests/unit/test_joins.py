@@ -1,6 +1,4 @@
-"""The hub's part in join() and in asynchronous jobs: who is told what, in which order, and what the
-end is called.
-"""
+"""The hub's part in join() and in asynchronous jobs: messages, their order, the final status."""
 
 from __future__ import annotations
 
@@ -117,8 +115,9 @@ def test_servers_must_agree_with_workers():
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
 def test_marks_never_outlive_their_gathering(workers, servers, data):
-    """Whatever the order: when the workers are told, every server has been told to clear after the
-    last mark it was told of.
+    """In any order of events, servers are told to clear marks before workers are told.
+
+    The message to clear comes after the last mark that the server was told of.
     """
     joins, marks, told = Joins(), {b"%d" % s: set() for s in range(servers)}, []
     waiting, pending, newest = set(), [], -1
@@ -152,8 +151,9 @@ def test_marks_never_outlive_their_gathering(workers, servers, data):
 
 
 def test_a_job_that_has_failed_before_join_is_told_as_that():
-    """What join() then asks for, to hear the failure, must not be refused because this worker has
-    joined.
+    """If the job failed before join(), join() must raise that failure.
+
+    Its request must not be refused because this worker has joined.
     """
     joining = Joining()
     joining.stop()

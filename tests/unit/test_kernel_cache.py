@@ -1,5 +1,6 @@
-"""Compiled kernels that are kept for other processes: whatever happens to their folder, sums are
-right, and one warning says what happened.
+"""The cache of compiled kernels: whatever happens to its folder, sums are right.
+
+One warning says what happened.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ print(len(compiling))
 
 
 def sums(folder: Path, count: int = 1) -> tuple[int, list[str]]:
-    """How many functions a process compiled that adds int32 (and float32), and its warnings."""
+    """Return how many functions a process compiled to add int32 (and float32), and its warnings."""
     done = subprocess.run(
         [sys.executable, "-c", CODE.replace("SUMS", str(count))],
         env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
@@ -61,13 +62,13 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture()
 def folder(filled: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy that a test may damage."""
     shutil.copytree(filled, tmp_path / "kernels")
     (tmp_path / "kernels").chmod(0o700)
     return tmp_path / "kernels"
 
 
-#: Which byte a bit of is flipped.
+#: Position of the byte in which a bit is flipped, by case.
 FLIPPED = {
     "a bit at the beginning": lambda size: 5,
     "a bit of the code": lambda size: size // 2,
@@ -94,9 +95,7 @@ def test_damaged_files_are_dropped_and_made_anew(damage: str, folder: Path) -> N
 
 
 def test_an_entry_is_never_taken_for_anothers(folder: Path) -> None:
-    """Two processes that write at once leave whole files only, under names that say what they
-    are.
-    """
+    """Two processes that write at the same time leave only complete files, under correct names."""
     running = [
         subprocess.Popen(
             [sys.executable, "-c", CODE.replace("SUMS", "2")],

@@ -1,5 +1,6 @@
-"""The summation kernels against the NumPy oracle, bit for bit: every element type, every kernel,
-odd sizes, unaligned memory.
+"""The summation kernels against the NumPy oracle, bit for bit.
+
+Covers every element type, every kernel, odd sizes and unaligned memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def kernel(dtype, name):
 
 
 def unaligned(values: np.ndarray) -> np.ndarray:
-    """The same values at an address that no element is aligned to."""
+    """Return the same values at an address that is aligned to no element size."""
     raw = np.empty(values.nbytes + 1, np.uint8)
     view = raw[1:].view() if values.nbytes else raw[:0]
     view[:] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
@@ -48,8 +49,9 @@ def unaligned(values: np.ndarray) -> np.ndarray:
 
 
 def draw(dtype, n: int, seed: int) -> np.ndarray:
-    """Any bits for halves and integers (NaN, infinities, denormals among them); floats of all
-    magnitudes.
+    """Return random elements: any bits for 16-bit floats and integers, all magnitudes for floats.
+
+    The bits include NaN, infinities and denormals.
     """
     rng = np.random.default_rng(seed)
     if dtype.itemsize <= 2 or "int" in dtype.name:
@@ -58,8 +60,9 @@ def draw(dtype, n: int, seed: int) -> np.ndarray:
 
 
 def assert_same(got: np.ndarray, want: np.ndarray, dtype) -> None:
-    """Equal bits; of a NaN only that it is one, since which payload survives is the processor's
-    choice.
+    """Check that bits are equal.
+
+    A NaN only has to be a NaN, since its payload depends on the processor.
     """
     if "float" not in dtype.name:
         assert (got == want).all()
@@ -131,9 +134,7 @@ def test_sums_of_three_and_more_are_the_oracles(dtype, n, workers, average, seed
     [0, 1, 0x8000, 0x3C00, 0x3F80, 0x7BFF, 0x7F7F, 0x7C00, 0x7F80, 0xFC00, 0x7E00, 0x7FC0, 0x0400],
 )
 def test_all_halves(name, partner):
-    """Every half there is plus some that matter: zeros, ones, largest, infinities, NaN,
-    smallest.
-    """
+    """Every 16-bit float plus zeros, ones, the largest, infinities, NaN and the smallest."""
     dtype = next(d for d in DTYPES if d.name == name)
     a = np.arange(65536, dtype=np.uint16).view(NUMPY[name])
     b = np.full(65536, partner, np.uint16).view(NUMPY[name])

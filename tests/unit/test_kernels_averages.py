@@ -1,5 +1,6 @@
-"""Averages of bfloat16, whose accumulator reaches no further than they do: finite where the mean
-is, and the same bits as ever elsewhere.
+"""Averages of bfloat16, whose accumulator has the same range as bfloat16.
+
+They must be finite if the mean is, and otherwise have the same bits as before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ DTYPE = BY_NAME["bfloat16"]
 
 
 def averaged(pushes: list[np.ndarray]) -> np.ndarray:
-    """What a server's kernels make of bfloat16 (as uint16)."""
+    """Return a server's average of bfloat16 values, as uint16."""
     at, n, of = [p.ctypes.data for p in pushes], pushes[0].size, len(pushes)
     if of == 2:
         kernel(DTYPE, "pair")(at[0], at[1], n, 2)
@@ -38,7 +39,7 @@ def averaged(pushes: list[np.ndarray]) -> np.ndarray:
     n=st.sampled_from([1, 33, 1000]),
 )
 def test_the_mean_in_float64(of: int, seed: int, low: int, n: int) -> None:
-    """Of numbers of any exponent from ``low`` (0: the smallest there are) to the largest."""
+    """Averages equal the mean in float64, for exponents from ``low`` (0: smallest) upwards."""
     rng = np.random.default_rng(seed)
     exponents = rng.integers(low, min(low + rng.integers(1, 256), 255), (of, n))
     pushes = (
@@ -56,7 +57,7 @@ def test_the_mean_in_float64(of: int, seed: int, low: int, n: int) -> None:
     assert (got[finite] == plain_bits[finite]).all()
     mean = values.astype(np.float64).mean(0)
     found = bfloat16_to_float32(got).astype(np.float64)
-    # Half a unit of bfloat16's last place, and float32's rounding of each addition.
+    # Half a unit in the last place of bfloat16, plus float32's rounding of each addition.
     bound = 2.0**-8 * abs(mean) + of * 2.0**-24 * abs(values.astype(np.float64)).max(0) + 2.0**-134
     assert (abs(found - mean) <= bound * 1.001).all()
 

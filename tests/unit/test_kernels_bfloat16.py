@@ -1,5 +1,6 @@
-"""bfloat16 sums of two, for this processor and for others: each sum rounded once, ties to even, bit
-by bit.
+"""bfloat16 sums of two, for this processor and for others, bit for bit.
+
+Each sum is rounded once, ties to even.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import sys
 
 import pytest
 
-#: Every bfloat16 and its sum with others: zeros, infinities, NaN, numbers that are denormal, and
-#: some at random, among which half of the sums of near exponents are ties. Sizes and places that no
-#: block fits.
+#: Adds to every bfloat16: zeros, infinities, NaN, denormals and random numbers. Half of the sums of
+#: numbers with close exponents are ties. Sizes and addresses are not multiples of a block.
 CODE = """
 import ctypes, ml_dtypes, numpy as np
 from bpsx.dtypes import BY_NAME
@@ -57,7 +57,7 @@ for partner in [*some, *np.random.default_rng(1).integers(0, 65536, 60)]:
         assert (place[~nan] == expected[~nan]).all(), (partner, divisor)
 assert ties > 1000
 """
-#: Names and features; empty: this processor's.
+#: Processor names and features; empty: this processor's.
 PROCESSORS = {"own": {}, "generic": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}}
 
 

@@ -1,6 +1,4 @@
-"""float16 on processors that have no instructions for it: the sums and conversions of those that
-have, bit by bit.
-"""
+"""float16 on processors without float16 instructions: equal bits to processors that have them."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-#: Every float16 and its sum with some others, their averages; float32 that lie between float16, and
-#: their neighbours.
+#: Every float16 and its sum with some others, and their averages; float32 values between two
+#: float16, and their neighbours.
 CODE = """
 import ctypes, sys, numpy as np
 from bpsx.dtypes import BY_NAME

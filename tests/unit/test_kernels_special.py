@@ -1,6 +1,4 @@
-"""The summation kernels where floats are strange, and where they must not write: beyond the end,
-and into what they only read.
-"""
+"""The summation kernels with special floats; and that they write only to the output."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from bpsx.kernels.reference import bfloat16_to_float32, reduce
 
 HALVES = ["float16", "bfloat16"]
 EVERY = np.arange(65536, dtype=np.uint16)
-# zero, smallest denormal, largest denormal, smallest normal, one, largest, infinity, quiet and
-# signalling NaN: of both halves, both signs
+# Zero, smallest denormal, largest denormal, smallest normal, one, largest, infinity, quiet and
+# signalling NaN: of both 16-bit types, both signs.
 PARTNERS = sorted(
     {
         p | sign
@@ -58,7 +56,7 @@ class Guarded:
         self.address = self._raw.ctypes.data + 65
 
     def values(self) -> np.ndarray:
-        """What is there now; fails if a guard byte has changed."""
+        """Return the current elements; fail if a guard byte has changed."""
         assert (self._raw[:65] == GUARD).all() and (
             self._raw[self._inside.stop :] == GUARD
         ).all(), "written outside"

@@ -96,7 +96,7 @@ def test_first_a_grace_then_sigterm_then_sigkill() -> None:
     assert ending.due is None
     assert ending.take(1000) is None
     ending.begin(100)
-    ending.begin(105)  # the clock runs already
+    ending.begin(105)  # the clock is already running
     assert [ending.take(t) for t in (109, 110, 111, 114, 115, 116, 999)] == [
         None,
         signal.SIGTERM,
@@ -159,7 +159,7 @@ def test_several_workers_need_a_server() -> None:
             ["BYTEPS_LOCAL_SIZE --processes 1", "NVIDIA_VISIBLE_DEVICES --processes 1"],
         ),
         ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, "workers", ["NVIDIA_VISIBLE_DEVICES --processes 1"]),
-        # What is the same, says nothing, or was given as an option, too.
+        # Equal values, values without meaning, and values that were given as options, too.
         ({"DMLC_NUM_WORKER": "2", "NVIDIA_VISIBLE_DEVICES": "5"}, "", []),
         ({"NVIDIA_VISIBLE_DEVICES": "void", "BYTEPS_LOCAL_SIZE": ""}, "", []),
         ({"NVIDIA_VISIBLE_DEVICES": "all", "BYTEPS_LOCAL_SIZE": "4"}, "processes", []),

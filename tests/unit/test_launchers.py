@@ -1,4 +1,4 @@
-"""Places that other launchers' variables give a process, and what a part of them is taken for."""
+"""The place that other launchers' variables give a process; incomplete sets of variables."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TF = {
         ),
         (SLURM, (3, 4, 1, 2)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, (3, 4, 1, None)),
-        # Daemons of mpirun that srun has started: the place is mpirun's.
+        # Daemons of mpirun that srun has started: mpirun's variables count.
         ({**SLURM, "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "8"}, (7, 8, None, None)),
         ({**SLURM, "RANK": "9", "WORLD_SIZE": "16"}, (9, 16, None, None)),
         ({"TF_CONFIG": json.dumps(TF)}, (2, 3, 0, 1)),
@@ -86,7 +86,7 @@ def test_each_launchers_variables_give_a_worker_its_place(variables, expected):
             "SLURM_NTASKS": "8",
             "SLURM_JOB_NODELIST": "gpu[03-04]",
             "SLURM_JOB_ID": "71",
-        },  # the shell of salloc
+        },  # a shell from salloc
         {"TF_CONFIG": "no JSON"},
         {"TF_CONFIG": "3"},
         {"TF_CONFIG": json.dumps({**TF, "task": {"type": "ps", "index": 0}})},
@@ -135,7 +135,7 @@ def test_two_that_disagree_are_refused():
 
 
 def test_tasks_of_srun_meet_at_the_first_node():
-    """All derive the same port; the next step of the job has one of its own."""
+    """All tasks of an srun step compute the same port; the next step gets another one."""
     found = [
         place({**SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)})
         for rank in range(4)
@@ -192,7 +192,7 @@ JOB = {
 
 @pytest.mark.parametrize("more", [{}, {"DMLC_NUM_WORKERS": "2"}, {"BYTEPS_LOCAL_SIZE": "2"}])
 def test_a_forgotten_number_of_workers_is_missing(more):
-    """With a scheduler and servers, which would wait for ever."""
+    """A forgotten DMLC_NUM_WORKER is an error, as scheduler and servers would wait for ever."""
     with pytest.raises(
         ConfigError, match="DMLC_NUM_WORKER is not set.*BYTEPS_FORCE_DISTRIBUTED=1"
     ) as told:

@@ -1,6 +1,4 @@
-"""What leaving a job waits for: a framework's engine first, and together no longer than
-BPSX_SHUTDOWN_TIMEOUT.
-"""
+"""What leaving a job waits for: a framework's engine first; in total BPSX_SHUTDOWN_TIMEOUT."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from bpsx.api import verbs
 def test_what_the_engine_was_waited_for_is_not_waited_for_again(
     monkeypatch: pytest.MonkeyPatch, leave: Any
 ) -> None:
-    """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds
-    each time.
+    """Time spent waiting for the engine counts towards the timeout.
+
+    The engine never ends. Its wait returns at once, and each time the clock advances by 2 seconds.
     """
     clock, closed = iter(range(0, 1000, 2)), []
     session = SimpleNamespace(

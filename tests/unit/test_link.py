@@ -1,4 +1,4 @@
-"""A node's link to the scheduler, against a scripted one."""
+"""A node's link to the scheduler, against a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from bpsx.scheduler.sockets import open_socket
 
 
 def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():
-    """The break may be seen before the welcome is read, or after: never may the node go on as if
-    somebody would still tell it anything.
+    """The break may be noticed before or after the welcome is read.
+
+    In both cases the node must not go on as if it could still get messages.
     """
     context = zmq.Context()
     hub = open_socket(context, zmq.ROUTER, Config({}))

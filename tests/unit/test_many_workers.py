@@ -1,5 +1,6 @@
-"""What a message costs the scheduler does not depend on how many workers and tensors there are:
-counted in calls, not in seconds.
+"""The scheduler's cost per message does not depend on the number of workers and tensors.
+
+The cost is counted in calls, not in seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FEW, MANY, TENSORS = 64, 1024, 6
 
 
 class _Counter:
-    """Counts the steps that Python code makes: calls, and each time round a loop."""
+    """Counts the steps of Python code: calls and iterations of loops."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -37,7 +38,7 @@ class _Counter:
 
 
 def steps_per_message(workers: int, processes: int = 1) -> dict[str, float]:
-    """By phase, on average: what is told to all is told once in a phase."""
+    """Return the average by phase; messages to all nodes are sent once per phase."""
     simulated = Simulated(workers, TENSORS, processes)
     counter, found = _Counter(), {}
     for phase in PHASES:

@@ -1,5 +1,6 @@
-"""The job's state machine under every order of events: who is told what, and that no message can
-upset it.
+"""The job's state machine under every order of events: who is sent which message.
+
+No message can cause an exception.
 """
 
 from __future__ import annotations
@@ -166,8 +167,9 @@ def step(m: Membership, what: str, who: str, n: int):
 @settings(max_examples=400, deadline=None)
 @given(EVENTS)
 def test_what_is_said_holds_whatever_happens(events):
-    """No order of events raises, and: WELCOME is said once; who has left hears nothing but answers;
-    a failed job stays failed.
+    """For any order of events: WELCOME is sent once, and nothing raises.
+
+    A node that has left gets only replies. A failed job stays failed.
     """
     m = members(2, 2)
     welcomed, answers = [], {"GOODBYE", "REFUSED", "PLACED", "FAILED"}
@@ -204,7 +206,7 @@ def test_what_is_said_holds_whatever_happens(events):
 @settings(max_examples=100, deadline=None)
 @given(EVENTS)
 def test_every_job_can_be_brought_to_its_end(events):
-    """Whatever has happened, once all nodes are gone nobody is left to be told anything."""
+    """After any events, once all nodes are gone no node is left to send messages to."""
     m = members(2, 2)
     for who in NODES:
         greet(m, who)

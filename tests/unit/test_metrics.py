@@ -1,6 +1,4 @@
-"""The metrics' text against a strict reader of the format, and the observers' part in the
-scheduler.
-"""
+"""The metrics' text against a strict parser of the format, and observers at the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CPUs a worker process gets: plans on made-up machines."""
+"""Which CPUs a worker process gets: plans for imitated machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bpsx.launch.numa import Core, plan, text, topology, wanted
 
 
 def machine(folder: Path, nodes: list[list[list[int]]]) -> Path:
-    """A sysfs of NUMA nodes, each a list of cores, each a list of hardware threads."""
+    """Create a sysfs of NUMA nodes: lists of cores, each a list of hardware threads."""
     for number, cores in enumerate(nodes):
         (node := folder / "node" / f"node{number}").mkdir(parents=True)
         (node / "cpulist").write_text(text([cpu for core in cores for cpu in core]) + "\n")

@@ -1,4 +1,4 @@
-"""Partitions, places, stages: pure functions."""
+"""Partitions, placement and stages, which are pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of this process, which is kept."""
+"""The cached process id."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The oracle itself, against arithmetic in which nothing can round or wrap: Python's integers and
-fractions.
-"""
+"""The oracle itself, against exact arithmetic: Python's integers and fractions."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from bpsx.kernels.reference import reduce
 
 
 def nearest(exact: Fraction, kind: type) -> float:
-    """The value of a 16-bit type nearest to ``exact`` (ties to even), by trying all neighbours of a
-    first guess.
+    """Return the value of a 16-bit type nearest to ``exact`` (ties to even).
+
+    Tries all neighbours of a first guess.
     """
     guess = int(np.array([float(exact)]).astype(kind).view(np.uint16)[0])
     near = (
@@ -37,8 +36,9 @@ def nearest(exact: Fraction, kind: type) -> float:
 )
 @given(seed=st.integers(0, 2**32 - 1))
 def test_halves_are_rounded_once(name, kind, seed):
-    """Two halves of like size: their float32 sum is exact, so the result has to be the nearest half
-    of all.
+    """Two 16-bit floats of similar size.
+
+    Their float32 sum is exact, so the result must be the nearest 16-bit float.
     """
     rng = np.random.default_rng(seed)
     values = (rng.integers(-255, 256, (2, 8)) / 2.0 ** rng.integers(0, 5)).astype(kind)
@@ -66,7 +66,7 @@ def test_integers_wrap_and_round_down(name, data, workers, average):
     for column, result in zip(zip(*values), got):
         total = (sum(column) + 2 ** (wide - 1)) % 2**wide - 2 ** (
             wide - 1
-        )  # what the accumulator holds
+        )  # the accumulator's value
         assert (total // divisor - int(result)) % 2 ** (8 * np.dtype(name).itemsize) == 0
 
 

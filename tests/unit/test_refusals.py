@@ -1,4 +1,4 @@
-"""What the scheduler says of connections that it turns away."""
+"""What the scheduler logs about connections that it refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
     assert refusals.hint() == ""
     for _ in range(
         3
-    ):  # of unknown address, as those who are gone at once: told when they come again and again
+    ):  # Peers that close at once have no known address; they are logged if they come repeatedly.
         turn_away(refusals, 99)
     assert len(said) == 1 and said[0].endswith("or speaks something else; 2 more before it")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The scheduler's pure parts: who may join, what names mean, what a message may be."""
+"""The scheduler's pure parts: who may join, what names mean, which messages are valid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_last_to_come_starts_the_job_for_all(order):
     peers = [
         "worker 0 (h, pid 100)",
         "worker 1 (h, pid 101)",
-    ]  # a server names a worker that it loses
+    ]  # a server reports the worker that it has lost
     assert (worker["job"], worker["workers"], len(worker["lanes"])) == (9, 2, 1) and {
         **worker,
         "rank": 0,
@@ -148,7 +148,7 @@ def test_who_goes_while_gathering_may_come_back():
     assert m.bye(b"nobody", {"failure": ""}) == [(b"nobody", {"type": "GOODBYE"})]
 
 
-# ---- going
+# ---- leaving
 
 
 def test_a_loss_is_told_to_everybody_else_by_name():
@@ -307,7 +307,8 @@ def test_a_mismatch_is_told_to_all_who_have_declared_and_will():
         in known.failure
     )
     assert r.declare(3, "w", 0, 16, 3, [4])[1] == [3] and known.failure
-    assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure  # the next declaration is another
+    # worker 0's next declaration is a new one
+    assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure
 
 
 def test_after_a_new_beginning_the_first_of_a_name_is_the_first_and_has_other_keys():
@@ -326,8 +327,9 @@ def test_after_a_new_beginning_the_first_of_a_name_is_the_first_and_has_other_ke
 
 
 class _Deaf:
-    """A socket to a scheduler's nodes of whom some are dead, which is found out by sending to
-    them.
+    """A socket to nodes of which some are dead.
+
+    The scheduler finds that out when it sends to them.
     """
 
     def __init__(self, dead: set[bytes]) -> None:
@@ -342,7 +344,7 @@ class _Deaf:
 
 def test_a_server_hears_of_the_failure_before_the_end_when_all_workers_die_at_once():
     m = members(2, 1)
-    for r in range(2):  # before the server: so they are the first to be told
+    for r in range(2):  # connected before the server, so they are told first
         m.hello(b"w%d" % r, hello("worker", r, 2, 1))
     m.hello(b"s0", hello("server", -1, 2, 1))
     hub = object.__new__(Hub)

@@ -1,5 +1,6 @@
-"""The scheduler where names collide, options lack and numbers are large: no single process may take
-the job from the others.
+"""The scheduler with name collisions, missing options and huge numbers.
+
+No single process may prevent the job of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unit.scheduler_tools import config, declare, hello, kinds, members, running
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """What asks for absurd amounts gets a MemoryError instead of the machine's memory."""
+    """Limit memory, so that absurd requests raise MemoryError instead of exhausting the machine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), before[1]))
@@ -30,8 +31,9 @@ def little_memory() -> Iterator[None]:
 
 
 def test_workers_in_containers_on_one_host_are_two():
-    """With host networking and a process namespace each, two containers show the same address and
-    the same pid.
+    """Two containers show the same address and pid.
+
+    They have host networking and separate process namespaces.
     """
     m = members(2, 1)
     m.hello(b"w0", hello("worker", 0, pid=1))
@@ -127,9 +129,7 @@ VALUES = (
     st.integers(-1, 3),
 )
 def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
-    """Any HELLO that passes the check of its fields is let in or refused; afterwards the real nodes
-    still get their job.
-    """
+    """Any HELLO with valid fields is accepted or refused; the real nodes still get their job."""
     changes = {
         k: v
         for k, v in changes.items()
@@ -159,14 +159,15 @@ def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
 
 @pytest.mark.parametrize("nbytes", [2**50, 2**62])
 def test_a_tensor_larger_than_any_memory_is_refused(little_memory, nbytes):
-    """Not by running out of memory: the scheduler serves the others too."""
+    """It is refused without running out of memory, as the scheduler serves other workers, too."""
     m = running(1, 1)
     assert kinds(m.declare(b"w0", {**declare("t", [1]), "nbytes": nbytes})) == {b"w0": "FAILED"}
 
 
 def test_a_large_tensor_in_the_smallest_partitions_fits_a_message():
-    """A gibibyte with BYTEPS_PARTITION_BYTES=4096: what is above MAX_BYTES breaks the worker's
-    connection to the scheduler.
+    """A gibibyte with BYTEPS_PARTITION_BYTES=4096.
+
+    A message above MAX_BYTES would break the worker's connection to the scheduler.
     """
     smallest = Config({"BYTEPS_PARTITION_BYTES": "4096"}).partition_bytes
     places = Placement([1, 1], partition_bytes=smallest).place(3, 1 << 30)
@@ -181,8 +182,9 @@ def test_a_key_is_unique_however_many_partitions_a_tensor_has():
 
 
 def test_a_job_that_is_done_stays_done():
-    """SIGTERM while the last server is still saying goodbye: all workers have left in good order,
-    and the status says so.
+    """SIGTERM while the last server is still leaving.
+
+    All workers have left in good order, and the exit status says so.
     """
     m = running(1, 1)
     m.bye(b"w0", {"failure": ""})

@@ -1,4 +1,4 @@
-"""The job secret: where it comes from, what is derived from it, and that it is not told."""
+"""The job secret: its sources, the keys derived from it, and that it never appears in output."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_job_that_others_can_reach_needs_one(address, env, refused, caplog):
 
 
 def test_a_cache_that_others_may_change_is_refused(tmp_path):
-    """Compiled kernels are code: who may write there runs code here."""
+    """Whoever may write compiled kernels can run code here."""
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""A session that leaves while it hears of a failure."""
+"""A session that learns of a failure while it leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bpsx.session.session import Session
 def test_a_failure_heard_of_while_leaving_is_kept(
     monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """It comes after the last look for one, and before this worker counts as leaving."""
+    """The failure arrives after the last check for one, before this worker counts as leaving."""
     ours = Session(Config(role="worker", num_worker=1, num_server=0))
     looks = iter(["nothing to wait for", "nothing left behind"])
 

@@ -1,4 +1,4 @@
-"""The scheduler's pure parts: who waits for what, who is warned, when nobody can go on."""
+"""The scheduler's pure parts: who waits for what, who is warned, when the job is deadlocked."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_slow_worker_is_warned_of_now_and_then():
     assert (
         "tensor 'w' round 7: pushed 12 s ago by worker 0, not pushed by worker 1, worker 2" in text
     )
-    assert told(s, 0, now=105.0) == told(s, 0, now=111.0) == ""  # once per stall,
-    assert told(s, 0, now=201.0)  # ... and again when that lasts
+    assert told(s, 0, now=105.0) == told(s, 0, now=111.0) == ""  # once per stall
+    assert told(s, 0, now=201.0)  # and again if it lasts
     assert told(s, 0, ["x", 0, 0, 10.0], over=[["w", 0]], now=210.0) == "" and "'x'" in told(
         s, 0, now=212.0
     )
@@ -132,7 +132,7 @@ def test_after_a_stall_all_begin_anew_and_nobody_leaves_before_all_have_heard():
         m.declare(b"w0", declare("a", [4]))
         == []
         == m.waiting(b"w0", waiting(["a", 0, 0, 99.0]), 0.0)
-    )  # from before
+    )  # a report about the previous epoch
     assert m.heard(b"w1") == [] == m.bye(b"w1", {"failure": ""})
     assert kinds(m.heard(b"w0")) == {b"w1": "GOODBYE", b"s0": "LEFT"}
     assert kinds(m.declare(b"w0", declare("a", [5]) | {"epoch": 1})) == {b"w0": "PLACED"}
@@ -177,13 +177,13 @@ def test_pushed_by_all_and_not_answered_is_told_too(ended):
     s = stalls(2)
     for rank in (0, 1):
         s.report(rank, [["a", 0, 0, 5.0, 5.0]], [], 0.0)
-    for rank in ended:  # who has it back does not count as not having pushed it
+    for rank in ended:  # a worker that has the result does not count as one that has not pushed
         s.report(rank, [], [["a", 0]], 0.0)
     assert "its sum is not back yet" in told(s, 1, now=30.0)
 
 
 def test_a_round_that_is_over_elsewhere_does_not_count_for_the_next():
-    """Worker 1 says only later that its round 2 is over: meanwhile worker 0 waits in round 3."""
+    """Worker 1 reports late that its round 2 is over, while worker 0 already waits in round 3."""
     s = stalls(2)
     told(s, 1, ["a", 0, 2, 1.0], now=1.0)
     told(s, 0, ["a", 0, 3, 0.1], now=1.1)
@@ -207,7 +207,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=400, deadline=None)
 @given(OPERATIONS)
 def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
-    """Against a model that looks at everything each time."""
+    """The incremental counts equal those of a model that recounts everything each time."""
     s, live, pushed, now = stalls(4), set(range(4)), {}, 0.0
     for what, rank, tensor, waited in operations:
         now += 7.0
@@ -220,7 +220,7 @@ def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
         elif rank in live:
             known = pushed.pop((rank, key), None)
             if what == "report":
-                # the same round again changes only whether it is waited for
+                # Reporting the same round again changes only whether a script waits for it.
                 pushed[rank, key] = [
                     now - 1.0,
                     now - 1.0 if waited else None,

@@ -1,4 +1,4 @@
-"""Records to trace files: times, names, rows, merging, and what is no trace."""
+"""Records to trace files: times, names, rows, merging, and files that are not traces."""
 
 from __future__ import annotations
 
@@ -192,8 +192,9 @@ def test_nothing_to_merge_is_an_error(tmp_path, capsys):
 
 
 def test_what_is_nested_stays_nested_while_the_estimate_of_the_clock_changes():
-    """The offset falls by a millisecond within ten: a tenth of each duration, which one offset per
-    event would put between neighbours.
+    """The offset falls by 1 ms within 10 ms, a tenth of each duration.
+
+    A separate offset for each event would put it between its neighbours.
     """
     estimates = [Estimate(0, 5_000_000, 0), Estimate(10_000_000, 4_000_000, 0)]
     records = [
@@ -209,9 +210,7 @@ def test_what_is_nested_stays_nested_while_the_estimate_of_the_clock_changes():
 
 
 def test_merged_rows_are_in_order_and_none_is_taken_for_a_main_thread(tmp_path):
-    """Perfetto orders rows by tid and calls the one whose tid is its process's pid the main
-    thread.
-    """
+    """Perfetto orders rows by tid; a row whose tid equals its pid is the main thread."""
 
     def event(tensor: str, tid: str, ts: int) -> dict:
         return {
@@ -257,7 +256,7 @@ def test_merged_rows_are_in_order_and_none_is_taken_for_a_main_thread(tmp_path):
 def test_the_shortest_round_trip_of_a_burst_counts():
     clock = Clock()
     assert not clock.known and clock.error_ns == 0
-    clock.exchange(0, 1_000_400, 1000)  # 500 each way, if it was even
+    clock.exchange(0, 1_000_400, 1000)  # 500 each way, if both ways took equally long
     clock.exchange(2000, 1_002_050, 2100)
     clock.exchange(3000, 1_009_000, 9000)
     assert clock.known

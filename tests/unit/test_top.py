@@ -1,4 +1,4 @@
-"""How bpsx-run top fits what it shows to the terminal."""
+"""How bpsx-run top fits its output to the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bpsx.launch import top
 
 
 def drawn(text: list[str], rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that come to a terminal of that size."""
+    """Return the lines that are written to a terminal of that size."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     try:
@@ -30,7 +30,7 @@ def drawn(text: list[str], rows: int, columns: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("columns", "shown"), [(80, 80), (132, 132), (300, 200), (0, 200)]
-)  # 0: a terminal that does not know
+)  # 0: a terminal that does not know its size
 def test_lines_are_as_long_as_the_terminal_is_wide(
     columns: int, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
 
 
 def test_a_file_gets_whole_lines(tmp_path: Path) -> None:
-    """Whoever is no terminal gets what lines() makes, which knows no width."""
+    """Without a terminal, whole lines are written, whatever their width."""
     view = {
         "state": "failed",
         "workers": 1,

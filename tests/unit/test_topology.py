@@ -1,4 +1,4 @@
-"""Which GPUs reduce together, and to whom."""
+"""Which GPUs reduce together, and which of them gets the sum."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def grouped(found: ReducePlan) -> tuple[int, tuple[int, ...]]:
         ("aabbcc", False, 2),
         ("aaabbb", False, 3),
         ("aabb", True, 4),  # NVLink is faster than any switch
-        ("aabb", None, 4),  # nobody knows whether there is NVLink
-        ("aabbb", False, 5),  # switches with different numbers of GPUs: as if nothing were known
+        ("aabb", None, 4),  # unknown whether there is NVLink
+        ("aabbb", False, 5),  # switches with different numbers of GPUs: treated as unknown
         ("aab", False, 3),
-        ("abab", False, 4),  # a switch's processes are not neighbours
+        ("abab", False, 4),  # the processes of a switch are not consecutive
         ("abba", False, 4),
         ("aabbaa", False, 6),
         ("a", False, 1),

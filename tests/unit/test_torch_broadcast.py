@@ -1,4 +1,4 @@
-"""Broadcasting weights and optimizer state: what travels, and that it arrives as it left."""
+"""Broadcasting weights and optimizer state: what is sent, and that it arrives unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.torch_release import UINT16
 
 
 class Pair:
-    """Worker 0, the root, runs first; worker 1 then finds its bytes."""
+    """Worker 0, the root, runs first; then worker 1 gets its bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.other = FakeSession(rank=0), FakeSession(rank=1)
@@ -221,7 +221,7 @@ def test_optimizer_state_arrives_and_weights_stay(
 ) -> None:
     _, mine = trained(OPTIMIZERS[name], steps[0])
     model, theirs = trained(OPTIMIZERS[name], steps[1], seed=7)
-    mine.param_groups[0]["initial_lr"] = 0.75  # a scheduler's
+    mine.param_groups[0]["initial_lr"] = 0.75  # as a scheduler sets it
     theirs.param_groups[0]["stray"] = "gone after it"
     before = [(p.clone(), None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     pair.run(bps.broadcast_optimizer_state, mine, theirs)

@@ -1,4 +1,4 @@
-"""compression_params in another job than the one in which the optimizer was made."""
+"""compression_params in a later job than the one in which the optimizer was created."""
 
 from __future__ import annotations
 

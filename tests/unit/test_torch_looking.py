@@ -1,6 +1,8 @@
-"""Reading param_groups, state and state_dict() besides the training: in signal handlers, other
-threads and hooks of
-a backward pass. Nothing is waited for there, and nothing is disturbed."""
+"""Reading param_groups, state and state_dict() outside the training loop.
+
+Signal handlers, other threads and hooks of a backward pass read them. Nothing waits there, and
+training is not disturbed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def usr1() -> Iterator[None]:
 def strike() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     for _ in range(3):
-        pass  # the interpreter looks at signals between instructions
+        pass  # the interpreter checks for signals between instructions
 
 
 class Handler:
@@ -94,8 +96,7 @@ def in_a_handler(act: Any) -> None:
 def test_looks_besides_the_training_change_nothing(
     fake: FakeSession, usr1: None, monkeypatch: pytest.MonkeyPatch, aside: Any, make: str
 ) -> None:
-    """At every place: in hooks of backward, between backward and step, within step's waits, after
-    it."""
+    """Checked in hooks of backward, between backward and step, in step's waits, and after it."""
     failures: list[BaseException] = []
     looks = 0
 

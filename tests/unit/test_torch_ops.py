@@ -1,4 +1,4 @@
-"""push_pull on tensors: memory, layouts, names, refusals."""
+"""push_pull of tensors: memory, layouts, names, refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def overlapping() -> dict[str, torch.Tensor]:
 
 
 def layouts() -> dict[str, torch.Tensor]:
-    """Tensors whose memory is not their elements in order, and some that are unusual otherwise."""
+    """Return tensors whose memory does not hold their elements in order, and other unusual ones."""
     base = torch.arange(48.0)
     return {
         "transposed": base.reshape(6, 8).t(),
@@ -205,7 +205,7 @@ def test_integers_of_any_kind_are_priorities(fake: FakeSession, priority: object
 
 
 class _NoCompressor:
-    """Not derived from Compressor."""
+    """A class that is not derived from Compressor."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""DistributedOptimizer: when gradients leave, in which order, and what happens when a script does
-something unusual.
-"""
+"""DistributedOptimizer: when gradients are pushed, in which order, and unusual use by scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     return session
 
 
-# ---- when and how gradients leave
+# ---- when and how gradients are pushed
 
 
 def test_gradients_leave_during_backward_in_place_and_most_urgent_first(fake: FakeSession) -> None:
@@ -108,7 +106,7 @@ def test_generated_names(fake: FakeSession) -> None:
     assert fake.declared == [f"Gradient.push_pull.noname.{g}.{i}" for g in (0, 1) for i in (0, 1)]
 
 
-# ---- parameters that are special
+# ---- special parameters
 
 
 def test_parameters_without_gradient_are_pushed_as_zeros(fake: FakeSession) -> None:
@@ -142,14 +140,14 @@ def test_what_nobody_has_used_stays_without_gradient(fake: FakeSession) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5), model.named_parameters()
     )
     optimizer.step()
-    assert fake.names == []  # all know, so there is nothing to send
+    assert fake.names == []  # all workers know that no worker has gradients, so nothing is sent
     fake.others_use = True
     optimizer.step()
     assert all(p.grad is not None for p in model.parameters())
     fake.others_use = False
     optimizer.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # known as dense, so it is sent
+    optimizer.step()  # known to be dense, so it is sent
     assert sorted(fake.names) == sorted(NAMES * 2) and all(
         p.grad is None for p in model.parameters()
     )
@@ -165,7 +163,7 @@ def test_frozen_parameters_stay_and_can_be_thawed(fake: FakeSession) -> None:
     assert sorted(fake.names) == sorted(NAMES[2:])
     assert model[0].weight.grad is None
     model[0].requires_grad_(True)
-    for _ in range(2):  # the first thawed step pushes late, the second from hooks
+    for _ in range(2):  # in the first step after thawing it is pushed late, in the second by hooks
         optimizer.zero_grad()
         backward(model)
         optimizer.step()

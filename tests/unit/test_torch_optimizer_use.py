@@ -1,4 +1,4 @@
-"""DistributedOptimizer: failures, refusals, and that it stays the optimizer that the user made."""
+"""DistributedOptimizer: failures, refusals, and that it remains the user's optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which names: live optimizers do not share them, and what is gone frees them."""
+"""Who owns which names: live optimizers do not share them; deleted ones release them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_one_that_is_gone_frees_its_names(fake: FakeSession) -> None:
 def test_the_next_fold_with_the_last_ones_optimizer_still_there(fake: FakeSession) -> None:
     for _ in range(3):
         model = network()
-        optimizer = sgd(model)  # the variable still has the last one
+        optimizer = sgd(model)  # the variable still refers to the previous optimizer
         train(model, optimizer)
 
 
@@ -88,7 +88,7 @@ def test_a_new_optimizer_for_the_same_model_takes_the_olds_place(
     sent = len(fake.pushes)
     train(model, new)
     assert len(fake.pushes) == sent + 8, "the old one pushes no more"
-    scheduler.step()  # looks at the old one's groups
+    scheduler.step()  # reads the old optimizer's groups
     with pytest.raises(
         ConfigError,
         match="cannot exchange anything any more: the DistributedOptimizer .* has taken over",
@@ -171,7 +171,7 @@ def test_a_single_worker_may_call_things_what_it_likes(fake: FakeSession) -> Non
 
 
 def test_an_idle_cross_barrier_gives_its_names_up(fake: FakeSession) -> None:
-    """Its model may be all that keeps it alive: so the earlier one hears of it when it steps."""
+    """A CrossBarrier may be kept alive by its model, so it learns of a new one at its next step."""
     first, second = network(), network()
     kept = CrossBarrier(
         first, torch.optim.SGD(first.parameters(), lr=0.1), first.named_parameters()

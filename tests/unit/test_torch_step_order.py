@@ -1,5 +1,7 @@
-"""Optimizers that evaluate a closure themselves, and a GAN whose passes go through two optimizers:
-as in one process."""
+"""Optimizers that evaluate a closure themselves, and a GAN with two optimizers.
+
+Results must equal those of one process.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 
 
 class Ascent(torch.optim.Optimizer):
-    """Sharpness-aware: steps by the gradient at the nearby point to which the first gradient
-    leads."""
+    """Sharpness-aware minimization: steps by the gradient at a nearby point.
+
+    The first gradient gives the direction to that point.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
@@ -72,15 +76,17 @@ def test_an_optimizer_that_evaluates_the_closure_itself(fake: FakeSession, cross
             optimizer.zero_grad()
         return weights(model), losses
 
-    # The others push the same: averages are this worker's gradients.
+    # The other workers push the same, so averages equal this worker's gradients.
     (wanted, losses), (found, told) = train(False), train(True)
     assert losses == told and all(torch.equal(a, b) for a, b in zip(wanted, found))
     assert len(fake.pushes) == 3 * 2 * 4
 
 
 def gan(distributed: bool, passes: int = 2, own_zero_grad: bool = True) -> list[torch.Tensor]:
-    """DCGAN's order: two backward() for the discriminator's step, one through it for the
-    generator's."""
+    """DCGAN's order of passes.
+
+    Two backward() for the discriminator's step, then one through it for the generator's.
+    """
     torch.manual_seed(1)
     generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
     steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]

@@ -36,7 +36,7 @@ def store(environment):
 
 
 def test_a_job_on_this_machine():
-    """All ranks, and one store for all of them; scheduler and servers get none of that."""
+    """All ranks and one store for all; scheduler and servers get none of these variables."""
     plan = LocalPlan(("true",), workers=2, servers=1, processes=2)
     found = [plan.environment("worker", i, 1, k) for i in range(2) for k in range(2)]
     assert [place(e) for e in found] == [
@@ -53,7 +53,7 @@ def test_a_job_on_this_machine():
 
 
 def test_processes_of_one_machine_of_several(monkeypatch):
-    """Which machine worker 0 is on is for the user to say."""
+    """With several machines only the user knows which one has worker 0."""
     monkeypatch.setenv("DMLC_NUM_WORKER", "3")
     monkeypatch.setenv("DMLC_WORKER_ID", "1")
     found = [
@@ -74,7 +74,7 @@ def test_the_only_machine():
     [
         ({"MASTER_ADDR": "far", "MASTER_PORT": "1"}, ["far", "1"]),
         ({"MASTER_PORT": "1"}, ["127.0.0.1", "1"]),
-        # Of a bpsx-run around this one, whose store is for its own job.
+        # Set by an outer bpsx-run, whose store is for its own job.
         (
             {"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "bpsx-run/far:1"},
             ["127.0.0.1", None],
@@ -82,8 +82,9 @@ def test_the_only_machine():
     ],
 )
 def test_what_the_user_has_set(monkeypatch, given, expected):
-    """The store is the user's; ranks are bpsx's, whatever a launcher of one process per machine has
-    said.
+    """The user's store is kept; ranks are bpsx's.
+
+    This holds whatever a launcher of one process per machine has set.
     """
     for name, value in {**given, "RANK": "7", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
@@ -104,9 +105,7 @@ def test_what_the_user_has_set(monkeypatch, given, expected):
     ],
 )
 def test_over_ssh_the_store_is_on_the_first_workers_host(tmp_path, hosts, address, expected):
-    """The store is on the first worker's host; which ranks its processes have its own bpsx-run
-    knows.
-    """
+    """The store is on the first worker's host, where bpsx-run knows the ranks of its processes."""
     file = tmp_path / "hosts"
     file.write_text(hosts)
     job = Remote(read([(str(file), "")]), ("true",), address=address)

@@ -1,4 +1,4 @@
-"""What torchrun's variables mean, and how workers meet in a store that remembers earlier jobs."""
+"""The meaning of torchrun's variables, and meetings in a store that remembers earlier jobs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_is_named(monkeypatch, name, value):
         (
             [(0, 2), (0, 2), (1, 2), (1, 2)],
             Machines(4, 1, True),
-        ),  # ranks that do not run machine by machine
+        ),  # ranks that are not consecutive on each machine
     ],
 )
 def test_local_ranks_tell_how_many_machines_there_are(local, expected):
@@ -100,7 +100,7 @@ def test_local_ranks_tell_how_many_machines_there_are(local, expected):
 
 
 class Memory:
-    """A store in this process."""
+    """A store within this process."""
 
     def __init__(self):
         self.entries, self._changed = {}, threading.Condition()
@@ -127,7 +127,7 @@ def meeting(store, rank, size, timeout=30.0):
 
 
 def lead(store, size, job):
-    """Worker 0: what it has been answered; it has told ``job``."""
+    """Run worker 0: publish ``job`` and return the replies."""
     ours = meeting(store, 0, size)
     answers = ours.gather("0")
     ours.tell(job)
@@ -142,8 +142,9 @@ def pool():
 
 @pytest.mark.parametrize("led_first", [True, False])
 def test_who_meets_again_hears_nothing_of_earlier_jobs(pool, led_first):
-    """The same store, ranks and names each time; a smaller job in between, and one that did not
-    come together.
+    """The same store, ranks and names are used each time.
+
+    In between there is a smaller job, and one that was not complete in time.
     """
     store = Memory()
     for turn, size in enumerate((4, 2, 4, 4)):
@@ -170,7 +171,10 @@ def test_who_meets_again_hears_nothing_of_earlier_jobs(pool, led_first):
 
 
 def test_worker_0_is_replaced_while_others_wait(pool):
-    """It was killed after it had heard worker 1, which goes on to the next one's job."""
+    """Worker 0 is killed after it has heard worker 1.
+
+    Worker 1 goes on to the job of the next worker 0.
+    """
     store = Memory()
     with pytest.raises(RendezvousError):
         meeting(store, 0, 3, timeout=0).gather("0")

@@ -1,4 +1,4 @@
-"""Who is missed while a job gathers: when that counts as a death, and what comes back in time."""
+"""Processes missed while a job gathers: when that counts as a death, and which may come back."""
 
 from __future__ import annotations
 

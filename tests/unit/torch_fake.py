@@ -1,5 +1,6 @@
-"""A session without processes: what the PyTorch plugin sends is recorded, and comes home when
-somebody waits for it.
+"""A session without processes: it records what the PyTorch plugin sends.
+
+Results arrive when a thread waits for them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from bpsx.plugin.startup_check import PREFIX as DIGEST
 from bpsx.torch.exchange import KINDS
 from bpsx.torch.unused_parameters import PREFIX as USED
 
-#: (name, this worker's values) -> the sum of the others' values.
+#: (name, this worker's values) -> sum of the other workers' values.
 Others = Callable[[str, np.ndarray], np.ndarray]
 
 
 def memory(view: TensorView) -> np.ndarray:
-    """A view's memory as an array that writes through."""
+    """Return a view's memory as an array that writes through."""
     kind = np.dtype(ml_dtypes.bfloat16) if view.dtype == "bfloat16" else np.dtype(view.dtype)
     assert view.nbytes == int(np.prod(view.shape)) * kind.itemsize
     if view.nbytes == 0:
@@ -38,9 +39,9 @@ def memory(view: TensorView) -> np.ndarray:
 
 @dataclass
 class Push:
-    """One call, and its handle.
+    """A call and its handle.
 
-    The sum is formed when it is delivered, from the memory as it is then.
+    The sum is computed when it is delivered, from the memory at that time.
     """
 
     session: FakeSession
@@ -69,10 +70,10 @@ class Push:
 
 @dataclass
 class FakeSession:
-    """Stands in for :class:`bpsx.session.session.Session`.
+    """Replacement for :class:`bpsx.session.session.Session`.
 
-    By default the other workers push the same values, and have gradients where this one has;
-    ``others_use``: they have dense ones for everything.
+    By default the other workers push the same values and have gradients where this one has.
+    ``others_use``: they have dense gradients for all parameters.
     """
 
     rank: int = 0
@@ -127,7 +128,7 @@ class FakeSession:
         return True
 
     def broadcast(self, name: str, view: TensorView, root: int, *, result: object = None) -> Push:
-        """As root: keep the bytes. As another worker: replace them by those kept."""
+        """As root, keep the bytes; as another worker, replace them by those kept."""
         return Push(self, name, view, view, result, root=root)
 
     def deliver(self, push: Push) -> None:
@@ -139,11 +140,11 @@ class FakeSession:
             ours = push.name.removesuffix(str(push.root)) + str(self.rank)
             flat[:] = np.frombuffer(
                 self.broadcasts[push.name if push.name in self.broadcasts else ours], np.uint8
-            )  # a gathering: they have ours
+            )  # a gathering: the other workers have the same values
             return
         mine = memory(push.source)
         if push.name.startswith(DIGEST):
-            memory(push.target)[...] = mine.max(axis=0)  # they say the same
+            memory(push.target)[...] = mine.max(axis=0)  # the other workers send the same
             return
         if push.name.startswith((KINDS, USED)):
             if self.others_use:
@@ -158,19 +159,19 @@ class FakeSession:
         memory(push.target)[...] = total.astype(mine.dtype)
 
 
-#: A model's input, and what its gradients are called.
+#: A model's input, and the names of its gradients.
 DATA = torch.arange(12.0).reshape(4, 3) / 10
 NAMES = ["Gradient.0.weight", "Gradient.0.bias", "Gradient.2.weight", "Gradient.2.bias"]
 
 
 def network() -> nn.Sequential:
-    """The same weights whenever it is called."""
+    """Return a network with the same weights each time."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def sgd(model: nn.Module, named: Any = "model", **options: Any) -> Any:
-    """A distributed SGD for ``model``."""
+    """Return a distributed SGD for ``model``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return bps.DistributedOptimizer(
         optimizer, model.named_parameters() if named == "model" else named, **options
@@ -178,5 +179,5 @@ def sgd(model: nn.Module, named: Any = "model", **options: Any) -> Any:
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:
-    """Gradients of a loss of ``DATA``."""
+    """Compute gradients of a loss of ``DATA``."""
     (model(DATA).pow(2).sum() * scale).backward()
