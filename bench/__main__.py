@@ -6,12 +6,15 @@ import argparse
 import importlib
 import signal
 import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
 
 from bench import machine
-from bench.report import BenchError, as_json, as_table
+from bench.report import BenchError, Case, as_json, as_table, read
 
 #: Name -> description. A benchmark is a module with ``add_arguments(parser)`` and
-#: ``run(options) -> list[Case]``.
+#: ``run(options) -> list[Case]``; one with a picture has ``picture(options) -> Draw``, too.
 BENCHES = {
     "push_pull": (
         "rate, latency, spin, idle and steady state of a job of 2 workers; against gloo's"
@@ -71,8 +74,28 @@ def _parser() -> argparse.ArgumentParser:
             help="fewer repetitions: to see that it runs, not to quote",
         )
         module.add_arguments(one)
-        one.set_defaults(run=module.run)
+        if picture := getattr(module, "picture", None):
+            _add_picture(one)
+        one.set_defaults(run=module.run, picture=picture)
     return parser
+
+
+def _add_picture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw what was found (.svg, .png); needs matplotlib"
+    )
+    parser.add_argument(
+        "--redraw",
+        metavar="JSON",
+        help="measure nothing; take the figures that an earlier run printed with --json",
+    )
+
+
+def _found(options: argparse.Namespace) -> tuple[Mapping[str, Any], Sequence[Case]]:
+    """Return the machine and the cases, measured now or by an earlier run."""
+    if options.picture and options.redraw:
+        return read(options.redraw, options.bench)
+    return {"date": date.today().isoformat(), **machine.describe()}, options.run(options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,19 +110,27 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # SIGTERM raises KeyboardInterrupt, so that namespaces and processes are cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    about = machine.describe()
     try:
-        cases = options.run(options)
+        # What a picture needs is asked for before the long run.
+        draw = options.picture(options) if options.picture and options.plot else None
+        about, cases = _found(options)
+        _print(options, about, cases)
+        if draw is not None:
+            draw(about, cases, options.plot)
     except BenchError as error:
         print(f"bench {options.bench}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"bench {options.bench}: interrupted", file=sys.stderr)
         return 130
-    print(as_table(options.bench, about, cases), file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _print(options: argparse.Namespace, about: Mapping[str, Any], cases: Sequence[Case]) -> None:
+    table = as_table(options.bench, about, cases)
+    print(table, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(as_json(options.bench, about, cases))
-    return 0
 
 
 if __name__ == "__main__":

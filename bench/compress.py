@@ -22,7 +22,7 @@ import numpy as np
 from bench import compress_gpu, end_to_end
 from bench.compress_gpu import Row
 from bench.jobs import progress
-from bench.report import BenchError, Case, median_case
+from bench.report import BenchError, Case, Draw, median_case
 from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
 
 _N = 1_024_000
@@ -83,23 +83,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train a network on links of 10 Gbit/s, 1 Gbit/s and 200 Mbit/s; needs root",
     )
     parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="with --end-to-end: draw what was found (.svg, .png); needs matplotlib",
-    )
-    parser.add_argument(
         "--gpu",
         action="store_true",
         help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda",
     )
 
 
+def picture(options: argparse.Namespace) -> Draw:
+    """Return the function that draws the cases of ``--end-to-end``.
+
+    Raises :class:`BenchError` without that option or without matplotlib.
+    """
+    if not options.end_to_end:
+        raise BenchError("--plot goes with --end-to-end")
+    draw: Draw = importlib.import_module("bench.end_to_end_plot").draw
+    return draw
+
+
 def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases that the options choose. Raises :class:`BenchError` if one cannot run."""
     if options.end_to_end:
-        return _end_to_end(options)
-    if options.plot:
-        raise BenchError("--plot goes with --end-to-end")
+        return end_to_end.cases(options.only, options.quick)
     if options.gpu:
         return compress_gpu.run(options.quick, options.only)
     turns = 3 if options.quick else 15
@@ -136,15 +140,6 @@ def run(options: argparse.Namespace) -> list[Case]:
         )
         for row in rows
     ]
-
-
-def _end_to_end(options: argparse.Namespace) -> list[Case]:
-    # Import matplotlib first, so that its absence is reported before the long run.
-    plot = importlib.import_module("bench.end_to_end_plot") if options.plot else None
-    cases, runs = end_to_end.cases(options.only, options.quick)
-    if plot is not None:
-        plot.draw(runs, options.plot)
-    return cases
 
 
 def _gradients() -> list[np.ndarray]:

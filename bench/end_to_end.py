@@ -63,8 +63,8 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "dithering-linear": {"compressor": "dithering", "k": 2, "seed": 1},
     "dithering-natural": {"compressor": "dithering", "k": 4, "partition": "natural", "seed": 1},
 }
-#: Ways that always run: the others are compared with them.
-_BASE = ("alone", "float32", "bfloat16")
+#: Ways that always run: the compressors are compared with them.
+BASE = ("alone", "float32", "bfloat16")
 _SECONDS = 600.0
 
 
@@ -96,16 +96,16 @@ class Run:
 Runs = dict[str, dict[str, Run]]
 
 
-def cases(only: str, quick: bool) -> tuple[list[Case], Runs]:
-    """Run the benchmark for the ways whose name contains ``only``; returns cases and runs.
+def cases(only: str, quick: bool) -> list[Case]:
+    """Run the benchmark for the ways whose name contains ``only``.
 
     Raises :class:`BenchError` if it cannot run.
     """
-    ways = [way for way in WAYS if way in _BASE or only in way]
-    if len(ways) == len(_BASE):
+    ways = [way for way in WAYS if way in BASE or only in way]
+    if len(ways) == len(BASE):
         raise BenchError(
             f"--only {only!r}: no way is called so; there are"
-            f" {', '.join(w for w in WAYS if w not in _BASE)}"
+            f" {', '.join(w for w in WAYS if w not in BASE)}"
         )
     if reason := network.why_not():
         raise BenchError(f"--end-to-end needs links that can be made slow: {reason}")
@@ -114,7 +114,7 @@ def cases(only: str, quick: bool) -> tuple[list[Case], Runs]:
     found = report(runs)
     for line in verdict(runs):
         progress(line)
-    return found, runs
+    return found
 
 
 def _trained(link: str, ways: list[str], epochs: int, steps: int | None) -> dict[str, Run]:
@@ -238,7 +238,7 @@ def verdict(runs: Runs) -> list[str]:
         )
         if bound is None:
             return [f"too little training to say what pays: float32 has not reached {ENOUGH:.0%}"]
-        judged = {way: _judged(run.until, bound) for way, run in ways.items() if way not in _BASE}
+        judged = {way: _judged(run.until, bound) for way, run in ways.items() if way not in BASE}
         lines += [f"{link}: {_list(judged, True)}", f"{link}: {_list(judged, False)}"]
     return [line for line in lines if not line.endswith(": ")]
 

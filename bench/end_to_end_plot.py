@@ -1,136 +1,137 @@
-"""The picture of ``bench compress --end-to-end``: accuracy against epochs and against seconds, and
-the time of a step on each link.
+"""The picture of ``bench compress --end-to-end``: on each link the time of a step and the time
+until the accuracy is reached, and the accuracy after each epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.end_to_end import ENOUGH, WORKERS, Runs
-from bench.report import BenchError
+from bench import pictures
+from bench.end_to_end import BASE, ENOUGH, LINKS, WAYS, WORKERS
+from bench.report import BenchError, Case
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-except ImportError as missing:
-    raise BenchError(
-        f"--plot needs matplotlib ({missing.name} is missing): pip install 'bpsx[plot]'"
-    ) from None
-
-#: Colours that colour-blind people can distinguish (Okabe and Ito), line styles, markers.
-_STYLES = {
-    "float32": ("#000000", "-", "o"),
-    "bfloat16": ("#7f7f7f", "--", "s"),
-    "onebit": ("#D55E00", "-", "^"),
-    "topk": ("#0072B2", "-", "v"),
-    "randomk": ("#CC79A7", "-", "D"),
-    "dithering-linear": ("#009E73", "-", "P"),
-    "dithering-natural": ("#E69F00", "--", "X"),
-}
 _LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
-_SLOW = ("1gbit", "200mbit")
+#: Bottom and height of each row of axes, as parts of the picture's height.
+_STEPS, _UNTIL, _EPOCHS = (0.63, 0.19), (0.36, 0.165), (0.107, 0.12)
+_JOB = f"{WORKERS} workers and a server train a small network on pictures of digits."
+_Found = Mapping[str, Case]
 
 
-def draw(runs: Runs, path: str) -> None:
-    """Write the picture to ``path``.
+def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
+    """Write the picture of ``cases``, measured on ``machine``, to ``path``.
 
-    Raises :class:`BenchError` if matplotlib does not know the file name's ending.
+    Raises :class:`BenchError` if they are cases of another benchmark, or matplotlib does not know
+    the file name's ending.
     """
-    # The same figures give the same bytes: no date, no random ids. Text stays text, which takes a
-    # quarter of the bytes.
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "bpsx",
-            "svg.fonttype": "none",
-            "font.size": 10,
-            "axes.titlesize": 11,
-            "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"],
-        }
-    )
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    axes = figure.subplots(2, 2)
-    _by_epochs(axes[0, 0], list(runs.values())[-1])
-    _steps(axes[0, 1], runs)
-    for place, link in zip(axes[1], _SLOW):
-        _by_seconds(place, link, runs[link])
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9
-    )
-    try:
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.endswith(".svg") else None)
-    except ValueError as error:
-        raise BenchError(f"--plot {path}: {error}") from None
+    found = {case.case: case for case in cases}
+    links = [link for link in LINKS if f"step-{link}-float32" in found]
+    if not links:
+        raise BenchError("--plot: there is no case step-..., as compress --end-to-end reports")
+    ways = [way for way in WAYS if f"step-{links[0]}-{way}" in found]
+    trained = [way for way in ways if way != "alone"]
+    figure = pictures.figure(7, 7.6)
+    for row, what, shown, unit in ((_STEPS, "step", ways, "ms"), (_UNTIL, "until", trained, "s")):
+        columns = _columns(figure, row, 0.245, len(links))
+        for axes, link in zip(columns, links):
+            on = {way: found.get(f"{what}-{link}-{way}") for way in shown}
+            _dots(axes, on, unit, _LINKS[link])
+        columns[0].set_yticklabels([_name(way, found, what) for way in shown])
+    scores = {way: found[f"accuracy-{way}"].samples for way in trained}
+    _epochs(_columns(figure, _EPOCHS, 0.085, len(scores) - 1), scores)
+    _heads(figure)
+    title, about = _finding(found, links, [way for way in ways if way not in BASE])
+    pictures.frame(figure, title, [about, _JOB], _source(machine))
+    pictures.save(figure, path)
 
 
-def _drawn(axes: Any, way: str, across: list[float], scores: list[float]) -> None:
-    colour, line, marker = _STYLES[way]
-    # float32's line is thick and below the others, so that lines on the same points stay visible.
-    wide = 3.5 if way == "float32" else 1.3
-    axes.plot(
-        across,
-        [100 * s for s in scores],
-        line,
-        color=colour,
-        marker=marker,
-        markersize=4,
-        linewidth=wide,
-        label=way,
-    )
-
-
-def _finish(axes: Any, title: str, across: str, up: str = "test accuracy, %") -> None:
-    axes.set_title(title)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(True, alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _enough(axes: Any) -> None:
-    axes.axhline(100 * ENOUGH, color="#555555", linewidth=0.8, linestyle=":")
-
-
-def _plain(axis: Any) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2, 5, 10 and so on."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def _by_epochs(axes: Any, ways: dict[str, Any]) -> None:
-    for way in (w for w in _STYLES if w in ways):
-        _drawn(axes, way, list(range(1, len(ways[way].scores) + 1)), ways[way].scores)
-    _enough(axes)
-    _finish(axes, f"Accuracy after each epoch ({WORKERS} workers, 1 server)", "epochs")
-
-
-def _by_seconds(axes: Any, link: str, ways: dict[str, Any]) -> None:
-    for way in (w for w in _STYLES if w in ways):
-        _drawn(axes, way, ways[way].seconds, ways[way].scores)
-    _enough(axes)
-    axes.set_xscale("log")
-    _plain(axes.xaxis)
-    _finish(axes, f"The same against time, links of {_LINKS[link]}", "seconds of training")
-
-
-def _steps(axes: Any, runs: Runs) -> None:
-    ways = [w for w in _STYLES if w in next(iter(runs.values()))]
-    wide = 0.85 / len(ways)
-    for i, way in enumerate(ways):
-        places = [n + (i - (len(ways) - 1) / 2) * wide for n in range(len(runs))]
-        heights = [on[way].step for on in runs.values()]
-        axes.bar(places, heights, wide * 0.92, color=_STYLES[way][0])
-        for place, height in zip(places, heights):
-            axes.text(place, height * 1.06, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
-    for n, on in enumerate(runs.values()):
-        axes.hlines(
-            on["alone"].step, n - 0.46, n + 0.46, color="#000000", linewidth=1, linestyle=":"
+def _finding(found: _Found, links: list[str], compressed: list[str]) -> tuple[str, str]:
+    """Return the ratios of the compressed steps: as title the slowest link's, and the others'."""
+    *others, slowest = [
+        (
+            _LINKS[link],
+            pictures.span([found[f"step-{link}-{way}"].ratio or 0 for way in compressed]),
         )
-    axes.set_yscale("log")
-    _plain(axes.yaxis)
-    axes.set_ylim(10, 2 * max(on["float32"].step for on in runs.values()))
-    axes.set_xticks(range(len(runs)), [_LINKS[link] for link in runs])
-    _finish(axes, "Step time, median (dotted: without any exchange)", "", "milliseconds")
-    axes.grid(False, axis="x")
+        for link in links
+    ]
+    return (
+        f"With compression a step takes {slowest[1]} of float32's time at {slowest[0]}",
+        f"It takes {', '.join(f'{ratios} at {link}' for link, ratios in reversed(others))}.",
+    )
+
+
+def _source(machine: Mapping[str, Any]) -> str:
+    slow = " ".join(f"{name}={value}" for name, value in LINKS["200mbit"].items())
+    return (
+        f"python -m bench compress --end-to-end, {pictures.where(machine)}. On the slower two links"
+        f" all ways have\n{slow}."
+    )
+
+
+def _heads(figure: Any) -> None:
+    """Write a head so many points above each row."""
+    enough = f"{100 * ENOUGH:.0f} %"
+    for (bottom, height), gap, text in (
+        (_STEPS, 26, "Time of a step, median (in brackets: bytes to and from a worker)"),
+        (_UNTIL, 26, f"Training time until {enough} of the test pictures are recognised"),
+        (_EPOCHS, 36, f"Accuracy after each epoch (grey: float32, dotted: {enough})"),
+    ):
+        place = bottom + height + gap / (72 * figure.get_figheight())
+        figure.text(0.012, place, text, fontsize=10, fontweight="bold")
+
+
+def _columns(figure: Any, place: tuple[float, float], left: float, count: int) -> list[Any]:
+    """Add a row of axes from ``left`` to the right edge."""
+    wide = (0.985 - left) / count
+    return [
+        figure.add_axes((left + i * wide, place[0], 0.88 * wide, place[1])) for i in range(count)
+    ]
+
+
+def _dots(axes: Any, cases: Mapping[str, Case | None], unit: str, title: str) -> None:
+    """Draw a dot with its value for each way, the first at the top."""
+    beside = {"fontsize": pictures.SMALL, "va": "center"}
+    for i, (way, case) in enumerate(cases.items()):
+        if case is None:
+            axes.text(0, i, " never", color=pictures.ORANGE, **beside)
+            continue
+        colour = pictures.GREY if way in BASE else pictures.BLUE
+        axes.plot(case.value, i, "o", color=colour, markerfacecolor="w" if way == "alone" else None)
+        text = f"{case.value:.{0 if unit == 'ms' else 1}f}"
+        axes.annotate(text, (case.value, i), (7, 0), textcoords="offset points", **beside)
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.set_yticks(range(len(cases)), [""] * len(cases))
+    axes.set_xlim(0, 1.32 * max((case.value for case in cases.values() if case), default=1))
+    axes.locator_params(axis="x", nbins=3)
+    axes.tick_params(labelsize=pictures.SMALL, length=0)
+    axes.set_title(f"{title}, {unit}", fontsize=pictures.SMALL, loc="left")
+    axes.grid(True)
+
+
+def _name(way: str, found: _Found, what: str) -> str:
+    """Return the way's name, beside steps with the bytes that it moves."""
+    if way == "alone":
+        return "no exchange"
+    if what == "until":
+        return way
+    moved = found[f"wire-{way}"].value
+    return f"{way} ({moved:.{1 if moved >= 1 else 2}f} MB)"
+
+
+def _epochs(row: list[Any], scores: Mapping[str, Sequence[float]]) -> None:
+    """Draw the accuracy of each way but float32 in a panel of its own, before float32's."""
+    least = min(min(line) for line in scores.values())
+    plain = scores["float32"]
+    epochs = range(1, len(plain) + 1)
+    for axes, way in zip(row, [way for way in scores if way != "float32"]):
+        axes.plot(epochs, plain, color=pictures.GREY, linewidth=3, alpha=0.45)
+        axes.plot(epochs, scores[way], color=pictures.BLUE, linewidth=1.3)
+        axes.axhline(100 * ENOUGH, color=pictures.BLACK, linewidth=0.8, linestyle=":")
+        axes.set_title(f"{way}\n{scores[way][-1]:.1f} % at last", fontsize=8, loc="left")
+        axes.set_ylim(least - 2, 100)
+        axes.locator_params(axis="y", nbins=4)
+        axes.set_xticks([1, len(plain)])
+        axes.tick_params(labelsize=pictures.SMALL, labelleft=axes is row[0])
+        axes.grid(True, axis="y")
+    row[0].set_ylabel("%", fontsize=pictures.SMALL)
+    row[0].set_xlabel("epoch", fontsize=pictures.SMALL)

@@ -9,8 +9,9 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _TARGET = re.compile(r"(<=|>=|<|>)\s*([0-9.]+)$")
@@ -79,6 +80,10 @@ class Case:
         }
 
 
+#: Function that draws a picture: what is known of the machine, the cases, the file's path.
+Draw = Callable[[Mapping[str, Any], Sequence[Case], str], None]
+
+
 def median_case(case: str, samples: Sequence[float], unit: str, **rest: Any) -> Case:
     """Return a case whose value is the median of ``samples``."""
     return Case(case, statistics.median(samples), unit, samples=tuple(samples), **rest)
@@ -95,6 +100,26 @@ def as_json(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> st
         {"bench": bench, "machine": dict(machine), "cases": [c.as_dict() for c in cases]},
         allow_nan=False,
     )
+
+
+def read(path: str, bench: str) -> tuple[dict[str, Any], list[Case]]:
+    """Return the machine and the cases of the JSON object that a run of ``bench`` printed.
+
+    Raises :class:`BenchError` if the file is missing or has something else.
+    """
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        if told["bench"] != bench:
+            raise BenchError(f"{path} has figures of bench {told['bench']}, not of {bench}")
+        cases = [
+            Case(*(c[k] for k in ("case", "value", "unit", "peer", "target", "samples")))
+            for c in told["cases"]
+        ]
+        return dict(told["machine"]), cases
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is not the output of bench {bench} --json: {error}") from None
 
 
 def as_table(bench: str, machine: Mapping[str, Any], cases: Sequence[Case]) -> str:

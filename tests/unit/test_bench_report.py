@@ -62,6 +62,32 @@ def test_json_is_one_object_with_the_agreed_keys(report: ModuleType) -> None:
     }
 
 
+def test_what_was_printed_is_read_again(report: ModuleType, tmp_path: Path) -> None:
+    cases = [report.Case("rate", 2.0, "GB/s", 4.0, ">= 0.70", [1.0, 3.0]), report.Case("b", 1, "s")]
+    (tmp_path / "a.json").write_text(report.as_json("push_pull", {"cores": 2}, cases))
+    about, again = report.read(str(tmp_path / "a.json"), "push_pull")
+    assert about == {"cores": 2} and [c.as_dict() for c in again] == [c.as_dict() for c in cases]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "a.json: No such file"),
+        ("case  value", "a.json is not the output of bench shaped --json"),
+        ("[]", "a.json is not the output of bench shaped --json"),
+        ('{"bench": "sum", "machine": {}, "cases": []}', "figures of bench sum, not of shaped"),
+        ('{"bench": "shaped", "machine": {}, "cases": [{}]}', "is not the output.*'case'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    report: ModuleType, tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    with pytest.raises(report.BenchError, match=said):
+        report.read(str(tmp_path / "a.json"), "shaped")
+
+
 def test_ratio_is_value_over_peer(report: ModuleType) -> None:
     assert report.Case("c", 3.0, "ms", peer=1.5).ratio == 2.0
     assert report.Case("c", 3.0, "ms").ratio is None
