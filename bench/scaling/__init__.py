@@ -1,30 +1,39 @@
 """``bench shaped``: a push_pull of 100 MB between four machines on links that are all equally slow.
 
-Up to four spare machines have a server only. The peers are gloo's ring and the best time that the
-links allow. The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
+Up to four spare machines have a server only. bpsx is measured twice: tuned as docs/tune/tuning.md
+says for spare machines and slow links, and with its defaults. The peers are gloo's ring and the
+best time that the links allow. The machines are network namespaces on a bridge:
+:mod:`bench.network`. Needs root.
+
+**tuned-k<spare>**, **defaults-k<spare>**: seconds of a push_pull; the peer is the best time.
+
+**gloo-k<spare>**: seconds of gloo's all_reduce; the peer is bpsx tuned.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import re
-import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench import network, peers
 from bench.jobs import TRANSPORTS, Child, Job, progress
-from bench.report import BenchError, Case
+from bench.report import BenchError, Case, Draw, median_case
 
 MACHINES = 4
-_BYTES = 100_000_000
+BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
-#: Options of docs/tune/tuning.md for links as slow as these: the last partition's sum comes back
-#: only after everything has been pushed.
-_OPTIONS = {
-    "BYTEPS_ENABLE_MIXED_MODE": "1",
-    "BYTEPS_PARTITION_BYTES": "131072",
-    "OMP_NUM_THREADS": "1",
+#: Options of bpsx by way. The small partitions are for links as slow as these: the last partition's
+#: sum comes back only after everything has been pushed.
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "tuned": {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072"},
+    "defaults": {},
 }
+#: Of all processes, as gloo's: eight machines share the cores of one.
+_COMMON = {"OMP_NUM_THREADS": "1"}
 #: Used instead of BBR, which some hosts have. Every ten seconds BBR all but stops a connection for
 #: a fifth of a second to measure the link, and a sum waits for the slowest connection.
 _RATHER_THAN_BBR = "reno"
@@ -46,11 +55,12 @@ class Plan:
 
 @dataclass
 class Division:
-    """Seconds measured with one number of spare machines."""
+    """What was found with one number of spare machines: seconds by way, "gloo" among them."""
 
-    ours: list[float] = field(default_factory=list)
-    gloo: list[float] = field(default_factory=list)
-    optimum: float = 0.0
+    optimum: float
+    seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {way: [] for way in (*WAYS, "gloo")}
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--congestion",
         help="TCP's congestion control, of both ways (default: the host's; if that is bbr, reno)",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw it, as .svg or .png")
+
+
+def picture(options: argparse.Namespace) -> Draw:
+    """Return the function that draws the cases. Raises :class:`BenchError` without matplotlib."""
+    draw: Draw = importlib.import_module("bench.scaling.plot").draw
+    return draw
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -92,10 +107,6 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5
     )
     found = {spare: _measure(spare, per_second, plan) for spare in spares}
-    if options.plot:
-        from bench.scaling.plot import draw
-
-        draw(found, options.rate, options.plot)
     return [case for spare, division in found.items() for case in _cases(spare, division, plan)]
 
 
@@ -130,57 +141,69 @@ def _steady() -> str:
 
 
 def _measure(spare: int, per_second: float, plan: Plan) -> Division:
-    """Measure ours and gloo's in turn, on the same links.
+    """Measure all ways in turn, on the same links.
 
     Each comes after a call that does not count, since TCP begins anew after a pause.
     """
     workers = [f"worker {i}" for i in range(MACHINES)]
     beside = {f"server {i}": worker for i, worker in enumerate(workers)}
-    division = Division(optimum=optimum(MACHINES, spare, _BYTES, per_second))
+    division = Division(optimum(MACHINES, spare, BYTES, per_second))
     names = ["scheduler", *workers, *(f"server {MACHINES + i}" for i in range(spare))]
     with (
         network.Links(
             names, plan.rate, both=True, beside=beside, congestion=plan.congestion
         ) as links,
-        Job(MACHINES, MACHINES + spare, plan.transport, _OPTIONS, links=links) as job,
-        peers.gloo(MACHINES, links=links) as gloo,
+        contextlib.ExitStack() as stack,
     ):
+        ways = _started(stack, spare, plan, links)
         progress(f"{spare} spare machines: first calls")
-        _calls(job.workers, "one", 1)
-        _calls(gloo, "all_reduce", 1)
+        for children, op in ways.values():
+            _calls(children, op, 1)
         for turn in range(plan.turns):
             progress(f"{spare} spare machines: turn {turn + 1} of {plan.turns}")
-            division.ours += _calls(job.workers, "one", 2)
-            division.gloo += _calls(gloo, "all_reduce", 2)
+            for way, (children, op) in ways.items():
+                division.seconds[way] += _calls(children, op, 2)
     return division
 
 
+def _started(
+    stack: contextlib.ExitStack, spare: int, plan: Plan, links: network.Links
+) -> dict[str, tuple[list[Child], str]]:
+    """Start a job for each way, all on the same links. Returns its workers and their command."""
+    ways = {}
+    for way, options in WAYS.items():
+        job = Job(MACHINES, MACHINES + spare, plan.transport, {**_COMMON, **options}, links=links)
+        ways[way] = stack.enter_context(job).workers, "one"
+    return {**ways, "gloo": (stack.enter_context(peers.gloo(MACHINES, links=links)), "all_reduce")}
+
+
 def _calls(children: list[Child], op: str, calls: int) -> list[float]:
-    return peers.slowest(children, op, timeout=_PATIENCE, nbytes=_BYTES, calls=calls, warm=1)
+    return peers.slowest(children, op, timeout=_PATIENCE, nbytes=BYTES, calls=calls, warm=1)
 
 
 def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
-    ours, gloo = statistics.median(division.ours), statistics.median(division.gloo)
-    return [
-        Case(
-            f"optimum-k{spare}",
-            ours,
+    ours = [
+        median_case(
+            f"{way}-k{spare}",
+            division.seconds[way],
             "s",
             peer=division.optimum,
-            target=_TARGET,
-            samples=division.ours,
+            target=_TARGET if way == "tuned" else None,
             note=(
-                f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare"
-                f" ({plan.congestion}); what the links let through"
+                f"push_pull of {BYTES / 1e6:.0f} MB, {MACHINES} machines, {spare} spare"
+                f" ({plan.congestion}),"
+                f" {' '.join(f'{k}={v}' for k, v in options.items()) or 'no options'};"
+                " what the links let through"
             ),
-        ),
-        Case(
-            f"gloo-k{spare}",
-            gloo,
-            "s",
-            peer=ours,
-            target=_TARGET_OF_GLOO if spare == MACHINES else None,
-            samples=division.gloo,
-            note="gloo's all_reduce on the same links; ours",
-        ),
+        )
+        for way, options in WAYS.items()
     ]
+    gloo = median_case(
+        f"gloo-k{spare}",
+        division.seconds["gloo"],
+        "s",
+        peer=ours[0].value,
+        target=_TARGET_OF_GLOO if spare == MACHINES else None,
+        note="gloo's all_reduce on the same links; bpsx, tuned",
+    )
+    return [*ours, gloo]

@@ -5,61 +5,88 @@ It has the axes of Figure 13 of BytePS (OSDI'20).
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from bench.report import BenchError
+from bench import pictures
+from bench.report import BenchError, Case
+from bench.scaling import BYTES, MACHINES, WAYS, optimum
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-except ImportError as missing:
-    raise BenchError(
-        f"--plot needs matplotlib ({missing.name} is missing): pip install 'bpsx[plot]'"
-    ) from None
-
-if TYPE_CHECKING:
-    from bench.scaling import Division
+#: Label, colour, line and marker by line, from the slowest to the fastest.
+_STYLES = {
+    "gloo": ("gloo's ring", pictures.GREY, "-", "s"),
+    "defaults": ("bpsx, defaults", pictures.ORANGE, "-", "^"),
+    "tuned": ("bpsx, tuned", pictures.BLUE, "-", "o"),
+    "optimum": ("the links' limit", pictures.BLACK, ":", ""),
+}
 
 
-def draw(found: Mapping[int, Division], rate: str, path: str) -> None:
-    """Write the picture to ``path``.
+def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
+    """Write the picture of ``cases``, measured on ``machine``, to ``path``.
 
-    Raises :class:`BenchError` if matplotlib does not know the file name's ending.
+    Raises :class:`BenchError` if they are cases of another benchmark, or matplotlib does not know
+    the file name's ending.
     """
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "bpsx",
-            "svg.fonttype": "none",
-            "font.size": 10,
-            "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"],
-        }
+    found = {case.case: case for case in cases}
+    spares = sorted(int(name[7:]) for name in found if name.startswith("tuned-k"))
+    if not spares:
+        raise BenchError("--plot: there is no case tuned-k..., as bench shaped reports")
+    lines = {
+        way: [found[f"{way}-k{k}"].value for k in spares] for way in _STYLES if way != "optimum"
+    }
+    lines["optimum"] = [found[f"tuned-k{k}"].peer or 0.0 for k in spares]
+    figure = pictures.figure(7, 4.6)
+    axes = figure.add_axes((0.085, 0.195, 0.625, 0.615))
+    _lines(axes, spares, lines)
+    calls = len(found[f"tuned-k{spares[-1]}"].samples)
+    pictures.frame(
+        figure,
+        _finding(spares[-1], {way: line[-1] for way, line in lines.items()}),
+        _about(_rate(spares[0], lines["optimum"][0])),
+        f"python -m bench shaped: medians of {calls} calls in turn; machines imitated on"
+        f" {pictures.where(machine)}",
     )
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    spares = sorted(found)
-    ways = (
-        ("gloo's ring", "#7f7f7f", "s", [statistics.median(found[k].gloo) for k in spares]),
-        ("bpsx", "#0072B2", "o", [statistics.median(found[k].ours) for k in spares]),
+    pictures.save(figure, path)
+
+
+def _finding(spare: int, seconds: Mapping[str, float]) -> str:
+    machines = f"{spare or 'no'} spare machine{'' if spare == 1 else 's'}"
+    tuned, defaults = (seconds[way] / seconds["gloo"] for way in ("tuned", "defaults"))
+    return (
+        f"With {machines} bpsx takes {tuned:.2f} of gloo's time, {defaults:.2f} with its defaults"
     )
-    for name, colour, marker, seconds in ways:
-        axes.plot(spares, seconds, color=colour, marker=marker, label=name)
-    axes.plot(
-        spares, [found[k].optimum for k in spares], color="#000000", linestyle=":", label="optimum"
-    )
-    axes.set_ylim(0, 1.15 * max(max(seconds) for *_, seconds in ways))
+
+
+def _rate(spare: int, seconds: float) -> float:
+    """Return the bits per second of the links on which ``seconds`` are the optimum."""
+    return 8 * optimum(MACHINES, spare, BYTES, 1.0) / seconds
+
+
+def _about(rate: float) -> list[str]:
+    return [
+        f"Sum of {BYTES / 1e6:.0f} MB over {MACHINES} machines, each with a worker and a server,"
+        f" on links of {rate / 1e6:.4g} Mbit/s.",
+        f"Tuned: {' '.join(f'{name}={value}' for name, value in WAYS['tuned'].items())}.",
+    ]
+
+
+def _lines(axes: Any, spares: list[int], lines: Mapping[str, list[float]]) -> None:
+    """Draw the lines, each with its name and its last value at its right end."""
+    top = 1.12 * max(map(max, lines.values()))
+    places = pictures.spread([lines[way][-1] for way in _STYLES], 0.07 * top)
+    for (way, (name, colour, line, marker)), place in zip(_STYLES.items(), places):
+        axes.plot(spares, lines[way], color=colour, linestyle=line, marker=marker, clip_on=False)
+        axes.annotate(
+            f"{name}, {lines[way][-1]:.2f} s",
+            (spares[-1], lines[way][-1]),
+            xytext=(1.03, place),
+            textcoords=axes.get_yaxis_transform(),
+            color=colour,
+            fontsize=pictures.SMALL,
+            va="center",
+        )
+    axes.set_ylim(0, top)
     axes.set_xticks(spares)
-    axes.set_xlabel("machines with a server only, beside 4 with a worker and a server each")
+    axes.set_xlabel("spare machines, with a server only")
     axes.set_ylabel("seconds")
-    axes.set_title(
-        "Sum of 100 MB over 4 machines, links of"
-        f" {rate.replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')}, medians"
-    )
-    axes.grid(True, alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left")
-    try:
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.endswith(".svg") else None)
-    except ValueError as error:
-        raise BenchError(f"--plot {path}: {error}") from None
+    axes.grid(True, axis="y")

@@ -51,10 +51,14 @@ def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
     out, told = bench.communicate(timeout=160)
     assert bench.returncode == 0, told
     cases = {case["case"]: case for case in json.loads(out)["cases"]}
-    assert set(cases) == {"optimum-k1", "gloo-k1"} and len(cases["optimum-k1"]["samples"]) == 2
+    assert set(cases) == {"tuned-k1", "defaults-k1", "gloo-k1"}
+    assert all(len(case["samples"]) == 2 for case in cases.values())
     # Nobody can be faster than the links, but by what a bucket of tokens holds at the start.
-    assert cases["optimum-k1"]["ratio"] > 0.95 and cases["gloo-k1"]["value"] > 1.1
-    assert "optimum" in picture.read_text(encoding="utf-8")
+    assert cases["tuned-k1"]["ratio"] > 0.95 and cases["defaults-k1"]["ratio"] > 0.95
+    assert cases["gloo-k1"]["value"] > 1.1
+    drawn = picture.read_text(encoding="utf-8")
+    for label in ("bpsx, tuned", "bpsx, defaults", "gloo's ring", "the links' limit"):
+        assert f"{label}, " in drawn
     assert left_by(bench.pid) == []
 
 

@@ -1,4 +1,4 @@
-"""The bounds to which ``bench shaped`` compares its times."""
+"""The bounds to which ``bench shaped`` compares its times, and what its picture says."""
 
 from __future__ import annotations
 
@@ -58,3 +58,50 @@ def test_wrong_arguments_are_named(scaling: Any, given: dict[str, str], text: st
     options = parser.parse_args([f"--{key}={value}" for key, value in given.items()])
     with pytest.raises(BenchError, match=text):
         scaling.run(options)
+
+
+def cases(scaling: Any, spares: list[int]) -> list[Any]:
+    """Cases on links of 500 Mbit/s: tuned at the optimum, the defaults at 1.3, gloo at 3 s."""
+    found = []
+    for k in spares:
+        best = scaling.optimum(4, k, 100_000_000, 62.5e6)
+        division = scaling.Division(best)
+        division.seconds |= {"tuned": [best] * 3, "defaults": [1.3 * best] * 3, "gloo": [3.0] * 3}
+        found += scaling._cases(k, division, scaling.Plan("500mbit", "shm", "reno", 1))
+    return found
+
+
+def test_tuned_and_defaults_are_reported_against_the_optimum(scaling: Any) -> None:
+    found = {case.case: case for case in cases(scaling, [4])}
+    assert list(found) == ["tuned-k4", "defaults-k4", "gloo-k4"]
+    assert [found[f"{way}-k4"].ratio for way in ("tuned", "defaults")] == [1, pytest.approx(1.3)]
+    assert (found["gloo-k4"].value, found["gloo-k4"].peer) == (3, found["tuned-k4"].value)
+    assert "BYTEPS_PARTITION_BYTES=131072;" in found["tuned-k4"].note
+    assert "no options;" in found["defaults-k4"].note
+
+
+def test_the_picture_says_what_was_found_and_which_line_is_tuned(
+    scaling: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = importlib.import_module("bench.scaling.plot")
+    plot.draw({"cores": 2, "date": "2026-11-24"}, cases(scaling, [0, 4]), str(tmp_path / "a.svg"))
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    for text in (
+        "With 4 spare machines bpsx takes 0.53 of gloo's time, 0.69 with its defaults",
+        "Tuned: BYTEPS_ENABLE_MIXED_MODE=1 BYTEPS_PARTITION_BYTES=131072.",
+        "on links of 500 Mbit/s.",
+        "bpsx, tuned, 1.60 s",
+        "bpsx, defaults, 2.08 s",
+        "gloo's ring, 3.00 s",
+        "the links' limit, 1.60 s",
+        "medians of 3 calls in turn; machines imitated on 2 cores, 2026-11-24",
+    ):
+        assert text in drawn, text
+
+
+def test_cases_of_another_benchmark_are_not_drawn(scaling: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, plot = (importlib.import_module(f"bench.{name}") for name in ("report", "scaling.plot"))
+    with pytest.raises(report.BenchError, match="no case tuned-k"):
+        plot.draw({"cores": 2}, [report.Case("rate", 1.0, "GB/s")], str(tmp_path / "a.svg"))
