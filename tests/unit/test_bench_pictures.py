@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Picture in docs/images -> the benchmark's name and the module that draws it.
-PICTURES = {"compression": ("compress", "bench.end_to_end_plot")}
+FIGURES = sorted((ROOT / "docs" / "images").glob("*.json"))
+#: The benchmark's name, as the figures have it, -> the module that draws its picture.
+MODULES = {"compress": "bench.end_to_end_plot", "shaped": "bench.scaling.plot"}
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +25,12 @@ def texts(picture: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)<", picture.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_says_what_its_figures_give(name: str, tmp_path: Path) -> None:
-    bench, module = PICTURES[name]
-    images = ROOT / "docs" / "images"
-    read = importlib.import_module("bench.report").read
-    about, cases = read(str(images / f"{name}.json"), bench)
-    importlib.import_module(module).draw(about, cases, str(tmp_path / "again.svg"))
-    drawn = texts(images / f"{name}.svg")
+@pytest.mark.parametrize("figures", FIGURES, ids=[path.stem for path in FIGURES])
+def test_a_picture_says_what_its_figures_give(figures: Path, tmp_path: Path) -> None:
+    bench = json.loads(figures.read_text(encoding="utf-8"))["bench"]
+    about, cases = importlib.import_module("bench.report").read(str(figures), bench)
+    importlib.import_module(MODULES[bench]).draw(about, cases, str(tmp_path / "again.svg"))
+    drawn = texts(figures.with_suffix(".svg"))
     assert drawn == texts(tmp_path / "again.svg") and len(drawn) > 10
 
 
