@@ -51,13 +51,13 @@ def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transp
     with Job(
         """
         import bpsx, numpy as np, os, socket
-        import bpsx.session.session as sessions
+        import bpsx.session.entry as entry
         from bpsx.api.verbs import session
         bpsx.init()
         bpsx.push_pull(np.ones(4, np.float32), name="x")
         if bpsx.rank() == 1:
-            sessions.VERDICT_SECONDS = 1e9       # as if this worker did not see it
-            lane = int(session()._lanes[0][1].rpartition(":")[2])
+            entry.VERDICT_SECONDS = 1e9       # as if this worker did not see it
+            lane = int(session()._lanes.addresses[0].rpartition(":")[2])
             for fd in map(int, os.listdir("/proc/self/fd")):
                 try:
                     with socket.socket(fileno=os.dup(fd)) as s:

@@ -67,9 +67,9 @@ def test_a_server_without_a_thread_ends_and_says_why(thread: str) -> None:
 #: run in worker 1 alone.
 EARLY = {
     "MemoryError: no room": (
-        "from bpsx.session import session\n"
+        "from bpsx.session import entry\n"
         "def refuse(_): raise MemoryError('no room')\n"
-        "session.keep_memory = refuse"
+        "entry.keep_memory = refuse"
     ),
     "BPSX_SPIN_US='fast'": "import os\nos.environ['BPSX_SPIN_US'] = 'fast'",
     "cannot be imported": "import os\nos.environ['BPSX_COMPRESSORS'] = 'no_such_module'",

@@ -31,7 +31,6 @@ from bpsx.core._tensor import Tensor
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.kernels.codecs import codec
-from bpsx.kernels.plugins import import_compressors
 from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.stages import MachineRole, stages_for
@@ -56,21 +55,18 @@ class Compressing:
 
     :meth:`declare` and :meth:`tensor` are called under the session's lock. Other methods may be
     called from any thread.
-
-    The constructor raises :class:`~bpsx.errors.ConfigError` for compressors that cannot be
-    imported.
     """
 
     def __init__(
         self,
         config: Config,
         near: Neighbourhood,
+        core: Core,
         current: Callable[[str], Tensor | None],
         remembered: Remembered | None = None,
     ) -> None:
         """``current`` returns the core's tensor that a name currently stands for, or None."""
-        import_compressors(config.compressors)
-        self._current = current
+        self._core, self._current = core, current
         self._config, self._near = config, near
         self._of: dict[str, CompressionSpec] = dict(remembered.compressions) if remembered else {}
         # By name, dtype, bytes, and whether the tensor is on a GPU.
@@ -85,7 +81,6 @@ class Compressing:
         self._gpu_kernels = GpuKernels()
         # Requests to servers to keep a state, without a reply so far.
         self._told: list[Handle] = []
-        self.core: Core  # set by the session once it has created the core
 
     def declare(self, name: str, compression: CompressionSpec) -> None:
         """Set how sums of ``name`` are compressed from now on.
@@ -231,7 +226,7 @@ class Compressing:
                 "" if used is None else used.text(),
                 on_gpu=on_gpu,
             )
-        self.core.open_pool(self._config.compress_threads)
+        self._core.open_pool(self._config.compress_threads)
         if self._near.place is not MachineRole.DIRECT:  # each process has added it to its own share
             given = replace(given, momentum="")
         made = [
@@ -257,7 +252,7 @@ class Compressing:
         """Compress a tensor on the GPU, or on the host if its GPU kernels are unavailable."""
         coders = self._gpu_kernels.coders(gpu, tensor.name, given, BY_CODE[dtype].name, made)
         if coders is not None:
-            self.core.open_coders()
+            self._core.open_coders()
             tensor.code_on(gpu, coders)
 
     # ---- for checkpoints
@@ -274,8 +269,8 @@ class Compressing:
         wanted = list(dict.fromkeys(names))
         tensors = [tensor for tensor in map(self._tensor_of, wanted) if tensor is not None]
         for tensor in tensors:
-            until_idle(self.core, tensor, self._config.shutdown_timeout)
-        taken = take(self.core, tensors, self._near.sender == 0)
+            until_idle(self._core, tensor, self._config.shutdown_timeout)
+        taken = take(self._core, tensors, self._near.sender == 0)
         found: dict[str, Saved] = {
             tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors
         }
@@ -327,7 +322,7 @@ class Compressing:
                     )
             tensor = self._tensor_of(name)
             if tensor is not None:
-                until_idle(self.core, tensor, self._config.shutdown_timeout)
+                until_idle(self._core, tensor, self._config.shutdown_timeout)
                 self._put(tensor)
         self._wait_for_servers()
 
@@ -342,8 +337,8 @@ class Compressing:
                 del self._momenta[key]
             tensor = self._tensor_of(name)
             if tensor is not None:
-                until_idle(self.core, tensor, self._config.shutdown_timeout)
-                handle = clear(self.core, tensor, self._near.sender == 0)
+                until_idle(self._core, tensor, self._config.shutdown_timeout)
+                handle = clear(self._core, tensor, self._near.sender == 0)
                 if handle is not None:
                     self._told.append(handle)
         self._wait_for_servers()
@@ -401,7 +396,7 @@ class Compressing:
                         if saved.get(key) != value
                     )
                 )
-            handle = put(self.core, tensor, saved, own)
+            handle = put(self._core, tensor, saved, own)
         except ValueError as e:
             log.warning(
                 "%r: the saved state of its compression belongs to another tensor or another"

@@ -62,7 +62,9 @@ class OnGpu(NamedTuple):
 class Devices:
     """The GPU of a session. Thread-safe."""
 
-    def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, near: Neighbourhood, core: Core, fail: Callable[[str], None]
+    ) -> None:
         """Create the devices, without opening a GPU.
 
         ``fail``: a method of the session. It is called with a text, on another thread, if the GPUs
@@ -72,7 +74,7 @@ class Devices:
         # A weak reference: the session owns this object, and a closed session shall be freed at
         # once.
         self._session_fails = weakref.WeakMethod(fail)
-        self.core: Core  # set once the core exists
+        self._core = core
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
         self._meeting: Meeting | None = None
@@ -163,7 +165,7 @@ class Devices:
         NCCL needs all GPUs of a machine once, to create the communicator. If this process's GPU has
         never been used, processes that wait for it are notified too.
         """
-        self._near.rest(joined, self.core.look)
+        self._near.rest(joined, self._core.look)
         with self._lock:
             self._gatherings += not joined
             if self._gpu is None and self._near.machine is not None:
@@ -186,7 +188,7 @@ class Devices:
                 raise ConfigError(f"{name!r}: bpsx was shut down")
             if self._gpu is None:
                 gpu = Gpu(ordinal)
-                self.core.open_gpu(
+                self._core.open_gpu(
                     gpu,
                     self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE),
                 )
@@ -198,7 +200,7 @@ class Devices:
                         gpu,
                         most,
                         self._gatherings,
-                        self.core.look,
+                        self._core.look,
                         self._fail,
                     )
                     self._meeting.start()

@@ -56,16 +56,18 @@ class Declarations:
     The control thread handles the scheduler's messages; any thread may declare.
     """
 
-    _lock: threading.RLock
     _core: Core
     _link: Link | None
     _closed: bool
-    _joining: Joining
-    _order: dict[str, int]
     compressing: Compressing
     reporter: Reporter
 
-    def _begin_declarations(self) -> None:
+    def __init__(self, order: dict[str, int]) -> None:
+        """``order``: index of each name that has been declared, by an earlier session too."""
+        # Re-entrant: a user's signal handler may shut down while the main thread holds the lock.
+        self._lock = threading.RLock()
+        self._order = order
+        self._joining = Joining()
         # Notified when a declaration has been placed or has failed.
         self._settled = threading.Condition(self._lock)
         # Latest used declaration of each name.

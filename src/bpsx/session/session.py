@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from bpsx import errors
-from bpsx._core import Core
 from bpsx.compression.manager import Compressing, Remembered
 from bpsx.compression.spec import CompressionSpec
 from bpsx.config import Config
@@ -18,32 +17,17 @@ from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
-from bpsx.local.group import Neighbourhood
-from bpsx.planning.partitioner import whole_pages
-from bpsx.scheduler import failing
-from bpsx.scheduler.client import Link
 from bpsx.session.declarations import Declarations
-from bpsx.session.join import Joining
-from bpsx.session.lane_contact import connect_lanes, greet_lanes
+from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
 from bpsx.session.refusals import mine
-from bpsx.system.address import is_here
-from bpsx.system.fork import keep_from_children
-from bpsx.system.host import keep_memory, own_host, require_descriptors
-from bpsx.system.logs import configure
 from bpsx.telemetry._recorder import monotonic_ns
-from bpsx.telemetry.reporter import Reporter
 from bpsx.telemetry.throughput import Speed, Speedometer
-from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 log = logging.getLogger("bpsx.session.session")
-connections = logging.getLogger("bpsx.connections")
 BARRIER = "bpsx.barrier"
 #: Most tensors named in one stall report.
 MOST_REPORTED = 256
-#: Seconds that a broken data connection waits for the scheduler's message about a death. The
-#: scheduler names the process that has died; the broken connection shows only an effect.
-VERDICT_SECONDS = 1.0
 
 
 class Session(Declarations):
@@ -64,180 +48,46 @@ class Session(Declarations):
         remembered: Remembered | None = None,
         again: bool = False,
     ) -> None:
-        # Whether this worker has begun to introduce itself to the scheduler.
-        self._introduced = False
-        try:
-            self._set_up(config, order, remembered, again)
-        except Exception as e:
-            if not self._introduced:
-                failing.tell("worker", e, config)
-            raise
-
-    def _set_up(
-        self,
-        config: Config,
-        order: dict[str, int] | None,
-        remembered: Remembered | None,
-        again: bool,
-    ) -> None:
-        config.check()
-        configure(config, f"worker {config.rank}")
-        self.config = config
+        # A suspended session passes its order on, like ``remembered``.
+        super().__init__(dict(order or {}))
+        joined = enter(config, again)
+        self._core, self._endpoint, self._near = joined.core, joined.endpoint, joined.near
+        self._lanes, self._link, self.reporter = joined.lanes, joined.link, joined.reporter
+        self.config, self.job, self.continued = config, joined.job, joined.continued
         self.rank, self.size = config.rank, config.size
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
-        # Re-entrant: a user's signal handler may shut down while the main thread holds the lock.
-        self._lock = threading.RLock()
-        self._begin_declarations()
-        # A suspended session passes its order on, like ``remembered``.
-        self._order: dict[str, int] = dict(order or {})
         self._async: bool = config.asynchronous
-        #: Whether some worker's process has been in an earlier job. Workers may then have kept
-        #: different state from there.
-        self.continued = again
-        self._joining = Joining()
-        self._link: Link | None = None
-        self._near = Neighbourhood(config)
+        self._closed = self._leaving = False
+        self._failure = ""
+        self._speedometer = Speedometer()
         tensors = self._tensors  # a reference to the session would keep the session alive
         self.compressing = Compressing(
             config,
             self._near,
+            self._core,
             lambda name: tensors[name].tensor if name in tensors else None,
             remembered,
         )
-        self.devices = Devices(config, self._near, self._gpu_failed)
-        self._closed = False
-        self._leaving = False
-        self._failure = ""
-        self._broken: tuple[float, str] | None = None
-        self._speedometer = Speedometer()
-        self._endpoint: Any
-        self._core: Core
-        self.reporter = Reporter(
-            config, "worker", self.rank, own_host(config) if config.distributed else ""
-        )
-        if config.distributed:
-            require_descriptors("worker")
-            keep_memory(config.keep_memory)
-            self._join()
-        else:
-            self._endpoint = LoopbackEndpoint()
-            self._core = Core(
-                self._endpoint,
-                rank=0,
-                job=0,
-                lanes=(),
-                credit=0,
-                spin_us=0,
-                telemetry=config.telemetry,
-            )
-            self.devices.core = self.compressing.core = self._core
-
-    # ---- joining the job
-
-    def _join(self) -> None:
-        link = Link(self.config)
+        self.devices = Devices(config, self._near, self._core, self._gpu_failed)
         try:
-            with self._near.kernels_loading():
-                self._introduced = True
-                welcome = link.join("worker", self.rank, own_host(self.config), [], self.continued)
-            self._names, self.continued = welcome["names"], welcome["again"]
-            self._open(welcome, link)
-            watched = (
-                (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
-            )
-            keep_from_children([link.address, *(address for _, address in self._lanes)])
-            self._greet(link)
-            self._link = link
-            self._core.start()
-            self.reporter.attach(
-                link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"]
-            )
-            link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
+            self._listen()
         except BaseException as e:
-            if isinstance(e, Exception):  # tell the others the cause, not only that we ended
-                link.give_up(
-                    str(e)
-                    if isinstance(e, errors.BpsxError)
-                    else f"cannot start: {errors.in_short(e)}"
-                )
-            for name in ("_core", "_endpoint", "_near"):  # some may not exist yet
-                if hasattr(self, name):
-                    getattr(self, name).close()
-            link.stop()
+            joined.abandon(e)
             raise
 
-    def _open(self, welcome: dict[str, Any], link: Link) -> None:
-        """Open endpoint and core, after the handshake with the machine's other processes."""
-        config, job, near = self.config, welcome["job"], self._near
-        self.job: int = job
-        self._lanes = (
-            [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
-            if near.has_lanes
-            else []
+    def _listen(self) -> None:
+        """Start the driver's own thread, and the control thread, from which on messages come."""
+        link = self._link
+        if link is None:
+            return
+        self._core.start()
+        self.reporter.attach(
+            link.send, lambda: {**self._core.counters(), **self._core.gauges()}, self.job
         )
-        self._endpoint = near.open_endpoint()
-        near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
-        if near.has_lanes:
-            self._endpoint.join(job, near.sender)
-        if self._lanes:
-            connect_lanes(
-                f"worker {self.rank}",
-                [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)],
-                self._endpoint.connect,
-            )
-        # dict() keeps one lane of each server: all lanes of a server are on one host.
-        beside = {server for server, address in dict(self._lanes).items() if is_here(address)}
-        self._core = Core(
-            self._endpoint,
-            rank=near.sender,
-            job=job,
-            lanes=[server for server, _ in self._lanes],
-            beside=beside,
-            spin_us=config.spin_us,
-            credit=config.scheduling_credit * whole_pages(config.partition_bytes),
-            ahead_ms=config.send_ahead_ms,
-            machine=near.machine,
-            telemetry=config.telemetry,
-            watch=self.reporter.watchers[0],
-        )
-        self.devices.core = self.compressing.core = self._core
-
-    def _hear_of_a_loss(self, link: Link) -> None:
-        """Raise :class:`~bpsx.errors.RendezvousError` if the scheduler reports a death during
-        start-up.
-        """
-        message = link.news()
-        if message is not None and message["type"] == "LOST":
-            raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
-
-    def _greet(self, link: Link) -> None:
-        """Wait until every lane has replied, while listening to the scheduler for reports of
-        deaths.
-        """
-        lanes = [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)]
-        addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
-
-        def broken() -> str:
-            self._look_for_broken()
-            late = (
-                self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
-            )
-            return self._broken[1] if self._broken is not None and late else ""
-
-        greet_lanes(
-            f"worker {self.rank}",
-            lanes,
-            lambda: self._core.greet(0.5, addresses, secret),
-            broken,
-            lambda: self._hear_of_a_loss(link),
-            self.config.rendezvous_timeout,
-        )
-        connections.info("connected to %s", ", ".join(name for name, _ in lanes))
-
-    def _lane_name(self, lane: int) -> str:
-        server, address = self._lanes[lane]
-        return f"{self._names['server'][server]} at {address}"
+        lanes = self._lanes
+        watched = (lanes.descriptor, lanes.look) if lanes.descriptor >= 0 else None
+        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
 
     # ---- messages of the scheduler (control thread)
 
@@ -303,33 +153,15 @@ class Session(Declarations):
         self._core.fail(Status.DEVICE, text)
         self._end_pending(Status.DEVICE, text)
 
-    def _look_for_broken(self) -> None:
-        for lane in self._endpoint.lost():
-            if self._broken is None:
-                where = self._lane_name(lane) if lane >= 0 else "a server"
-                connections.info(
-                    "the connection to %s %s", where, "has ended" if self._leaving else "is gone"
-                )
-                self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
-
     def _tick(self) -> None:
         """Check for broken connections, report waits, and free finished handles; called once a
         second.
 
         A broken connection counts as a death if the scheduler has sent no message about it in time.
         """
-        # The endpoint reports broken connections, except where memory was short.
-        if self._broken is None and self._core.mute >= 0:
-            self._broken = (
-                time.monotonic(),
-                f"{self._lane_name(self._core.mute)} is gone: nothing can be sent to it",
-            )
-        if (
-            self._broken is not None
-            and not self._failure
-            and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
-        ):
-            self._peer_lost(self._broken[1])
+        self._lanes.note_mute(self._core.mute)
+        if not self._failure and (gone := self._lanes.verdict()):
+            self._peer_lost(gone)
         if self._near.machine is not None and (
             self._near.machine.deserted or self._near.machine.collects
         ):
@@ -673,7 +505,8 @@ class Session(Declarations):
             failure = failure or self._failure or self._core.failed
             if left and not failure:
                 failure = f"left with {left} push_pulls under way"
-            self._failure, self._leaving = failure, True
+            self._failure = failure
+            self._leaving = self._lanes.leaving = True
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning(
                 "the scheduler did not reply to the goodbye within %g s",

@@ -1,0 +1,262 @@
+"""How a worker gets into its job: opens what a session holds, in order, or closes all again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from bpsx import errors
+from bpsx._core import Core
+from bpsx.config import Config
+from bpsx.kernels.plugins import import_compressors
+from bpsx.local.group import Neighbourhood
+from bpsx.planning.partitioner import whole_pages
+from bpsx.scheduler import failing
+from bpsx.scheduler.client import Link
+from bpsx.session.lane_contact import connect_lanes, greet_lanes
+from bpsx.system.address import is_here
+from bpsx.system.fork import keep_from_children
+from bpsx.system.host import keep_memory, own_host, require_descriptors
+from bpsx.system.logs import configure
+from bpsx.telemetry.reporter import Reporter
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+
+connections = logging.getLogger("bpsx.connections")
+#: Seconds that a broken data connection waits for the scheduler's message about a death. The
+#: scheduler names the process that has died; the broken connection shows only an effect.
+VERDICT_SECONDS = 1.0
+
+
+class Lanes:
+    """The lanes that this worker sends to, and the first whose connection has broken.
+
+    The thread that joins the job calls it, later the control thread.
+    """
+
+    def __init__(self, endpoint: Any, addresses: list[tuple[int, str]], servers: list[str]) -> None:
+        """``addresses``: number of the server and address, for each lane. ``servers``: names."""
+        self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
+        self.leaving = False  # connections end because this worker leaves
+        #: Readable when :meth:`look` has something to see; negative: this process has no lanes.
+        self.descriptor = -1
+        self._broken: tuple[float, str] | None = None
+
+    @property
+    def servers(self) -> list[int]:
+        """The server's number for each lane."""
+        return [server for server, _ in self._addresses]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The address of each lane."""
+        return [address for _, address in self._addresses]
+
+    @property
+    def beside(self) -> set[int]:
+        """The servers on this machine."""
+        # dict() keeps one lane of each server: all lanes of a server are on one host.
+        return {server for server, address in dict(self._addresses).items() if is_here(address)}
+
+    def named(self) -> list[tuple[str, str]]:
+        """Name and address of each lane."""
+        return [(self._name(i), address) for i, address in enumerate(self.addresses)]
+
+    def _name(self, lane: int) -> str:
+        server, address = self._addresses[lane]
+        return f"{self._servers[server]} at {address}"
+
+    def watch(self) -> None:
+        """Begin to notice broken connections, for :meth:`look`."""
+        self.descriptor = self._endpoint.watch()
+
+    def look(self) -> None:
+        """Take the connections that have broken from the endpoint, and note the first."""
+        for lane in self._endpoint.lost():
+            if self._broken is None:
+                where = self._name(lane) if lane >= 0 else "a server"
+                connections.info(
+                    "the connection to %s %s", where, "has ended" if self.leaving else "is gone"
+                )
+                self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
+
+    def note_mute(self, lane: int) -> None:
+        """Note that nothing can be sent to ``lane``; negative: none.
+
+        The endpoint reports broken connections, except where memory was short.
+        """
+        if self._broken is None and lane >= 0:
+            self._broken = (
+                time.monotonic(),
+                f"{self._name(lane)} is gone: nothing can be sent to it",
+            )
+
+    def verdict(self) -> str:
+        """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
+        if self._broken is None or time.monotonic() - self._broken[0] < VERDICT_SECONDS:
+            return ""
+        return self._broken[1]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a worker holds once it is in a job. The session owns and closes it.
+
+    ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
+    to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
+    servers. ``continued``: some worker's process has been in an earlier job, from which workers may
+    have kept different state.
+    """
+
+    core: Core
+    endpoint: Any
+    near: Neighbourhood
+    reporter: Reporter
+    lanes: Lanes
+    link: Link | None
+    job: int
+    continued: bool
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave at once, because the session could not begin."""
+        with ExitStack() as rest:
+            if self.link is not None:
+                rest.callback(self.link.stop)
+                _tell(self.link, error)
+            rest.callback(self.near.close)
+            rest.callback(self.endpoint.close)
+            rest.callback(self.core.close)
+
+
+def enter(config: Config, again: bool) -> Membership:
+    """Join the job that ``config`` describes; return when all lanes have replied.
+
+    ``again``: whether this process has been in an earlier job. Raises
+    :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or
+    :class:`~bpsx.errors.TransportError`; then nothing is left open, and the scheduler knows why.
+    """
+    try:
+        config.check()
+        configure(config, f"worker {config.rank}")
+        import_compressors(config.compressors)
+        near = Neighbourhood(config)
+        host = own_host(config) if config.distributed else ""
+        reporter = Reporter(config, "worker", config.rank, host)
+        if not config.distributed:
+            return _alone(config, near, reporter, again)
+        require_descriptors("worker")
+        keep_memory(config.keep_memory)
+        link = Link(config)
+    except Exception as e:
+        failing.tell("worker", e, config)
+        raise
+    return _join(config, near, reporter, link, again)
+
+
+def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> Membership:
+    endpoint = LoopbackEndpoint()
+    core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
+    return Membership(core, endpoint, near, reporter, Lanes(endpoint, [], []), None, 0, again)
+
+
+def _join(
+    config: Config, near: Neighbourhood, reporter: Reporter, link: Link, again: bool
+) -> Membership:
+    with ExitStack() as opened:
+        opened.callback(link.stop)
+        opened.callback(near.close)
+        try:
+            with near.kernels_loading():
+                welcome = link.join("worker", config.rank, own_host(config), [], again)
+            endpoint = near.open_endpoint()
+            opened.callback(endpoint.close)
+            lanes = _connect(config, near, endpoint, link, welcome)
+            core = _new_core(config, near, endpoint, lanes, reporter, welcome["job"])
+            opened.callback(core.close)
+            if near.has_lanes:
+                lanes.watch()
+            keep_from_children([link.address, *lanes.addresses])
+            _greet(config, core, lanes, link)
+        except BaseException as e:
+            _tell(link, e)
+            raise
+        opened.pop_all()
+    return Membership(core, endpoint, near, reporter, lanes, link, welcome["job"], welcome["again"])
+
+
+def _tell(link: Link, error: BaseException) -> None:
+    """Tell the others the cause, not only that this worker ended."""
+    if isinstance(error, Exception):
+        link.give_up(
+            str(error)
+            if isinstance(error, errors.BpsxError)
+            else f"cannot start: {errors.in_short(error)}"
+        )
+
+
+def _connect(
+    config: Config, near: Neighbourhood, endpoint: Any, link: Link, welcome: dict[str, Any]
+) -> Lanes:
+    """Meet the machine's other processes, then connect to the lanes if this process sends."""
+    addresses = (
+        [(server, a) for server, found in enumerate(welcome["lanes"]) for a in found]
+        if near.has_lanes
+        else []
+    )
+    lanes = Lanes(endpoint, addresses, welcome["names"]["server"])
+    near.meet(welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, link))
+    if near.has_lanes:
+        endpoint.join(welcome["job"], near.sender)
+    if addresses:
+        connect_lanes(f"worker {config.rank}", lanes.named(), endpoint.connect)
+    return lanes
+
+
+def _new_core(
+    config: Config, near: Neighbourhood, endpoint: Any, lanes: Lanes, reporter: Reporter, job: int
+) -> Core:
+    return Core(
+        endpoint,
+        rank=near.sender,
+        job=job,
+        lanes=lanes.servers,
+        beside=lanes.beside,
+        spin_us=config.spin_us,
+        credit=config.scheduling_credit * whole_pages(config.partition_bytes),
+        ahead_ms=config.send_ahead_ms,
+        machine=near.machine,
+        telemetry=config.telemetry,
+        watch=reporter.watchers[0],
+    )
+
+
+def _hear_of_a_loss(config: Config, link: Link) -> None:
+    """Raise :class:`~bpsx.errors.RendezvousError` if the scheduler reports a death during
+    start-up.
+    """
+    message = link.news()
+    if message is not None and message["type"] == "LOST":
+        raise errors.RendezvousError(f"worker {config.rank}: {message['text']}")
+
+
+def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
+    """Wait until every lane has replied, while listening to the scheduler for reports of
+    deaths.
+    """
+    named, secret = lanes.named(), config.secret_bytes
+
+    def broken() -> str:
+        lanes.look()
+        return lanes.verdict()
+
+    greet_lanes(
+        f"worker {config.rank}",
+        named,
+        lambda: core.greet(0.5, lanes.addresses, secret),
+        broken,
+        lambda: _hear_of_a_loss(config, link),
+        config.rendezvous_timeout,
+    )
+    connections.info("connected to %s", ", ".join(name for name, _ in named))
