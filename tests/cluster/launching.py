@@ -23,8 +23,8 @@ ORDINARY = (
 )
 RUN_JOB = """
 import json, sys
-from bpsx.launch.local import Job
-from bpsx.launch.roles import LocalPlan
+from bpsx.launch.job import Job
+from bpsx.launch.local import LocalPlan
 plan, commands = json.loads(sys.argv[1])
 sys.exit(Job(LocalPlan(**{**plan, "command": tuple(plan["command"])}), commands).run())
 """

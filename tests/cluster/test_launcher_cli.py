@@ -117,7 +117,7 @@ def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> Non
 def test_it_starts_quickly_and_with_one_thread(launcher: Launcher) -> None:
     """Heavy modules would start threads, and then nothing may run between fork and exec."""
     look = (
-        "import bpsx.launch.__main__, bpsx.launch.local, os, sys;print(*{'numpy', 'zmq', 'torch',"
+        "import bpsx.launch.__main__, bpsx.launch.job, os, sys;print(*{'numpy', 'zmq', 'torch',"
         " 'numba', 'asyncio'} & set(sys.modules), len(os.listdir('/proc/self/task')))"
     )
     assert finish(launcher.start(python(look))) == (0, ["1"], [])

@@ -185,7 +185,7 @@ def test_signals_reach_all(launcher: Launcher, number: signal.Signals) -> None:
 
 MACHINE = """
 import sys
-from bpsx.launch.local import Job
+from bpsx.launch.job import Job
 from bpsx.launch.single_role import SingleRole
 
 commands = {"scheduler": [sys.executable, "-c", sys.argv[1]]}

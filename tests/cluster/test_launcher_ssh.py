@@ -342,7 +342,7 @@ def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> No
 
 def test_the_far_end_starts_with_one_thread(launcher: Launcher) -> None:
     look = (
-        "import bpsx.launch.ssh.agent, bpsx.launch.ssh.hostfile, os, sys;print(*{'numpy', 'zmq',"
+        "import bpsx.launch.ssh.agent, bpsx.launch.ssh.plan, os, sys;print(*{'numpy', 'zmq',"
         " 'torch', 'numba', 'asyncio'} & set(sys.modules), len(os.listdir('/proc/self/task')))"
     )
     assert finish(launcher.start(python(look))) == (0, ["1"], [])

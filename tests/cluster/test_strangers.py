@@ -12,10 +12,11 @@ import select
 import socket
 import threading
 import time
+from argparse import ArgumentTypeError
 
 import pytest
 
-from bpsx.launch.ssh.hostfile import assignment
+from bpsx.launch.ssh.backend import assignment
 from bpsx.transports.shm import handshake
 from bpsx.transports.sockets import listener as gate
 from cluster.strangers import command, greeting, memory
@@ -145,7 +146,7 @@ def test_clients_of_the_metrics_port_are_capped():
     "text", ["BPSX_SECRET=nobody may read this one", "BPSX_SECRET:nobody may read this one"]
 )
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text):
-    with pytest.raises(ValueError, match="BPSX_SECRET_FILE") as caught:
+    with pytest.raises(ArgumentTypeError, match="BPSX_SECRET_FILE") as caught:
         assignment(text)
     assert "nobody may" not in str(caught.value)
     assert assignment("BPSX_SECRET_FILE=/x") == ("BPSX_SECRET_FILE", "/x")

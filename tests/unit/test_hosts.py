@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
 from bpsx.launch.output_mux import Announcer, Prefixer
+from bpsx.launch.ssh.backend import assignment
 from bpsx.launch.ssh.client import new_marker
-from bpsx.launch.ssh.hostfile import Host, Remote, assignment, read
+from bpsx.launch.ssh.hostfile import Host, read
+from bpsx.launch.ssh.plan import Remote
 
 
 @pytest.fixture
@@ -133,12 +136,12 @@ def test_assignments(text: str, found: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "A", "1A=b", "A-B=c", "=x"])
 def test_what_is_no_assignment(text: str) -> None:
-    with pytest.raises(ValueError, match="allowed is NAME=VALUE or NAME:VALUE"):
+    with pytest.raises(ArgumentTypeError, match="allowed is NAME=VALUE or NAME:VALUE"):
         assignment(text)
 
 
 def remote(write, text: str = "n0 server\nn1 slots=2\nn2\n", **more) -> Remote:
-    return Remote(read([(write(text), "")]), ("python", "train.py"), **more)
+    return Remote(("python", "train.py"), read([(write(text), "")]), **more)
 
 
 def test_what_a_worker_is_told(write, monkeypatch: pytest.MonkeyPatch) -> None:

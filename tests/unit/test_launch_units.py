@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
+from bpsx.launch.child import Ending
 from bpsx.launch.cli import split
-from bpsx.launch.local import Ending
+from bpsx.launch.local import LocalPlan, overlooked
 from bpsx.launch.output_mux import Prefixer, Sink, is_live, label
-from bpsx.launch.roles import LocalPlan, overlooked
 
 
 def prefixed(chunks: list[bytes], live: bool = False) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bpsx.config import own_store
-from bpsx.launch.roles import LocalPlan
+from bpsx.launch.local import LocalPlan
 from bpsx.launch.single_role import SingleRole
-from bpsx.launch.ssh.hostfile import Remote, read
+from bpsx.launch.ssh.hostfile import read
+from bpsx.launch.ssh.plan import Remote
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 STORE = ("MASTER_ADDR", "MASTER_PORT")
@@ -108,7 +109,7 @@ def test_over_ssh_the_store_is_on_the_first_workers_host(tmp_path, hosts, addres
     """The store is on the first worker's host, where bpsx-run knows the ranks of its processes."""
     file = tmp_path / "hosts"
     file.write_text(hosts)
-    job = Remote(read([(str(file), "")]), ("true",), address=address)
+    job = Remote(("true",), read([(str(file), "")]), address=address)
     found = [job.environment("worker", i, 1) for i in range(2)]
     assert (
         store(found[0])
@@ -123,5 +124,5 @@ def test_over_ssh_with_a_store_of_the_users(tmp_path, monkeypatch):
     file.write_text("n0 server\nn1\nn2\n")
     monkeypatch.setenv("MASTER_ADDR", "far")
     monkeypatch.setenv("MASTER_PORT", "1")
-    found = Remote(read([(str(file), "")]), ("true",)).environment("worker", 0, 1)
+    found = Remote(("true",), read([(str(file), "")])).environment("worker", 0, 1)
     assert store(found) == ["far", "1"] and not own_store(found)

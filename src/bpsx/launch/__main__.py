@@ -6,12 +6,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.launch.cli import LOCAL, REMOTE, SHARED, SSH, parser, split
-from bpsx.launch.roles import LocalPlan, overlooked, runnable
+from bpsx.launch.backend_table import choose
+from bpsx.launch.cli import parser, split
 from bpsx.launch.single_role import run_role
+from bpsx.launch.spawn import runnable
 
 #: First words that are subcommands, not a user's command: the module's ``main(arguments) ->
 #: status`` takes over.
@@ -22,10 +22,6 @@ SUBCOMMANDS = {
 }
 
 
-def _given(options: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
 def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in SUBCOMMANDS:
         return int(importlib.import_module(SUBCOMMANDS[arguments[0]]).main(list(arguments[1:])))
@@ -33,50 +29,14 @@ def _run(arguments: Sequence[str]) -> int:
     command = list(runnable(command)) if command else command
     parse = parser()
     options = parse.parse_args(words)
-    remote = bool(_given(options, REMOTE))
-    if options.local and remote:
-        parse.error("--local and a hostfile exclude each other")
-    for names, there, needed in (
-        (LOCAL, options.local, "--local"),
-        (SSH, remote, "a hostfile"),
-        (("port",), options.local or remote, "--local"),
-    ):
-        for name in _given(options, names):
-            if not there:
-                parse.error(f"--{name.replace('_', '-')} needs {needed}")
-    if not (options.local or remote):
+    backend = choose(options, parse.error)
+    if backend is None:
         return run_role(command, options.grace)
     if not command:
-        parse.error(f"{'--local' if options.local else 'a hostfile'} needs the workers' COMMAND")
-    from bpsx.launch.local import Job  # imported late: a server or a single worker does not need it
+        parse.error(f"{backend.label} needs the workers' COMMAND")
+    from bpsx.launch.job import Job  # imported late: a server or a single worker does not need it
 
-    if options.local:
-        plan = LocalPlan(tuple(command), **_given(options, (*LOCAL, *SHARED)))
-        for line in overlooked(plan, _given(options, LOCAL)):
-            print(f"bpsx-run: warning: {line}", file=sys.stderr)
-        return Job(plan).run()
-    return Job(_remote(options, tuple(command), parse.error)).run()
-
-
-def _remote(options: Any, command: tuple[str, ...], refuse: Any) -> Any:
-    from bpsx.launch.ssh import hostfile as hosts
-
-    files = [
-        (file, role)
-        for name, role in zip(REMOTE, ("", "worker", "server"))
-        if (file := getattr(options, name)) is not None
-    ]
-    try:
-        given = dict(hosts.assignment(text) for text in options.env or ())
-    except ValueError as error:
-        refuse(f"argument --env: {error}")
-    more = _given(
-        options, ("ssh", "ssh_port", "username", "interface", "python", "directory", *SHARED)
-    )
-    address = options.scheduler_ip or ""
-    return hosts.Remote(
-        hosts.read(files, address), command, address.strip("[]"), given=given, **more
-    )
+    return Job(backend.plan(options, tuple(command))).run()
 
 
 def _open_standard_streams() -> None:

@@ -8,11 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-#: Option names, as attributes, grouped by the mode that they need.
-LOCAL = ("workers", "servers", "processes")
-REMOTE = ("hostfile", "worker_hostfile", "server_hostfile")
-SSH = ("scheduler_ip", "env", "username", "ssh_port", "ssh", "interface", "python", "directory")
-SHARED = ("port", "grace")
+from bpsx.launch.arguments import seconds, whole
+from bpsx.launch.backend_table import BACKENDS
 
 _USAGE = """\
 %(prog)s COMMAND...
@@ -92,26 +89,6 @@ class _Version(argparse.Action):
         sys.exit(0)
 
 
-def _whole(low: int, high: int) -> Any:
-    def parse(text: str) -> int:
-        value = int(text) if text.isascii() and text.isdigit() else -1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed is {low}..{high}")
-        return value
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are seconds, 0 or more")
-    return value
-
-
 #: Options of other launchers -> bpsx-run's own, for error messages.
 _ELSEWHERE = {
     "-n": "--workers",
@@ -161,37 +138,18 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "--local", action="store_true", help="run a scheduler, servers and workers on this machine"
-    )
-    made.add_argument(
-        "--workers",
-        type=_whole(1, 65535),
-        metavar="N",
-        help="number of worker machines to imitate (2)",
-    )
-    made.add_argument(
-        "--servers",
-        type=_whole(0, 65535),
-        metavar="M",
-        help="number of servers (1); 0 with a single worker",
-    )
-    made.add_argument(
-        "--processes",
-        type=_whole(1, 65535),
-        metavar="K",
-        help="worker processes per imitated machine (1)",
-    )
+    for backend in BACKENDS:
+        backend.add_options(made)
     made.add_argument(
         "--port",
         "--scheduler-port",
-        type=_whole(1, 65535),
+        type=whole(1, 65535),
         metavar="P",
         help="the scheduler's port (a free one)",
     )
     made.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help=(
             "seconds to end in (3) once one has failed, the workers are done or bpsx-run is told to"
@@ -199,45 +157,6 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    ssh = made.add_argument_group("over ssh")
-    ssh.add_argument("--hostfile", "-H", metavar="FILE", help="hosts and what they run, see below")
-    ssh.add_argument(
-        "--worker-hostfile", "-WH", metavar="FILE", help="hosts that run a worker each"
-    )
-    ssh.add_argument(
-        "--server-hostfile", "-SH", metavar="FILE", help="hosts that run a server each"
-    )
-    ssh.add_argument(
-        "--scheduler-ip",
-        metavar="A",
-        help="the scheduler's address for the others, and its host if no file names one",
-    )
-    ssh.add_argument(
-        "--env",
-        action="append",
-        metavar="K=V",
-        help="a variable for all processes, also K:V; may be repeated",
-    )
-    ssh.add_argument("--username", metavar="U", help="the user on the hosts")
-    ssh.add_argument(
-        "--ssh-port",
-        "--scheduler-ssh-port",
-        type=_whole(1, 65535),
-        metavar="P",
-        help="ssh's port where the file names none",
-    )
-    ssh.add_argument(
-        "--interface", metavar="I", help="DMLC_INTERFACE on all hosts: the network interface to use"
-    )
-    ssh.add_argument(
-        "--python",
-        metavar="PATH",
-        help="the Python that has bpsx on the hosts (the path of this one)",
-    )
-    ssh.add_argument(
-        "--directory", metavar="D", help="where workers run (the folder of the same name as here)"
-    )
-    ssh.add_argument("--ssh", metavar="WORDS", help='the ssh to use, with options: "ssh -F FILE"')
     return made
 
 

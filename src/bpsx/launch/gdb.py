@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bpsx.launch.roles import cannot_run, child_setup, heeded
+from bpsx.launch.spawn import cannot_run, child_setup, heeded
 
 #: Signals that cause a backtrace. All others are passed to the command.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"

@@ -15,15 +15,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.launch import numa
-from bpsx.launch.roles import (
-    GRACE,
-    KILL_AFTER,
+from bpsx.launch.backend import Plan, Process
+from bpsx.launch.spawn import (
     LOOPBACK,
-    Process,
     cannot_run,
     child_setup,
     debugged,
@@ -33,7 +32,6 @@ from bpsx.launch.roles import (
     verify,
 )
 from bpsx.launch.torch_variables import free_port, torch_variables
-from bpsx.secret import make
 from bpsx.system.role_process import MODULES, module_command
 
 _SI_KERNEL = 0x80  # si_code of the terminal's Ctrl-C, as opposed to kill()
@@ -41,26 +39,23 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
-class SingleRole:
-    """The worker processes of this machine, for :class:`~bpsx.launch.local.Job`.
+class SingleRole(Plan):
+    """The worker processes of this machine.
 
     A single-machine job without servers has no scheduler elsewhere, so ``alone`` adds one on
     loopback.
     """
 
-    command: tuple[str, ...]
     size: int
     cpus: tuple[frozenset[int], ...]
     alone: bool = False
-    grace: float = GRACE
-    kill_after: float = KILL_AFTER
-    port: int = 0
-    forgiving: bool = True  # bpsx-run adds the scheduler itself, and the command need not use it
-    secret: str = field(default_factory=make, repr=False)
     store_port: int = field(default_factory=free_port)
 
+    # bpsx-run adds the scheduler itself, and the command need not use it.
+    forgiving: ClassVar[bool] = True
+
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
-        """The environment of one process."""
+        """See :class:`~bpsx.launch.backend.Plan`."""
         changes = {
             "DMLC_ROLE": role,
             "BYTEPS_LOCAL_RANK": str(local_rank),
@@ -83,22 +78,15 @@ class SingleRole:
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
-        """See :class:`~bpsx.launch.roles.Processes`."""
+        """See :class:`~bpsx.launch.backend.Plan`."""
         verify(self.environment("worker", 0, self.port))
 
     def scheduler(self) -> Process | None:
-        """See :class:`~bpsx.launch.roles.Processes`."""
-        if not self.alone:
-            return None
-        return Process(
-            "scheduler",
-            "scheduler",
-            tuple(module_command("scheduler")),
-            self.environment("scheduler", 0, self.port),
-        )
+        """See :class:`~bpsx.launch.backend.Plan`."""
+        return super().scheduler() if self.alone else None
 
     def others(self, port: int) -> list[Process]:
-        """See :class:`~bpsx.launch.roles.Processes`."""
+        """See :class:`~bpsx.launch.backend.Plan`."""
         command, machine = debugged(self.command, Config()), Config().worker_id or 0
         return [
             Process(
@@ -132,7 +120,7 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
     size = config.local_size if is_set("BYTEPS_LOCAL_RANK") else local_size(config)
     if size == 1 or is_set("BYTEPS_LOCAL_RANK"):
         return _run_single(command, config)
-    from bpsx.launch.local import Job  # imported late: a server or a single worker does not need it
+    from bpsx.launch.job import Job  # imported late: a server or a single worker does not need it
 
     # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says. So there is no
     # scheduler either.

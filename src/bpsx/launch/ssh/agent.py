@@ -23,8 +23,8 @@ from types import FrameType
 from typing import Any
 
 from bpsx.config import child_environment, runtime_dir
-from bpsx.launch.local import Child, Ending, signals
-from bpsx.launch.roles import cannot_run, child_setup, heeded
+from bpsx.launch.child import Child, Ending, signals
+from bpsx.launch.spawn import cannot_run, child_setup, heeded
 
 _LOOK = 0.02
 

@@ -16,9 +16,14 @@ import os
 import secrets
 import signal
 import subprocess
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
-from bpsx.launch.roles import Process
+from bpsx.launch.backend import Process
+from bpsx.launch.child import Child
+from bpsx.launch.spawn import ENDING
+from bpsx.system.host import SCRIPT_SIGNALS
 
 #: Pipe size in bytes. Requests hold environments; a pipe that takes a whole one needs no second
 #: thread.
@@ -40,17 +45,42 @@ def request(marker: bytes, **what: Any) -> bytes:
     return json.dumps({"marker": marker.decode(), **what}).encode() + b"\n"
 
 
-class Far:
-    """State of the remote end of ``process``; ``started`` is its ssh."""
+@dataclass(frozen=True)
+class SshProcess(Process):
+    """An ssh to start, and the process at its remote end.
 
-    def __init__(self, process: Process, started: subprocess.Popen[bytes]) -> None:
+    ``request``: the first line of input for the agent. ``host``: its host. ``marker``: prefix of
+    its messages.
+    """
+
+    _: KW_ONLY
+    request: bytes = field(repr=False)
+    host: str
+    marker: bytes
+
+    here: ClassVar[bool] = False
+    stdin: ClassVar[int] = subprocess.PIPE
+
+    @property
+    def ignored(self) -> Sequence[int]:
+        """See :class:`~bpsx.launch.backend.Process`."""
+        return (*ENDING, *SCRIPT_SIGNALS)  # bpsx-run passes them to the remote process
+
+    def child(self, started: subprocess.Popen[bytes]) -> SshChild:
+        """See :class:`~bpsx.launch.backend.Process`."""
+        return SshChild(self, started)
+
+
+class SshChild(Child):
+    """An ssh, and what its remote end has told so far."""
+
+    def __init__(self, process: SshProcess, started: subprocess.Popen[bytes]) -> None:
+        super().__init__(process.name, process.role, started)
         assert started.stdin
-        self.host = process.host
         self.up = False
-        self.port = 0
-        self.told = False
-        self.killed = False
-        self._process = process
+        self._start = process
+        self._ended = False  # whether the agent has reported the end
+        self._killed = False  # whether a signal ended the remote process
         self._control = started.stdin
         self._complaints = b""
 
@@ -60,14 +90,15 @@ class Far:
             fcntl.fcntl(self._control, fcntl.F_SETPIPE_SZ, _PIPE)
         os.set_blocking(self._control.fileno(), False)
         with contextlib.suppress(BrokenPipeError):  # ssh has ended already; its status explains it
-            if os.write(self._control.fileno(), self._process.request) != len(
-                self._process.request
-            ):
-                raise OSError(
-                    f"the environment for {self._process.name} has more than {_PIPE} bytes"
-                )
+            request = self._start.request
+            if os.write(self._control.fileno(), request) != len(request):
+                raise OSError(f"the environment for {self.name} has more than {_PIPE} bytes")
 
-    def heard(self, message: bytes) -> None:
+    def messages(self) -> tuple[bytes, Callable[[bytes], None]]:
+        """See :class:`~bpsx.launch.child.Child`."""
+        return self._start.marker, self._heed
+
+    def _heed(self, message: bytes) -> None:
         """Handle a message from the agent."""
         match message.decode(errors="replace").split():
             case ["up"]:
@@ -75,45 +106,56 @@ class Far:
             case ["port", port] if port.isdigit():
                 self.port = int(port)
             case ["ended", _, killed]:
-                self.told = True
-                self.killed = killed == "1"
+                self._ended = True
+                self._killed = killed == "1"
 
-    def overheard(self, data: bytes) -> None:
+    def overhear(self, data: bytes) -> None:
         """Handle standard error of ssh, or of the process once it is up."""
         if not self.up:
             self._complaints = (self._complaints + data)[-_COMPLAINTS:]
 
+    def look(self) -> bool:
+        """See :class:`~bpsx.launch.child.Child`."""
+        if not super().look():
+            return False
+        with contextlib.suppress(OSError):
+            self._control.close()
+        return True
+
+    def send(self, number: int) -> None:
+        """Pass a signal to the remote process; SIGKILL ends ssh, and so the process."""
+        if number == signal.SIGKILL:
+            return super().send(number)
+        with contextlib.suppress(OSError, ValueError):  # ended, or closed
+            os.write(self._control.fileno(), b"%d\n" % number)
+        return None
+
+    def end(self) -> str:
+        """See :class:`~bpsx.launch.child.Child`."""
+        if self._ended:
+            self.killed = self._killed
+            return super().end()
+        host = self._start.host
+        if self.up:
+            return f"was lost: the connection to {host} has ended" + (
+                "" if self.status == 128 + signal.SIGKILL else f" (ssh: status {self.status})"
+            )
+        return (
+            f"could not be started on {host}: ssh ended with status {self.status}; what it said is"
+            f" above{self._remedy()}"
+        )
+
     def _remedy(self) -> str:
         """Advice for ssh's error message, or ""."""
+        host = self._start.host
         if b"Host key verification failed" in self._complaints:
             return (
-                f". ssh does not know the key of {self.host}: connect once by hand (ssh"
-                f" {self.host}) and compare its fingerprint, or add the key to ~/.ssh/known_hosts"
+                f". ssh does not know the key of {host}: connect once by hand (ssh"
+                f" {host}) and compare its fingerprint, or add the key to ~/.ssh/known_hosts"
             )
         if b"Permission denied" in self._complaints:
             return (
-                f". {self.host} does not accept a key of this user: bpsx-run types no password; set"
-                f" up a key (ssh-copy-id {self.host})"
+                f". {host} does not accept a key of this user: bpsx-run types no password; set"
+                f" up a key (ssh-copy-id {host})"
             )
         return ""
-
-    def send(self, number: int) -> None:
-        """Pass a signal to the process."""
-        with contextlib.suppress(OSError, ValueError):  # ended, or closed
-            os.write(self._control.fileno(), b"%d\n" % number)
-
-    def close(self) -> None:
-        """Close the input, which ends the process."""
-        with contextlib.suppress(OSError):
-            self._control.close()
-
-    def story(self, status: int) -> str:
-        """Text that explains an end that the agent did not report."""
-        if self.up:
-            return f"was lost: the connection to {self.host} has ended" + (
-                "" if status == 128 + signal.SIGKILL else f" (ssh: status {status})"
-            )
-        return (
-            f"could not be started on {self.host}: ssh ended with status {status}; what it said is"
-            f" above{self._remedy()}"
-        )

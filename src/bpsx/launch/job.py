@@ -1,0 +1,318 @@
+"""Runs the processes of any back end's plan as children until all have ended.
+
+One thread waits for all events: output, ended children, signals, deadlines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from bpsx.config import Config, child_environment, runtime_dir
+from bpsx.launch import job_registry
+from bpsx.launch.backend import Plan, Process
+from bpsx.launch.child import Child, Ending, signals
+from bpsx.launch.job_status import JobStatus
+from bpsx.launch.output_mux import Pump
+from bpsx.launch.spawn import ENDING, cannot_run, child_setup, heeded
+
+#: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
+#: watching a folder is not portable.
+_LOOK = 0.01
+#: Seconds for which output stays open after all children have ended, for what they left behind,
+#: such as a resource tracker that cleans up.
+_LINGER = 2.0
+#: Seconds to wait for killed processes to disappear. It usually takes a moment, but where no
+#: process reaps orphans they stay for ever.
+_DYING = 1.0
+
+
+class Job:
+    """Runs the processes of a plan, once. Only for the main thread.
+
+    ``commands``: role -> command that replaces the plan's.
+    """
+
+    def __init__(self, plan: Plan, commands: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._plan = plan
+        self._commands = commands or {}
+        self._seen = JobStatus(plan.forgiving)
+        self._ending = Ending(plan.grace, plan.kill_after)  # for workers
+        self._helpers = Ending(plan.grace, plan.kill_after)  # for scheduler and servers
+        self._record: int | None = None
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns the largest exit status of the children that ended by themselves. Raises ConfigError
+        before any process is started.
+        """
+        self._plan.check()
+        config = Config()
+        self._asynchronous, self._term_grace = (
+            config.asynchronous,
+            max(config.term_grace, self._plan.grace),
+        )
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with signals(self._on_signal) as wake:
+            self._pump = Pump(wake, child_environment())
+            try:
+                self._start_all()
+                while any(child.status is None for child in self._seen.children):
+                    self._step()
+                self._settle()
+            finally:
+                self._sweep()
+                if self._record is not None:
+                    job_registry.remove(self._record)
+        return self._seen.exit_status(self._pump.written)
+
+    # Starting
+
+    def _start_all(self) -> None:
+        needed = self._plan.needed
+        # Check now, before starting other processes in vain.
+        if shutil.which(needed[0]) is None:
+            there = "/" in needed[0] and os.path.exists(needed[0])
+            code = errno.EACCES if there else errno.ENOENT
+            return self._give_up(*cannot_run(needed, OSError(code, os.strerror(code))))
+        port = self._plan.port
+        if scheduler := self._plan.scheduler():
+            port = self._start_scheduler(scheduler)
+            self._make_record(port)
+        if self._seen.halted:
+            return None
+        for process in self._plan.others(port):
+            if self._seen.halted:
+                return None
+            self._start(process)
+        self._seen.complete = not self._seen.trouble
+        return None
+
+    def _make_record(self, port: int) -> None:
+        """Record the job for bpsx-run top. The job runs without the record, too."""
+        if self._seen.halted:
+            return
+        environment = self._plan.environment("worker", 0, port)
+        try:
+            self._record = job_registry.write(
+                environment["DMLC_PS_ROOT_URI"],
+                port,
+                environment.get("BPSX_SECRET", ""),
+                self._plan.command,
+            )
+        except OSError as error:
+            self._pump.say(f"bpsx-run top will not find this job: {error}")
+
+    def _start_scheduler(self, scheduler: Process) -> int:
+        """Start the scheduler; returns its port."""
+        timeout = Config(scheduler.environment).rendezvous_timeout
+        if not scheduler.here:
+            self._start(scheduler)
+            return self._plan.port or self._await_port(
+                lambda: max((child.port for child in self._seen.children), default=0), timeout
+            )
+        with self._seen.scheduler.writer() as state, self._port_file() as file:
+            environment = {**scheduler.environment, "BPSX_STATE_FD": str(state)}
+            if file:
+                environment["BPSX_PORT_FILE"] = str(file)
+            self._start(replace(scheduler, environment=environment), state)
+            # The file is renamed into place, so it is complete once it exists.
+            return (
+                self._await_port(lambda: int(file.read_text()) if file.exists() else 0, timeout)
+                if file
+                else self._plan.port
+            )
+
+    @contextlib.contextmanager
+    def _port_file(self) -> Iterator[Path | None]:
+        """Yield a file for the scheduler's port, whose folder is removed afterwards.
+
+        None if the plan has a port.
+        """
+        if self._plan.port:
+            yield None
+            return
+        with tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
+            yield Path(folder, "port")
+
+    def _await_port(self, look: Callable[[], int], timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while not self._seen.halted:
+            if port := look():
+                return port
+            if self._seen.ended:
+                first = self._seen.ended[0]
+                self._give_up(f"{first.story()} before it listened", first.status or 1)
+            elif time.monotonic() >= deadline:
+                self._give_up(
+                    f"the scheduler did not listen within {timeout:g} s (BPSX_RENDEZVOUS_TIMEOUT)"
+                )
+            else:
+                self._step(_LOOK)
+        return 0
+
+    def _start(self, process: Process, *kept: int) -> None:
+        command = self._commands.get(process.role, process.command)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+        try:
+            child = process.child(
+                subprocess.Popen(
+                    command,
+                    env=process.environment,
+                    stdin=process.stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,
+                    pass_fds=kept,
+                    preexec_fn=child_setup(self._mask, process.cpus, process.ignored),
+                )
+            )
+            self._seen.children.append(child)
+            child.begin()
+        except OSError as error:
+            return self._give_up(*cannot_run(command, error, process.environment))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        child.forward_output(self._pump)
+        return None
+
+    # Running
+
+    def _step(self, longest: float | None = None) -> None:
+        """Wait at most ``longest`` seconds for events, and handle them."""
+        now = time.monotonic()
+        waits = [
+            max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None
+        ]
+        self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
+        self._look(time.monotonic())
+        self._escalate(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        seen = self._seen
+        ended = [child for child in seen.children if child.look()]
+        if ended:
+            self._pump.step(0)  # read their last messages
+        for child in ended:
+            if not child.up and not seen.stop and not self._ending.due:
+                self._give_up(child.story(), child.status or 1)
+        # Of children that ended at the same time, a killed one, then a worker, is the likelier
+        # cause.
+        seen.ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
+        done = seen.complete and all(child.status is not None for child in seen.workers)
+        # In an asynchronous job, the other workers continue without a lost one.
+        fatal = any(
+            child.status and not (self._asynchronous and child.role == "worker") for child in ended
+        )
+        # Children that wait for a job that cannot form any more would wait in vain.
+        in_vain = (
+            not seen.stop
+            and (done or any(child.status for child in ended))
+            and seen.scheduler.forming()
+        )
+        early = [
+            child
+            for child in ended
+            if child.role == "worker"
+            and not child.status
+            and not done
+            and not seen.stop
+            and seen.scheduler.forming()
+        ]
+        for child in early:
+            self._pump.say(
+                f"{child.name} has ended (status 0) without joining the job, which cannot form"
+                " without it"
+            )
+        if in_vain:
+            self._end_all(now)
+        elif seen.stop:
+            self._ending.begin(now, self._term_grace if seen.stop[-1] == signal.SIGTERM else None)
+        elif fatal or early:
+            self._ending.begin(now)
+        if done or early:  # workers do not need scheduler and servers any more, or never will
+            self._helpers.begin(now)
+
+    def _end_all(self, now: float) -> None:
+        """Make SIGTERM due now for all children."""
+        for ending in (self._ending, self._helpers):
+            ending.begin(now, 0)
+
+    def _escalate(self, now: float) -> None:
+        if number := self._ending.take(now):
+            self._send_overdue(number, self._seen.workers)
+            # Scheduler and servers must outlive the workers that they serve.
+            self._helpers.begin(now, self._plan.kill_after)
+        if number := self._helpers.take(now):
+            self._send_overdue(number, self._seen.helpers)
+
+    def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
+        seen = self._seen
+        seen.scheduler.freeze()
+        told = seen.stop and seen.stop[-1] == signal.SIGTERM
+        for child in children:
+            child.send(number)
+            if child.status is None and not child.overdue:
+                grace = self._term_grace if told and child.role == "worker" else self._plan.grace
+                waited = (
+                    "running before the job had formed"
+                    if seen.scheduler.forming()
+                    else f"running after the grace time ({grace:g} s)"
+                )
+                child.overdue = f"was still {waited}, got {number.name} and "
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on at once, as the loop may be in the middle of a step."""
+        seen = self._seen
+        kill = number == signal.SIGINT and number in seen.stop
+        everybody = kill or (number in ENDING and (not seen.complete or seen.scheduler.forming()))
+        for child in seen.children if everybody else seen.workers:
+            child.send(signal.SIGKILL if kill else number)
+        if number in ENDING:
+            self._pump.interrupted = self._pump.interrupted or number == signal.SIGINT
+            seen.stop.append(number)
+
+    def _give_up(self, text: str, status: int = 1) -> None:
+        self._seen.trouble = self._seen.trouble or (text, status)
+        self._end_all(time.monotonic())
+
+    # Ending
+
+    def _settle(self) -> None:
+        """Write the children's last output, kill what they left behind, and report failures."""
+        until = time.monotonic() + _LINGER
+        while self._pump.sources and (left := until - time.monotonic()) > 0:
+            self._pump.step(left)
+        for child in self._seen.children:
+            child.send(signal.SIGKILL)
+        self._pump.close()
+        if self._seen.exit_status(self._pump.written):
+            self._pump.say(self._seen.report())
+        until = time.monotonic() + _LINGER
+        while not (self._pump.written or (self._seen.stop and time.monotonic() >= until)):
+            self._pump.step(_LINGER)
+
+    def _sweep(self) -> None:
+        """Kill all processes that may be left, whatever happened."""
+        children = self._seen.children
+        for child in children:
+            child.send(signal.SIGKILL)
+        for child in children:
+            child.process.wait()
+        end = time.monotonic() + _DYING
+        while time.monotonic() < end and not all(child.vanished() for child in children):
+            time.sleep(_LOOK)  # the end of a grandchild causes no event
+        self._pump.close()
+        self._seen.scheduler.close()

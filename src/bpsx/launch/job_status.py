@@ -1,0 +1,116 @@
+"""What has happened in a job, and what follows from it: exit status and last line."""
+
+from __future__ import annotations
+
+from bpsx.launch.child import Child, signal_name
+from bpsx.launch.scheduler_state import SchedulerState
+
+
+class JobStatus:
+    """The children of a job and their ends. ``forgiving``: see :class:`~bpsx.launch.backend.Plan`.
+
+    ``ended``: in the order in which they ended. ``stop``: signals that told bpsx-run to stop.
+    ``complete``: whether all processes have been started. ``trouble``: why the job could not be
+    started, and the exit status for it.
+    """
+
+    def __init__(self, forgiving: bool) -> None:
+        self.children: list[Child] = []
+        self.ended: list[Child] = []
+        self.stop: list[int] = []
+        self.complete = False
+        self.trouble: tuple[str, int] | None = None
+        self.scheduler = SchedulerState()
+        self._forgiving = forgiving
+
+    @property
+    def workers(self) -> list[Child]:
+        """The children that are workers."""
+        return [child for child in self.children if child.role == "worker"]
+
+    @property
+    def helpers(self) -> list[Child]:
+        """Scheduler and servers."""
+        return [child for child in self.children if child.role != "worker"]
+
+    @property
+    def halted(self) -> bool:
+        """Whether no further process should be started."""
+        return bool(self.stop or self.trouble)
+
+    def exit_status(self, written: bool) -> int:
+        """The exit status for the job. ``written``: whether all output has been written."""
+        if self.trouble:
+            return self.trouble[1]
+        if self._forgiving and not self.stop and not any(child.status for child in self.workers):
+            return 0
+        # The status of a child that bpsx-run had to end says nothing about the cause.
+        overdue = any(child.overdue for child in self.children)
+        if self.stop:
+            return (
+                self._own()
+                if self.complete and written and not overdue
+                else max(self._own(), 128 + self.stop[0])
+            )
+        return self._own() or int(overdue)
+
+    def _own(self) -> int:
+        """The largest status of the children that ended by themselves."""
+        return max((child.status or 0 for child in self.children if not child.overdue), default=0)
+
+    def report(self) -> str:
+        """Text that lists the failures, the cause first."""
+        if self.trouble:
+            return self.trouble[0]
+        blamed, cause = self._blamed()
+        parts = [
+            child.story()
+            for child in self.ended
+            if (child.status or child.overdue) and child is not blamed
+        ]
+        if blamed is not None and blamed.status is not None:
+            parts.insert(
+                0, blamed.story() + ("" if blamed.status else " before the others were done")
+            )
+            if cause:
+                parts.insert(0, f"{blamed.name} failed: {cause}")
+        if self.stop:
+            parts.insert(0, f"told to stop by {signal_name(self.stop[0])}")
+        elif not self._own() and self.scheduler.forming():
+            parts.insert(0, self._absent())
+        elif all(
+            child.overdue and child.role != "worker"
+            for child in self.children
+            if child.status or child.overdue
+        ):
+            parts.append(
+                "all workers had ended well"
+                + ("" if self.scheduler.text() else ": does the command call bpsx.init()?")
+            )
+        return "; ".join(parts)
+
+    def _blamed(self) -> tuple[Child | None, str]:
+        """The child that the scheduler names as the cause of the job's end, and its exception.
+
+        The child is None if there is none or bpsx-run itself was the cause. The exception is "" if
+        unknown.
+        """
+        blame = self.scheduler.blame()
+        if blame is None or self.stop:
+            return None, ""
+        if blame.role == "worker":
+            # Not by pid: a worker's command may be a shell script that runs the actual process.
+            same = self.workers
+            return (same[blame.rank], blame.cause) if blame.rank < len(same) else (None, "")
+        same = [child for child in self.children if child.role == blame.role]
+        return next((child for child in same if child.process.pid == blame.pid), None), ""
+
+    def _absent(self) -> str:
+        """Text for a job that cannot form, as workers ended with status 0 before it had formed."""
+        gone = [child.name for child in self.workers if child.status == 0 and not child.overdue]
+        if len(gone) == len(self.workers):
+            return "no worker called bpsx.init(): all ended with status 0 without joining the job"
+        return (
+            f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form"
+            " without it"
+        )

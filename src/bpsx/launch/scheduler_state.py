@@ -1,0 +1,72 @@
+"""Reads what a scheduler on this machine tells its launcher: the state of the job, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_PIPE = 4096
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The process that the scheduler names as the cause of the job's end, and its exception."""
+
+    role: str
+    rank: int
+    pid: int
+    cause: str
+
+
+class SchedulerState:
+    """The lines that a scheduler writes to the descriptor in BPSX_STATE_FD."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._read: list[bytes] = []
+        self._frozen: str | None = None
+
+    @contextlib.contextmanager
+    def writer(self) -> Iterator[int]:
+        """Yield the descriptor for a scheduler that is started meanwhile."""
+        self._descriptor, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._descriptor, False)
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+
+    def text(self) -> str:
+        """All that the scheduler has written."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(BlockingIOError):
+                # Whole lines, as a signal's handler reads, too.
+                self._read.append(os.read(self._descriptor, _PIPE))
+        return b"".join(self._read).decode()
+
+    def forming(self) -> bool:
+        """Whether the scheduler is known to be waiting for nodes."""
+        return "waiting\n" in (told := self.text()) and "running\n" not in told
+
+    def freeze(self) -> None:
+        """Ignore what the scheduler says from now on about the cause of the job's end.
+
+        It would blame a process that bpsx-run has ended.
+        """
+        if self._frozen is None:
+            self._frozen = self.text()
+
+    def blame(self) -> Blame | None:
+        """The cause of the job's end, or None if there is none or the scheduler does not know."""
+        text = self.text() if self._frozen is None else self._frozen
+        for line in text.splitlines():
+            if line.startswith("blame "):
+                _, role, rank, pid, *cause = line.split(" ", 4)
+                return Blame(role, int(rank), int(pid), "".join(cause))
+        return None
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
