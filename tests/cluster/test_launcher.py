@@ -214,7 +214,7 @@ signal.pause()
     _, err = job.communicate()
     os.close(pipe[0])
     assert job.returncode == 128 + signal.SIGTERM
-    assert err.startswith(b"bpsx-run: told to stop by SIGTERM; ")
+    assert err.startswith(b"bpsx-run: received SIGTERM; ")
     assert b"worker 0 was killed by SIGTERM" in err
 
 
@@ -293,7 +293,7 @@ def test_a_server_that_stays_after_the_workers_is_a_failure(launcher: Launcher) 
     assert status == 1
     assert err == [
         "bpsx-run: server 0 was still running after the grace time (0.2 s), got SIGTERM and exited"
-        " with status 0; all workers had ended well: does the command call bpsx.init()?"
+        " with status 0; all workers had exited with status 0: does the command call bpsx.init()?"
     ]
 
 
@@ -361,7 +361,7 @@ def test_a_signal_reaches_the_workers_whom_the_others_outlive(
     ]
     stopped = number in (signal.SIGINT, signal.SIGTERM)
     assert err[0].startswith(
-        f"bpsx-run: told to stop by {number.name}; " if stopped else "bpsx-run: worker "
+        f"bpsx-run: received {number.name}; " if stopped else "bpsx-run: worker "
     )
 
 
@@ -454,7 +454,7 @@ def test_stopped_before_it_began(launcher: Launcher) -> None:
     job = launcher.job("print('never')", scheduler=leave)
     wait_for(job, "[scheduler] ready")
     job.terminate()
-    assert finish(job) == (128 + signal.SIGTERM, [], ["bpsx-run: told to stop by SIGTERM"])
+    assert finish(job) == (128 + signal.SIGTERM, [], ["bpsx-run: received SIGTERM"])
 
 
 def test_nohup_is_respected(launcher: Launcher) -> None:
@@ -476,11 +476,7 @@ def test_nohup_is_respected(launcher: Launcher) -> None:
     wait_for(job, "[worker 0] ready")
     job.send_signal(signal.SIGHUP)
     job.terminate()
-    assert finish(job) == (
-        3,
-        [],
-        ["bpsx-run: told to stop by SIGTERM; worker 0 exited with status 3"],
-    )
+    assert finish(job) == (3, [], ["bpsx-run: received SIGTERM; worker 0 exited with status 3"])
 
 
 def test_children_die_with_a_killed_launcher(launcher: Launcher, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ WORKER = {"DMLC_ROLE": "worker"}
     ("arguments", "environment", "named"),
     [
         (["true"], {}, "DMLC_ROLE"),
-        ([], {}, "bpsx-run --local COMMAND. All else: bpsx-run --help"),
+        ([], {}, "bpsx-run --local COMMAND. For help: bpsx-run --help"),
         (["trace", "--scheduler", "x", "--seconds", "1"], {}, "HOST:PORT"),
         (["true"], {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
         (["true"], {"DMLC_ROLE": "server"}, "DMLC_PS_ROOT_URI"),
@@ -108,8 +108,8 @@ def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> Non
         0,
         [],
         [
-            "bpsx-run: warning: NVIDIA_VISIBLE_DEVICES has no effect with --local: --processes N"
-            " does that (1 now)"
+            "bpsx-run: warning: NVIDIA_VISIBLE_DEVICES has no effect with --local: use"
+            " --processes N (now 1)"
         ],
     )
 
@@ -248,13 +248,13 @@ def test_a_job_that_can_no_longer_form_is_ended_at_once(
     assert found == status
     assert any(
         line.startswith("bpsx-run: ")
-        and "was still running before the job had formed, got SIGTERM and " in line
+        and "was still waiting for the job to form, got SIGTERM and " in line
         for line in err
     )
     # What we do ourselves is no error of the scheduler's.
     assert not any(line.startswith("[scheduler]") for line in err), err
     none = (
-        "bpsx-run: no worker called bpsx.init(): all ended with status 0 without joining the job; "
+        "bpsx-run: no worker called bpsx.init(): all exited with status 0 without joining the job; "
     )
     assert any(line.startswith(none) for line in err) == (text == "pass"), err
 
@@ -265,7 +265,7 @@ def test_a_worker_that_ends_well_without_joining_is_named_first(launcher: Launch
     assert status == 1
     assert any(
         line.startswith(
-            "bpsx-run: worker 1 ended with status 0 without joining the job, which cannot form"
+            "bpsx-run: worker 1 exited with status 0 without joining the job, which cannot form"
             " without it; "
         )
         for line in err

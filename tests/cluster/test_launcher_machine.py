@@ -114,7 +114,7 @@ def test_all_devices_are_counted(launcher: Launcher, tmp_path: Path) -> None:
     assert (
         len(err) == 1
         and "NVIDIA_VISIBLE_DEVICES=all" in err[0]
-        and "starting one process" in err[0]
+        and "bpsx-run starts one process" in err[0]
     )
 
 

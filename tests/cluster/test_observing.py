@@ -400,7 +400,7 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        ConfigError, match=f"no bpsx-run --local of this user has the process number {os.getpid()}"
+        ConfigError, match=f"this user has no running bpsx-run with process id {os.getpid()}"
     ):
         find(None, os.getpid())
     with hold(5) as first, hold(6) as second:

@@ -36,14 +36,17 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
             {"DMLC_PS_ROOT_URI": "no-such-host.invalid"},
             "DMLC_PS_ROOT_URI='no-such-host.invalid' does not resolve",
         ),
-        ({"DMLC_NODE_HOST": "203.0.113.77"}, "nothing can listen on the own address 203.0.113.77"),
+        (
+            {"DMLC_NODE_HOST": "203.0.113.77"},
+            "bpsx cannot listen on this machine's address 203.0.113.77",
+        ),
         (
             {"DMLC_INTERFACE": "nosuch0"},
             "interface 'nosuch0' has no address or does not exist; interfaces here: ",
         ),
         (
             {"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"},
-            "the own address 127.0.0.1 is loopback, but the scheduler",
+            "this machine's address 127.0.0.1 is loopback, but the scheduler",
         ),
         ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: compiled kernels need a folder"),
         ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot create /dev/null/x"),
@@ -84,7 +87,7 @@ def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_u
         assert report.problems == []
         assert report.found["network"]["scheduler answers"] == "yes, the job is waiting"
         assert report.found["network"]["own address"].startswith(
-            "127.0.0.1 on lo: the one from which the scheduler at 127.0.0.1 is reached"
+            "127.0.0.1 on lo: on the route to the scheduler at 127.0.0.1"
         )
         report = examine(monkeypatch, {**given, "BPSX_SECRET": "what somebody else knows"})
         assert (
@@ -205,10 +208,10 @@ def test_a_package_that_is_not_there_and_one_without_version() -> None:
             0,
             '[worker 0] {"right": false}\n',
             "",
-            "a push_pull on this machine failed (status 0): nothing was said",
+            "a push_pull on this machine failed (status 0): it printed nothing",
         ),
         (1, "", "[server 0] no library\n", "failed (status 1): [server 0] no library"),
-        (0, "", "", "failed (status 0): nothing was said"),
+        (0, "", "", "failed (status 0): it printed nothing"),
     ],
 )
 def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None:
@@ -216,21 +219,16 @@ def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None
     doctor._judge(report, status, out, err)
     assert said in " ".join(report.problems)
     assert bool(report.problems) == bool(said)
-    assert ("all well" in doctor.text(report)) == (not said)
+    assert ("no problems" in doctor.text(report)) == (not said)
 
 
 def test_the_verdict_counts_hints() -> None:
     report = Report(hints=["one"])
-    assert (
-        doctor.text(report).splitlines()[-1] == "nothing is wrong; 1 thing is worth a look (above)"
-    )
+    assert doctor.text(report).splitlines()[-1] == "no problems; 1 hint (above)"
     report.hints.append("two")
-    assert (
-        doctor.text(report).splitlines()[-1]
-        == "nothing is wrong; 2 things are worth a look (above)"
-    )
+    assert doctor.text(report).splitlines()[-1] == "no problems; 2 hints (above)"
     report.problems.append("three")
-    assert doctor.text(report).splitlines()[-1] == "1 thing is wrong"
+    assert doctor.text(report).splitlines()[-1] == "1 problem"
 
 
 def test_shared_memory_that_nothing_needs_is_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:

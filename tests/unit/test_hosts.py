@@ -88,7 +88,7 @@ def test_files_by_role(write) -> None:
     [
         ("", "no worker; allowed is host[:port] followed by"),
         ("a server\n", "no worker"),
-        ("a sever worker\n", "line 1: 'sever' is not known; allowed is"),
+        ("a sever worker\n", "line 1: 'sever' is unknown; allowed is"),
         ("a server=0 worker\n", "line 1: 'server=0': allowed is server=1..65535"),
         ("a server\nb slots=x\n", "line 2: 'slots=x': allowed is slots=1..65535"),
         (
@@ -96,12 +96,12 @@ def test_files_by_role(write) -> None:
             "line 2: a second scheduler; the first is in ",
         ),
         ("a server slots=2\nb slots=3\n", "different slots (2 and 3)"),
-        ("a:0 worker\n", "'a:0' is no host"),
-        ("a:b worker\n", "'a:b' is no host"),
-        ("-oProxyCommand=x worker\n", "is no host"),
-        ("me@-x worker\n", "is no host"),
-        ("a@b@c worker\n", "is no host"),
-        ("fd00::1 worker\n", "is no host"),
+        ("a:0 worker\n", "'a:0' is not a host"),
+        ("a:b worker\n", "'a:b' is not a host"),
+        ("-oProxyCommand=x worker\n", "is not a host"),
+        ("me@-x worker\n", "is not a host"),
+        ("a@b@c worker\n", "is not a host"),
+        ("fd00::1 worker\n", "is not a host"),
     ],
 )
 def test_a_mistake_in_a_hostfile(write, text: str, said: str) -> None:

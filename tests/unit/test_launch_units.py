@@ -178,8 +178,7 @@ def test_variables_that_local_does_not_heed(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     wanted = [
-        f"{n.split()[0]} has no effect with --local: {n.split()[1]} N does that ({n.split()[2]}"
-        " now)"
+        f"{n.split()[0]} has no effect with --local: use {n.split()[1]} N (now {n.split()[2]})"
         for n in named
     ]
     assert overlooked(LocalPlan(("x",)), chosen.split()) == wanted

@@ -129,7 +129,11 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
             2,
             "BYTEPS_VISIBLE_CPU_CORES=0:15-16: this process may not use 16; allowed are 0-15",
         ),
-        ({"CPU_BLACKLIST": "0-15"}, 2, "BYTEPS_CPU_BLACKLIST=0-15: no CPU is left of 0-15"),
+        (
+            {"CPU_BLACKLIST": "0-15"},
+            2,
+            "BYTEPS_CPU_BLACKLIST=0-15: this leaves none of the CPUs 0-15",
+        ),
         (
             {"NUMA_ROOT_QUOTA": "7"},
             3,

@@ -26,7 +26,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number of seconds, 0 or more")
     return value
 
 

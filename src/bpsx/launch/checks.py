@@ -154,9 +154,10 @@ def network(report: Report, config: Config | None) -> None:
     report.add("network", "TCP congestion control", control or "unknown")
     if control == "bbr":
         report.hints.append(
-            "TCP's congestion control is bbr, which slows each connection down for 0.2 s every 10 s"
-            " to measure the network, and a push_pull waits for the slowest: within a data centre"
-            " cubic is steadier (sysctl net.ipv4.tcp_congestion_control=cubic, on all machines)"
+            "TCP's congestion control is bbr. It slows each connection down for 0.2 s every 10 s to"
+            " measure the network, and a push_pull waits for the slowest connection. Within a data"
+            " centre cubic is steadier: sysctl net.ipv4.tcp_congestion_control=cubic, on all"
+            " machines"
         )
     if config is None:
         return
@@ -201,8 +202,8 @@ def _without_scheduler(report: Report, config: Config) -> None:
             report.add(
                 "network",
                 "own address",
-                f"{_on(own_address_towards(host, 9))}: faces the rest of the network (no scheduler"
-                " is named)",
+                f"{_on(own_address_towards(host, 9))}: on the route to other networks"
+                " (DMLC_PS_ROOT_URI is not set)",
             )
             return
         except OSError:
@@ -210,7 +211,7 @@ def _without_scheduler(report: Report, config: Config) -> None:
     report.add(
         "network",
         "own address",
-        "none but loopback: no route leads anywhere, so only jobs on this machine are possible",
+        "none but loopback: without a route to a network, jobs can run on this machine only",
     )
 
 
@@ -221,8 +222,8 @@ def _scheduler(report: Report, config: Config) -> None:
     except OSError as error:
         report.add("network", "scheduler", f"{uri}: does not resolve")
         report.problems.append(
-            f"DMLC_PS_ROOT_URI={uri!r} does not resolve ({error}): correct the name, or ask for it"
-            " in /etc/hosts or DNS"
+            f"DMLC_PS_ROOT_URI={uri!r} does not resolve ({error}): correct the name, or add it to"
+            " /etc/hosts or DNS"
         )
         return
     report.add(
@@ -240,13 +241,13 @@ def _scheduler(report: Report, config: Config) -> None:
             else (
                 f"DMLC_INTERFACE={config.interface}"
                 if config.interface
-                else f"the one from which the scheduler at {address} is reached"
+                else f"on the route to the scheduler at {address}"
             )
         ),
     )
     if not port:
         report.hints.append(
-            "DMLC_PS_ROOT_PORT is not set: whether the scheduler answers was not tried"
+            "DMLC_PS_ROOT_PORT is not set, so doctor did not try to reach the scheduler"
         )
         return
     if config.role == "scheduler":
@@ -265,7 +266,7 @@ def _scheduler(report: Report, config: Config) -> None:
         report.add("network", "scheduler answers", f"no: {error}")
         report.problems.append(
             f"the scheduler at {join_host_port(address, port)} does not answer ({error}): start it"
-            " first, or open the port in the firewall; doctor sees it only while a job runs"
+            " first, or open its port in the firewall; a scheduler answers only while its job runs"
         )
 
 
@@ -307,14 +308,14 @@ def _own(report: Report, config: Config, why: str) -> None:
     except OSError as error:
         report.add("network", "own address", f"{host}: {why}")
         report.problems.append(
-            f"nothing can listen on the own address {host} ({error}): it has to be an address of"
-            " this machine (DMLC_NODE_HOST, DMLC_INTERFACE)"
+            f"bpsx cannot listen on this machine's address {host} ({error}): set DMLC_NODE_HOST or"
+            " DMLC_INTERFACE to an address or interface of this machine"
         )
     if config.root_uri and is_loopback(host) and not is_loopback(config.root_uri):
         report.problems.append(
-            f"the own address {host} is loopback, but the scheduler at {config.root_uri} is not:"
-            " others cannot reach this machine by it; set DMLC_NODE_HOST to an address that they"
-            " can reach"
+            f"this machine's address {host} is loopback, but the scheduler at {config.root_uri} is"
+            " not: other machines cannot reach it; set DMLC_NODE_HOST to an address that they can"
+            " reach"
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from bpsx.launch.output_mux import Pump
-from bpsx.launch.spawn import heeded
+from bpsx.launch.spawn import passed_on
 
 
 class Child:
@@ -148,7 +148,7 @@ def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
     """
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    replaced = {number: signal.signal(number, handler) for number in heeded()}
+    replaced = {number: signal.signal(number, handler) for number in passed_on()}
     # SIGCHLD must not stay ignored, as some callers leave it: the kernel would drop exit statuses.
     replaced[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, replaced)

@@ -18,65 +18,70 @@ _USAGE = """\
        %(prog)s --hostfile FILE [--scheduler-ip A] [--env K=V]... [ssh options] COMMAND...
        %(prog)s doctor [--json] | top [--help] | trace [--help]"""
 _DESCRIPTION = """\
-Start one machine's part of a job; or with --local a whole job on this machine; or with --hostfile
-a job on several, over ssh.
-"doctor" reports what was found here and tries a push_pull.
+Start one machine's part of a job. With --local, start a whole job on this machine. With --hostfile,
+start a job on several machines over ssh.
 
-Without --local and --hostfile, DMLC_ROLE says what to start: scheduler and server run until the
-workers are done (COMMAND is ignored); worker runs COMMAND, once or once per GPU. Needed besides:
-DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, and on workers
+Without --local and --hostfile, DMLC_ROLE says what to start. A scheduler or server runs until the
+workers are done, and ignores COMMAND. A worker runs COMMAND once, or once per GPU. Each role needs
+DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER. Workers also need
 DMLC_WORKER_ID."""
 _EPILOG = """\
-COMMAND starts at the first word that is no option, or after --. No shell interprets it.
+COMMAND starts at the first word that is not an option, or after --. No shell interprets it.
 
-Several processes on a worker machine: one per entry of NVIDIA_VISIBLE_DEVICES (all: one per GPU),
-else BYTEPS_LOCAL_SIZE. Each gets BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE; with BYTEPS_LOCAL_RANK
-set only that one is started. They sum in shared memory, and one of them speaks to the servers. A
-job of one machine needs neither servers nor a scheduler of yours, unless
-BYTEPS_FORCE_DISTRIBUTED=1.
+Subcommands: top shows a running job, trace records a timeline of it, doctor checks this machine and
+tries a push_pull. To run a COMMAND of such a name, write it after --.
+
+Several processes on a worker machine: bpsx-run starts one per entry of NVIDIA_VISIBLE_DEVICES (all:
+one per GPU), else BYTEPS_LOCAL_SIZE. Each gets BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE. If
+BYTEPS_LOCAL_RANK is set, bpsx-run starts only that process. The processes sum in shared memory, and
+one of them talks to the servers. A job on one machine needs neither servers nor a scheduler that
+you start, unless BYTEPS_FORCE_DISTRIBUTED=1.
 
 Workers also get PyTorch's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT (docs/train/pytorch.md).
 
-bpsx-run top shows a running job, bpsx-run trace records a timeline of it, bpsx-run doctor looks
-at this machine; a COMMAND of such a name goes after --.
+Cores: bpsx-run binds each of several processes of a worker machine to cores of its own, inside one
+NUMA node if they fit. --local binds nothing.
+    BYTEPS_NUMA_ON=0                  bind nothing
+    BYTEPS_NUMA_DEFAULT_QUOTA=N       physical cores per process (default: cores / processes)
+    BYTEPS_NUMA_ROOT_QUOTA=N          those of the largest local rank, the root (default: the rest)
+    BYTEPS_CPU_BLACKLIST=0,8-11       use none of these CPUs
+    BYTEPS_MULTITHREADED_CPU=0        use one hardware thread per core
+    BYTEPS_VISIBLE_CPU_CORES=0-3:4-7  use exactly these CPUs; a colon separates local ranks
 
-Cores: several processes of a worker machine are bound to cores of their own, inside one NUMA node
-where they fit. BYTEPS_NUMA_ON=0: not. BYTEPS_NUMA_DEFAULT_QUOTA: physical cores each (cores /
-processes); BYTEPS_NUMA_ROOT_QUOTA: of the root, the largest local rank (what is left);
-BYTEPS_CPU_BLACKLIST=0,8-11: leave these out; BYTEPS_MULTITHREADED_CPU=0: one hardware thread per
-core; BYTEPS_VISIBLE_CPU_CORES=0-3:4-7: exactly these, with a colon between local ranks. --local
-binds nothing.
+Debugger: with BYTEPS_ENABLE_GDB=1, workers and servers run under gdb. After a crash, gdb prints the
+backtraces of all threads.
 
-BYTEPS_ENABLE_GDB=1: workers and servers run under gdb; after a crash it prints the backtraces of
-all threads.
+Output: if there are several processes, each line begins with the name of its process, and the
+processes read no input. They get PYTHONUNBUFFERED=1 unless it is set, because Python would hold
+back its lines. With --local, OMP_NUM_THREADS is each worker's share of the cores unless it is set.
 
-Output: where there are several processes each line carries its process's name, and they read no
-input. They get PYTHONUNBUFFERED=1, unless it is set, or Python would keep its lines to itself for
-long. Workers get Ctrl-C, SIGTERM (they have BPSX_TERM_GRACE seconds then), SIGHUP, SIGUSR1 and
-SIGUSR2; servers and scheduler outlive them. A second Ctrl-C kills. With --local all compute on
-the same cores, so OMP_NUM_THREADS is each one's share of them unless it is set.
+Signals: workers get Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2. After SIGTERM they have
+BPSX_TERM_GRACE seconds. Servers and scheduler end after the workers. A second Ctrl-C kills all.
 
-Hostfile: a line per host: host[:port] and what it runs: scheduler, server, server=N, worker,
-slots=N (N worker processes). Without a role: worker. Without any server each worker host runs one
-beside its worker. The scheduler is on the host that says so, else at --scheduler-ip, else on the
-first server's host. "#" begins a comment.
+Hostfile: one line per host, host[:port] and what the host runs: scheduler, server, server=N, worker
+or slots=N (N worker processes). A line without a role is a worker. If no line names a server, each
+worker host also runs a server. The scheduler runs on the host that says so, else at --scheduler-ip,
+else on the first server's host. "#" begins a comment.
     node0  scheduler server
     node1  worker slots=4
     node2  worker slots=4
-ssh checks host keys and asks nothing. Variables DMLC_* BYTEPS_* BPSX_* PS_* NCCL_*,
-OMP_NUM_THREADS, KMP_AFFINITY, NVIDIA_VISIBLE_DEVICES, LD_LIBRARY_PATH, PYTHONPATH and
-PYTHONUNBUFFERED are handed on, and what --env names. If bpsx-run ends, for whatever reason, so do
-the processes on all hosts.
+ssh checks host keys and never prompts. bpsx-run passes on the variables DMLC_* BYTEPS_* BPSX_* PS_*
+NCCL_*, OMP_NUM_THREADS, KMP_AFFINITY, NVIDIA_VISIBLE_DEVICES, LD_LIBRARY_PATH, PYTHONPATH and
+PYTHONUNBUFFERED, and those of --env. When bpsx-run ends, even by SIGKILL, the processes on all
+hosts end, too.
 
 Secret: --local and --hostfile make one for the job (BPSX_SECRET) unless BPSX_SECRET or
 BPSX_SECRET_FILE is set.
 
-Exit status: the command's; with several processes the largest of who ended by itself, or 1 if
-that is 0 and others had to be ended; 128+n for a process that signal n ended, and for bpsx-run,
-told to stop by signal n, if not all heeded it; 2 for a wrong option or variable; 126 or 127 if
-the command cannot be run; 255 if ssh cannot reach a host.
-doctor: 0 all well, 1 not.
+Exit status:
+    the command's  the largest one of several processes that ended by themselves
+    1              these ended with 0, but bpsx-run had to end others
+    2              an option or variable is wrong
+    126, 127       the command cannot be run
+    128 + n        signal n ended the process, or told bpsx-run to stop and not all processes ended
+    255            ssh cannot reach a host, or lost it
+    doctor: 0 if it found no problem, else 1
 
 All variables: docs/reference/options.md; more on this page: docs/run/launching.md."""
 
@@ -145,15 +150,15 @@ def parser() -> argparse.ArgumentParser:
         "--scheduler-port",
         type=whole(1, 65535),
         metavar="P",
-        help="the scheduler's port (a free one)",
+        help="the scheduler's port (default: a free one)",
     )
     made.add_argument(
         "--grace",
         type=seconds,
         metavar="S",
         help=(
-            "seconds to end in (3) once one has failed, the workers are done or bpsx-run is told to"
-            " stop; then SIGTERM, 2 s later SIGKILL"
+            "seconds in which processes may end by themselves (default: 3) after one has failed,"
+            " the workers are done, or bpsx-run got a signal; then SIGTERM, 2 s later SIGKILL"
         ),
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")

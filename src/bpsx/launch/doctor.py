@@ -49,8 +49,8 @@ def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
             trial.send_signal(signal.SIGTERM)
             report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
             report.problems.append(
-                f"a push_pull on this machine did not end within {seconds:g} s: is something in the"
-                " way on loopback?"
+                f"a push_pull on this machine did not end within {seconds:g} s: check whether a"
+                " firewall blocks loopback"
             )
             return
         except BaseException:
@@ -78,7 +78,7 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
         telling = [
             line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)
         ] or lines[-_TOLD:]
-        said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "nothing was said"
+        said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "it printed nothing"
         report.problems.append(f"a push_pull on this machine failed (status {status}): {said}")
     else:
         report.add("push_pull to itself", "result", "the sums are right")
@@ -102,24 +102,20 @@ def text(report: Report) -> str:
     lines = []
     for section, entries in report.found.items():
         lines += [f"{section}:", *(f"  {name}: {_shown(value)}" for name, value in entries.items())]
-    lines += [f"worth a look: {hint}" for hint in report.hints]
-    lines += [f"WRONG: {problem}" for problem in report.problems]
+    lines += [f"hint: {hint}" for hint in report.hints]
+    lines += [f"problem: {problem}" for problem in report.problems]
     return "\n".join([*lines, _verdict(report)])
 
 
 def _verdict(report: Report) -> str:
     """Return the last line, which must point to any hints above it."""
     if report.problems:
-        return f"{_things(report.problems)} wrong"
-    return (
-        f"nothing is wrong; {_things(report.hints)} worth a look (above)"
-        if report.hints
-        else "all well"
-    )
+        return _count(report.problems, "problem")
+    return "no problems" + (f"; {_count(report.hints, 'hint')} (above)" if report.hints else "")
 
 
-def _things(lines: Sequence[str]) -> str:
-    return "1 thing is" if len(lines) == 1 else f"{len(lines)} things are"
+def _count(lines: Sequence[str], noun: str) -> str:
+    return f"{len(lines)} {noun}{'s' if len(lines) > 1 else ''}"
 
 
 def _shown(value: object) -> str:
@@ -130,14 +126,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``bpsx-run doctor``; returns the exit status: 0 if there is no problem, else 1."""
     parser = argparse.ArgumentParser(
         "bpsx-run doctor",
-        description="Report what was found on this machine and try a push_pull to itself.",
+        description="Check what this machine has, and try a push_pull on it.",
         epilog=(
-            "Set the variables of a job (DMLC_PS_ROOT_URI, ...) to have its scheduler and addresses"
-            " looked at. Exit status: 0 all well, 1 something is wrong."
+            "If the variables of a job are set (DMLC_PS_ROOT_URI, ...), doctor also checks its"
+            " scheduler and this machine's address. Exit status: 0 if there is no problem, else 1."
         ),
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object: ok, problems, hints, found"
+        "--json", action="store_true", help="print one JSON object: ok, problems, hints, found"
     )
     options = parser.parse_args(arguments)
     report = examine()

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bpsx.launch.spawn import cannot_run, child_setup, heeded
+from bpsx.launch.spawn import cannot_run, child_setup, passed_on
 
 #: Signals that cause a backtrace. All others are passed to the command.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"
@@ -68,7 +68,7 @@ def run(command: Sequence[str]) -> int:
 
     Only for the main thread of a process that does nothing else.
     """
-    signals = heeded()
+    signals = passed_on()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
     output = os.dup(1)
     # gdb splits arguments at blanks, and a shell between would interpret more. So a script holds

@@ -24,7 +24,7 @@ from bpsx.launch.backend import Plan, Process
 from bpsx.launch.child import Child, Ending, signals
 from bpsx.launch.job_status import JobStatus
 from bpsx.launch.output_mux import Pump
-from bpsx.launch.spawn import ENDING, cannot_run, child_setup, heeded
+from bpsx.launch.spawn import ENDING, cannot_run, child_setup, passed_on
 
 #: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
 #: watching a folder is not portable.
@@ -112,7 +112,7 @@ class Job:
                 self._plan.command,
             )
         except OSError as error:
-            self._pump.say(f"bpsx-run top will not find this job: {error}")
+            self._pump.say(f"bpsx-run top cannot find this job, as its record failed: {error}")
 
     def _start_scheduler(self, scheduler: Process) -> int:
         """Start the scheduler; returns its port."""
@@ -164,7 +164,7 @@ class Job:
 
     def _start(self, process: Process, *kept: int) -> None:
         command = self._commands.get(process.role, process.command)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on())
         try:
             child = process.child(
                 subprocess.Popen(
@@ -233,7 +233,7 @@ class Job:
         ]
         for child in early:
             self._pump.say(
-                f"{child.name} has ended (status 0) without joining the job, which cannot form"
+                f"{child.name} exited with status 0 without joining the job, which cannot form"
                 " without it"
             )
         if in_vain:
@@ -261,13 +261,15 @@ class Job:
     def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
         seen = self._seen
         seen.scheduler.freeze()
-        told = seen.stop and seen.stop[-1] == signal.SIGTERM
+        terminated = seen.stop and seen.stop[-1] == signal.SIGTERM
         for child in children:
             child.send(number)
             if child.status is None and not child.overdue:
-                grace = self._term_grace if told and child.role == "worker" else self._plan.grace
+                grace = (
+                    self._term_grace if terminated and child.role == "worker" else self._plan.grace
+                )
                 waited = (
-                    "running before the job had formed"
+                    "waiting for the job to form"
                     if seen.scheduler.forming()
                     else f"running after the grace time ({grace:g} s)"
                 )
@@ -277,8 +279,8 @@ class Job:
         """Pass a signal on at once, as the loop may be in the middle of a step."""
         seen = self._seen
         kill = number == signal.SIGINT and number in seen.stop
-        everybody = kill or (number in ENDING and (not seen.complete or seen.scheduler.forming()))
-        for child in seen.children if everybody else seen.workers:
+        to_all = kill or (number in ENDING and (not seen.complete or seen.scheduler.forming()))
+        for child in seen.children if to_all else seen.workers:
             child.send(signal.SIGKILL if kill else number)
         if number in ENDING:
             self._pump.interrupted = self._pump.interrupted or number == signal.SIGINT

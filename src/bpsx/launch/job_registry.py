@@ -1,4 +1,4 @@
-"""Records of the jobs that ``bpsx-run --local`` runs, for ``bpsx-run top`` and ``trace`` to find.
+"""Records of this user's jobs on this machine, for ``bpsx-run top`` and ``trace`` to find.
 
 A record is a memory file (memfd) of the launcher with mode 0600, as it may hold the job's secret.
 It disappears with the launcher, even with one that was killed. Other processes of this user read it
@@ -64,6 +64,6 @@ def _records(process: Path) -> Iterator[Record]:
 
 
 def running() -> list[Record]:
-    """This user's local jobs, oldest first."""
+    """The jobs of this user's running ``bpsx-run``, oldest first."""
     found = [record for process in Path("/proc").glob("[0-9]*") for record in _records(process)]
     return sorted(found, key=lambda record: record.started)

@@ -9,7 +9,7 @@ from bpsx.launch.scheduler_state import SchedulerState
 class JobStatus:
     """The children of a job and their ends. ``forgiving``: see :class:`~bpsx.launch.backend.Plan`.
 
-    ``ended``: in the order in which they ended. ``stop``: signals that told bpsx-run to stop.
+    ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
     started, and the exit status for it.
     """
@@ -75,7 +75,7 @@ class JobStatus:
             if cause:
                 parts.insert(0, f"{blamed.name} failed: {cause}")
         if self.stop:
-            parts.insert(0, f"told to stop by {signal_name(self.stop[0])}")
+            parts.insert(0, f"received {signal_name(self.stop[0])}")
         elif not self._own() and self.scheduler.forming():
             parts.insert(0, self._absent())
         elif all(
@@ -84,7 +84,7 @@ class JobStatus:
             if child.status or child.overdue
         ):
             parts.append(
-                "all workers had ended well"
+                "all workers had exited with status 0"
                 + ("" if self.scheduler.text() else ": does the command call bpsx.init()?")
             )
         return "; ".join(parts)
@@ -109,8 +109,8 @@ class JobStatus:
         """Text for a job that cannot form, as workers ended with status 0 before it had formed."""
         gone = [child.name for child in self.workers if child.status == 0 and not child.overdue]
         if len(gone) == len(self.workers):
-            return "no worker called bpsx.init(): all ended with status 0 without joining the job"
+            return "no worker called bpsx.init(): all exited with status 0 without joining the job"
         return (
-            f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form"
-            " without it"
+            f"{', '.join(gone)} exited with status 0 without joining the job, which cannot form"
+            f" without {'it' if len(gone) == 1 else 'them'}"
         )

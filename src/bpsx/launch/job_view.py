@@ -56,14 +56,13 @@ def find(scheduler: str | None, job: int | None) -> Config:
         raise ConfigError(
             "no job found: "
             + (
-                f"no bpsx-run --local of this user has the process number {job}"
+                f"this user has no running bpsx-run with process id {job}"
                 if job is not None
                 else (
-                    "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run"
-                    " one with bpsx-run --local"
+                    "this user has no running bpsx-run; give --scheduler HOST:PORT, or set"
+                    " DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
                 )
             )
-            + " (looked at the processes of this user)"
         )
     if len(jobs) > 1:
         raise ConfigError(
@@ -118,7 +117,7 @@ class Observer:
             try:
                 message = messages.decode(self._socket.recv())
             except messages.BadMessage as e:
-                raise RendezvousError(f"{self.where} is no scheduler of bpsx: {e}") from e
+                raise RendezvousError(f"{self.where} is not a scheduler of bpsx: {e}") from e
             if message["type"] == "REFUSED":
                 raise RendezvousError(
                     f"refused by the scheduler at {self.where}: {message.get('reason')}"
@@ -126,7 +125,7 @@ class Observer:
             if message["type"] == "VIEW":
                 return message
 
-    def nobody_listens(self) -> bool:
+    def port_is_closed(self) -> bool:
         """Whether the scheduler's port is closed."""
         try:
             with socket.create_connection((self._address, self._config.root_port), timeout=2.0):
@@ -182,15 +181,20 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler",
         metavar="HOST:PORT",
-        help="the job's scheduler (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, else a local job)",
+        help=(
+            "the job's scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, else the job of"
+            " this user's only bpsx-run)"
+        ),
     )
-    parser.add_argument("--job", type=int, metavar="PID", help="the local job of this bpsx-run")
+    parser.add_argument(
+        "--job", type=int, metavar="PID", help="process id of the bpsx-run that started the job"
+    )
 
 
 def _trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "bpsx-run trace",
-        description="Record a timeline of a running job, or join the timelines of one.",
+        description="Record a timeline of a running job, or merge the timelines of its processes.",
         epilog=(
             "Each process writes into its own BYTEPS_TRACE_DIR, on its own machine; see"
             " docs/run/tracing.md."
@@ -201,13 +205,13 @@ def _trace_parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         metavar="N",
-        help="record for N seconds (1..3600), from now on; Ctrl-C ends it early",
+        help="record for N seconds (1..3600) from now on; Ctrl-C ends the recording early",
     )
     what.add_argument(
         "--merge",
         type=Path,
         metavar="DIR",
-        help="join all comm.json in DIR and below into DIR/merged.json",
+        help="merge all comm.json in DIR and below into DIR/merged.json",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="with --merge: write this file instead"
@@ -246,22 +250,21 @@ def _record(observer: Observer, seconds: int) -> int:
         time.sleep(seconds)
     except KeyboardInterrupt:
         observer.ask(trace=-1)
-    told: set[tuple[str, int]] = set()
+    reported: set[tuple[str, int]] = set()
     failed = False
-    while told < asked and time.monotonic() < end:
+    while reported < asked and time.monotonic() < end:
         try:
             traced = observer.ask()["traced"]
         except RendezvousError as e:
             print(
-                "bpsx-run trace: the job is over; what it recorded is in its BYTEPS_TRACE_DIR"
-                f" ({e})",
+                f"bpsx-run trace: the job ended ({e}); its timelines are in BYTEPS_TRACE_DIR",
                 file=sys.stderr,
             )
             return 1
         for item in traced:
             who = (item["role"], item["rank"])
-            if item["number"] >= before and who not in told:
-                told.add(who)
+            if item["number"] >= before and who not in reported:
+                reported.add(who)
                 failed = failed or not item["path"]
                 print(
                     f"{who[0]} {who[1]} ({item['host']}): "
@@ -269,13 +272,13 @@ def _record(observer: Observer, seconds: int) -> int:
                         f"{item['records']} events in {item['path']}"
                         if item["path"]
                         else (
-                            "is recording already, because bpsx.trace_start() or another bpsx-run"
-                            " trace told it to"
+                            "is already recording: bpsx.trace_start() or another bpsx-run trace"
+                            " started that"
                         )
                     ),
                     flush=True,
                 )
         time.sleep(0.5)
-    for role, rank in sorted(asked - told):
+    for role, rank in sorted(asked - reported):
         print(f"bpsx-run trace: {role} {rank} has not written its timeline", file=sys.stderr)
-    return 1 if failed or asked - told else 0
+    return 1 if failed or asked - reported else 0

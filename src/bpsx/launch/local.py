@@ -36,19 +36,19 @@ class Local(Backend):
             "--workers",
             type=whole(1, 65535),
             metavar="N",
-            help="number of worker machines to imitate (2)",
+            help="number of worker machines to imitate (default: 2)",
         )
         parser.add_argument(
             "--servers",
             type=whole(0, 65535),
             metavar="M",
-            help="number of servers (1); 0 with a single worker",
+            help="number of servers (default: 1); 0 with a single worker",
         )
         parser.add_argument(
             "--processes",
             type=whole(1, 65535),
             metavar="K",
-            help="worker processes per imitated machine (1)",
+            help="worker processes per imitated machine (default: 1)",
         )
 
     def plan(self, options: Namespace, command: tuple[str, ...]) -> Plan:
@@ -74,7 +74,7 @@ class LocalPlan(Plan):
     def __post_init__(self) -> None:
         if self.servers < 1 < self.workers:
             raise ConfigError(
-                f"--servers 0: {self.workers} workers need at least one server; allowed with"
+                f"--servers 0: {self.workers} workers need at least one server; 0 is allowed with"
                 " --workers 1"
             )
 
@@ -166,7 +166,6 @@ def overlooked(plan: LocalPlan, chosen: Container[str]) -> list[str]:
         idle = env == "NVIDIA_VISIBLE_DEVICES" and devices in ("none", "void")
         if is_set(env) and option not in chosen and not same and not idle:
             found.append(
-                f"{env} has no effect with --local: --{option} N does that ({getattr(plan, option)}"
-                " now)"
+                f"{env} has no effect with --local: use --{option} N (now {getattr(plan, option)})"
             )
     return found

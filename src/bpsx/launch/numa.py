@@ -92,7 +92,8 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
     free = [core for core in kept if core.cpus]
     if not free:
         raise ConfigError(
-            f"BYTEPS_CPU_BLACKLIST={config.cpu_blacklist}: no CPU is left of {text(_all(cores))}"
+            f"BYTEPS_CPU_BLACKLIST={config.cpu_blacklist}: this leaves none of the CPUs"
+            f" {text(_all(cores))}"
         )
     sizes = quotas(config, processes, len(free))
     bound = []
@@ -120,8 +121,8 @@ def quotas(config: Config, processes: int, cores: int) -> list[int]:
         return [0] * processes
     if root and root + others > cores:  # at least one core for each of the other processes
         raise ConfigError(
-            f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so allowed"
-            f" are 0..{cores - others}"
+            f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so"
+            f" allowed are 0..{cores - others}"
         )
     if not each:
         each = min(cores // processes, (cores - root) // others) if others else 0

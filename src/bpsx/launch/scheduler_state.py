@@ -48,7 +48,7 @@ class SchedulerState:
 
     def forming(self) -> bool:
         """Whether the scheduler is known to be waiting for nodes."""
-        return "waiting\n" in (told := self.text()) and "running\n" not in told
+        return "waiting\n" in (text := self.text()) and "running\n" not in text
 
     def freeze(self) -> None:
         """Ignore what the scheduler says from now on about the cause of the job's end.

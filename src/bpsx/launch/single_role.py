@@ -26,7 +26,7 @@ from bpsx.launch.spawn import (
     cannot_run,
     child_setup,
     debugged,
-    heeded,
+    passed_on,
     secret_unless_given,
     unbuffered,
     verify,
@@ -108,14 +108,15 @@ def run_role(command: Sequence[str], grace: float | None = None) -> int:
     config = Config()
     if config.role is None:
         raise ConfigError(
-            "not set: DMLC_ROLE, this machine's part in a job (worker, server or scheduler). For a"
-            " whole job on this machine: bpsx-run --local COMMAND. All else: bpsx-run --help"
+            "DMLC_ROLE is not set; it names this machine's part in a job (worker, server or"
+            " scheduler). For a whole job on this machine: bpsx-run --local COMMAND. For help:"
+            " bpsx-run --help"
         )
     if config.role != "worker":
         config.check()
         return _run_own(config)
     if not command:
-        raise ConfigError("no COMMAND: DMLC_ROLE=worker runs one, as in bpsx-run python train.py")
+        raise ConfigError("DMLC_ROLE=worker needs a COMMAND, as in bpsx-run python train.py")
     # If the local rank is set, another launcher starts the other processes.
     size = config.local_size if is_set("BYTEPS_LOCAL_RANK") else local_size(config)
     if size == 1 or is_set("BYTEPS_LOCAL_RANK"):
@@ -192,7 +193,7 @@ def local_size(config: Config) -> int:
     if not all(entries):
         raise ConfigError(
             f"NVIDIA_VISIBLE_DEVICES={text!r}: an entry is empty; allowed are all, none, void or"
-            " names, comma separated"
+            " names separated by commas"
         )
     if is_set("BYTEPS_LOCAL_SIZE") and size != len(entries):
         raise ConfigError(
@@ -228,7 +229,7 @@ def _gpus() -> int:
     if not found:
         print(
             "bpsx-run: warning: NVIDIA_VISIBLE_DEVICES=all, but neither /proc/driver/nvidia nor"
-            " nvidia-smi shows a GPU: starting one process; set BYTEPS_LOCAL_SIZE for more",
+            " nvidia-smi shows a GPU: bpsx-run starts one process; set BYTEPS_LOCAL_SIZE for more",
             file=sys.stderr,
         )
     return found or 1
@@ -245,7 +246,7 @@ def run_command(
     """
     # If SIGCHLD is inherited as ignored, the kernel drops exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signals = heeded()
+    signals = passed_on()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=child_setup(mask, cpus))

@@ -77,7 +77,7 @@ def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "bpsx.launch.gdb", *command)
 
 
-def heeded() -> tuple[signal.Signals, ...]:
+def passed_on() -> tuple[signal.Signals, ...]:
     """The signals that bpsx-run passes on.
 
     These are all but those that its caller ignores, as ``nohup`` does.
@@ -101,7 +101,7 @@ def child_setup(
         _set_up_child,
         prctl,
         os.getpid(),
-        heeded(),
+        passed_on(),
         frozenset(mask),
         frozenset(cpus),
         tuple(ignored),
@@ -152,8 +152,8 @@ def _advice(name: str) -> str:
         return ""
     run = f"python {name}" if name.endswith(".py") else f"an interpreter and {name}"
     return (
-        f"; it is a file in {os.path.dirname(os.path.abspath(name))} that is not executable: name"
-        f" what runs it, as in bpsx-run … {run}"
+        f"; this file in {os.path.dirname(os.path.abspath(name))} is not executable: write the"
+        f" program that runs it, as in bpsx-run … {run}"
     )
 
 

@@ -118,7 +118,7 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
             f" average {late['behind'] * 1000:.1f} ms after the one before it"
         )
     elif view["state"] == "running":
-        out.append("slowest: no worker keeps the others waiting")
+        out.append("slowest: no worker delays the others")
     out += [f"cannot be reached from this machine: {lane}" for lane in view.get("unreachable", ())]
     for node in view["nodes"]:
         for tensor, round_, seconds in node["waits"]:
@@ -205,23 +205,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "bpsx-run top",
         description=(
-            "Show a running job: its processes, what they move, and for whom the others wait. q or"
-            " Ctrl-C ends it."
+            "Show a running job: its processes, their rates, and the worker that delays the others."
+            " q or Ctrl-C ends the view."
         ),
         epilog=(
             "queue: partitions (worker) or messages (server) that wait for their turn. waiting:"
-            " push_pulls under way (worker), rounds that lack somebody's push (server). Looking on"
+            " push_pulls in progress (worker), rounds that lack a worker's push (server). The view"
             " changes nothing in the job."
         ),
     )
     add_job_arguments(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between two updates (default: 1)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="look once (twice, to know the rates) and end"
+        "--once", action="store_true", help="print the state and the rates once, and end"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per look and line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and line per update"
+    )
     return parser
 
 
@@ -278,9 +284,12 @@ def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[st
 
 def _silence(observer: Observer, error: RendezvousError) -> tuple[int, str]:
     """Exit status and message for a scheduler that has stopped replying."""
-    if observer.nobody_listens():
-        return 0, "the job is over: its scheduler is gone"
-    return 1, f"{error}, but its port is open: it is stopped, overloaded, or somebody else's by now"
+    if observer.port_is_closed():
+        return 0, "the job is over: its scheduler has ended"
+    return 1, (
+        f"{error}, but its port is open: the scheduler is stopped, overloaded, or replaced by"
+        " another program"
+    )
 
 
 def _plain(observer: Observer, options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 from bpsx.config import child_environment, runtime_dir
 from bpsx.launch.child import Child, Ending, signals
-from bpsx.launch.spawn import cannot_run, child_setup, heeded
+from bpsx.launch.spawn import cannot_run, child_setup, passed_on
 
 _LOOK = 0.02
 
@@ -70,7 +70,7 @@ class Runner:
             environment["PATH"] = os.pathsep.join([first, *filter(None, [environment.get("PATH")])])
         if file:
             environment["BPSX_PORT_FILE"] = str(file)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on())
         try:
             process = subprocess.Popen(
                 self._request["command"],
@@ -158,8 +158,8 @@ def main() -> int:
     directory = request["directory"]
     if directory and not os.path.isdir(directory):
         print(
-            f"bpsx-run: error: {os.uname().nodename} has no folder {directory}; name one with"
-            " --directory",
+            f"bpsx-run: error: {os.uname().nodename} has no folder {directory}; name another"
+            " with --directory",
             file=sys.stderr,
             flush=True,
         )

@@ -31,45 +31,45 @@ class Ssh(Backend):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """See :class:`~bpsx.launch.backend.Backend`."""
         add = parser.add_argument_group("over ssh").add_argument
-        add("--hostfile", "-H", metavar="FILE", help="hosts and what they run, see below")
-        add("--worker-hostfile", "-WH", metavar="FILE", help="hosts that run a worker each")
-        add("--server-hostfile", "-SH", metavar="FILE", help="hosts that run a server each")
+        add("--hostfile", "-H", metavar="FILE", help="file of hosts and what they run, see below")
+        add("--worker-hostfile", "-WH", metavar="FILE", help="file of hosts that run a worker each")
+        add("--server-hostfile", "-SH", metavar="FILE", help="file of hosts that run a server each")
         add(
             "--scheduler-ip",
             metavar="A",
-            help="the scheduler's address for the others, and its host if no file names one",
+            help="the scheduler's address for the other hosts, and its host if no file names one",
         )
         add(
             "--env",
             action="append",
             type=assignment,
             metavar="K=V",
-            help="a variable for all processes, also K:V; may be repeated",
+            help="a variable for all processes, also as K:V; may be repeated",
         )
-        add("--username", metavar="U", help="the user on the hosts")
+        add("--username", metavar="U", help="the user's name on the hosts")
         add(
             "--ssh-port",
             "--scheduler-ssh-port",
             type=whole(1, 65535),
             metavar="P",
-            help="ssh's port where the file names none",
+            help="ssh's port of hosts for which the file names none",
         )
         add(
             "--interface",
             metavar="I",
-            help="DMLC_INTERFACE on all hosts: the network interface to use",
+            help="the network interface to use on all hosts (DMLC_INTERFACE)",
         )
         add(
             "--python",
             metavar="PATH",
-            help="the Python that has bpsx on the hosts (the path of this one)",
+            help="the Python on the hosts that has bpsx (default: the path of this one)",
         )
         add(
             "--directory",
             metavar="D",
-            help="where workers run (the folder of the same name as here)",
+            help="the workers' folder (default: the folder of the same name as here)",
         )
-        add("--ssh", metavar="WORDS", help='the ssh to use, with options: "ssh -F FILE"')
+        add("--ssh", metavar="WORDS", help='the ssh command and its options, such as "ssh -F FILE"')
 
     def plan(self, options: argparse.Namespace, command: tuple[str, ...]) -> Plan:
         """See :class:`~bpsx.launch.backend.Backend`."""
@@ -91,8 +91,8 @@ def assignment(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"{text!r}: allowed is NAME=VALUE or NAME:VALUE")
     if match[1] == "BPSX_SECRET":
         raise argparse.ArgumentTypeError(
-            "BPSX_SECRET on a command line can be read by every user of this machine: export it"
-            " before bpsx-run, or name a file with BPSX_SECRET_FILE; without either bpsx-run makes"
-            " a secret"
+            "every user of this machine can read BPSX_SECRET on a command line: export it before"
+            " you start bpsx-run, or name a file with BPSX_SECRET_FILE; without either, bpsx-run"
+            " makes a secret"
         )
     return match[1], match[2]

@@ -72,7 +72,7 @@ class SshProcess(Process):
 
 
 class SshChild(Child):
-    """An ssh, and what its remote end has told so far."""
+    """An ssh, and what its remote end has reported so far."""
 
     def __init__(self, process: SshProcess, started: subprocess.Popen[bytes]) -> None:
         super().__init__(process.name, process.role, started)
@@ -96,9 +96,9 @@ class SshChild(Child):
 
     def messages(self) -> tuple[bytes, Callable[[bytes], None]]:
         """See :class:`~bpsx.launch.child.Child`."""
-        return self._start.marker, self._heed
+        return self._start.marker, self._receive
 
-    def _heed(self, message: bytes) -> None:
+    def _receive(self, message: bytes) -> None:
         """Handle a message from the agent."""
         match message.decode(errors="replace").split():
             case ["up"]:
@@ -137,11 +137,11 @@ class SshChild(Child):
             return super().end()
         host = self._start.host
         if self.up:
-            return f"was lost: the connection to {host} has ended" + (
+            return f"was lost: the connection to {host} ended" + (
                 "" if self.status == 128 + signal.SIGKILL else f" (ssh: status {self.status})"
             )
         return (
-            f"could not be started on {host}: ssh ended with status {self.status}; what it said is"
+            f"could not be started on {host}: ssh exited with status {self.status}; its message is"
             f" above{self._remedy()}"
         )
 
@@ -150,12 +150,12 @@ class SshChild(Child):
         host = self._start.host
         if b"Host key verification failed" in self._complaints:
             return (
-                f". ssh does not know the key of {host}: connect once by hand (ssh"
-                f" {host}) and compare its fingerprint, or add the key to ~/.ssh/known_hosts"
+                f". ssh does not know the key of {host}: connect once by hand (ssh {host}) and"
+                " compare the fingerprint, or add the key to ~/.ssh/known_hosts"
             )
         if b"Permission denied" in self._complaints:
             return (
-                f". {host} does not accept a key of this user: bpsx-run types no password; set"
-                f" up a key (ssh-copy-id {host})"
+                f". {host} accepts no key of this user, and bpsx-run cannot type a password: set up"
+                f" a key (ssh-copy-id {host})"
             )
         return ""

@@ -50,8 +50,8 @@ def _host(word: str, line: str) -> Host:
         or not (match[4] is None or 1 <= port <= 65535)
     ):
         raise ConfigError(
-            f"{line}: {word!r} is no host; allowed is [user@]host[:port], an IPv6 address in"
-            " brackets"
+            f"{line}: {word!r} is not a host; allowed is [user@]host[:port], with an IPv6 address"
+            " in brackets"
         )
     return Host(match[1] + (match[2] or match[3]), port, line)
 
@@ -114,14 +114,14 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
                 elif word == "server" or word.startswith("server="):
                     servers += [host] * (1 if word == "server" else _number(word, line))
                 else:
-                    raise ConfigError(f"{line}: {word!r} is not known; allowed is {_LINE}")
+                    raise ConfigError(f"{line}: {word!r} is unknown; allowed is {_LINE}")
             slots.update({_number(word, line): line for word in words if word.startswith("slots=")})
     if len(named) > 1:
         raise ConfigError(f"{named[1].line}: a second scheduler; the first is in {named[0].line}")
     if len(slots) > 1:
         raise ConfigError(
             f"{' and '.join(slots.values())}: different slots ({' and '.join(map(str, slots))}); "
-            "every worker host has to have as many processes as the others"
+            "all worker hosts need the same number of processes"
         )
     if not workers:
         raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; allowed is {_LINE}")

@@ -69,9 +69,9 @@ class Remote(Plan):
             verify(
                 {**environment, "BYTEPS_LOCAL_SIZE": environment.get("BYTEPS_LOCAL_SIZE") or "1"}
             )
-        everybody = {self.hosts.scheduler, *self.hosts.servers, *self.hosts.workers}
-        if is_loopback(self._address) and not all(is_loopback(bare(host)) for host in everybody):
-            far = next(host for host in everybody if not is_loopback(bare(host)))
+        hosts = {self.hosts.scheduler, *self.hosts.servers, *self.hosts.workers}
+        if is_loopback(self._address) and not all(is_loopback(bare(host)) for host in hosts):
+            far = next(host for host in hosts if not is_loopback(bare(host)))
             raise ConfigError(
                 f"the scheduler's address is {self._address}, which {far.name} ({far.line}) cannot"
                 " reach; name another with --scheduler-ip"
