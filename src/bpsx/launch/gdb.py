@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bpsx.launch.spawn import cannot_run, child_setup, passed_on
+from bpsx.launch.spawn import run_alone
 
 #: Signals that cause a backtrace. All others are passed to the command.
 _CRASHES = "SIGSEGV SIGBUS SIGILL SIGFPE SIGABRT SIGSYS"
@@ -64,12 +64,7 @@ def _file(name: str, text: str) -> int:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run ``command`` under gdb; returns its exit status.
-
-    Only for the main thread of a process that does nothing else.
-    """
-    signals = passed_on()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
+    """Run ``command`` under gdb; see :func:`run_alone`."""
     output = os.dup(1)
     # gdb splits arguments at blanks, and a shell between would interpret more. So a script holds
     # the arguments. The script also separates the command's output from gdb's.
@@ -87,28 +82,22 @@ def run(command: Sequence[str]) -> int:
         "/bin/sh",
         f"/proc/self/fd/{program}",
     ]
-    try:
-        # gdb gets its own session, or the terminal's Ctrl-C would go to gdb. In that session it
-        # cannot read from the terminal.
-        child = subprocess.Popen(
-            gdb,
-            stdin=subprocess.DEVNULL if os.isatty(0) else None,
-            stdout=2,
-            start_new_session=True,
-            pass_fds=(output, program, script),
-            preexec_fn=child_setup(mask),
-        )
-    except OSError as error:
-        text, status = cannot_run(gdb, error)
-        print(f"bpsx-run: error: {text}", file=sys.stderr)
-        return status
-    while child.poll() is None:
-        received = signal.sigwaitinfo((*signals, signal.SIGCHLD))
-        if received.si_signo != signal.SIGCHLD:
-            for pid in _children(child.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, received.si_signo)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    # gdb gets its own session, or the terminal's Ctrl-C would go to gdb. In that session it cannot
+    # read from the terminal.
+    return run_alone(
+        gdb,
+        _signal_children,
+        stdin=subprocess.DEVNULL if os.isatty(0) else None,
+        stdout=2,
+        start_new_session=True,
+        pass_fds=(output, program, script),
+    )
+
+
+def _signal_children(gdb: subprocess.Popen[bytes], received: signal.struct_siginfo) -> None:
+    for pid in _children(gdb.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, received.si_signo)
 
 
 if __name__ == "__main__":

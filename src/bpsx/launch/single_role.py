@@ -21,16 +21,7 @@ from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.launch import numa
 from bpsx.launch.backend import Plan, Process
-from bpsx.launch.spawn import (
-    LOOPBACK,
-    cannot_run,
-    child_setup,
-    debugged,
-    passed_on,
-    secret_unless_given,
-    unbuffered,
-    verify,
-)
+from bpsx.launch.spawn import LOOPBACK, debugged, run_alone, secret_unless_given, unbuffered, verify
 from bpsx.launch.torch_variables import free_port, torch_variables
 from bpsx.system.role_process import MODULES, module_command
 
@@ -238,27 +229,13 @@ def _gpus() -> int:
 def run_command(
     command: Sequence[str], environment: dict[str, str], cpus: frozenset[int] = frozenset()
 ) -> int:
-    """Run ``command`` as a child with the same input, output and terminal; pass signals on.
+    """Run ``command`` with the same input, output and terminal; see :func:`run_alone`."""
 
-    Returns its exit status.
-
-    Only for the main thread of a process that does nothing else, as it leaves the signals blocked.
-    """
-    # If SIGCHLD is inherited as ignored, the kernel drops exit statuses.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signals = passed_on()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
-    try:
-        child = subprocess.Popen(command, env=environment, preexec_fn=child_setup(mask, cpus))
-    except OSError as error:
-        text, status = cannot_run(command, error, environment)
-        print(f"bpsx-run: error: {text}", file=sys.stderr)
-        return status
-    while child.poll() is None:
-        received = signal.sigwaitinfo((*signals, signal.SIGCHLD))
-        if received.si_signo != signal.SIGCHLD and not _has_it_already(child.pid, received):
+    def pass_on(child: subprocess.Popen[bytes], received: signal.struct_siginfo) -> None:
+        if not _has_it_already(child.pid, received):
             child.send_signal(received.si_signo)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+    return run_alone(command, pass_on, cpus, env=environment)
 
 
 def _has_it_already(pid: int, received: signal.struct_siginfo) -> bool:

@@ -7,9 +7,11 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from bpsx.config import Config, is_set
 from bpsx.errors import ConfigError
@@ -127,6 +129,35 @@ def _set_up_child(
     if cpus:
         os.sched_setaffinity(0, cpus)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def run_alone(
+    command: Sequence[str],
+    pass_on: Callable[[subprocess.Popen[bytes], signal.struct_siginfo], None],
+    cpus: Iterable[int] = (),
+    **options: Any,
+) -> int:
+    """Run ``command`` as the only child; returns its exit status.
+
+    ``pass_on``: called with the child for each signal to pass on. ``options``: for ``Popen``.
+
+    Only for the main thread of a process that does nothing else, as it leaves the signals blocked.
+    """
+    # If SIGCHLD is inherited as ignored, the kernel drops exit statuses.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signals = (*passed_on(), signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        child = subprocess.Popen(command, preexec_fn=child_setup(mask, cpus), **options)
+    except OSError as error:
+        text, status = cannot_run(command, error, options.get("env"))
+        print(f"bpsx-run: error: {text}", file=sys.stderr)
+        return status
+    while child.poll() is None:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo != signal.SIGCHLD:
+            pass_on(child, received)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
