@@ -241,7 +241,7 @@ for number, x in enumerate(got):
         assert all("Error" in line for line in lines[2:]), output[-2000:]
         if rank == 0:
             assert all(
-                "an earlier exchange under this name did not begin" in line for line in lines[3:]
+                "an earlier exchange under this name failed to start" in line for line in lines[3:]
             ), output[-2000:]
 
 

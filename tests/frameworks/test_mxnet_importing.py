@@ -128,6 +128,6 @@ def test_another_version(tmp_path: Path) -> None:
 def test_a_function_that_is_missing_is_named(tmp_path: Path, function: str) -> None:
     told = hiding.run(hiding.made(tmp_path), function, TRIES)
     assert told == [
-        f"bpsx.mxnet: this build of MXNet 1.9.1 lacks {function}, which bpsx needs",
+        f"bpsx.mxnet: this build of MXNet 1.9.1 does not have {function}, which bpsx needs",
         "goes on",
     ]

@@ -180,7 +180,7 @@ def test_refused(job: Finished) -> None:
         "has no shape yet",
         "name='': a string is needed",
         "compressor='zip'",
-        "colour='red' is no key",
+        "colour='red': there is no such key",
         "an optimizer of MXNet is needed, not str",
         "is distributed already",
         "root_rank=-1",

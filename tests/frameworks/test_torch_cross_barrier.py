@@ -585,7 +585,7 @@ def test_refusals_name_what_and_why(job: Finished) -> None:
         "synchronize()",
         "state_dict()",
         "'unseen.twice.weight' was used",
-        "'unseen.twice.weight' was written to",
+        "'unseen.twice.weight' was changed",
     ]
     for said in each(job, "job_refused"):
         if GRADIENTS_ARE_HELD and said[-1] == "nothing":  # what had been pushed was a copy

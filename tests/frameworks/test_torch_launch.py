@@ -122,9 +122,11 @@ def assert_places(
         for turn in range(3)
         for rank in range(size)
     ]
-    assert text.count(f"resume: num_workers=7, but torchrun's machines are {machines}") == size
     assert (
-        text.count("resume: global_rank=100, but for torchrun this is worker")
+        text.count(f"resume: num_workers=7, but torchrun has started {machines} machines") == size
+    )
+    assert (
+        text.count("resume: global_rank=100, but torchrun made this process worker")
         == text.count("call bpsx.torch.resume")
         == size
     )

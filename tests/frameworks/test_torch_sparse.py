@@ -270,8 +270,8 @@ def test_refusals(job: Finished) -> None:
             and "sparse_coo tensors cannot be sent" in asynchronous
         )
         assert (
-            "worker 0 gives a sparse tensor of shape (3, 3)" in shape
-            and "worker 1 a sparse tensor of shape (4, 4)" in shape
+            "worker 0 gave a sparse tensor of shape (3, 3)" in shape
+            and "worker 1 gave a sparse tensor of shape (4, 4)" in shape
         )
         assert "with 1 sparse dimensions" in dims and "with 2 sparse dimensions" in dims
 

@@ -229,13 +229,13 @@ def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> No
     with pytest.raises(
         ConfigError,
         match=(
-            f"'w': compressor='{name}': a partition of 4294967296 elements: at most 4294967295 are"
+            f"'w': compressor='{name}': a partition has 4294967296 elements; at most 4294967295 are"
             " possible; reduce BYTEPS_PARTITION_BYTES: compressed partitions have"
             " 17179869184 bytes"
         ),
     ):
         check_fits(chosen, "float32", 2**40, "'w'", 2**34)
-    with pytest.raises(ConfigError, match="a partition of 4294967296 elements"):
+    with pytest.raises(ConfigError, match="a partition has 4294967296 elements"):
         make(chosen, "float16", 2**33, 0, None)
     used = Compressing(
         config := Config({"BYTEPS_PARTITION_BYTES": str(2**33 - 1)}),

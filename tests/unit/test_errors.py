@@ -69,11 +69,9 @@ def test_an_explanation_names_the_ranks_where_it_knows_them():
 
 
 def test_what_workers_disagree_about_says_what_this_one_asked_for():
-    assert "this worker for a broadcast from worker 5;" in errors.explain(
-        -2, "w", 2, 5, "", True, 5
-    )
-    assert "this worker for push_pull with op=Sum;" in errors.explain(-2, "w", 2, 5)
-    assert "this worker for push_pull with op=Average;" in errors.explain(-2, "w", 2, 5, divisor=6)
+    assert "this worker: a broadcast from worker 5)" in errors.explain(-2, "w", 2, 5, "", True, 5)
+    assert "this worker: push_pull with op=Sum)" in errors.explain(-2, "w", 2, 5)
+    assert "this worker: push_pull with op=Average)" in errors.explain(-2, "w", 2, 5, divisor=6)
 
 
 OF_TENSORFLOW = """Graph execution error:

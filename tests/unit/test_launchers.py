@@ -205,7 +205,7 @@ def test_a_job_of_one_says_that_servers_are_not_used():
     one = Config({**JOB, "DMLC_NUM_WORKER": "1"})
     one.check()
     assert any(
-        "which a job of one worker does not use" in text and "BYTEPS_FORCE_DISTRIBUTED=1" in text
+        "but a job of one worker does not use them" in text and "BYTEPS_FORCE_DISTRIBUTED=1" in text
         for text in one.unknown
     )
     for more in (

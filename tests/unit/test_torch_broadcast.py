@@ -296,8 +296,8 @@ def test_other_optimizers_are_refused_before_anything_changes(
     with pytest.raises(
         MismatchError,
         match=(
-            rf"optimizers differ: worker 0 has SGD with groups of \[2\] parameters, worker 1 {what}"
-            r" parameters"
+            r"optimizers differ: worker 0 has SGD with groups of \[2\] parameters, worker 1 has"
+            rf" {what} parameters"
         ),
     ):
         pair.run(bps.broadcast_optimizer_state, mine, theirs)
