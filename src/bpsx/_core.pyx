@@ -69,7 +69,7 @@ cdef Pool *new_pool(int threads) except NULL:
     """Allocate a pool. Raises MemoryError."""
     cdef Pool *pool = pool_new(threads)
     if pool == NULL:
-        raise MemoryError("no memory for the threads that compress")
+        raise MemoryError("no memory for the compression threads")
     return pool
 
 
@@ -150,7 +150,7 @@ cdef class Core:
         if not prepare_gpu(
             &self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group
         ):
-            raise MemoryError("no memory for NCCL's orders")
+            raise MemoryError("no memory for the queue of NCCL calls")
 
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
         """Check that every lane is alive and knows ``secret``; return the lanes that did not

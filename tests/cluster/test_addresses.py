@@ -164,6 +164,6 @@ def test_a_loopback_address_among_others_gets_a_warning(launcher: Launcher) -> N
             launcher.start(space.within(*words()), {**environment, "DMLC_ROLE": "server"})
         )
         assert any(
-            "DMLC_NODE_HOST=127.0.0.1 is loopback, but the scheduler 10.77.0.1 is not" in line
+            "the scheduler's address 10.77.0.1 is not: other machines cannot reach" in line
             for line in err
         )

@@ -202,7 +202,7 @@ def test_the_servers_state_survives_a_worker(end):
         assert "worker 1" in error and final < 1e-9, one.text()
         # the killed one went on for a while
         assert kept[0] <= start and (kept[1] or end == "kill"), one.text()
-        assert "go on without it" in one.text() and ("out of luck" in one.text()) == (
+        assert "continue without it" in one.text() and ("out of luck" in one.text()) == (
             end == "exception"
         )
         assert [s.wait() for s in job.servers] == [0]
@@ -384,5 +384,5 @@ print("trained to the end", bool(w[0] > 10), flush=True)
     assert (
         "the job has failed" not in done.stderr and "the job is over: worker 1 (" in done.stderr
     ), done.stderr
-    assert "; the others have gone on and left in good order" in done.stderr
+    assert "; the other workers continued and left in good order" in done.stderr
     assert time.monotonic() - begun > 4

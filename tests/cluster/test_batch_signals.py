@@ -106,7 +106,7 @@ def test_a_helper_ends_after_its_time(role: str) -> None:
         assert struck is not None
         struck.signal(signal.SIGTERM)
         assert struck.wait() == 1
-        assert f"bpsx {role}: got SIGTERM: serves workers for 0.3 s more" in struck.text()
+        assert f"bpsx {role}: got SIGTERM: it serves workers for 0.3 s more" in struck.text()
         for worker in job.workers:
             worker.say("")
             assert worker.wait() == 1

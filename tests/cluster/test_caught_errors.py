@@ -538,7 +538,7 @@ def test_what_a_plugin_refuses_on_one_worker_shifts_nothing(framework, what):
 for step in range(4):
     one = of(step + 1.0)
     caught((lambda: {bad}) if rank == step == 0 else lambda: {good})
-report(any("has to end" in text or "nobody can go on" in text for text in told))
+report(any("has to end" in text or "no worker can continue" in text for text in told))
 """
     with Job(
         f"{caught}{head}\n{_HELPERS[framework]}\n{steps}",

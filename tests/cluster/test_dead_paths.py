@@ -80,6 +80,6 @@ def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transp
         said = job.servers[0].text()
         assert (
             "worker 1 (127.0.0.1" in said
-            and "broke, and the scheduler has said nothing of it for 2 s" in said
+            and "broke, and the scheduler has not reported it for 2 s" in said
         ), said
         assert "server 0" in job.workers[0].reports()[-1]

@@ -97,7 +97,7 @@ def test_a_worker_that_fails_before_the_scheduler_knows_of_it_is_heard_of(reason
         env={"BPSX_GATHER_GRACE": "0.5", "BPSX_SECRET": "5bd6a3f0" * 8},
     ) as job:
         assert job.scheduler is not None
-        job.scheduler.wait_for_line("has come: ", count=3)
+        job.scheduler.wait_for_line("arrived: ", count=3)
         job.workers[1].say("fail")
         assert [worker.wait() for worker in job.workers] == [3, 3, 3]
         for worker in (job.workers[0], job.workers[2]):
@@ -124,7 +124,7 @@ def test_a_server_that_fails_before_the_scheduler_knows_of_it_is_heard_of() -> N
         worker_env={0: {"BPSX_COMPRESSORS": ""}, 1: {"BPSX_COMPRESSORS": ""}},
     ) as job:
         assert job.scheduler is not None
-        job.scheduler.wait_for_line("has come: ", count=2)
+        job.scheduler.wait_for_line("arrived: ", count=2)
         job.start_server(0)
         assert job.servers[0].wait() == 2
         for worker in job.workers:

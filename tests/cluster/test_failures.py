@@ -306,7 +306,7 @@ def test_no_scheduler_at_all_is_named():
         job.workers[0].wait()
         (text,) = job.workers[0].reports()
         job.__exit__()
-        assert "no answer from the scheduler at 127.0.0.1:" in text
+        assert "no reply from the scheduler at 127.0.0.1:" in text
 
 
 def test_two_with_the_same_id_are_told():
@@ -319,7 +319,7 @@ def test_two_with_the_same_id_are_told():
         statuses = [w.wait() for w in job.workers]
         assert all(statuses)
         assert any(
-            "there is a worker 0" in w.text() and "same DMLC_WORKER_ID" in w.text()
+            ") is already in the job: " in w.text() and "same DMLC_WORKER_ID" in w.text()
             for w in job.workers
         )
 

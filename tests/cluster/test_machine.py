@@ -340,7 +340,7 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
     elsewhere.mkdir()
     occupied.touch()
     for path, said in (
-        (elsewhere, r"local rank 1 is not at|local rank 0 did not come"),
+        (elsewhere, r"local rank 1 does not listen at|local rank 0 did not connect"),
         (occupied / "below", "BYTEPS_SOCKET_PATH: cannot create"),
     ):
         with Job(

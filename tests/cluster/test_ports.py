@@ -36,8 +36,8 @@ _SECRET = "a secret for the ports' tests"
 @pytest.mark.parametrize(
     ("transport", "how", "why"),
     [
-        ("zmq", "drop", "no answer; a firewall?"),
-        ("tcp", "drop", "no answer; a firewall?"),
+        ("zmq", "drop", "no reply; a firewall may drop the connection"),
+        ("tcp", "drop", "no reply; a firewall may drop the connection"),
         ("zmq", "reject with tcp reset", "refused"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_blocked_lane_is_named_by_everybody(transport, how, why):
             ), said
         if view is not None:
             assert len(view["unreachable"]) == 2 and all(
-                "no answer; a firewall?" in u for u in view["unreachable"]
+                "no reply; a firewall may drop the connection" in u for u in view["unreachable"]
             ), view
 
 

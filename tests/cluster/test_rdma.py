@@ -153,7 +153,7 @@ rounds("h", {"compressor": "onebit", "ef": "vanilla"})
         said = [
             line
             for line in job.workers[0].errors
-            if "that stays cannot be registered, so what lies there is copied" in line
+            if "that keeps its address, so messages from there are copied" in line
         ]
         assert len(said) == 1 and "ulimit -l" in said[0], job.workers[0].text()
 
@@ -218,7 +218,7 @@ def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
         assert job.workers[0].wait() == 7
         said = job.workers[0].reports()[-1]
         assert re.search(
-            r"KiB of memory cannot be registered: .*lock 1024 KiB in all \(ulimit -l\): raise"
+            r"KiB of memory: .*lock 1024 KiB of memory \(ulimit -l\): raise"
             r" .*BPSX_RDMA_INBOX_MB",
             said,
         ), said
@@ -238,7 +238,7 @@ def test_an_adapter_that_is_not_there_is_named_with_those_that_are() -> None:
     done = _alone(BPSX_RDMA_DEVICE="mlx5_9")
     assert (
         done.returncode == 1
-        and "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: " in done.stderr
+        and "BPSX_RDMA_DEVICE=mlx5_9: no active port has that name; active ports: " in done.stderr
     ), done.stderr
 
 
@@ -279,7 +279,7 @@ def _alone(**more: str) -> subprocess.CompletedProcess[str]:
 def test_without_an_adapter_that_is_said() -> None:
     done = _alone()
     assert done.returncode == 1 and re.search(
-        "there is no RDMA adapter on this machine|bpsx was built without RDMA", done.stderr
+        "this machine has no RDMA adapter|bpsx was built without RDMA", done.stderr
     ), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -303,7 +303,7 @@ sys.meta_path.insert(0, Finder())
     [
         (
             'ModuleNotFoundError("no such module", name=name)',
-            r"built without RDMA, since .*: install libibverbs-dev .*, and bpsx again",
+            r"built without RDMA, because .*: install libibverbs-dev .* and reinstall bpsx",
         ),
         (
             'ImportError("libibverbs.so.1: cannot open")',

@@ -29,7 +29,7 @@ def gathering(**env: str) -> Iterator[Job]:
         job.start_server(0)
         job.start_worker(0)
         for who in ("server", "worker 0"):
-            job.scheduler.wait_for_line(f"has come: {who}")
+            job.scheduler.wait_for_line(f"arrived: {who}")
         yield job
     finally:
         job.__exit__()
@@ -61,7 +61,9 @@ def test_who_waits_hears_who_was_refused_and_why(env, why, secret):
             assert (
                 f"worker 1 (127.0.0.1, pid {job.workers[1].popen.pid}) was refused ({why}" in text
             ), text
-            assert "and has not come back for 3 s, while the job was gathering" in text, text
+            assert (
+                "and did not come back within 3 s (BPSX_GATHER_GRACE) while the job was gathering"
+            ) in text, text
         assert time.monotonic() - begun < 30, "the deadline of the rendezvous is 60 s"
 
 
@@ -69,7 +71,7 @@ def test_a_server_that_was_refused_is_named_too():
     with Job(
         _SUM, servers=0, workers=1, env={"DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}
     ) as job:
-        job.scheduler.wait_for_line("has come: worker 0")
+        job.scheduler.wait_for_line("arrived: worker 0")
         job._env["BPSX_ENCRYPT"] = "1"
         job.start_server(0)
         assert job.servers[0].wait() == 1 and job.workers[0].wait() == 1

@@ -62,7 +62,7 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
         assert all(
             SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes
         )
-        assert "has come: worker 1" not in job.scheduler.text()  # it has not got in
+        assert "arrived: worker 1" not in job.scheduler.text()  # it has not got in
 
 
 @pytest.mark.parametrize("theirs", [{"BPSX_SECRET": "another secret, long enough"}, {}])

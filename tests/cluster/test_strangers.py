@@ -48,7 +48,7 @@ def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
             visitor.start()
             visitor.join(30)
         assert not visitor.is_alive() and found == [None]
-    assert "accepts nobody, so messages go through the network" in caplog.text
+    assert "accepts no connections, so messages go through the network" in caplog.text
 
 
 def test_a_greeting_that_was_overheard_is_of_no_use():

@@ -138,7 +138,7 @@ def test_resume_says_who_is_missing():
         workers=1,
         env={"BYTEPS_FORCE_DISTRIBUTED": "1"},
     ) as job:
-        assert "no answer from the scheduler at" in job.results()[0][0]
+        assert "no reply from the scheduler at" in job.results()[0][0]
 
 
 LIVES = """

@@ -60,11 +60,11 @@ def nobody() -> Any:
         (
             nobody,
             (
-                "nobody listens there yet, or a firewall refuses; 127.0.0.1 is a loopback address"
-                " and means this machine"
+                "no process listens there yet, or a firewall rejects the connection; 127.0.0.1 is"
+                " a loopback address, which means this machine"
             ),
         ),
-        (listener, "what listens there is no scheduler"),
+        (listener, "the process that listens there is not a scheduler"),
     ],
 )
 @pytest.mark.parametrize("role", ["worker", "server"])
@@ -81,7 +81,7 @@ def test_a_scheduler_that_does_not_answer_is_told_apart(role, what, said):
         )
     assert (
         done.returncode
-        and f"no answer from the scheduler at 127.0.0.1:{port}: {said}" in done.stderr
+        and f"no reply from the scheduler at 127.0.0.1:{port}: {said}" in done.stderr
     ), done.stderr
 
 

@@ -64,10 +64,12 @@ bps.shutdown()
         assert len(at_once) == 4 and isinstance(late[0], list) and len(late) == 2
         for text in (*at_once, late[1]):
             assert (
-                "worker 1 has other names of Parameters, or the same in another order, than"
-                " worker 0" in text
+                "worker 1 has other names of Parameters than worker 0, or the same names in"
+                " another order" in text
             )
-            assert "so must be the order in which Parameters of one name are made" in text
+            assert (
+                "the order in which Parameters of one name are made must be the same on all workers"
+            ) in text
 
 
 _MODULE = (

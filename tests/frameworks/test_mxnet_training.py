@@ -201,7 +201,7 @@ def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
             assert same(want[case], got[case]), case
     for rates, told in each(resumed, "job_plain_reads"):
         assert rates == [0.05] * 10 and told.startswith(
-            "ConfigError: state of compression: 7 bytes that are none"
+            "ConfigError: the compression state of 7 bytes cannot be read"
         )
 
 

@@ -340,12 +340,12 @@ def test_refused(job: Finished) -> None:
             "give mu, a number",
             "DistributedGradientTape: compression_params: momentum='nesterov' without mu",
             "RMSprop's momentum (0.9)",
-            "and not for '",
+            "but not for '",
             "was 0.9 when",
             "sparse_as_dense=True",
             "EagerTensor",
             "RMSPropOptimizer's momentum",
-            "10 bytes that are none",
+            "10 bytes cannot be read",
             "dense/kernel",
         ]
         for text, part in zip(told, expected, strict=True):

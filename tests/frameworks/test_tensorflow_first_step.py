@@ -107,10 +107,12 @@ def test_owners_of_one_name_that_come_in_another_order(mode, ways):
         for early, (text, again) in zip(found[::2], found[1::2], strict=True):
             assert not early and again
             assert (
-                "worker 1 has other names of variables, or the same in another order, than worker 0"
-                in text
+                "worker 1 has other names of variables than worker 0, or the same names in another"
+                " order" in text
             )
-            assert "so must be the order in which variables of one name are made" in text
+            assert (
+                "the order in which variables of one name are made must be the same on all workers"
+            ) in text
 
 
 _WEIGHTS = (

@@ -192,13 +192,13 @@ def job_surface() -> Any:
 
 
 Refusal = tuple[Callable[[], object], str]
-ADASUM = "op=hvd.Adasum: summation servers add; use op=hvd.Average"
+ADASUM = "op=hvd.Adasum is not supported, because summation servers only add; use op=hvd.Average"
 
 
 def refused_sets() -> list[Refusal]:
     x, some = tf.ones(4), hvd.ProcessSet([0])
     tape, sgd = tf.GradientTape(), keras.optimizers.SGD()
-    subset = r"process_set=ProcessSet\(\[0\]\).*not all 2 workers, and a sum.*takes all of them$"
+    subset = r"process_set=ProcessSet\(\[0\]\).*not all 2 workers, but a sum.*needs all of them$"
     verbs = [
         hvd.allreduce,
         hvd.allgather,
@@ -230,7 +230,7 @@ def refused_sets() -> list[Refusal]:
         (lambda: hvd.init(process_sets=[some]), "init: process_sets=ProcessSet"),
         (lambda: hvd.init([0]), "init: comm"),
         (lambda: hvd.ProcessSet("all"), "a list of ranks"),
-        (lambda: hvd.allreduce(x, process_set=[0]), "a ProcessSet is needed, not list"),
+        (lambda: hvd.allreduce(x, process_set=[0]), "must be a ProcessSet, not list"),
         (
             lambda: hvd.size_op(process_set_id=1),
             "process_set_id=1: allowed is 0, the set of all workers",
@@ -340,10 +340,10 @@ def refused_training() -> list[Refusal]:
         (lambda: callbacks.LearningRateScheduleCallback(0.1, "a"), "multiplier='a'"),
         (lambda: callbacks.BroadcastGlobalVariablesCallback(0, "", [3]), "3 is not a variable"),
         *[
-            (lambda m=m: m.elastic, r"hvd\.elastic: nothing is restarted.*docs/start/migrating\.md")
+            (lambda m=m: m.elastic, r"hvd\.elastic is not supported.*docs/start/migrating\.md")
             for m in (hvd, hvd_k)
         ],
-        (lambda: callbacks.CommitStateCallback, r"hvd\.elastic: nothing is restarted"),
+        (lambda: callbacks.CommitStateCallback, r"hvd\.elastic is not supported"),
     ]
 
 

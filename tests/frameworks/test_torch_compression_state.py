@@ -443,7 +443,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "case, texts",
     {
-        "no momentum": ("'a.0.weight'", "without mu", "between 0 and 1"),
+        "no momentum": ("'a.0.weight'", "needs mu", "between 0 and 1"),
         "rmsprop": ("RMSprop's momentum", "group 0: 0.9"),
         "fused": ("group 0 with fused=True",),
         "mu 0": ("mu=0.0", "between 0 and 1"),

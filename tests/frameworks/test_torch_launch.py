@@ -232,7 +232,7 @@ def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
     with Torchrun(
         tmp_path, DYING, when, by_hand=True, BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info"
     ) as job:
-        ready = ("READY", "has come: server 0") if when == "before" else ("READY", "READY")
+        ready = ("READY", "arrived: server 0") if when == "before" else ("READY", "READY")
         seen = ""
         for line in job.output:
             seen += line
@@ -245,7 +245,7 @@ def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
         rest = job.output.read()
         assert not job.left()
         assert (
-            "the end of the worker that had started it" in rest
+            "the exit of the worker that started it" in rest
             if when == "before"
             else "is gone" in rest
         ), rest

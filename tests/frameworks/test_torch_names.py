@@ -156,7 +156,7 @@ def test_workers_that_mean_different_things(other):
     )
     for text, unchanged in run(source):
         wanted = (
-            "worker 1 has other names of parameters, or the same in another order"
+            "worker 1 has other names of parameters than worker 0, or the same names in another"
             if other
             else (
                 "the workers have created their optimizers in different orders. Give"

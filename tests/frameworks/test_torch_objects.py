@@ -258,7 +258,7 @@ def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None
             assert third.startswith(
                 "ObjectError: worker 0: all_gather_object: the object is a Point"
             )
-    assert "does not prove that it knows the job secret" in reports[1][-1]
+    assert "has no proof that its sender knows the job secret" in reports[1][-1]
     assert not (tmp_path / "bomb").exists()
 
 
@@ -286,7 +286,7 @@ def test_what_was_proven_for_one_call_is_refused_in_another(tmp_path: Any) -> No
     assert finished.status == 0, finished.output[-5000:]
     ours, theirs = (finished.results[rank]["job_replayed"] for rank in range(2))
     assert ours == ["", "", ""]
-    assert theirs[0] == "" and all("was made for this call" in said for said in theirs[1:])
+    assert theirs[0] == "" and all("made it for this call" in said for said in theirs[1:])
 
 
 def job_wrong_arguments() -> Any:

@@ -84,7 +84,7 @@ def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
         else:
             text = ask(push_pull("x", PretendArray(np.ones(1000, np.float32), main)))
             assert text.startswith(
-                "DeviceError: local rank 0: it has called join() before its first tensor on a GPU"
+                "DeviceError: local rank 0 called join() before its first tensor on a GPU"
             ), text
             report("told")
     """,

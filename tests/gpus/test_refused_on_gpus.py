@@ -41,7 +41,7 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
         moving = view(x)._replace(streams=lambda: where[0])
         handle = verbs.session().push_pull("x", moving, moving, average=False)
         where[0] = main
-        assert "is waited for on a stream that is being captured into a CUDA graph" in ask(handle)
+        assert "a stream that waits for a sum is being captured into a CUDA graph" in ask(handle)
         where[0] = second
         handle.wait(20)
         cuda.capture(main, False)
@@ -119,10 +119,10 @@ def ended(job: Job, seconds: float = 25.0) -> list[list[str]]:
 def test_one_gpu_for_two_processes_of_a_machine_is_refused_by_name(pretend: Path) -> None:
     with gpu_job(FIRST, pretend, 2, 2, 1, worker_env={3: {"PRETEND_FIRST_GPU": 0}}) as job:
         for worker in job.workers[2:]:
-            worker.wait_for_line("local ranks 0 and 1 use one GPU (")
+            worker.wait_for_line("local ranks 0 and 1 use the same GPU (")
         found = ended(job)
     assert all(
-        "local ranks 0 and 1 use one GPU (" in text and "at 0000:00:00.0" in text
+        "local ranks 0 and 1 use the same GPU (" in text and "at 0000:00:00.0" in text
         for said in found
         for text in said
     ), found

@@ -307,7 +307,7 @@ def test_choices_of_parameters() -> None:
         "c": compression(one),
     }
     for wrong, text in (
-        ({"d": one}, "names parameters that the optimizer has not: d"),
+        ({"d": one}, "names parameters that the optimizer does not have: d"),
         (3, "is a int"),
         ({"a": {"compressor": "onebits"}}, "of 'a'"),
     ):

@@ -120,21 +120,21 @@ def test_what_is_given_wins(two: Path) -> None:
             "",
             None,
             (
-                "192.0.2.9 cannot be seen from their GIDs: name it with BPSX_RDMA_DEVICE; there"
-                " are: mlx5_0:1 .*GID 3 10.0.0.7 RoCE v2.*mlx5_1:1"
+                "belongs to 192.0.2.9, because no GID matches: name the adapter with"
+                " BPSX_RDMA_DEVICE; active ports: mlx5_0:1 .*GID 3 10.0.0.7 RoCE v2.*mlx5_1:1"
             ),
         ),
         (
             "10.0.0.7",
             "mlx5_9",
             None,
-            "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: mlx5_0:1",
+            "BPSX_RDMA_DEVICE=mlx5_9: no active port has that name; active ports: mlx5_0:1",
         ),
         (
             "10.0.0.7",
             "mlx5_1",
             7,
-            "BPSX_RDMA_GID_INDEX=7: no GID of that number; there are: mlx5_0:1",
+            "BPSX_RDMA_GID_INDEX=7: no GID has that index; active ports: mlx5_0:1",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named_with_what_there_is(
 
 
 def test_no_adapter_and_no_active_port(tmp_path: Path) -> None:
-    with pytest.raises(TransportError, match="no RDMA adapter on this machine"):
+    with pytest.raises(TransportError, match="this machine has no RDMA adapter"):
         gids.ports(tmp_path / "none")
     put(tmp_path, "mlx5_0", [], state="1: DOWN")
     with pytest.raises(

@@ -55,7 +55,8 @@ def test_a_joined_worker_is_not_among_those_who_wait_or_are_waited_for():
     m.join(b"w0")
     ((_, warning),) = m.waiting(b"w1", waiting(["t", 0, 0, 40.0]), 0.0)
     assert warning["text"].startswith(
-        "tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2; is it slow"
+        "tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2; is that worker"
+        " slow"
     )
     out = m.waiting(b"w2", waiting(["u", 0, 0, 40.0]), 0.0)
     assert [o["text"] for _, o in out if o["type"] == "RESET"] and all(

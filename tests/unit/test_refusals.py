@@ -39,11 +39,11 @@ def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
         3
     ):  # Peers that close at once have no known address; they are logged if they come repeatedly.
         turn_away(refusals, 99)
-    assert len(said) == 1 and said[0].endswith("or speaks something else; 2 more before it")
+    assert len(said) == 1 and said[0].endswith("or speaks another protocol; 2 more before this one")
     for _ in range(3):
         turn_away(refusals, 99)
     assert len(said) == 2 and said[1].endswith(
-        "or speaks something else; 2 more since the last such line"
+        "or speaks another protocol; 2 more since the last such warning"
     )
 
 

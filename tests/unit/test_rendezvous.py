@@ -53,7 +53,7 @@ def test_who_is_missing_is_known():
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"),
+        (hello("worker", 0, pid=7), "worker 0 (h, pid 100) is already in the job"),
         (hello("worker", 5), "rank 5"),
         (hello("boss", 0), "'boss'"),
         (hello("worker", 1, protocol=PROTOCOL + 1), f"protocol version {PROTOCOL + 1}"),
@@ -64,9 +64,9 @@ def test_who_is_missing_is_known():
             hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)),
             "BYTEPS_PARTITION_BYTES=8192",
         ),
-        (hello("server", -1, pid=8), "there is a server already"),
-        (hello("server", -1, lanes=[]), "without lanes"),
-        (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),
+        (hello("server", -1, pid=8), "the job already has its server (DMLC_NUM_SERVER=1)"),
+        (hello("server", -1, lanes=[]), "has no lanes"),
+        (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "invalid options: "),
     ],
 )
 def test_a_refusal_says_why_and_changes_nothing(message, text):
@@ -98,7 +98,9 @@ def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
     assert (
         when == 8.0
         and text.startswith(f"{who} was refused (")
-        and text.endswith("), and has not come back for 3 s, while the job was gathering")
+        and text.endswith(
+            "), and did not come back within 3 s (BPSX_GATHER_GRACE) while the job was gathering"
+        )
     )
     m.hello(b"again", hello(message["role"], message["rank"], pid=7))
     assert m.vanished.due(6.0, 3.0) is None
@@ -219,10 +221,9 @@ def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
     assert m.state == "running" and not m.survived
     m.bye(b"w0", {"failure": ""})
     assert m.state == "failed" and m.survived
-    assert (
-        m.failure
-        == "worker 1 (h, pid 101) is gone: its connection broke; the others have gone on and left"
-        " in good order"
+    assert m.failure == (
+        "worker 1 (h, pid 101) is gone: its connection broke; the other workers continued and"
+        " left in good order"
     )
 
 

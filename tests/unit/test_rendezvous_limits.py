@@ -95,8 +95,8 @@ def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowe
     )
     assert (answers[b"w0"]["type"] == "WELCOME") == allowed
     assert allowed or answers[b"w0"]["reason"].endswith(
-        "has BYTEPS_PARTITION_BYTES=16777217 and may send messages of 67108868 bytes, and a server"
-        " takes at most 67108864: set BYTEPS_PARTITION_BYTES on the servers, too"
+        "with BYTEPS_PARTITION_BYTES=16777217 may send messages of 67108868 bytes, but a server"
+        " accepts at most 67108864: set BYTEPS_PARTITION_BYTES on the servers, too"
     ), answers
 
 

@@ -169,7 +169,7 @@ def test_who_leaves_or_joins_is_not_waited_for():
     s.leave(2)
     assert s.deadlock() == {0: [("a", 0)], 1: [("b", 0)]}
     s.leave(1)
-    assert s.deadlock() == {} and "its sum is not back yet" in told(s, 0, now=101.0)
+    assert s.deadlock() == {} and "its sum has not arrived yet" in told(s, 0, now=101.0)
 
 
 @pytest.mark.parametrize("ended", [[], [0]])
@@ -179,7 +179,7 @@ def test_pushed_by_all_and_not_answered_is_told_too(ended):
         s.report(rank, [["a", 0, 0, 5.0, 5.0]], [], 0.0)
     for rank in ended:  # a worker that has the result does not count as one that has not pushed
         s.report(rank, [], [["a", 0]], 0.0)
-    assert "its sum is not back yet" in told(s, 1, now=30.0)
+    assert "its sum has not arrived yet" in told(s, 1, now=30.0)
 
 
 def test_a_round_that_is_over_elsewhere_does_not_count_for_the_next():

@@ -72,6 +72,6 @@ def test_two_processes_with_one_gpu_are_named(alone: bool) -> None:
     found = cards(*"aabb")
     found[3] = found[1]
     with pytest.raises(
-        ConfigError, match=r"local ranks 1 and 3 use one GPU \(Pretend at 0000:01:00.0\)"
+        ConfigError, match=r"local ranks 1 and 3 use the same GPU \(Pretend at 0000:01:00.0\)"
     ):
         plan(found, True, alone=alone)

@@ -16,7 +16,7 @@ def test_the_clock_starts_at_the_first_look():
     v.miss("worker", 1, "h", "worker 1 is gone")
     assert v.due(100.0, 3.0)[0] == 103.0
     when, text = v.due(102.0, 3.0)
-    assert when == 103.0 and text.startswith("worker 1 is gone, and has not come back for 3 s")
+    assert when == 103.0 and text.startswith("worker 1 is gone, and did not come back within 3 s")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_who_is_refused_again_and_again_is_one_whose_clock_runs_on():
         v.turn_away(role, rank, "h", f"{role} was refused (second)")
         when, text = v.due(12.0, 3.0)
         assert when == 13.0 and text.startswith(
-            f"{role} was refused (second), and has not come back for 3 s"
+            f"{role} was refused (second), and did not come back within 3 s"
         )
         v.back(role, rank, "h", 0)
         assert v.due(12.0, 3.0) is None

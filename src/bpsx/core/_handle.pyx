@@ -181,8 +181,8 @@ cdef class Handle:
         cdef bint finished, waited = False
         if c_own_pid() != self.core.pid:
             raise errors.NotInitializedError(
-                f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked "
-                f"child cannot wait for it"
+                f"push_pull of {self.name!r} was started in process {self.core.pid}; a forked "
+                "child cannot wait for it"
             )
         if timeout is not None:
             end = now_ns() + <int64_t>(timeout * 1e9)
@@ -289,7 +289,7 @@ cdef class Handle:
         try:
             PyErr_CheckSignals()
             if end and now_ns() >= end:
-                raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
+                raise TimeoutError(f"push_pull of {self.name!r} did not finish in time")
             if self.c.role.stopping and atomic_load(&self.task.status) == PENDING:
                 raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
         except BaseException:

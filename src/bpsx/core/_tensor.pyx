@@ -164,8 +164,8 @@ cdef class Tensor:
         self.name, self.generation, self.codec = name, generation, codec.encode()
         if len(self.codec) > MAX_CODEC_BYTES:
             raise ValueError(
-                f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most "
-                f"{MAX_CODEC_BYTES} are allowed"
+                f"tensor {name!r}: its compression parameters take {len(self.codec)} bytes; at "
+                f"most {MAX_CODEC_BYTES} are allowed"
             )
         self.c.codec.at, self.c.codec.size = self.codec, len(self.codec)
         self.made = list(made)

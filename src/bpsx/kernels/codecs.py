@@ -54,18 +54,17 @@ def register(codec: Codec) -> None:
             kind.__qualname__,
         ):
             raise ConfigError(
-                f"compressor {name!r} of {kind.__module__} is there already: {other.__module__}"
-                " has it"
+                f"compressor {name!r} of {kind.__module__}: the name is taken by {other.__module__}"
             )
         if name in _BUILT_IN and kind.__module__ != f"bpsx.kernels.cpu.{name}":
             raise ConfigError(
-                f"compressor {name!r} of {kind.__module__} is there already: it is one of"
-                " bpsx's own"
+                f"compressor {name!r} of {kind.__module__}: the name is taken by one of bpsx's own"
+                " compressors"
             )
         if taken := sorted({*codec.keys} & {*COMMON}):
             raise ConfigError(
-                f"compressor {name!r} of {kind.__module__}: its key {taken[0]!r} is there already,"
-                " for all compressors"
+                f"compressor {name!r} of {kind.__module__}: its key {taken[0]!r} is taken: all"
+                " compressors have it"
             )
         _codecs[name] = codec
 
@@ -89,7 +88,7 @@ def device_codec(name: str) -> DeviceCodec:
         if name not in _device_codecs:
             known = dict.fromkeys((*COMPRESSORS, *_device_codecs))
             raise ConfigError(
-                f"compressor={name!r} has no kernels for GPUs; those that have are"
+                f"compressor={name!r} has no kernels for GPUs; allowed on GPUs are"
                 f" {', '.join(known)}"
             )
         return _device_codecs[name]
@@ -106,8 +105,8 @@ def codec(name: str) -> Codec:
         if name not in _codecs:
             known = [n for n in (*COMPRESSORS, *_codecs) if n != "half"]
             raise ConfigError(
-                f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}, and what the"
-                " modules in BPSX_COMPRESSORS have"
+                f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}, and those of"
+                " the modules in BPSX_COMPRESSORS"
             )
         return _codecs[name]
 
@@ -206,8 +205,8 @@ def checked_amount(key: str, value: Any) -> int | float:
         return int(number)
     wrong = f"{key} is missing" if value is None else f"{key}={value!r}"
     raise ConfigError(
-        f"{wrong}: allowed are an integer >= 1 (so many elements of each partition) and a fraction,"
-        f" 0 < {key} < 1"
+        f"{wrong}: allowed are an integer >= 1 (number of elements of each partition) and a"
+        f" fraction, 0 < {key} < 1"
     )
 
 

@@ -130,7 +130,7 @@ cdef class Gpu:
         self._check("cuDeviceGetCount", self.state.driver.device_count(&n))
         if not 0 <= ordinal < n:
             raise ConfigError(
-                f"GPU {ordinal} does not exist: this process sees {n} (CUDA_VISIBLE_DEVICES)"
+                f"GPU {ordinal} does not exist: this process sees {n} GPUs (CUDA_VISIBLE_DEVICES)"
             )
         self._check("cuDeviceGet", self.state.driver.device_get(&self.device, ordinal))
         self._check(
@@ -281,8 +281,8 @@ cdef class Gpu:
         leave(&self.state, token)
         if capturing:
             raise ConfigError(
-                "a sum is waited for on a stream that is being captured into a CUDA graph, which "
-                "cannot hold an exchange with other processes: wait for it before the capture"
+                "a stream that waits for a sum is being captured into a CUDA graph, which cannot "
+                "hold an exchange with other processes: wait for the sum before the capture"
             )
         self._check("cuStreamWaitEvent", rc)
 
@@ -367,7 +367,7 @@ cdef class Gpu:
                 resolve(open_library(NCCL.encode(), RTLD_NOLOAD), <void **>&self.state.nccl, _NCCL)
             except ConfigError as e:
                 raise ConfigError(
-                    f"NCCL, which adds GPUs of one machine, cannot be used: {e}"
+                    f"NCCL, which sums over the GPUs of a machine, cannot be used: {e}"
                 ) from e
         self._check_nccl("ncclGetVersion", self.state.nccl.version(&version))
         return version
@@ -388,7 +388,7 @@ cdef class Gpu:
         cdef void *comm = NULL
         cdef int rc = 0
         if len(unique_id) != ID_BYTES:
-            raise DeviceError(f"an id of NCCL has {ID_BYTES} bytes, not {len(unique_id)}")
+            raise DeviceError(f"NCCL's unique id must have {ID_BYTES} bytes, not {len(unique_id)}")
         memcpy(one.internal, <char *>unique_id, ID_BYTES)
         with self:
             if room(&self.table, most) != 0:

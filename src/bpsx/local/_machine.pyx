@@ -114,9 +114,9 @@ cdef class Machine:
             os.ftruncate(self.descriptor, self.c.used + room)
         except OSError as e:
             raise ConfigError(
-                f"cannot make {self.c.used + room} bytes of shared memory ({e.strerror}): raise "
-                f"the limit of file sizes (ulimit -f), or set BPSX_LOCAL_REDUCE=0 to let every "
-                f"process speak to the servers itself"
+                f"cannot create {self.c.used + room} bytes of shared memory ({e.strerror}): raise "
+                "the file size limit (ulimit -f), or set BPSX_LOCAL_REDUCE=0 so that every "
+                "process exchanges with the servers itself"
             ) from e
         # The seals prevent another process from shrinking the memory under the others.
         fcntl.fcntl(
@@ -129,17 +129,17 @@ cdef class Machine:
         cdef uint64_t nbytes = os.fstat(descriptor).st_size
         if nbytes < self.c.used and local_rank != self.c.me:
             raise ConfigError(
-                f"local rank {local_rank} shares {nbytes} bytes of memory; a segment has more: is "
-                f"its bpsx another version?"
+                f"local rank {local_rank} shares a segment of {nbytes} bytes, which is too small: "
+                "does it run another version of bpsx?"
             )
         cdef void *at = mmap(
             NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0
         )
         if at == MAP_FAILED:
             raise ConfigError(
-                f"cannot map {nbytes} bytes of shared memory: raise the limit of address space "
-                f"(ulimit -v), or set BPSX_LOCAL_REDUCE=0 to let every process speak to the "
-                f"servers itself"
+                f"cannot map {nbytes} bytes of shared memory: raise the address space limit "
+                "(ulimit -v), or set BPSX_LOCAL_REDUCE=0 so that every process exchanges with the "
+                "servers itself"
             )
         self.c.all[local_rank].segment = <Segment *>at
         self.c.all[local_rank].nbytes = nbytes
@@ -210,7 +210,7 @@ cdef class Machine:
         """
         cdef Board *board = self._board(self.c.me)
         if len(text) > NOTICE_BYTES:
-            raise ValueError(f"a notice of {len(text)} bytes; at most {NOTICE_BYTES} are possible")
+            raise ValueError(f"a notice of {len(text)} bytes; at most {NOTICE_BYTES} are allowed")
         atomic_add(&board.version, 1)       # odd: being written
         memcpy(board.text, <char *>text, len(text))
         board.length = len(text)
@@ -240,12 +240,12 @@ cdef class Machine:
         ):
             raise ValueError(
                 f"groups of {group_size} among {self.c.size} processes, {len(roots)} roots; at "
-                f"most {MOST_ROOTS} roots are possible"
+                f"most {MOST_ROOTS} roots are allowed"
             )
         if self.c.gpus.pinned == NULL:
             self.c.gpus.pinned = <uint8_t *>calloc(self.c.all[self.c.root].nbytes // SLAB + 1, 1)
             if self.c.gpus.pinned == NULL:
-                raise MemoryError("no memory for what is pinned")
+                raise MemoryError("no memory for the table of pinned memory")
         self.c.gpus.group_size, self.c.gpus.n_groups, self.c.gpus.n_roots = (
             group_size, self.c.size // group_size, len(roots)
         )

@@ -86,7 +86,7 @@ class Meeting(threading.Thread):
             found = self._decide([self._read(i, "bus") for i in range(self._size)])
             ids = [self._gpu.unique_id().hex() for _ in range(self._size // found.group)]
             self._say(group=found.group, roots=list(found.roots), ids=ids)
-            log.info("%d GPUs, %d of them together: %s", self._size, found.group, found.why)
+            log.info("%d GPUs, in groups of %d: %s", self._size, found.group, found.why)
         agreed = self._read(root, "ids")
         group = int(agreed["group"])
         self._gpu.join(
@@ -130,8 +130,8 @@ class Meeting(threading.Thread):
             # An older "rests" notice is stale: that process's control thread is about to remove it.
             if notice.get("rests", -1) >= self._gatherings:
                 raise DeviceError(
-                    f"local rank {local_rank}: it has called join() before its first tensor on a"
-                    " GPU, and NCCL needs all GPUs of a machine to begin: use one on each process"
+                    f"local rank {local_rank} called join() before its first tensor on a GPU, but"
+                    " NCCL needs all GPUs of a machine to start: use a GPU tensor on each process"
                     " first"
                 )
             if word in notice:
@@ -153,9 +153,9 @@ def load_nccl(gpu: Gpu) -> None:
         from cupy.cuda import nccl
     except ImportError as e:
         raise ConfigError(
-            f"several GPUs on one machine are added by NCCL, which bpsx takes from CuPy ({e}): pip"
-            " install cupy-cuda13x (or cupy-cuda12x), or set BPSX_LOCAL_REDUCE=0 to let every"
-            " process speak to the servers itself"
+            f"sums over several GPUs of one machine need NCCL, which bpsx loads from CuPy ({e}):"
+            " pip install cupy-cuda13x (or cupy-cuda12x), or set BPSX_LOCAL_REDUCE=0 so that every"
+            " process exchanges with the servers itself"
         ) from e
     log.debug("NCCL %s through CuPy", nccl.get_version())
     gpu.open_nccl()

@@ -279,7 +279,7 @@ cdef inline int divide(
     )
     arguments[0], arguments[1], arguments[2] = &at, &count, &divisor
     if s.dividers[dtype] == NULL:
-        return failed(s, b"no kernel divides this type of element", NOT_FOUND)
+        return failed(s, b"no kernel divides this element type", NOT_FOUND)
     return failed(
         s, b"cuLaunchKernel",
         s.driver.launch(

@@ -93,7 +93,8 @@ class Devices:
                 "the host's memory" if gpu < 0 else f"GPU {gpu}" for gpu in (source.gpu, target.gpu)
             ]
             raise ConfigError(
-                f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike"
+                f"{name!r}: input is in {where[0]}, output in {where[1]}: both must be in the same"
+                " memory"
             )
         return self.place_on(name, source.gpu, source.streams)
 
@@ -138,9 +139,10 @@ class Devices:
                 kernel = divider(BY_CODE[dtype].name).handle()
         except Exception as e:
             raise ConfigError(
-                f"{name!r}: averages of integers on GPUs of one machine need a kernel, which cannot"
-                f" be built: {type(e).__name__}: {e}. Install numba-cuda (pip install 'bpsx[cuda]';"
-                " versions that work together: docs/start/versions.md), or push floats"
+                f"{name!r}: averages of integers on GPUs of one machine need a kernel, which"
+                f" cannot be built: {type(e).__name__}: {e}. Install numba-cuda (pip install"
+                " 'bpsx[cuda]'; versions that work together: docs/start/versions.md), or push"
+                " floating-point tensors"
             ) from e
         with on.gpu:
             on.gpu.take_divider(dtype, kernel, THREADS)
@@ -153,8 +155,8 @@ class Devices:
         place = self.place(name, source, target)
         if place is None or source.nbytes != target.nbytes or source.shape != target.shape:
             raise ConfigError(
-                f"{name!r}: input is {source.shape}, output {target.shape}, both on a GPU: must be"
-                " alike"
+                f"{name!r}: input has shape {source.shape}, output {target.shape}: on a GPU, both"
+                " must have the same shape and size"
             )
         if source.address != target.address and source.nbytes:
             place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
@@ -181,8 +183,8 @@ class Devices:
             if self._gpu is not None and self._gpu.ordinal != ordinal:
                 raise ConfigError(
                     f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU"
-                    f" {self._gpu.ordinal}: a process has one GPU; start one process for each"
-                    " (BYTEPS_LOCAL_SIZE)"
+                    f" {self._gpu.ordinal}: a process can use only one GPU; start one process per"
+                    " GPU (BYTEPS_LOCAL_SIZE)"
                 )
             if self._closed:
                 raise ConfigError(f"{name!r}: bpsx was shut down")

@@ -78,7 +78,7 @@ def _host(
             if time.monotonic() >= end:
                 missing = ", ".join(str(i) for i in range(size - 1) if i not in guests)
                 raise RendezvousError(
-                    f"local rank {missing} did not come to {path}: do all processes with this"
+                    f"local rank {missing} did not connect to {path}: do all processes with this"
                     " DMLC_WORKER_ID run on one machine, as one user, with the same"
                     " BYTEPS_SOCKET_PATH?"
                 )
@@ -131,8 +131,8 @@ def _visit(
                     raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot reach {path}: {e}") from e
                 if time.monotonic() >= end:
                     raise RendezvousError(
-                        f"local rank {size - 1} is not at {path}: do all processes with this"
-                        " DMLC_WORKER_ID run on one machine, as one user, with the same"
+                        f"local rank {size - 1} does not listen at {path}: do all processes with"
+                        " this DMLC_WORKER_ID run on one machine, as one user, with the same"
                         " BYTEPS_SOCKET_PATH?"
                     ) from e
             # No event signals that a socket has appeared; the root starts at about the same time.
@@ -208,7 +208,7 @@ def _send(
             # machines the other processes must read first.
             if e.errno != errno.ETOOMANYREFS or time.monotonic() >= end:
                 raise RendezvousError(
-                    f"a process of this machine left while the job was coming together: {e}"
+                    f"a process on this machine left while the job was gathering: {e}"
                 ) from e
         look()
         time.sleep(_SLICE)
@@ -224,7 +224,7 @@ def _receive(
     _, uid, _ = _UCRED.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (os.getuid(), 0):
         raise RendezvousError(
-            f"a process of user {uid} came to the meeting of user {os.getuid()}'s job"
+            f"a process of user {uid} connected to the socket of user {os.getuid()}'s job"
         )
     link.settimeout(_SLICE)
     while True:
@@ -234,22 +234,28 @@ def _receive(
             break
         except TimeoutError:
             if time.monotonic() >= end:
-                raise RendezvousError("a process of this machine came and said nothing") from None
+                raise RendezvousError(
+                    "a process on this machine connected but sent nothing"
+                ) from None
         except OSError as e:
             raise RendezvousError(
-                f"a process of this machine left while the job was coming together: {e}"
+                f"a process on this machine left while the job was gathering: {e}"
             ) from e
     if len(data) != _GREETING.size or len(found) != 2:
         for descriptor in found:
             os.close(descriptor)
         raise RendezvousError(
-            "a process of this machine left while the job was coming together"
+            "a process on this machine left while the job was gathering"
             if not data
-            else "a stranger came to the meeting of this machine's processes"
+            else (
+                "a process that is not part of the job connected to the socket of this machine's"
+                " processes"
+            )
         )
     magic, rank, theirs = _GREETING.unpack(data)
     if magic != _MAGIC or theirs != size or not 0 <= rank < size:
         raise RendezvousError(
-            f"local rank {rank} says BYTEPS_LOCAL_SIZE={theirs}, here it is {size}"
+            f"local rank {rank} has BYTEPS_LOCAL_SIZE={theirs}, this process {size}: must be the"
+            " same on all processes of a machine"
         )
     return rank, (found[0], found[1])

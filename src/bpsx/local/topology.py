@@ -54,7 +54,7 @@ def plan(
     size = len(cards)
     _check_cards(cards)
     if alone:
-        return ReducePlan(size, (), "there are no servers: NCCL adds all")
+        return ReducePlan(size, (), "no servers, so NCCL sums over all GPUs")
     if roots:
         return ReducePlan(size, tuple(roots), "BYTEPS_REDUCE_ROOTS")
     if switch_size is not None:
@@ -65,10 +65,10 @@ def plan(
             )
         return ReducePlan(switch_size, (), "BYTEPS_PCIE_SWITCH_SIZE")
     if linked:
-        return ReducePlan(size, (), "NVLink joins all")
+        return ReducePlan(size, (), "NVLink connects all GPUs")
     found = _by_switch([card.switch for card in cards])
     if linked is None or found is None:
-        return ReducePlan(size, (), "what joins them is not known")
+        return ReducePlan(size, (), "the connections between the GPUs are unknown")
     return ReducePlan(
         found, (), "one PCIe switch" if found == size else "no NVLink, and several PCIe switches"
     )
@@ -80,9 +80,10 @@ def _check_cards(cards: Sequence[Card]) -> None:
         other = seen.setdefault(card.bus, local_rank)
         if other != local_rank:
             raise ConfigError(
-                f"local ranks {other} and {local_rank} use one GPU ({card.name} at {card.bus}):"
-                " each process needs its own, as with torch.cuda.set_device(bps.local_rank()) or"
-                " CUDA_VISIBLE_DEVICES; or set BPSX_LOCAL_REDUCE=0"
+                f"local ranks {other} and {local_rank} use the same GPU ({card.name} at"
+                f" {card.bus}): give each process its own, for example with"
+                " torch.cuda.set_device(bps.local_rank()) or CUDA_VISIBLE_DEVICES; or set"
+                " BPSX_LOCAL_REDUCE=0"
             )
 
 

@@ -97,7 +97,7 @@ cdef void serve() noexcept with gil:
         calls.served = False
         unlock(&calls.monitor)
         logging.getLogger("bpsx").error(
-            "no thread can be started that begins calls, which wait until one can: %s", e
+            "cannot start the thread that begins calls; calls wait until it can be started: %s", e
         )
 
 
@@ -273,7 +273,7 @@ cdef void give_up(Call *call) noexcept nogil:
     Python.
     """
     if call.failed != TOLD:
-        call.caller.fail(call, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
+        call.caller.fail(call, ABORTED, b"bpsx: Python is shutting down; the exchange is cancelled")
     if call.failed and not call.caller.goes_first:
         call.caller.leave(call)
     call.caller.settle(call)
@@ -295,7 +295,7 @@ cdef void tell_failed(Call *call) noexcept:
 
 cdef void fail(Call *call, error) noexcept:
     """Report ``error`` to the caller, whatever exception it is."""
-    code, text = INTERNAL, b"bpsx: an exception that cannot be told"
+    code, text = INTERNAL, b"bpsx: an exception whose text cannot be read"
     try:
         for kind, found in CODES:
             if isinstance(error, kind):

@@ -45,7 +45,9 @@ def unpacked(archive: bytes) -> dict[str, Any]:
         with np.load(io.BytesIO(archive)) as found:  # does not unpickle objects
             rest = json.loads(found[_REST].tobytes())
             if rest["version"] != _VERSION:
-                raise ValueError(f"version {rest['version']!r}; {_VERSION} is known")
+                raise ValueError(
+                    f"it has version {rest['version']!r}; this bpsx reads version {_VERSION}"
+                )
             saved = {name: dict(state) for name, state in rest["names"].items()}
             of = list(saved.values())
             for key in found.files:
@@ -54,5 +56,7 @@ def unpacked(archive: bytes) -> dict[str, Any]:
                     of[int(i)][what] = found[key]
     # zipfile, NumPy and JSON raise many types for malformed bytes
     except Exception as e:
-        raise ConfigError(f"state of compression: {len(archive)} bytes that are none: {e}") from e
+        raise ConfigError(
+            f"the compression state of {len(archive)} bytes cannot be read: {e}"
+        ) from e
     return saved

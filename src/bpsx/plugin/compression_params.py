@@ -35,8 +35,8 @@ def choose(
         }
         if wrong:
             raise ConfigError(
-                f"{verb}: compression_params has mappings by parameter's name, and {wrong!r}:"
-                " allowed are mappings and None"
+                f"{verb}: compression_params maps parameters' names to mappings, but has"
+                f" {wrong!r}: allowed are mappings and None"
             )
         said = dict(given)
     else:
@@ -56,9 +56,9 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
     """
     if isinstance(given, type):
         raise ConfigError(
-            f"{verb}: compression_params={given.__name__}: a mapping is needed, or a function of a"
-            " parameter's name, and not a class: those of Compression convert tensors before the"
-            " exchange"
+            f"{verb}: compression_params={given.__name__} is a class; allowed are a mapping and a"
+            " function of a parameter's name. The classes of Compression convert tensors before"
+            " the exchange"
         )
     if given is None or callable(given):
         return
@@ -77,8 +77,9 @@ def check_names(given: Params, known: Sequence[str], verb: str) -> None:
     strange = [str(name) for name in given if name not in known]
     if strange:
         raise ConfigError(
-            f"{verb}: compression_params names parameters that the optimizer has not:"
-            f" {', '.join(strange[:10])}; it has {', '.join(known[:10])}{', …' * (len(known) > 10)}"
+            f"{verb}: compression_params names parameters that the optimizer does not have:"
+            f" {', '.join(strange[:10])}; it has"
+            f" {', '.join(known[:10])}{', …' * (len(known) > 10)}"
         )
 
 
@@ -89,7 +90,7 @@ def _by_name(given: Any, verb: str) -> bool:
     """
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a"
+            f"{verb}: compression_params is a {type(given).__name__}; allowed are a mapping and a"
             " function of a parameter's name"
         )
     return any(isinstance(value, Mapping) for value in given.values())
@@ -106,9 +107,9 @@ def _compression(
     if isinstance(params, Mapping) and params.get("momentum") and _missing(params.get("mu")):
         if name not in momenta:
             raise ConfigError(
-                f"{what}: momentum={params['momentum']!r} without mu, and there is no momentum of"
-                " an optimizer's that could be taken over: give mu, a number between 0 and 1, such"
-                " as 0.9"
+                f"{what}: momentum={params['momentum']!r} needs mu, because there is no"
+                " optimizer's momentum to take over: give mu, a number between 0 and 1, such as"
+                " 0.9"
             )
         params = {**params, "mu": momenta[name]}
     return adapter.compression(params, what)

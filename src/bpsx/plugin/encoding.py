@@ -124,4 +124,4 @@ def decode(value: Any, raw: Callable[[int], bytes], tensor: Callable[[Any], Any]
     if kind in ("array", "scalar"):
         array = np.frombuffer(bytearray(raw(body[2])), np.dtype(body[0])).reshape(body[1])
         return array if kind == "array" else array[()]
-    raise StateError(f"a value of the unknown kind {kind[:40]!r} has arrived")
+    raise StateError(f"received a value of the unknown kind {kind[:40]!r}")

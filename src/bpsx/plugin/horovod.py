@@ -70,8 +70,8 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
         raise ConfigError(f"{verb}: op={op!r}; allowed are {allowed}") from None
     if known is ReduceOp.Adasum:
         raise ConfigError(
-            f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with "
-            "the learning rate that fits an average"
+            f"{verb}: op=hvd.Adasum is not supported, because summation servers only add; use "
+            "op=hvd.Average, with the learning rate that fits an average"
         )
     return known
 
@@ -93,9 +93,8 @@ def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str)
             raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
     if adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
-            f"keep, and a sum over the workers there is not; use {instead}, which "
-            "says what it does then"
+            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, so there "
+            f"is no sum over the workers; use {instead}, which documents what it does then"
         )
     return How(verb, op, float(prescale), float(postscale))
 
@@ -116,8 +115,8 @@ class ProcessSet:
         complete = isinstance(ranks, Sequence) and len(set(known)) == len(ranks)
         if ranks is not None and not complete:
             raise ConfigError(
-                f"ProcessSet: ranks={ranks!r}: a list of ranks from 0, each once, is "
-                "needed, or None for all workers"
+                f"ProcessSet: ranks={ranks!r}: allowed are a list of ranks from 0, each once, and "
+                "None for all workers"
             )
         self.ranks: list[int] | None = None if ranks is None else sorted(known)
 
@@ -159,14 +158,14 @@ def check_process_set(process_set: Any, argument: str = "process_set", instead: 
     """
     if not isinstance(process_set, ProcessSet):
         raise ConfigError(
-            f"{argument}={process_set!r}: a ProcessSet is needed, not "
-            f"{type(process_set).__name__}; leave it out for all workers"
+            f"{argument}={process_set!r}: must be a ProcessSet, not {type(process_set).__name__}; "
+            "leave it out for all workers"
         )
     if process_set.ranks is not None and process_set.ranks != list(range(verbs.size())):
         more = f"; {instead}" if instead else ""
         raise ConfigError(
-            f"{argument}={process_set}: these are not all {verbs.size()} workers, and "
-            f"a sum over summation servers takes all of them{more}"
+            f"{argument}={process_set}: these are not all {verbs.size()} workers, but a sum over "
+            f"summation servers needs all of them{more}"
         )
 
 
@@ -182,7 +181,7 @@ def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) 
     if comm is not None and (not isinstance(comm, Sequence) or comm):
         more = f", and {instead}" if instead else ""
         raise ConfigError(
-            "init: comm: the job's workers are those that the launcher has started; "
+            "init: comm is not supported, because the launcher decides which workers the job has; "
             f"leave comm out{more}"
         )
     begin()
@@ -225,9 +224,9 @@ def no() -> bool:
 def refuse_elastic(suspending: str) -> NoReturn:
     """Raise :class:`ConfigError`. ``suspending``: the framework's module that has ``suspend()``."""
     raise ConfigError(
-        "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
-        "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
-        f"a checkpoint; for a planned change of size there are {suspending}.suspend() and "
+        "hvd.elastic is not supported: bpsx does not restart workers on its own. When a worker is "
+        "lost, all others raise bpsx.PeerLostError, and torchrun --max-restarts starts the job "
+        f"again, from a checkpoint. For a planned change of size, call {suspending}.suspend() and "
         'resume(). See the table "From Horovod" in docs/start/migrating.md'
     )
 
@@ -244,7 +243,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     if isinstance(file_path, (str, bytes, os.PathLike)):
         path = os.fsdecode(file_path)
     if not path:
-        raise ConfigError(f"start_timeline: file_path={file_path!r}: the path of a file is needed")
+        raise ConfigError(f"start_timeline: file_path={file_path!r}: must be the path of a file")
     verbs.trace_start()
     _timeline = path
 
@@ -270,7 +269,7 @@ def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
     kind = check_adds(verb, checked_op(verb, op))
     if not isinstance(predivide, numbers.Real) or not float(predivide) > 0:
         raise ConfigError(
-            f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is needed"
+            f"{verb}: gradient_predivide_factor={predivide!r}: must be a number above 0"
         )
     if predivide != 1.0 and kind is not ReduceOp.Average:
         raise ConfigError(
@@ -297,7 +296,7 @@ def check_groups(
     if listed:
         members = [m for group in groups for m in _members(group)]
         if not all(map(known, members)) or len({id(m) for m in members}) < len(members):
-            raise ConfigError(f"{verb}: groups: lists of {what}s are needed, each {what} once")
+            raise ConfigError(f"{verb}: groups: must be lists of {what}s, with each {what} once")
 
 
 def _members(group: Any) -> Iterable[Any]:
@@ -320,10 +319,9 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
     numbers_ = [n for n in map(adapter.integer, given) if n is not None and n >= 0]
     too_many = rows is not None and sum(numbers_) > rows
     if len(given) != size or len(numbers_) != size or too_many:
-        limit = "" if rows is None else f", of at most {rows} rows together"
+        limit = "" if rows is None else f", with a sum of at most {rows}"
         seen = splits if shown is None else shown
         raise ConfigError(
-            f"alltoall: splits={seen!r}: {size} integers from 0, one for each "
-            f"worker{limit} are needed"
+            f"alltoall: splits={seen!r}: must be {size} integers from 0, one for each worker{limit}"
         )
     return numbers_

@@ -85,20 +85,20 @@ class Momentum:
             return
         if not self._of_gradients:
             raise ConfigError(
-                f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of"
-                f" gradients; with that of {self._where_it_is} it can. Leave momentum out here or"
-                " there"
+                f"{_WHAT} cannot replace {own}'s momentum ({value}), which is not a momentum of"
+                f" gradients; it can replace that of {self._where_it_is}. Leave out one of the two"
+                " momenta"
             )
         if not isinstance(value, (int, float)):
             raise ConfigError(
-                f"{_WHAT} takes the place of {own}'s momentum, which is a {type(value).__name__}:"
-                " give a number"
+                f"{_WHAT} replaces {own}'s momentum, which is a {type(value).__name__}: give a"
+                " number"
             )
         if without or stays:
-            names_of = f", and not for {', '.join(map(repr, without[:5]))}" if without else ""
+            names_of = f", but not for {', '.join(map(repr, without[:5]))}" if without else ""
             raise ConfigError(
-                f"{_WHAT} takes the place of {own}'s momentum for some variables{names_of}: give"
-                " all of an optimizer's variables momentum, or none"
+                f"{_WHAT} replaces {own}'s momentum for some variables{names_of}: use it for all"
+                " of an optimizer's variables, or for none"
             )
         self._taken = self._taken or float(value)
 
@@ -114,9 +114,9 @@ class Momentum:
             return
         if self.value != self._taken:
             raise ConfigError(
-                f"the momentum of {type(self._optimizer).__name__} is {self.value}, and was"
-                f" {self._taken} when compression_params' momentum='nesterov' took its place, which"
-                " cannot follow: leave it as it is"
+                f"the momentum of {type(self._optimizer).__name__} is {self.value}, but was"
+                f" {self._taken} when compression_params' momentum='nesterov' replaced it."
+                " Compression cannot follow the change: keep the momentum constant"
             )
         self._stepping += 1
         vars(self._optimizer)[self._attribute] = 0.0

@@ -153,9 +153,8 @@ def _unpack(
     expected = _proof(where, call, sender, pickled)
     if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
         raise ObjectError(
-            f"{verb}: what has arrived from worker {sender} does not prove that it "
-            "knows the job secret and was made for this call; it has not been "
-            "unpickled"
+            f"{verb}: the object from worker {sender} is not unpickled, because it has no proof "
+            "that its sender knows the job secret and made it for this call"
         )
     try:
         return pickle.loads(pickled)
@@ -170,7 +169,7 @@ def _decoded(body: bytes, verb: str, sender: int, codec: Codec) -> Any:
         return codec.decode(body)
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError) as e:
         raise ObjectError(
-            f"{verb}: what has arrived from worker {sender} is no encoded object: "
+            f"{verb}: the bytes from worker {sender} are not an encoded object: "
             f"{type(e).__name__}: {e}"
         ) from e
 

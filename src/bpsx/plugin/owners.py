@@ -41,7 +41,7 @@ class Owner:
 
         ``same``: whether both use the name for the same tensor.
         """
-        return f"{name!r} is a name of the {self.what}, which is still alive"
+        return f"the name {name!r} belongs to the {self.what}, which is still alive"
 
     def replace(self, by: Owner) -> None:
         """Release the names to owner ``by``; from then on this owner cannot exchange anything."""
@@ -52,10 +52,9 @@ class Owner:
         """Raise :class:`ConfigError` if another owner has taken the names over."""
         if self.replaced_by:
             raise ConfigError(
-                f"the {self.what} cannot exchange anything any more: the {self.replaced_by} has "
-                "taken over the same parameters under "
-                "the same names; use that one, or give one of the two other names "
-                "(named_parameters)"
+                f"the {self.what} can no longer exchange anything: the {self.replaced_by} has "
+                "taken over the same parameters under the same names. Use that one, or give one "
+                "of the two different names (named_parameters)"
             )
 
     def release(self) -> None:

@@ -94,9 +94,9 @@ def meaning_problem(
     if not others:
         return ""
     return (
-        f"{what}: {_workers(others)} other names of {things}, or the same in another order, than"
-        f" worker {first}: names and their order must be the same on all workers, and so must be"
-        f" the order in which {order}. Here: {here}"
+        f"{what}: {_workers(others)} other names of {things} than worker {first}, or the same"
+        f" names in another order. Names, their order, and the order in which {order} must be the"
+        f" same on all workers. This worker has: {here}"
     )
 
 
@@ -106,10 +106,10 @@ def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
     if not others:
         return ""
     return (
-        f"{what}: {_workers(others)} other weights than worker {first} before the first step, and "
-        "will keep them: averaged gradients do not make "
-        f"weights equal. Call {call} on all workers before training (BPSX_CHECK_WEIGHTS=off if "
-        "they shall differ)"
+        f"{what}: {_workers(others)} other weights than worker {first} before the first step. "
+        f"They stay different, because averaged gradients do not make weights equal. Call {call} "
+        "on all workers before training, or set BPSX_CHECK_WEIGHTS=off if they are meant to "
+        "differ"
     )
 
 

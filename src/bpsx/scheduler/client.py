@@ -132,17 +132,18 @@ class Link:
             now = time.monotonic()
             if now >= alone:
                 raise RendezvousError(
-                    f"{who}: the {self.where} is gone: its connection broke, and it has not come"
-                    f" back for {self._config.gather_grace:g} s, while the job was gathering"
+                    f"{who}: the {self.where} is gone: its connection broke, and it did not come"
+                    f" back within {self._config.gather_grace:g} s (BPSX_GATHER_GRACE) while the"
+                    " job was gathering"
                 )
             if message is None and now >= end:
                 raise RendezvousError(
-                    f"{who}: the job has not come together after"
-                    f" {self._config.rendezvous_timeout:g} s; "
+                    f"{who}: the job was not complete after {self._config.rendezvous_timeout:g} s"
+                    " (BPSX_RENDEZVOUS_TIMEOUT); "
                     + (
                         f"missing: {missing}"
                         if missing
-                        else f"no answer from the {self.where}: {self._why_silent(address)}"
+                        else f"no reply from the {self.where}: {self._why_silent(address)}"
                     )
                 )
             if message is None:

@@ -23,8 +23,8 @@ def disagreement(
     for other, theirs in others:
         if config["BPSX_ENCRYPT"] != theirs["BPSX_ENCRYPT"]:
             return (
-                f"BPSX_ENCRYPT={config['BPSX_ENCRYPT']} there, {theirs['BPSX_ENCRYPT']} at a"
-                f" {other}: the same is needed on all processes"
+                f"BPSX_ENCRYPT={config['BPSX_ENCRYPT']} on this {role}, {theirs['BPSX_ENCRYPT']}"
+                f" on a {other}: must be the same on all processes"
             )
         for name in _SAME:
             if config.get(name) != theirs.get(name):
@@ -39,8 +39,8 @@ def disagreement(
         sent, taken = frame_bound(size), frame_bound(server["BYTEPS_PARTITION_BYTES"])
         if sent > taken:
             return (
-                f"a worker has BYTEPS_PARTITION_BYTES={size} and may send messages of {sent} bytes,"
-                f" and a server takes at most {taken}: set BYTEPS_PARTITION_BYTES on the"
+                f"a worker with BYTEPS_PARTITION_BYTES={size} may send messages of {sent} bytes,"
+                f" but a server accepts at most {taken}: set BYTEPS_PARTITION_BYTES on the"
                 " servers, too"
             )
     return ""

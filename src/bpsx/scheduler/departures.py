@@ -81,5 +81,6 @@ class Vanished:
             return None
         return (
             first.since + grace,
-            f"{first.text}, and has not come back for {grace:g} s, while the job was gathering",
+            f"{first.text}, and did not come back within {grace:g} s (BPSX_GATHER_GRACE) while the"
+            " job was gathering",
         )

@@ -177,7 +177,7 @@ class Hub:
         nodes itself.
         """
         if self._members.state == "waiting":
-            self.interrupt("the end of the worker that had started it")
+            self.interrupt("the exit of the worker that started it")
 
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
@@ -261,7 +261,7 @@ class Hub:
             if now >= report:
                 report, self._hint = now + REPORT_EVERY, loopback_hint(self._config)
                 status = self._status()
-                log.warning("waiting for %s; here: %s", status["missing"], status["here"])
+                log.warning("waiting for %s; present: %s", status["missing"], status["here"])
                 self._send([(i, status) for i in list(self._members.nodes)])
             self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
@@ -270,7 +270,7 @@ class Hub:
         return {
             "type": "STATUS",
             "missing": missing,
-            "here": self._members.present_text() or "nobody",
+            "here": self._members.present_text() or "none",
         }
 
     def _farewell(self) -> None:
@@ -358,11 +358,11 @@ class Hub:
         """Decode and check ``frames``; returns None, with a log entry, if they are invalid."""
         try:
             if len(frames) != 1:
-                raise messages.BadMessage(f"{len(frames)} frames; one is expected")
+                raise messages.BadMessage(f"{len(frames)} frames; exactly one is allowed")
             message = messages.decode(frames[0].bytes)
             messages.check(message)
         except messages.BadMessage as e:
-            log.warning("dropped a message that makes no sense: %s", e)
+            log.warning("dropped an invalid message: %s", e)
             return None
         if message["type"] == "HELLO":
             self._descriptors[int(frames[0].get(zmq.SRCFD))] = ident
@@ -372,7 +372,7 @@ class Hub:
         try:
             self._send(self._dispatch(ident, message))
         except (ValueError, TypeError, KeyError, OverflowError) as e:
-            log.warning("dropped a %s that makes no sense: %s", message["type"], e)
+            log.warning("dropped an invalid %s message: %s", message["type"], e)
 
     def _dispatch(self, ident: bytes, message: dict[str, Any]) -> list[Output]:
         kind = message["type"]
@@ -382,9 +382,9 @@ class Hub:
                 log.warning("refused %s: %s", newcomer(message), out[0][1]["reason"])
             elif ident in self._members.nodes:
                 log.info(
-                    "has come: %s; missing: %s",
+                    "arrived: %s; missing: %s",
                     self._members.nodes[ident],
-                    self._members.missing_text() or "nobody",
+                    self._members.missing_text() or "none",
                 )
                 connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]

@@ -158,8 +158,8 @@ class Membership:
         """Return why a node may not join; empty if it may."""
         if m["protocol"] != PROTOCOL:
             return (
-                f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the"
-                " same bpsx everywhere"
+                f"this process speaks protocol version {m['protocol']}, the scheduler {PROTOCOL}:"
+                " install the same version of bpsx everywhere"
             )
         given = repr(sorted(m["config"].items()))
         # Most nodes give the same options, and one check reads every option many times.
@@ -169,18 +169,18 @@ class Membership:
             self._options[given] = wrong_options(m["config"])
         wrong = self._options[given]
         if wrong:
-            return f"options that make no sense: {', '.join(wrong)}"
+            return f"invalid options: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: allowed are worker and server"
         if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
             return (
                 f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most"
-                f" {MOST_WORKERS} are possible"
+                f" {MOST_WORKERS} are allowed"
             )
         if self.state == "failed":
             return f"the job has failed: {self.failure}"
         if self.state != "waiting":
-            return f"the job is {self.state}, and has all its nodes"
+            return f"the job is {self.state} and accepts no more nodes"
         for name, ours in (
             ("DMLC_NUM_WORKER", self.num_worker),
             ("DMLC_NUM_SERVER", self.num_server),
@@ -197,18 +197,21 @@ class Membership:
                     " BYTEPS_FORCE_DISTRIBUTED=1 on all workers"
                 )
             if m["config"].get(name) != ours:
-                return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
+                return (
+                    f"{name}={m['config'].get(name)} on this {m['role']}, {ours} on the scheduler:"
+                    " must be the same on both"
+                )
         differs = disagreement(m["role"], m["config"], self._roster.kinds())
         if differs:
             return differs
         if m["role"] == "server":
             if not m["lanes"]:
-                return "a server without lanes"
+                return "the server has no lanes"
             again = self._roster.same(m) is not None
             full = (
-                "there is a server already"
+                "the job already has its server (DMLC_NUM_SERVER=1)"
                 if self.num_server == 1
-                else f"there are {self.num_server} servers already"
+                else f"the job already has its {self.num_server} servers (DMLC_NUM_SERVER)"
             )
             return "" if again or self._roster.count("server") < self.num_server else full
         first = self._roster.a_worker()
@@ -224,7 +227,7 @@ class Membership:
         there = self._roster.workers.get(m["rank"])
         if there is not None and self._roster.same(m) is None:
             return (
-                f"there is a {there} already: two processes have the same DMLC_WORKER_ID and"
+                f"{there} is already in the job: two processes have the same DMLC_WORKER_ID and"
                 " BYTEPS_LOCAL_RANK"
             )
         return ""
@@ -500,9 +503,9 @@ class Membership:
         who = "; ".join(f"worker {r} waits for {self._awaited(keys)}" for r, keys in shown.items())
         who += f"; and {len(stuck) - len(shown)} more workers" if len(stuck) > len(shown) else ""
         text = (
-            f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all"
-            " workers use the same names and shapes, in code that all of them reach, equally"
-            " often? (For batches that run out earlier on some there is join():"
+            f"no worker can continue: {who}; for each of these tensors, the push of another worker"
+            " is missing. Do all workers use the same names and shapes, equally often, in code"
+            " that all of them reach? (If batches run out earlier on some workers, call join():"
             " docs/train/uneven-and-elastic.md.)"
         )
         # Workers at different points of their scripts would continue one step apart. Servers of an
@@ -616,7 +619,7 @@ class Membership:
         if node.role != "worker" or not self.asynchronous or not workers:
             return self._fail("; ".join([*self._dead, text]))
         self._dead.append(text)
-        text += "; the others go on without it, since the job is asynchronous"
+        text += "; the job is asynchronous, so the other workers continue without it"
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _fail(self, text: str, status: int = Status.PEER_LOST) -> list[Output]:
@@ -643,7 +646,7 @@ class Membership:
                 self.survived = bool(self._dead)
                 self.state = "failed" if self._dead else "done"
                 self.failure = (
-                    "; ".join(self._dead) + "; the others have gone on and left in good order"
+                    "; ".join(self._dead) + "; the other workers continued and left in good order"
                     if self._dead
                     else ""
                 )

@@ -86,7 +86,7 @@ def decode(data: bytes) -> dict[str, Any]:
     Raises :class:`BadMessage`.
     """
     if len(data) > MAX_BYTES:
-        raise BadMessage(f"{len(data)} bytes; at most {MAX_BYTES}")
+        raise BadMessage(f"{len(data)} bytes; at most {MAX_BYTES} are allowed")
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -114,7 +114,7 @@ def check(message: dict[str, Any]) -> None:
     if message["type"] == "HELLO" and not all(
         isinstance(a, str) and len(a) < 300 for a in message["lanes"]
     ):
-        raise BadMessage("HELLO: lanes are not addresses")
+        raise BadMessage("HELLO: an entry of 'lanes' is not an address")
     if message["type"] == "DECLARE" and not all(
         isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]
     ):
@@ -137,7 +137,7 @@ def _check_stats(values: dict[str, Any], late: list[Any]) -> None:
             or len(item) != 2
             or not all(isinstance(x, int) and 0 <= x < 2**63 for x in item)
         ):
-            raise BadMessage("STATS: an item of late is not [rounds, nanoseconds]")
+            raise BadMessage("STATS: an item of 'late' is not [rounds, nanoseconds]")
 
 
 def _check_waiting(new: list[Any], over: list[Any]) -> None:

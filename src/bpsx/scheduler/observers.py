@@ -51,7 +51,9 @@ class Observers:
                         {
                             "type": "REFUSED",
                             "reason": (
-                                f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}"
+                                f"this process speaks protocol version {m['protocol']}, the"
+                                f" scheduler {PROTOCOL}: install the same version of bpsx"
+                                " everywhere"
                             ),
                         },
                     )

@@ -90,8 +90,8 @@ class Registry:
         ):
             known.failure = (
                 f"tensor {name!r}: worker {next(iter(known.ranks))} has {known.describe()}, worker"
-                f" {rank} has {wanted.describe()}; all workers must give the same shape and dtype,"
-                " compressed alike, under one name"
+                f" {rank} has {wanted.describe()}; all workers must use the same shape, dtype and"
+                " compression for one name"
             )
             known.status = Status.MISMATCH
             told += [r for r in known.ranks if r != rank]

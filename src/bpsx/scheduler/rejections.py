@@ -77,10 +77,11 @@ class Refusals:
         self._next, self._told = now + self._every, self.count
         log.warning(
             "refused a connection from %s: it does not know the job secret (BPSX_SECRET) or speaks"
-            " something else%s",
+            " another protocol%s",
             who,
             (
-                f"; {more} more {'since the last such line' if told_before else 'before it'}"
+                f"; {more} more"
+                f" {'since the last such warning' if told_before else 'before this one'}"
                 if more
                 else ""
             ),

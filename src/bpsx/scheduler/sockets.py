@@ -45,8 +45,8 @@ def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
     """
     if not zmq.has("curve"):
         raise TransportError(
-            "the ZeroMQ library that pyzmq uses here was built without CURVE; the wheels of pyzmq"
-            " have it"
+            "pyzmq uses a ZeroMQ library that was built without CURVE, which bpsx needs: install"
+            " pyzmq from a wheel, whose library has it"
         )
     key = secret.curve_key(config.secret_bytes, _PURPOSE)
     opened = context.socket(kind)
@@ -97,4 +97,6 @@ def no_secret_in_common(config: Config) -> str:
     """Text, to follow the scheduler's name, for a scheduler that breaks off our handshakes."""
     given = "ours comes from " + ("BPSX_SECRET" if config.secret else "BPSX_SECRET_FILE")
     ours = given if config.secret_bytes else "we have none: set BPSX_SECRET or BPSX_SECRET_FILE"
-    return f"does not share our job secret ({ours}), or it is no scheduler of this version of bpsx"
+    return (
+        f"does not share our job secret ({ours}), or it is not a scheduler of this version of bpsx"
+    )

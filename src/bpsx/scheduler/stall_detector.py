@@ -235,7 +235,8 @@ class Stalls:
             return ""
         worker.warned, worker.warned_at = what, worker.reported
         more = f" and {len(worker.waits) - 1} more" if len(worker.waits) > 1 else ""
-        why = "pushed by all, its sum is not back yet" if wait.full else self._who_lacks(key)
+        late = "pushed by all workers, but its sum has not arrived yet"
+        why = late if wait.full else self._who_lacks(key)
         title = f"tensor {key[0]!r} round {wait.round}{more}"
         return f"{title}: pushed {seconds:.0f} s ago by worker {rank}, {why}"
 
@@ -268,7 +269,7 @@ class Stalls:
         text += f" and {count - len(parts)} more" if count > len(parts) else ""
         if waiting:
             return text + "; do all workers use the same names, equally often?"
-        return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
+        return text + "; is that worker slow, or does its code skip this tensor (`if rank() == 0`)?"
 
     def deadlock(self) -> dict[int, list[Key]]:
         """The tensors that each worker has pushed in vain; empty unless all waited long enough."""

@@ -21,17 +21,17 @@ def why_silent(address: str, port: int) -> str:
     where = join_host_port(address, port)
     why = unreachable([where], _SECONDS).get(where, "")
     if why.startswith("refused"):
-        text = "nobody listens there yet, or a firewall refuses"
+        text = "no process listens there yet, or a firewall rejects the connection"
     elif why:
         text = why
     elif not speaks_zeromq(address, port, _SECONDS):
-        text = "what listens there is no scheduler"
+        text = "the process that listens there is not a scheduler"
     else:
-        text = "it accepts connections and does not answer: it is stopped or busy"
+        text = "it accepts connections but does not reply: it is stopped or busy"
     if why and is_loopback(address):
         text += (
-            f"; {address} is a loopback address and means this machine: for a scheduler elsewhere"
-            " set DMLC_PS_ROOT_URI to an address that others reach"
+            f"; {address} is a loopback address, which means this machine: for a scheduler on"
+            " another machine, set DMLC_PS_ROOT_URI to an address that other machines can reach"
         )
     return text
 
@@ -61,7 +61,8 @@ def doubtful_name(config: Config) -> str:
         return ""
     return (
         f"DMLC_PS_ROOT_URI={host} is a loopback address on this machine (see /etc/hosts), so"
-        " processes on other machines cannot reach this scheduler: name an address that they reach"
+        " processes on other machines cannot reach this scheduler: set it to an address that they"
+        " can reach"
     )
 
 

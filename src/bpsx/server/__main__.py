@@ -160,7 +160,7 @@ class Server:
             lane.run()
         # Whatever it is (no memory, no kernels): workers would wait for this lane for ever.
         except Exception as e:
-            self._lost(f"a lane has ended: {e}")
+            self._lost(f"a lane ended with an error: {e}")
 
     def _wait(self) -> None:
         while not self._over.wait(0.25):

@@ -44,7 +44,7 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
         send_pong(lane, h.sender, <char *>proof)
         return 0
     except Exception as e:
-        (<Lane>lane.owner).log(f"cannot answer worker {h.sender}'s greeting: {e}")
+        (<Lane>lane.owner).log(f"cannot reply to worker {h.sender}'s greeting: {e}")
         return -1
 
 

@@ -51,7 +51,7 @@ class Broken:
                 if peer in self._left or peer in self._lost or not 0 <= rank < len(self._workers):
                     continue  # -1: a stranger, or a worker that has not sent anything yet
                 log.info(
-                    "the connection of %s to the lane at %s is gone",
+                    "the connection of %s to the lane at %s broke",
                     self._workers[rank],
                     endpoint.address,
                 )
@@ -75,7 +75,7 @@ class Broken:
         since, text = min(self._lost.values())
         late = time.monotonic() - since >= self._patience
         return (
-            f"{text}, and the scheduler has said nothing of it for {self._patience:g} s"
+            f"{text}, and the scheduler has not reported it for {self._patience:g} s"
             if late
             else ""
         )

@@ -60,7 +60,7 @@ cdef inline bint make_packed(
         return True
     except ConfigError as x:
         (<object>lane.owner).log(
-            f"a worker has announced a key whose compression is not known here: {x}"
+            f"a worker registered a key whose compression this server does not know: {x}"
         )
         return False
     except Exception as x:

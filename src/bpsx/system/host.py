@@ -72,8 +72,8 @@ def own_host(config: Config) -> str:
     if config.node_host:
         if config.root_uri and is_loopback(config.node_host) and not is_loopback(config.root_uri):
             log.warning(
-                "DMLC_NODE_HOST=%s is loopback, but the scheduler %s is not: other machines cannot"
-                " reach this one",
+                "DMLC_NODE_HOST=%s is a loopback address, but the scheduler's address %s is not:"
+                " other machines cannot reach this process",
                 config.node_host,
                 config.root_uri,
             )
@@ -88,8 +88,8 @@ def own_host(config: Config) -> str:
         raise
     except OSError as e:
         raise errors.ConfigError(
-            f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler"
-            f" {config.root_uri}): {e}; set DMLC_NODE_HOST"
+            f"cannot determine this process's own address (DMLC_INTERFACE={config.interface!r},"
+            f" scheduler {config.root_uri}): {e}; set DMLC_NODE_HOST"
         ) from e
 
 
@@ -118,14 +118,14 @@ def require_trust(config: Config, address: str) -> None:
         return
     if not config.insecure:
         raise errors.ConfigError(
-            f"this {config.role} uses {address}, which others than this machine can reach, and the"
-            " job has no secret: set BPSX_SECRET, the same for all processes of the job, or"
-            f" BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if everybody on the network is"
-            " trusted"
+            f"this {config.role} uses {address}, which other machines can reach, but the job has"
+            " no secret: set BPSX_SECRET to the same secret for all processes of the job, or"
+            f" BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if you trust everyone on the"
+            " network"
         )
     log.warning(
-        "this %s uses %s without a job secret (BPSX_INSECURE=1): whoever can reach it can read and"
-        " change the training",
+        "this %s uses %s without a job secret (BPSX_INSECURE=1): anyone who can reach it can read"
+        " and change the training",
         config.role,
         address,
     )
@@ -163,8 +163,8 @@ def heed_signals(
             # Not through the log, which this handler may have interrupted.
             os.write(
                 2,
-                f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
-                "a second SIGTERM ends it now\n".encode(),
+                f"bpsx {role}: got SIGTERM: it serves workers for {grace:g} s more "
+                "(BPSX_TERM_GRACE); a second SIGTERM ends it now\n".encode(),
             )
         else:
             end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
@@ -195,8 +195,8 @@ def require_descriptors(role: str) -> None:
         taken = limit if limit < _LEAST_DESCRIPTORS else 0
     if taken + _LEAST_DESCRIPTORS > limit:
         raise errors.ConfigError(
-            f"this {role} may have {limit} open files and connections (ulimit -n), has {taken}, and"
-            f" needs at least {_LEAST_DESCRIPTORS} more, one for each peer besides: raise the"
+            f"this {role} may have {limit} open files and connections (ulimit -n) and has {taken};"
+            f" it needs at least {_LEAST_DESCRIPTORS} more, plus one for each peer: raise the"
             " limit, for example ulimit -n 1024"
         )
 

@@ -59,12 +59,12 @@ class Companions:
             port = lifeline.recv(16)
         except TimeoutError:
             raise RendezvousError(
-                f"the scheduler that this worker has started on {host} does not listen after"
+                f"the scheduler that this worker started on {host} does not listen after"
                 f" {timeout:g} s"
             ) from None
         if not port:
             raise RendezvousError(
-                f"the scheduler that this worker has started on {host} ended with status"
+                f"the scheduler that this worker started on {host} ended with status"
                 f" {process.wait()}; its output says why"
             )
         return int(port)

@@ -35,7 +35,7 @@ def check(rank: int) -> None:
     ``rank``: the parent's.
     """
     if is_importing():
-        raise JobOverError(f"worker {rank}: its place in the job is taken. {_cause(rank)}")
+        raise JobOverError(f"worker {rank}: this place in the job is taken. {_cause(rank)}")
 
 
 def _cause(rank: int) -> str:
@@ -46,10 +46,10 @@ def _cause(rank: int) -> str:
     )
     if is_importing():
         return (
-            f"{of}, as a data loader does, and imports the script again: put init() and all that"
-            ' trains under if __name__ == "__main__":'
+            f"{of} (as data loaders do), and imports the script again: put init() and the training"
+            ' code under if __name__ == "__main__":'
         )
     return (
-        f"{of}, which has the parent's variables: call init() only in the parent, or give the child"
-        " a place of its own (DMLC_WORKER_ID)"
+        f"{of}, which has the parent's variables: call init() only in the parent, or give the"
+        " child its own place in the job (DMLC_WORKER_ID)"
     )

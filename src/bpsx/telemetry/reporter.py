@@ -411,8 +411,8 @@ class Reporter:
         log.info("timeline: %d events in %s", len(made), path)
         if not made and recording.flag == timeline.WINDOW and self._about["role"] == "worker":
             log.warning(
-                "the timeline %s has no events: no tensor has been through as many push_pulls as"
-                " BYTEPS_TRACE_START_STEP=%d says (BYTEPS_TRACE_END_STEP=%d)",
+                "the timeline %s has no events: no tensor has had as many push_pulls as"
+                " BYTEPS_TRACE_START_STEP=%d requires (BYTEPS_TRACE_END_STEP=%d)",
                 path,
                 self._config.trace_start,
                 self._config.trace_end,

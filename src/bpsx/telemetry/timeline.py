@@ -46,7 +46,7 @@ NAMES: dict[int, str] = {
 FILE = "comm.json"
 #: Likely reason for a timeline without events, for messages.
 NO_EVENTS = (
-    "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its own count of"
+    "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its number of"
     " push_pulls"
 )
 
@@ -225,8 +225,8 @@ def merge(folder: Path) -> dict[str, Any]:
         if len(jobs) > 1:
             first, second = jobs.values()
             raise ValueError(
-                f"{folder}: {first} and {second} are of different jobs: merge a folder that holds"
-                " one job's timelines"
+                f"{folder}: {first} and {second} come from different jobs: merge a folder that"
+                " holds the timelines of one job"
             )
         who = (0 if about["role"] == "worker" else 1, int(about["rank"]))
         found.setdefault(who, []).extend(made)
@@ -235,7 +235,7 @@ def merge(folder: Path) -> dict[str, Any]:
             f" {about.get('pid', '?')})"
         )
     if not found:
-        raise ValueError(f"{folder}: no comm.json in it or below")
+        raise ValueError(f"{folder}: no comm.json in this folder or below")
     out: list[dict[str, Any]] = []
     for pid, who in enumerate(sorted(found), 1):
         out += _process(pid, titles[who], found[who], first_tid=len(found) + 1)
@@ -247,7 +247,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         text = json.loads(path.read_text())
         about, made = text["otherData"], text["traceEvents"]
         if not isinstance(made, list) or about["role"] not in ("worker", "server"):
-            raise ValueError("no timeline of a worker or server")
+            raise ValueError("not the timeline of a worker or a server")
         int(about["rank"])
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: not written by bpsx: {e}") from e
@@ -337,15 +337,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(
         "python -m bpsx.telemetry.timeline",
-        description="Join the timelines that the processes of a job have written.",
+        description="Merge the timelines that the processes of a job have written.",
     )
     parser.add_argument("action", choices=["merge"])
     parser.add_argument(
         "folder",
         type=Path,
-        help="the job's BYTEPS_TRACE_DIR, with what other machines wrote copied into it",
+        help="the job's BYTEPS_TRACE_DIR; copy the timelines of other machines into it first",
     )
-    parser.add_argument("-o", "--output", type=Path, help="default: merged.json in the folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="file to write (default: merged.json in the folder)"
+    )
     options = parser.parse_args(arguments)
     return tell_merge(options.folder, options.output, "bpsx.telemetry.timeline")
 

@@ -37,9 +37,9 @@ def _import(module: str) -> Any:
         if e.name != module:
             raise
         raise TransportError(
-            "bpsx was built without RDMA, since the headers of libibverbs were missing: install"
-            " libibverbs-dev (Debian, Ubuntu) or rdma-core-devel, and bpsx again; or"
-            " DMLC_ENABLE_RDMA=0 or tcp"
+            "bpsx was built without RDMA, because the headers of libibverbs were missing: install"
+            " libibverbs-dev (Debian, Ubuntu) or rdma-core-devel and reinstall bpsx, or set"
+            " DMLC_ENABLE_RDMA to 0 or tcp"
         ) from e
     except ImportError as e:
         raise TransportError(
@@ -77,7 +77,7 @@ def open_endpoint(config: Config) -> Endpoint:
     name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:
         raise TransportError(
-            f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}"
+            f"transport {name!r} does not exist; allowed are {', '.join(sorted(_TABLE))}"
         )
     module, cls = _TABLE[name]
     endpoint: Endpoint = getattr(_import(module), cls)(

@@ -31,7 +31,7 @@ def bind_one(ports: Sequence[int], bind: Callable[[int], T]) -> T:
         else f"{ports[0]}: it is"
     )
     raise TransportError(
-        f"BPSX_PORTS={taken} taken on this machine: allow more; each lane of a server takes one"
-        " (BYTEPS_SERVER_ENGINE_THREAD), and so do a scheduler without DMLC_PS_ROOT_PORT and"
+        f"BPSX_PORTS={taken} taken on this machine: allow more ports. Each lane of a server takes"
+        " one (BYTEPS_SERVER_ENGINE_THREAD), and so do a scheduler without DMLC_PS_ROOT_PORT and"
         " BPSX_METRICS_PORT=0"
     )

@@ -22,11 +22,11 @@ _ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN
 def explain(code: int) -> str:
     """Describe a failed connection's ``errno`` to the user."""
     if code == errno.ECONNREFUSED:
-        return "refused: nobody listens there, or a firewall says no"
+        return "refused: no process listens there, or a firewall rejects the connection"
     if code in (errno.ETIMEDOUT, errno.EAGAIN):
-        return "no answer; a firewall?"
+        return "no reply; a firewall may drop the connection"
     if code in _ROUTE:
-        return f"{os.strerror(code)}: no route leads there, or a firewall says no"
+        return f"{os.strerror(code)}: there is no route to it, or a firewall rejects the connection"
     return os.strerror(code)
 
 

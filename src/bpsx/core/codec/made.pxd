@@ -56,7 +56,9 @@ cdef inline bytes state_of(Packed *p, bytes saved):
     cdef bytes found = bytes(state_bytes(p))
     if saved is not None:
         if len(saved) != len(found):
-            raise ValueError(f"{len(saved)} bytes of state for a partition that keeps {len(found)}")
+            raise ValueError(
+                f"the saved state of a partition has {len(saved)} bytes; {len(found)} are needed"
+            )
         load_state(p, saved)
     save_state(p, found)
     return found

@@ -47,8 +47,8 @@ def compiled(signature: Any, body: Callable[..., Any]) -> Any:
     except (AttributeError, ImportError, TypeError) as e:
         _warn(
             "new",
-            f"compiled kernels are not kept: Numba {numba.__version__} is unlike those that this"
-            f" was written for: {e}",
+            "compiled kernels are not cached, because bpsx's cache does not fit Numba"
+            f" {numba.__version__}: {e}",
         )
         return numba.cfunc(signature, error_model="numpy")(body)
     made.compile()
@@ -146,7 +146,7 @@ class _Cache:
         context.refresh()
         folder, why = kernel_cache()
         if folder is None:
-            _warn("kept", f"compiled kernels are not kept, so each process compiles them: {why}")
+            _warn("kept", f"compiled kernels are not cached, so each process compiles them: {why}")
             return None
         path = folder
         try:
@@ -157,11 +157,11 @@ class _Cache:
         except FileNotFoundError:
             return None
         except OSError as e:
-            _warn("read", f"compiled kernels cannot be read, so this process compiles them: {e}")
+            _warn("read", f"cached kernels cannot be read, so this process compiles them: {e}")
         except Exception as e:
             _warn(
                 "damaged",
-                f"{path}, a compiled kernel, is damaged ({e}): it is deleted and compiled anew",
+                f"the cached kernel {path} is damaged ({e}): bpsx deletes it and compiles it again",
             )
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -176,4 +176,4 @@ class _Cache:
             if folder is not None:  # else load_overload has logged why
                 _File(folder)._save_data(self._name(signature, made.codegen), made._reduce())
         except Exception as e:
-            _warn("kept", f"compiled kernels cannot be kept, so each process compiles them: {e}")
+            _warn("kept", f"compiled kernels cannot be cached, so each process compiles them: {e}")

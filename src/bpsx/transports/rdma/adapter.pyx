@@ -98,7 +98,7 @@ cdef class Pair:
         number, psn, gid, lid, mtu = PAIR.unpack(other)
         cdef const unsigned char *there = gid
         if not 1 <= mtu <= 5:
-            raise TransportError(f"the other end's MTU is number {mtu}; there are 1 to 5")
+            raise TransportError(f"the peer sent the MTU code {mtu}; allowed are 1 to 5")
         to, least = lid, min(a.mtu, mtu)
         with nogil:
             rc = connect_pair(
@@ -107,8 +107,8 @@ cdef class Pair:
             )
         if rc:
             raise TransportError(
-                f"{a.name}: no connection to {ipaddress.IPv6Address(gid)}: {_why(rc)} on the way "
-                f"to {_STEPS[where]}"
+                f"{a.name}: cannot connect to {ipaddress.IPv6Address(gid)}: {_why(rc)} on the way "
+                f"to state {_STEPS[where]}"
             )
 
     cdef close(self):
@@ -137,25 +137,25 @@ cdef class Adapter:
         self._open()
         code = query_port(self.context, port, &attributes)
         if code:
-            raise TransportError(f"{name}: port {port} does not say what it is: {_why(code)}")
+            raise TransportError(f"{name}: cannot query port {port}: {_why(code)}")
         self.mtu, self.lid, self.most_bytes = (
             attributes.active_mtu, attributes.lid, attributes.max_msg_sz
         )
         self.pd = ibv_alloc_pd(self.context)
         code = errno
         if self.pd == NULL:
-            raise TransportError(f"{name}: no protection domain: {_why(code)}")
+            raise TransportError(f"{name}: cannot allocate a protection domain: {_why(code)}")
         self.channel = ibv_create_comp_channel(self.context)
         if self.channel == NULL or never_blocks(self.channel) < 0:
             code = errno
-            raise TransportError(f"{name}: no channel for completions: {_why(code)}")
+            raise TransportError(f"{name}: cannot create a completion channel: {_why(code)}")
 
     def _open(self):
         cdef int n = 0, at = 0
         cdef ibv_device **devices = ibv_get_device_list(&n)
         code = errno
         if devices == NULL:
-            raise TransportError(f"libibverbs finds no adapters: {_why(code)}")
+            raise TransportError(f"libibverbs cannot list the RDMA adapters: {_why(code)}")
         found = [ibv_get_device_name(devices[i]).decode() for i in range(n)]
         if self.name in found:
             at = found.index(self.name)
@@ -172,7 +172,7 @@ cdef class Adapter:
         if self.context == NULL:
             raise TransportError(
                 f"{self.name} cannot be opened: {_why(code)}; may this user read and write "
-                f"/dev/infiniband/uverbs*? In a container those devices have to be passed in"
+                "/dev/infiniband/uverbs*? A container needs these devices passed in"
             )
 
     cdef Memory new_memory(self, uint64_t n, bint to_be_written):
@@ -181,7 +181,7 @@ cdef class Adapter:
         cdef int code
         cdef void *at = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if at == MAP_FAILED:
-            raise TransportError(f"no memory: {n} bytes: {_why(errno)}")
+            raise TransportError(f"cannot allocate {n} bytes: {_why(errno)}")
         made.adapter, made.at, made.n, made.pid = self, <char *>at, n, self.pid
         madvise(at, n, MADV_DONTDUMP)
         madvise(at, n, MADV_DONTFORK)
@@ -195,8 +195,7 @@ cdef class Adapter:
         if made.mr == NULL:
             made.close()
             raise TransportError(
-                f"{self.name}: {n >> 10} KiB of memory cannot be registered: "
-                f"{explain_refusal(code)}"
+                f"{self.name}: cannot register {n >> 10} KiB of memory: {explain_refusal(code)}"
             )
         return made
 
@@ -207,8 +206,9 @@ cdef class Adapter:
         code = errno
         if made.cq == NULL:
             raise TransportError(
-                f"{self.name}: no completion queue of {sends + receives}: {_why(code)}; are "
-                f"BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH more than it can do?"
+                f"{self.name}: cannot create a completion queue of {sends + receives} entries: "
+                f"{_why(code)}; are BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH too large "
+                "for this adapter?"
             )
         # Adapters differ in the bytes that a work request may carry inline, and refuse too many.
         made.qp = new_qp(self.pd, made.cq, sends, receives, MOST_INLINE, &made.most_inline)
@@ -218,9 +218,9 @@ cdef class Adapter:
             code = errno
             made.close()
             raise TransportError(
-                f"{self.name}: no queue pair of {sends} sends and {receives} receives: "
-                f"{_why(code)}; are BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH more than it "
-                f"can do?"
+                f"{self.name}: cannot create a queue pair of {sends} sends and {receives} "
+                f"receives: {_why(code)}; are BYTEPS_RDMA_RX_DEPTH and BYTEPS_RDMA_START_DEPTH "
+                "too large for this adapter?"
             )
         return made
 
@@ -246,11 +246,11 @@ def _limit():
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return (
-            "This process may lock as much as it likes (ulimit -l is unlimited), so the adapter "
+            "This process may lock any amount of memory (ulimit -l is unlimited), so the adapter "
             "or the machine has no more: lower BPSX_RDMA_INBOX_MB"
         )
     return (
-        f"This process may lock {soft >> 10} KiB in all (ulimit -l): raise that limit (in Docker "
-        f"--ulimit memlock=-1, with systemd LimitMEMLOCK=infinity), or lower BPSX_RDMA_INBOX_MB, "
-        f"BYTEPS_PARTITION_BYTES (an inbox holds 8) or BYTEPS_RDMA_RX_DEPTH"
+        f"This process may lock {soft >> 10} KiB of memory (ulimit -l): raise that limit (in "
+        "Docker --ulimit memlock=-1, with systemd LimitMEMLOCK=infinity), or lower "
+        "BPSX_RDMA_INBOX_MB, BYTEPS_PARTITION_BYTES (an inbox holds 8) or BYTEPS_RDMA_RX_DEPTH"
     )

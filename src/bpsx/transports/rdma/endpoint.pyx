@@ -274,12 +274,12 @@ cdef class RdmaEndpoint(GatedEndpoint):
             self.state.memory.pd = opened.pd
         else:
             log.info(
-                "%s: old kernel, and fork() was not prepared for in time: what stays where it is "
-                "will be copied all the same", port.name
+                "%s: fork support was enabled too late for this old kernel, so messages from "
+                "memory that keeps its address are copied", port.name
             )
         self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
         if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
-            raise MemoryError("no memory for the books of the outbox")
+            raise MemoryError("no memory for the table of the outbox")
         if epoll_set(self.state.epoll, EPOLL_CTL_ADD, opened.channel.fd, EPOLLIN, &self.state) != 0:
             raise OSError("epoll: cannot watch the adapter's completions")
         self.adapter = opened
@@ -379,17 +379,17 @@ cdef class RdmaEndpoint(GatedEndpoint):
             or not 16 <= c.outbound.remote_depth <= 1 << 20
         ):
             raise TransportError(
-                "the other end speaks another version of this, or another protocol"
+                "the peer uses another protocol, or another version of it"
             )
         if not units_init(&c.outbound.there, nbytes):
-            raise MemoryError("no memory for the books of an inbox")
+            raise MemoryError("no memory for the table of an inbox")
         c.outbound.credits = c.outbound.remote_depth
         link.pair.meet(said[_OFFER.size:])
         for i in range(self.depth):
             if not expect_one(c, i):
                 raise TransportError(
-                    f"{self.adapter.name}: receive request {i} of {self.depth} is refused: lower "
-                    f"BYTEPS_RDMA_RX_DEPTH"
+                    f"{self.adapter.name}: the adapter rejected receive request {i} of "
+                    f"{self.depth}: lower BYTEPS_RDMA_RX_DEPTH"
                 )
 
     cdef _use(self, _Link link, object made):
@@ -419,8 +419,8 @@ cdef class RdmaEndpoint(GatedEndpoint):
                 c = c.next
         if self.state.memory.why:
             log.warning(
-                "%s: %d KiB of memory that stays cannot be registered, so what lies there is "
-                "copied: %s", self.adapter.name, self.state.memory.refused >> 10,
+                "%s: cannot register %d KiB of memory that keeps its address, so messages from "
+                "there are copied: %s", self.adapter.name, self.state.memory.refused >> 10,
                 explain_refusal(self.state.memory.why)
             )
             self.state.memory.why = 0
@@ -491,6 +491,6 @@ def _hear(made, double seconds) -> bytes:
         made.settimeout(max(0.001, end - time.monotonic()))
         got = made.recv(_OFFER.size + PAIR.size - len(said))
         if not got:
-            raise ConnectionError("it has hung up: its own log says why")
+            raise ConnectionError("the peer closed the connection: its own log says why")
         said += got
     return said

@@ -99,8 +99,8 @@ def ports(root: Path = _ROOT) -> list[Port]:
     names = sorted(os.listdir(root)) if root.is_dir() else []
     if not names:
         raise TransportError(
-            "there is no RDMA adapter on this machine (/sys/class/infiniband has none): with one,"
-            " is its driver loaded? Else DMLC_ENABLE_RDMA=0 or tcp"
+            "this machine has no RDMA adapter (none in /sys/class/infiniband). If it should have"
+            " one, load the adapter's driver; otherwise set DMLC_ENABLE_RDMA to 0 or tcp"
         )
     found, silent = [], []
     for name in names:
@@ -139,7 +139,7 @@ def choose(
     listed = "; ".join(map(str, there))
     if not wanted:
         raise TransportError(
-            f"BPSX_RDMA_DEVICE={adapter}: no active port of that name; there are: {listed}"
+            f"BPSX_RDMA_DEVICE={adapter}: no active port has that name; active ports: {listed}"
         )
     if index is not None:
         for port in wanted:
@@ -147,7 +147,7 @@ def choose(
                 if gid.index == index:
                     return port, gid
         raise TransportError(
-            f"BPSX_RDMA_GID_INDEX={index}: no GID of that number; there are: {listed}"
+            f"BPSX_RDMA_GID_INDEX={index}: no GID has that index; active ports: {listed}"
         )
     own = _plain(host)
     matching = [(port, gid) for port in wanted for gid in port.gids if gid.address == own]
@@ -156,8 +156,8 @@ def choose(
     if len(wanted) == 1 and wanted[0].gids:
         return wanted[0], wanted[0].best
     raise TransportError(
-        f"which RDMA adapter belongs to {host} cannot be seen from their GIDs: name it with"
-        f" BPSX_RDMA_DEVICE; there are: {listed}"
+        f"cannot tell which RDMA adapter belongs to {host}, because no GID matches: name the"
+        f" adapter with BPSX_RDMA_DEVICE; active ports: {listed}"
     )
 
 

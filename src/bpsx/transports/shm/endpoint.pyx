@@ -244,13 +244,13 @@ cdef class SharedEndpoint:
         try:
             with handshake.welcome(made) as guest:
                 if self.next_slot >= self.n_slots:
-                    raise OSError(f"all {self.n_slots} slots are taken")
+                    raise OSError(f"all {self.n_slots} slots of the shared memory are taken")
                 self._make_segment()
                 l = self._new_link(
                     rank, self.segment, self.n_slots * slot_bytes(), self.next_slot, guest.bell
                 )
                 if not guest.takes(self.descriptor, self.next_slot, self.inner.wake_descriptor):
-                    raise OSError("it does not take it")
+                    raise OSError("the worker did not accept the shared memory")
         except OSError as e:
             log.warning(
                 "no shared memory with worker %d, so messages go through the network: %s", rank, e
@@ -280,12 +280,12 @@ cdef class SharedEndpoint:
         cdef size_t n_bytes = os.fstat(descriptor).st_size
         cdef void *at
         if n_bytes < slot_bytes() or n_bytes % slot_bytes():
-            raise OSError(f"a segment of {n_bytes} bytes is of another version")
+            raise OSError(f"the segment of {n_bytes} bytes was made by another version of bpsx")
         at = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0)
         if at == MAP_FAILED:
             raise OSError(
-                f"cannot map {n_bytes} bytes of shared memory: is the limit of address space "
-                f"(ulimit -v) too low?"
+                f"cannot map {n_bytes} bytes of shared memory: is the address space limit (ulimit "
+                "-v) too low?"
             )
         madvise(at, n_bytes, MADV_DONTDUMP)
         madvise(at, n_bytes, MADV_DONTFORK)
@@ -296,7 +296,7 @@ cdef class SharedEndpoint:
     ) except NULL:
         cdef Link *l
         if (slot + 1) * slot_bytes() > n_bytes:
-            raise OSError(f"slot {slot} of a segment of {n_bytes} bytes")
+            raise OSError(f"slot {slot} is not within the segment of {n_bytes} bytes")
         l = <Link *>calloc(1, sizeof(Link))
         if l == NULL:
             raise OSError("no memory for a connection")

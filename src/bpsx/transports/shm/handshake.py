@@ -49,8 +49,8 @@ def listen(
         listener.listen(gate.BACKLOG)
     except OSError as e:
         log.warning(
-            "no shared memory for workers of this machine, since there is no socket at which they"
-            " could find this server: %s",
+            "this server offers no shared memory to workers of its machine, because its Unix"
+            " socket cannot be created: %s",
             e,
         )
         listener.close()
@@ -82,10 +82,10 @@ def welcome(link: socket.socket) -> Iterator[Guest]:
     try:
         link.settimeout(gate.PATIENCE)
         if not _is_ours(link):
-            raise PermissionError("a process of another user")
+            raise PermissionError("the peer is a process of another user")
         _, bells, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not bells:
-            raise ConnectionError("it has left")
+            raise ConnectionError("the worker has closed the connection")
         yield Guest(link, bells[0])
     finally:
         _close(bells)
@@ -125,9 +125,9 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
             return
         except OSError as e:
             log.warning(
-                "the socket at which the server at %s would offer its memory accepts nobody, so"
-                " messages go through the network; another user may hold its name (ss -xlp | grep"
-                " bpsx-lane): %s",
+                "the Unix socket of the server at %s accepts no connections, so messages go"
+                " through the network, not through shared memory; another user may hold the"
+                " socket's name (ss -xlp | grep bpsx-lane): %s",
                 address,
                 e,
             )
@@ -135,13 +135,13 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
             return
         try:
             if not _is_ours(link):
-                raise PermissionError("its socket belongs to another user")
+                raise PermissionError("the server's socket belongs to another user")
             gate.greet(link, key, job, address, rank)
             socket.send_fds(link, [_YES], [wake])
             said, found, _, _ = socket.recv_fds(link, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
         except OSError as e:
             log.warning(
-                "the server at %s is on this machine and does not offer its memory, so messages go"
+                "the server at %s is on this machine but offers no shared memory, so messages go"
                 " through the network: %s",
                 address,
                 e,

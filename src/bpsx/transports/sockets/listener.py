@@ -65,7 +65,7 @@ def require_presence(address: str, error: OSError) -> None:
     The scheduler reports deaths, because it knows best which process has died.
     """
     if isinstance(error, TimeoutError):
-        raise unreachable(address, "no answer; a firewall?") from error
+        raise unreachable(address, "no reply; a firewall may drop the connection") from error
     if not isinstance(error, ConnectionError):
         raise unreachable(address, explain(error.errno) if error.errno else str(error)) from error
 
@@ -172,7 +172,7 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
         raise
     except OSError as e:
         raise TransportError(
-            f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST"
+            f"cannot listen on {host}: {e}; set another address with DMLC_NODE_HOST"
         ) from e
 
 

@@ -47,9 +47,10 @@ class Refusals:
             more = self.count - self._told - 1
             self._next, self._told = now + EVERY_SECONDS, self.count
             log.warning(
-                "refused a connection from %s: it does not know the job secret, or comes twice%s",
+                "refused a connection from %s: it does not know the job secret, or its token has"
+                " been used before%s",
                 who,
-                f"; {more} more since the last such line" if more else "",
+                f"; {more} more since the last such warning" if more else "",
             )
 
 

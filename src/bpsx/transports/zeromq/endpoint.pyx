@@ -337,7 +337,7 @@ cdef class ZeroMQEndpoint:
             bind_one(ports, lambda port: self.socket.bind(tcp_url(host, port or "*")))
         except zmq.ZMQError as e:
             raise TransportError(
-                f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST"
+                f"cannot listen on {host}: {e}; set another address with DMLC_NODE_HOST"
             ) from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
         self.address = join_host_port(host, int(port))
