@@ -18,7 +18,7 @@ from bench.report import BenchError, Case, as_json, as_table, read
 BENCHES = {
     "push_pull": (
         "rate, latency, spin, idle and steady state of a job of 2 workers; against gloo's"
-        " all_reduce and the transport's walls"
+        " all_reduce and the transport's limits"
     ),
     "sum": "the servers' kernels; against numpy.add and against float32; time to load them",
     "compress": (
@@ -27,14 +27,14 @@ BENCHES = {
     ),
     "trace": "step time with every step recorded, on workers and server; against the same without",
     "trust": (
-        "seconds from a death to the exceptions, by role and stage; joining, start and stop of"
-        " a job"
+        "seconds from a process's death to the exceptions, by role and stage; joining, start and"
+        " stop of a job"
     ),
-    "scheduler": "what one message costs the scheduler, of 64 and of 1,024 simulated workers",
+    "scheduler": "the scheduler's time per message, with 64 and with 1,024 simulated workers",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",
     "torch": (
-        "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; what hides"
-        " behind backward; CrossBarrier"
+        "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; overlap"
+        " with backward; CrossBarrier"
     ),
     "tensorflow": (
         "100 gradients against the NumPy API; a training step against MultiWorkerMirroredStrategy"
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument(
             "--quick",
             action="store_true",
-            help="fewer repetitions: to see that it runs, not to quote",
+            help="fewer repetitions, to check that the benchmark runs; do not quote the figures",
         )
         module.add_arguments(one)
         if picture := getattr(module, "picture", None):

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         metavar="PART",
         default="",
-        help="only cases (with --end-to-end: compressors) whose name contains this",
+        help="run only the cases (with --end-to-end: compressors) whose name contains this text",
     )
     parser.add_argument(
         "--end-to-end",
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda",
+        help="measure the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda",
     )
 
 
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     rows = [row for row in ROWS if options.only in row.case]
     if not rows:
         raise BenchError(
-            f"--only {options.only!r}: no case is called so; there are"
+            f"--only {options.only!r}: no case has this in its name; cases are"
             f" {', '.join(row.case for row in ROWS)}"
         )
     progress("compiling, the first time")
@@ -212,7 +212,7 @@ class _Partition:
             )
             != 0
         ):
-            raise BenchError("a codec does not know its own bytes")
+            raise BenchError("a codec rejects its own encoded bytes")
 
 
 def _loop(row: Row) -> tuple[Callable[[], object], int]:

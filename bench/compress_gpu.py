@@ -192,7 +192,7 @@ def run(quick: bool, only: str) -> list[Case]:
             [t.decompress if row.decode else t.compress for t in tensors], turns
         )
         if row.decode and int(tensors[0].status.item()) != 0:
-            raise BenchError("a codec does not know its own bytes")
+            raise BenchError("a codec rejects its own encoded bytes")
         moved = tensors[0].moved()
         cases.append(
             median_case(

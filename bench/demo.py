@@ -27,7 +27,7 @@ _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epochs", type=int, help="epochs of a run (default: the script's)")
+    parser.add_argument("--epochs", type=int, help="epochs per run (default: the script's)")
 
 
 def run(options: argparse.Namespace) -> list[Case]:

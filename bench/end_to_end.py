@@ -104,11 +104,10 @@ def cases(only: str, quick: bool) -> list[Case]:
     ways = [way for way in WAYS if way in BASE or only in way]
     if len(ways) == len(BASE):
         raise BenchError(
-            f"--only {only!r}: no way is called so; there are"
-            f" {', '.join(w for w in WAYS if w not in BASE)}"
+            f"--only {only!r}: unknown; allowed are {', '.join(w for w in WAYS if w not in BASE)}"
         )
     if reason := network.why_not():
-        raise BenchError(f"--end-to-end needs links that can be made slow: {reason}")
+        raise BenchError(f"--end-to-end needs links that can be slowed down: {reason}")
     runs = {link: _trained(link, ways, *((2, 6) if quick else (EPOCHS, None))) for link in LINKS}
     _check(runs)
     found = report(runs)
@@ -163,8 +162,8 @@ def _check(runs: Runs) -> None:
         ways = runs[one] if LINKS[one] == LINKS[other] else {}
         if unlike := [way for way, run in ways.items() if run.scores != runs[other][way].scores]:
             raise BenchError(
-                f"{', '.join(unlike)}: the accuracy depends on the link; bits have been lost on"
-                " the way"
+                f"{', '.join(unlike)}: the accuracy depends on the link, so bits were lost on the"
+                " way"
             )
 
 
@@ -237,7 +236,10 @@ def verdict(runs: Runs) -> list[str]:
             default=None,
         )
         if bound is None:
-            return [f"too little training to say what pays: float32 has not reached {ENOUGH:.0%}"]
+            return [
+                "too little training to say which compression pays: float32 has not reached"
+                f" {ENOUGH:.0%}"
+            ]
         judged = {way: _judged(run.until, bound) for way, run in ways.items() if way not in BASE}
         lines += [f"{link}: {_list(judged, True)}", f"{link}: {_list(judged, False)}"]
     return [line for line in lines if not line.endswith(": ")]

@@ -79,7 +79,7 @@ class Roles:
             while sum(node["role"] == role for node in observer.ask()["nodes"]) < count:
                 if time.monotonic() >= end:
                     raise BenchError(
-                        f"the scheduler has not heard of {count} {role}s in {_SECONDS:g} s"
+                        f"no {count} {role}s joined the scheduler within {_SECONDS:g} s"
                     )
                 time.sleep(0.02)
 
@@ -170,7 +170,7 @@ def _raised(worker: Child, role: str, stage: str) -> float:
     when, kind, text = worker.ask("ended", timeout=_SECONDS, timeout_s=_SECONDS - 10)
     if not kind.endswith("Error") or role not in text:
         raise BenchError(
-            f"{stage}: {worker.name} was not told that the {role} had died, but: {kind} {text}"
+            f"{stage}: {worker.name} did not report the death of the {role}, but {kind}: {text}"
         )
     return float(when)
 

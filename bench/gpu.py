@@ -105,40 +105,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default=",".join(PARTS),
-        help="parts to run, with commas between (default: %(default)s)",
+        help="parts to run, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: only to see that it runs (default: %(default)s)",
+        help=(
+            "device of the tensors; cpu only checks that the benchmark runs (default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--gpus",
         type=int,
         default=2,
-        help="how many, and so how many workers; one will do for links (default: %(default)s)",
+        help="number of GPUs and of workers; links needs only one (default: %(default)s)",
     )
     parser.add_argument(
-        "--machines", type=int, help="of links; they share GPUs if they are more (default: --gpus)"
+        "--machines",
+        type=int,
+        help=(
+            "number of machines of links; if there are more machines than GPUs, they share them"
+            " (default: --gpus)"
+        ),
     )
     parser.add_argument(
         "--networks",
         help=(
-            f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are"
-            f" {', '.join(NETWORKS)}"
+            f"networks of train (default: {','.join(TRAIN)}) and links (default:"
+            f" {','.join(LINKS)}); allowed are {', '.join(NETWORKS)}"
         ),
     )
     parser.add_argument(
-        "--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)"
+        "--rates",
+        default=",".join(RATES),
+        help="rates of the links, in tc's notation, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--extra",
         default=",".join(map(str, EXTRA)),
-        help="machines with a server, of links (default: %(default)s)",
+        help=(
+            "numbers of extra machines with only a server, for links, separated by commas"
+            " (default: %(default)s)"
+        ),
     )
     parser.add_argument(
-        "--congestion", help="TCP's congestion control on links (default: the host's)"
+        "--congestion", help="TCP congestion control on links (default: the host's)"
     )
 
 
@@ -156,7 +168,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     ):
         if unknown := set(given) - set(known):
             raise BenchError(
-                f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+                f"{option}: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}"
             )
     setup = Setup(
         options.device,
@@ -188,7 +200,7 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         found = [-1]
     if min(found) < 0:
-        raise BenchError(f"--extra {text!r}: numbers from 0 on are needed, with commas between")
+        raise BenchError(f"--extra {text!r}: allowed are integers from 0, separated by commas")
     return found
 
 
@@ -196,7 +208,7 @@ def bits(rate: str) -> float:
     """Convert ``"10gbit"`` to 1e10, bits per second."""
     match = re.fullmatch(r"([0-9.]+)(gbit|mbit)", rate)
     if match is None:
-        raise BenchError(f"--rates: {rate!r} is no rate such as 10gbit or 200mbit")
+        raise BenchError(f"--rates: {rate!r} is not a rate such as 10gbit or 200mbit")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -215,11 +227,11 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
 
         if torch.cuda.device_count() < setup.gpus:
             return (
-                f"PyTorch sees {torch.cuda.device_count()} GPUs, {setup.gpus} are needed (--gpus;"
-                " or --device cpu, to see that this runs)"
+                f"PyTorch sees {torch.cuda.device_count()} GPUs, but {setup.gpus} are needed"
+                " (--gpus); --device cpu checks that the benchmark runs"
             )
     if "links" in wanted and (reason := network.why_not()):
-        return f"links needs links that can be made slow: {reason}"
+        return f"links needs links that can be slowed down: {reason}"
     return ""
 
 
@@ -362,7 +374,7 @@ def _check_sums(job: Job, way: str, device: str, count: int, nbytes: int) -> Non
     if not all(
         job.ask("check", timeout=_SECONDS, way=way, device=device, count=count, nbytes=nbytes)
     ):
-        raise BenchError(f"{way} gave wrong sums of {count} x {nbytes} B on {device}")
+        raise BenchError(f"the sums of {way} of {count} x {nbytes} B on {device} are wrong")
 
 
 def pcie(setup: Setup) -> list[Case]:
@@ -396,7 +408,7 @@ def pcie_cases(plan: Plan, seconds: Mapping[str, list[float]]) -> list[Case]:
     """Return the cases of **pcie** from the seconds of rounds, by the tensors' place and kind."""
     pairs = {kind: (seconds[f"gpu {kind}"], seconds[f"cpu {kind}"]) for kind in ("many", "large")}
     return _rates(
-        "pcie", plan, pairs, ">= 0.85", f"tensors on the CPU in the same job; {_SERVERS} servers"
+        "pcie", plan, pairs, ">= 0.85", f"CPU tensors in the same job; {_SERVERS} servers"
     )
 
 
@@ -416,7 +428,7 @@ def _steps(
             )
     for way in ways:
         if not all(job.ask("right", workload=name, way=way)):
-            raise BenchError(f"{label}: {way} has made wrong weights")
+            raise BenchError(f"{label}: the weights of {way} are wrong")
     job.ask("drop", workload=name)
     # Printed now, in case a later measurement fails.
     progress(

@@ -21,22 +21,26 @@ from bpsx.config import child_environment
 _SECONDS = 1800.0
 #: Name of each step, its make target and its note.
 _STEPS = (
-    ("packages", ".venv/environment", "an environment with the demo's packages and torch"),
-    ("compile", "build", "bpsx compiled and installed into it"),
-    ("demo", "demo", "the digits trained by two workers"),
+    ("packages", ".venv/environment", "make an environment with the demo's packages and torch"),
+    ("compile", "build", "compile bpsx and install it there"),
+    ("demo", "demo", "train on the digits with two workers"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", default=sys.executable, help="the Python to use (this one)")
-    parser.add_argument("--torch", help="what pip is asked for (the Makefile's)")
+    parser.add_argument(
+        "--python", default=sys.executable, help="Python to use (default: the one that runs this)"
+    )
+    parser.add_argument(
+        "--torch", help="requirement given to pip for torch (default: the Makefile's)"
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Return a case for each step and one for the size. Raises :class:`BenchError` on failure."""
     python = shutil.which(options.python)
     if python is None:
-        raise BenchError(f"--python {options.python}: there is no such command")
+        raise BenchError(f"--python {options.python}: command not found")
     words = [f"PYTHON={python}", *([f"TORCH={options.torch}"] if options.torch else [])]
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder:
         tree = Path(folder, "tree")
@@ -45,7 +49,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             Case(name, _seconds(tree, [*words, target]), "s", note=note)
             for name, target, note in _STEPS
         ]
-        cases.append(Case("size", _bytes(tree / ".venv") / 1e9, "GB", note="of .venv on disk"))
+        cases.append(Case("size", _bytes(tree / ".venv") / 1e9, "GB", note="size of .venv on disk"))
     return cases
 
 
@@ -71,7 +75,7 @@ def _seconds(tree: Path, words: list[str]) -> float:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BenchError(f"make {words[-1]} was not done after {_SECONDS:g} s") from None
+        raise BenchError(f"make {words[-1]} did not finish within {_SECONDS:g} s") from None
     if done.returncode:
         end = "\n".join(done.stdout.splitlines()[-10:])
         raise BenchError(f"make {words[-1]} failed with status {done.returncode}:\n{end}")

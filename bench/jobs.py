@@ -96,7 +96,7 @@ class Child:
         while b"\n" not in self._buffer:
             ready = waiting.poll(1000 * max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise BenchError(f"{self.name} has not answered for {timeout:.0f} s")
+                raise BenchError(f"{self.name} did not reply within {timeout:.0f} s")
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 raise BenchError(f"{self.name} has died (exit status {stop(self.process)})")
@@ -331,4 +331,4 @@ def port_in(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
                 f"the scheduler ended with status {scheduler.returncode} instead of listening"
             )
         time.sleep(0.02)
-    raise BenchError(f"the scheduler has not listened within {_START_SECONDS:.0f} s")
+    raise BenchError(f"the scheduler did not listen within {_START_SECONDS:.0f} s")

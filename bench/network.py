@@ -38,7 +38,7 @@ def why_not() -> str:
         with Links(["try", "other"], "1gbit"):
             return ""
     except BenchError as error:
-        return f"this kernel does not allow it: {error}"
+        return f"this kernel does not allow network namespaces with tc: {error}"
 
 
 def congestion() -> str:

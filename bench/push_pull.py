@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=sorted(TRANSPORTS),
         default="zmq",
-        help="how messages travel (default: %(default)s)",
+        help="transport between the processes (default: %(default)s)",
     )
     parser.add_argument(
         "--only",
         default=",".join(CASES),
-        help="cases to run, with commas between (default: %(default)s)",
+        help="cases to run, separated by commas (default: %(default)s)",
     )
 
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(CASES):
         raise BenchError(
-            f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(CASES)}"
         )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []
@@ -120,7 +120,7 @@ class Turns:
         if self.wanted & {"rate", "spin"}:
             peers.slowest(self.job.workers, "many", kind="rate", rounds=1)
             if not all(self.job.ask("check", kind="rate")):
-                raise BenchError("push_pull gave wrong sums")
+                raise BenchError("the sums of push_pull are wrong")
         for turn in range(self.plan.turns):
             progress(f"turn {turn + 1} of {self.plan.turns}")
             if self.wanted & {"rate", "spin"}:
@@ -307,7 +307,7 @@ def idle(job: Job, plan: Plan) -> list[Case]:
             "% core",
             peer=1.0,
             samples=tuple(share.values()),
-            note=f"the busiest: {worst}",
+            note=f"the busiest process: {worst}",
         ),
     ]
 
@@ -349,7 +349,10 @@ def steady(job: Job, plan: Plan) -> list[Case]:
             "%",
             target="<= 0.5",
             samples=(late,),
-            note="of this in the second half: a leak goes on, a heap that finds its size does not",
+            note=(
+                "growth in the second half of the steps: with a leak memory keeps growing, a heap"
+                " that finds its size stops"
+            ),
         ),
     ]
 

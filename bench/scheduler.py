@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         default="64,1024",
-        help="numbers of workers, with commas between (default: %(default)s)",
+        help="numbers of workers, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--tensors", type=int, default=100, help="tensors of each worker (default: %(default)s)"

@@ -36,7 +36,7 @@ for step in range(3):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cycles", type=int, default=1000, help="how often each of the two is done (default: 1000)"
+        "--cycles", type=int, default=1000, help="repetitions of each case (default: 1000)"
     )
     parser.add_argument(
         "--only", default="cycles,jobs", help="cycles, jobs or both (default: %(default)s)"
@@ -48,11 +48,11 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - {"cycles", "jobs"}:
         raise BenchError(
-            f"--only: no such case: {', '.join(sorted(unknown))}; there are cycles and jobs"
+            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are cycles and jobs"
         )
     count = min(options.cycles, 20) if options.quick else options.cycles
     if count < 2:
-        raise BenchError(f"--cycles {count}: at least 2 are needed to see growth")
+        raise BenchError(f"--cycles {count}: at least 2 are needed to measure growth")
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="bpsx-soak-") as folder:
         before = _outside(folder)
@@ -102,7 +102,7 @@ def _growth(course: list[dict[str, int]]) -> list[Case]:
             "",
             target="<= 0",
             samples=[float(c[name]) for c in course],
-            note="from the first tenth to the end",
+            note="growth from the first tenth of the samples to the end",
         )
         for name in ("descriptors", "threads", "children")
     ]
@@ -159,7 +159,7 @@ def jobs(count: int, folder: str) -> list[Case]:
             )
         except subprocess.TimeoutExpired as late:
             raise BenchError(
-                f"job {i} has not ended after {_JOB_SECONDS:g} s; it said {late.stdout!r}"
+                f"job {i} did not end within {_JOB_SECONDS:g} s; its output: {late.stdout!r}"
                 f" {late.stderr!r}"
             ) from None
         if done.returncode:

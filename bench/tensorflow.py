@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default=",".join(CASES),
-        help="cases to run, with commas between (default: %(default)s)",
+        help="cases to run, separated by commas (default: %(default)s)",
     )
 
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(CASES):
         raise BenchError(
-            f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(CASES)}"
         )
     plan = QUICK if options.quick else Plan()
     with Job(WORKERS, 1, environment=_QUIET, modules=dict.fromkeys(range(WORKERS), _MODULE)) as job:
@@ -91,7 +91,7 @@ def step(job: Job, plan: Plan) -> list[Case]:
     ways = {
         "step": "DistributedGradientTape in a tf.function",
         "step-keras": "Keras's optimizer, distributed, in a tf.function",
-        "step-alone": "nothing is exchanged",
+        "step-alone": "no exchange",
     }
     seconds: dict[str, list[float]] = defaultdict(list)
     with mirrored() as group:

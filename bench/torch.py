@@ -73,10 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default=",".join(CASES),
-        help="cases to run, with commas between (default: %(default)s)",
+        help="cases to run, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
-        "--models", default=",".join(MODELS), help="models of the case step (default: %(default)s)"
+        "--models",
+        default=",".join(MODELS),
+        help="models for the case step, separated by commas (default: %(default)s)",
     )
 
 
@@ -86,7 +88,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
         if unknown := set(given) - set(known):
             raise BenchError(
-                f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+                f"{option}: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}"
             )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default=",".join(_offered()),
-        help="cases to run, with commas between (default: %(default)s)",
+        help="cases to run, separated by commas (default: %(default)s)",
     )
 
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(_offered()):
         raise BenchError(
-            f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(_offered())}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(_offered())}"
         )
     turns = 1 if options.quick else 3
     cases = kills([r for r in ROLES if f"kill-{r}" in wanted], turns)
@@ -94,7 +94,9 @@ def kills(roles: list[str], turns: int) -> list[Case]:
                 [o.raised for o in outcomes],
                 "s",
                 peer=PROMISED,
-                note=f"everybody gone after {statistics.median(o.gone for o in outcomes):.2f} s",
+                note=(
+                    f"all processes gone after {statistics.median(o.gone for o in outcomes):.2f} s"
+                ),
             )
             for stage, outcomes in found.items()
         ]
@@ -195,7 +197,7 @@ def _settled(pid: int, seconds: float = 0.3) -> None:
     before, end = -1.0, time.monotonic() + 60
     while (now := machine.cpu_seconds(pid)) - before > 1e-3 or now < 0.05:
         if time.monotonic() >= end:
-            raise BenchError("the server has not settled")
+            raise BenchError("the server did not become idle within 60 s")
         before = now
         time.sleep(seconds)
 
@@ -227,7 +229,7 @@ def start_stop(turns: int) -> list[Case]:
             line.split()[-2:] for line in out.splitlines() if " up " in line or " down " in line
         ]
         if len(told) != 4:
-            raise BenchError(f"start-stop: the workers said {out!r}")
+            raise BenchError(f"start-stop: the workers' output is incomplete: {out!r}")
         up.append(max(float(when) for word, when in told if word == "up") - started)
         down.append(ended - min(float(when) for word, when in told if word == "down"))
         bare.append(_bare())

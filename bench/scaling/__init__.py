@@ -65,25 +65,30 @@ class Division:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rate", default="500mbit", help="of each link, in tc's notation (default: %(default)s)"
+        "--rate",
+        default="500mbit",
+        help="rate of each link, in tc's notation (default: %(default)s)",
     )
     parser.add_argument(
         "--spare",
         default="0,1,2,3,4",
-        help="numbers of spare machines, with commas between (default: %(default)s)",
+        help="numbers of spare machines, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--transport",
         choices=sorted(TRANSPORTS),
         default="shm",
         help=(
-            "how messages travel (default: %(default)s: shared memory "
-            "within a machine, ZeroMQ between them)"
+            "transport between the processes (default: %(default)s: shared memory within a "
+            "machine, ZeroMQ between machines)"
         ),
     )
     parser.add_argument(
         "--congestion",
-        help="TCP's congestion control, of both ways (default: the host's; if that is bbr, reno)",
+        help=(
+            "TCP congestion control for bpsx and for gloo (default: the host's; if that is bbr,"
+            " reno)"
+        ),
     )
 
 
@@ -102,7 +107,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             f"--congestion {options.congestion!r}: allowed are {', '.join(network.congestions())}"
         )
     if reason := network.why_not():
-        raise BenchError(f"links cannot be made slow here: {reason}")
+        raise BenchError(f"links cannot be slowed down here: {reason}")
     plan = Plan(
         options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5
     )
@@ -124,7 +129,7 @@ def bytes_per_second(rate: str) -> float:
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
     if match is None or not float(match[1]):
         raise BenchError(
-            f"--rate {rate!r}: allowed is a number with kbit, mbit or gbit behind it, as in 500mbit"
+            f"--rate {rate!r}: allowed is a number followed by kbit, mbit or gbit, as in 500mbit"
         )
     return float(match[1]) * _UNITS[match[2]] / 8
 
@@ -193,7 +198,7 @@ def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
                 f"push_pull of {BYTES / 1e6:.0f} MB, {MACHINES} machines, {spare} spare"
                 f" ({plan.congestion}),"
                 f" {' '.join(f'{k}={v}' for k, v in options.items()) or 'no options'};"
-                " what the links let through"
+                " the optimum for these links"
             ),
         )
         for way, options in WAYS.items()

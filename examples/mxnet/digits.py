@@ -39,14 +39,17 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="images per worker and step (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument(
         "--compress",
         choices=tuple(COMPRESSION),
         default="none",
-        help="gradients on the wire (default: %(default)s)",
+        help="compression of the gradients (default: %(default)s)",
     )
     return parser.parse_args()
 
@@ -82,8 +85,8 @@ def main() -> int:
     bps.init()
     if session().config.asynchronous:
         sys.exit(
-            "digits.py: losses and weights are averaged with byteps_push_pull, which with"
-            " BYTEPS_ENABLE_ASYNC=1 adds to the servers' value: leave that out"
+            "digits.py: BYTEPS_ENABLE_ASYNC=1 is not supported: byteps_push_pull, which averages"
+            " losses and weights here, would add to the servers' value"
         )
     rank, size = bps.rank(), bps.size()
     x, y, test_x, test_y = data()

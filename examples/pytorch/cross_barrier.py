@@ -34,10 +34,13 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=150, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="examples per worker and step (default: %(default)s)",
     )
     parser.add_argument(
-        "--width", type=int, default=512, help="of the hidden layers (default: %(default)s)"
+        "--width", type=int, default=512, help="width of the hidden layers (default: %(default)s)"
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"

@@ -32,15 +32,18 @@ def options() -> argparse.Namespace:
         "--points",
         type=int,
         default=3000,
-        help="to learn from; a third as many are kept for the test (default: %(default)s)",
+        help="points to train on; the test has a third as many (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="points per worker and step (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
     parser.add_argument(
-        "--plain", action="store_true", help="without the hook: gradients travel through gloo"
+        "--plain", action="store_true", help="do not use the hook: gloo exchanges the gradients"
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"

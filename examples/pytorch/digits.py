@@ -132,7 +132,10 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="images per worker and step (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument(

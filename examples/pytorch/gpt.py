@@ -39,16 +39,16 @@ def options() -> argparse.Namespace:
         "--steps",
         type=int,
         default=600,
-        help="altogether, those of earlier runs included (default: %(default)s)",
+        help="steps in total, including those of earlier runs (default: %(default)s)",
     )
     parser.add_argument(
         "--batch-size",
         type=int,
         default=16,
-        help="texts in a step, of all workers together (default: %(default)s)",
+        help="texts per step, of all workers together (default: %(default)s)",
     )
     parser.add_argument(
-        "--sequence", type=int, default=64, help="bytes of a text (default: %(default)s)"
+        "--sequence", type=int, default=64, help="bytes per text (default: %(default)s)"
     )
     parser.add_argument("--width", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="(default: %(default)s)")
@@ -58,24 +58,27 @@ def options() -> argparse.Namespace:
         "--seed",
         type=int,
         default=0,
-        help="of weights, batches and the sample (default: %(default)s)",
+        help="random seed of weights, batches and the sample (default: %(default)s)",
     )
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="where to go on from, and to keep the state"
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="file with the state to resume from, and for the state of this run",
     )
     parser.add_argument(
         "--save-every",
         type=int,
         default=100,
         metavar="STEPS",
-        help="between checkpoints (default: %(default)s)",
+        help="steps between checkpoints (default: %(default)s)",
     )
     parser.add_argument(
         "--sample",
         type=int,
         default=300,
         metavar="BYTES",
-        help="to write at the end (default: %(default)s)",
+        help="bytes of text to generate at the end (default: %(default)s)",
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)"
@@ -83,7 +86,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="few steps of a smaller model: seconds; an option given wins",
+        help="few steps of a smaller model: seconds; other options that are given override it",
     )
     if parser.parse_args().quick:
         parser.set_defaults(steps=60, width=32, layers=1, sequence=32, sample=60)
@@ -206,7 +209,7 @@ def main() -> int:
     bps.init()
     first, size = bps.rank() == 0, bps.size()
     if args.batch_size % size:
-        refuse(f"--batch-size {args.batch_size} cannot be shared out evenly to {size} workers")
+        refuse(f"--batch-size {args.batch_size} cannot be divided evenly among {size} workers")
     torch.manual_seed(args.seed)
     model = GPT(BYTES, args.sequence, args.width, args.layers, args.heads)
     optimizer = bps.DistributedOptimizer(
@@ -222,9 +225,9 @@ def main() -> int:
         if args.checkpoint:
             print(
                 (
-                    f"goes on from step {done} of {args.checkpoint}"
+                    f"resumes from step {done} of {args.checkpoint}"
                     if done
-                    else f"begins anew; the state goes to {args.checkpoint}"
+                    else f"starts from step 0 and saves its state to {args.checkpoint}"
                 ),
                 flush=True,
             )

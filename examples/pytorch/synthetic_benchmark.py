@@ -54,13 +54,13 @@ def options() -> argparse.Namespace:
         "--batch-size",
         type=_positive,
         default=32,
-        help="images, or texts of a GPT, of one worker (default: %(default)s)",
+        help="images (for a GPT: texts) per worker and step (default: %(default)s)",
     )
     parser.add_argument(
         "--num-warmup-batches",
         type=int,
         default=10,
-        help="that are not counted (default: %(default)s)",
+        help="first steps, which are not counted (default: %(default)s)",
     )
     parser.add_argument(
         "--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)"
@@ -69,17 +69,17 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--image-size",
         type=_positive,
-        help="pixels to a side (default: as the model was published)",
+        help="width and height of the images in pixels (default: as the model was published)",
     )
     parser.add_argument(
         "--sequence",
         type=_positive,
-        help="tokens of a text (default: the most that the model takes)",
+        help="tokens per text (default: the most that the model takes)",
     )
     parser.add_argument(
         "--num-classes",
         type=_positive,
-        help="or tokens of the vocabulary (default: as the model was published)",
+        help="classes (for a GPT: tokens of the vocabulary; default: as the model was published)",
     )
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
     parser.add_argument(
@@ -95,7 +95,9 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small pictures, few of them: seconds instead of minutes; an option given wins",
+        help=(
+            "few small images: seconds instead of minutes; other options that are given override it"
+        ),
     )
     args = parser.parse_args()
     kind = MODELS[args.model]
@@ -112,7 +114,7 @@ def options() -> argparse.Namespace:
         )
     args = parser.parse_args()
     if args.cross_barrier and args.framework != "bpsx":
-        parser.error(f"--cross-barrier is for --framework bpsx, not {args.framework}")
+        parser.error(f"--cross-barrier needs --framework bpsx, not {args.framework}")
     if kind.sequence and args.sequence > kind.sequence:
         parser.error(
             f"--sequence {args.sequence}: {args.model} takes {kind.sequence} tokens at most"

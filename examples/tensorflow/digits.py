@@ -29,7 +29,10 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="images per worker and step (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument(
@@ -38,7 +41,7 @@ def options() -> argparse.Namespace:
         default=256,
         help="width of the two hidden layers (default: %(default)s)",
     )
-    parser.add_argument("--eager", action="store_true", help="without tf.function")
+    parser.add_argument("--eager", action="store_true", help="run without tf.function")
     parser.add_argument("--jit", action="store_true", help="have XLA compile the step")
     return parser.parse_args()
 

@@ -26,21 +26,27 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="images per worker and step (default: %(default)s)",
     )
     parser.add_argument(
-        "--lr", type=float, default=0.02, help="for one worker (default: %(default)s)"
+        "--lr", type=float, default=0.02, help="learning rate for one worker (default: %(default)s)"
     )
     parser.add_argument(
         "--compress",
         choices=("none", "fp16", "onebit", "topk"),
         default="none",
-        help="gradients on the wire (default: %(default)s)",
+        help="compression of the gradients (default: %(default)s)",
     )
-    parser.add_argument("--save", type=Path, help="a file of the kind .keras")
+    parser.add_argument("--save", type=Path, help="file for the trained model, *.keras")
     args = parser.parse_args()
     if args.save is not None and args.save.suffix != ".keras":
-        parser.error(f"--save {args.save}: Keras saves whole models in files called *.keras")
+        parser.error(
+            f"--save {args.save}: the file's name must end in .keras, in which Keras saves whole"
+            " models"
+        )
     return args
 
 

@@ -26,13 +26,19 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default="ResNet50", help="a name in tf.keras.applications (default: %(default)s)"
+        "--model", default="ResNet50", help="model in tf.keras.applications (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=_positive, default=32, help="of one worker (default: %(default)s)"
+        "--batch-size",
+        type=_positive,
+        default=32,
+        help="images per worker and step (default: %(default)s)",
     )
     parser.add_argument(
-        "--image-size", type=_positive, default=224, help="pixels to a side (default: %(default)s)"
+        "--image-size",
+        type=_positive,
+        default=224,
+        help="width and height of the images in pixels (default: %(default)s)",
     )
     parser.add_argument(
         "--num-classes", type=_positive, default=1000, help="(default: %(default)s)"
@@ -41,19 +47,21 @@ def options() -> argparse.Namespace:
         "--num-warmup-batches",
         type=_positive,
         default=10,
-        help="that are not counted (default: %(default)s)",
+        help="first steps, which are not counted (default: %(default)s)",
     )
     parser.add_argument(
         "--num-batches-per-iter", type=_positive, default=10, help="(default: %(default)s)"
     )
     parser.add_argument("--num-iters", type=_positive, default=10, help="(default: %(default)s)")
     parser.add_argument("--fp16-pushpull", action="store_true", help="send gradients as float16")
-    parser.add_argument("--eager", action="store_true", help="without tf.function")
+    parser.add_argument("--eager", action="store_true", help="run without tf.function")
     parser.add_argument("--jit", action="store_true", help="have XLA compile the step")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small pictures, few of them: seconds instead of minutes; an option given wins",
+        help=(
+            "few small images: seconds instead of minutes; other options that are given override it"
+        ),
     )
     if parser.parse_args().quick:
         parser.set_defaults(
@@ -67,8 +75,8 @@ def options() -> argparse.Namespace:
     args = parser.parse_args()
     if not hasattr(tf.keras.applications, args.model) or not args.model[0].isupper():
         parser.error(
-            f"--model {args.model}: there is none in tf.keras.applications; ResNet50, VGG16 and"
-            " others are"
+            f"--model {args.model}: not in tf.keras.applications, which has ResNet50, VGG16 and"
+            " others"
         )
     return args
 

@@ -154,9 +154,9 @@ def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert len(found) == 12 and found[-1] < found[0] and "a sample:" in straight
     state = tmp_path / "state"
     begun = example("gpt.py", *GPT, "--steps", "7", "--save-every", "3", "--checkpoint", str(state))
-    assert "begins anew" in begun and losses(begun) == found[:7]
+    assert "starts from step 0" in begun and losses(begun) == found[:7]
     ended = example("gpt.py", *GPT, "--checkpoint", str(state))
-    assert f"goes on from step 7 of {state}" in ended and losses(ended) == found[7:]
+    assert f"resumes from step 7 of {state}" in ended and losses(ended) == found[7:]
     weights, sample = (
         re.compile(text, re.S) for text in (r"weights (\w{16}) are the same", r"a sample:\n(.*)--")
     )

@@ -215,13 +215,13 @@ def _options(**given: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"only": "nccl,wifi"}, "no wifi; there are nccl, pcie, train, links"),
-        ({"networks": "alexnet"}, "no alexnet; there are resnet50"),
-        ({"rates": "fast"}, "'fast' is no rate"),
-        ({"rates": "10gbit,5"}, "'5' is no rate"),
+        ({"only": "nccl,wifi"}, "unknown: wifi; allowed are nccl, pcie, train, links"),
+        ({"networks": "alexnet"}, "unknown: alexnet; allowed are resnet50"),
+        ({"rates": "fast"}, "'fast' is not a rate"),
+        ({"rates": "10gbit,5"}, "'5' is not a rate"),
         ({"extra": "4,x"}, "--extra '4,x'"),
         ({"extra": "-1"}, "--extra"),
-        ({"congestion": "calm"}, "--congestion: there is no calm; there are reno"),
+        ({"congestion": "calm"}, "--congestion: unknown: calm; allowed are reno"),
         ({"gpus": 1}, "--gpus 1: at least 2"),
         ({"gpus": 0, "only": "links"}, "--gpus 0: at least 1"),
         ({"gpus": 1, "only": "links"}, "--machines 1: at least two"),
@@ -243,7 +243,7 @@ def test_what_is_missing_is_said_before_anything_is_measured(
     fake.cuda = argparse.Namespace(device_count=lambda: 1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setattr(bench, "PARTS", dict.fromkeys(bench.PARTS))
-    with pytest.raises(bench.BenchError, match="sees 1 GPUs, 2 are needed.*--device cpu"):
+    with pytest.raises(bench.BenchError, match="sees 1 GPUs, but 2 are needed.*--device cpu"):
         bench.run(_options(device="cuda"))
     monkeypatch.setattr(bench.network, "why_not", lambda: "not installed: tc")
     with pytest.raises(bench.BenchError, match="links needs.*not installed: tc"):
