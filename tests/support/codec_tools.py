@@ -1,5 +1,5 @@
-"""What the tests of compressors share: a codec's functions, called as the core calls them, in
-memory whose edges are watched; and data for them.
+"""Helpers for tests of compressors: a codec's functions, called as the core calls them, in memory
+with guarded edges; and test data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ wides = st.sampled_from(["float32", "float64"])
 
 
 class Edge:
-    """Memory that ends where reading on is a segmentation fault."""
+    """Memory that ends at a page boundary: reading past the end is a segmentation fault."""
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -57,25 +57,25 @@ class Edge:
         )
 
     def last(self, size: int) -> np.ndarray:
-        """The last ``size`` bytes."""
+        """Return the last ``size`` bytes."""
         return self.bytes[self.size - size :]
 
 
 def guarded(n: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """A buffer full of a pattern, and n elements in its middle."""
+    """Return a buffer full of a pattern, and a view of n elements in its middle."""
     whole = np.full((n + 2 * GUARD) * np.dtype(kind).itemsize, 0xA5, np.uint8).view(kind)
     return whole, whole[GUARD : GUARD + n]
 
 
 def unharmed(whole: np.ndarray) -> bool:
-    """Whether the pattern around the middle is still there."""
+    """Whether the pattern around the middle is unchanged."""
     edge = GUARD * whole.itemsize
     raw = whole.view(np.uint8)
     return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())
 
 
 class Coder:
-    """One partition's codec. ``residual`` and ``momentum`` are what the core keeps, as arrays."""
+    """One partition's codec. ``residual`` and ``momentum``: the core's state, as arrays."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class Coder:
         self.state = np.zeros(N_STATE)
 
     def _scratch_at(self) -> int:
-        """Aligned to 64 bytes, and as near to the end as that allows.
+        """Return the scratch address: aligned to 64 bytes, as near to the end as possible.
 
-        What lies there is nobody's.
+        Its content is arbitrary.
         """
         room = self._scratch.last(-(-self._room // 64) * 64)
         room[:] = 0xEE
         return room.ctypes.data
 
     def encode(self, g: np.ndarray, factor: float = 1.0, mu: float = 0.9) -> bytes:
-        """What goes on the wire for ``g``."""
+        """Return the encoded bytes of ``g``."""
         self.counter += 1
         wire, before = self._wire.last(self.capacity + SLACK), g.tobytes()
         wire[:] = 0xEE
@@ -136,7 +136,7 @@ class Coder:
         return wire[:size].tobytes()
 
     def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
-        """What ``wire`` says, added to ``add_to`` or alone; None if it is refused."""
+        """Decode ``wire``, added to ``add_to`` if given; None if the codec refuses it."""
         whole, out = guarded(self.n, self.wide)
         if add_to is not None:
             out[:] = add_to
@@ -160,7 +160,7 @@ class Coder:
 
 
 def same(got: np.ndarray, want: np.ndarray) -> bool:
-    """Equal bits; of a NaN only that it is one."""
+    """Whether all bits are equal; two NaN are equal whatever their bits."""
     nan = np.isnan(want)
     bits = f"u{want.itemsize}"
     return got.dtype == want.dtype and bool(
@@ -172,7 +172,7 @@ def _few(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.choice([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0], n)
 
 
-#: Gradients: name -> function of a generator and n.
+#: Kinds of gradients: name -> function of a random generator and n.
 KINDS = {
     "normal": lambda rng, n: rng.standard_normal(n),
     "wild": lambda rng, n: rng.standard_normal(n) * 10.0 ** rng.integers(-30, 30, n),
@@ -191,7 +191,7 @@ kinds = st.sampled_from([*KINDS, *OVERFLOWS])
 
 
 def gradient(kind: str, n: int, wide: str, seed: int) -> np.ndarray:
-    """n elements of a kind; of an overflow one or two in normal ones."""
+    """Return n elements of a kind; an overflow has one or two such elements among normal ones."""
     rng = np.random.default_rng(seed)
     if kind in KINDS:
         return KINDS[kind](rng, n).astype(wide)
@@ -201,9 +201,7 @@ def gradient(kind: str, n: int, wide: str, seed: int) -> np.ndarray:
 
 
 def corrupt(wire: bytes, seed: int) -> bytes:
-    """Bytes that are nearly those: shortened, lengthened, with bits or words changed, or of nothing
-    but chance.
-    """
+    """Return a corrupt copy: shortened, lengthened, with changed bits or words, or random bytes."""
     rng = np.random.default_rng(seed)
     changed = bytearray(wire)
     for _ in range(int(rng.integers(1, 4))):
@@ -229,7 +227,7 @@ def corrupt(wire: bytes, seed: int) -> bytes:
 
 
 def assert_nothing_is_lost(name: str, options: dict, n: int, wide: str, seed: int) -> None:
-    """All that was sent and what is left make the sum of all gradients."""
+    """Assert that the sent values and the final residual add up to the sum of all gradients."""
     coder = Coder(name, options, n, wide, residual=True)
     sent, given = np.zeros(n), np.zeros(n)
     for i in range(5):

@@ -1,5 +1,5 @@
-"""What the tests of CUDA kernels share: coders that live in a process of their own, see
-``cuda_worker.py``, and the comparison with the CPU's.
+"""Helpers for tests of CUDA kernels: coders in a separate process (``cuda_worker.py``), and their
+comparison with the CPU's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 from support.codec_tools import Coder, same
 
-#: What is compared on the simulator, which is slow, and with ``-m gpu`` on a GPU.
+#: Cases on the simulator, which is slow, and with ``-m gpu`` on a GPU.
 DEVICES = ["simulator", pytest.param("gpu", marks=pytest.mark.gpu)]
-#: Around words, warps' and blocks' tiles, and chunks; the simulator's are the smaller.
+#: Sizes around words, tiles of warps and blocks, and chunks; the simulator gets the smaller ones.
 SIZES = {
     "simulator": [1, 33, 300],
     "gpu": [
@@ -44,13 +44,13 @@ SIZES = {
 
 
 def rounds(worker: Worker) -> list[tuple[str, float]]:
-    """Kinds of gradients, and factors of the residual."""
+    """Return the rounds of a test: kind of gradient, and factor of the residual."""
     return [("normal", 1.0), ("wild", 0.5), ("few", 3.0)][: 2 if worker.kind == "simulator" else 3]
 
 
 @functools.cache
 def why_no_gpu() -> str:
-    """Empty if there is one."""
+    """Return why there is no GPU for the tests; empty if there is one."""
     done = subprocess.run(
         [sys.executable, "-c", "import numba_cuda; from numba import cuda; cuda.current_context()"],
         capture_output=True,
@@ -60,7 +60,7 @@ def why_no_gpu() -> str:
 
 
 class Worker:
-    """The process, and its coders by number."""
+    """The process, whose coders are known by number."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -79,7 +79,7 @@ class Worker:
         )
 
     def call(self, number: int | None, method: str, *arguments: object):
-        """What the other side answers."""
+        """Call a method in the process; return its result or raise its exception."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(pickle.dumps((number, method, arguments)))
         self._process.stdin.flush()
@@ -97,11 +97,11 @@ class Worker:
         given: list[np.ndarray | int],
         *numbers: int | float,
     ) -> list[np.ndarray]:
-        """What a kernel makes of arrays: see ``cuda_worker.launched``."""
+        """Run a kernel on arrays in the process: see ``cuda_worker.launched``."""
         return self.call(None, "launch", module, path, dtype, blocks, given, list(numbers))
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.wait(30)
@@ -109,7 +109,7 @@ class Worker:
 
 
 def workers(kind: str) -> Iterator[Worker]:
-    """A fixture's body: a process for a module's tests."""
+    """Body of a fixture: a process for the tests of a module."""
     if kind == "gpu" and why_no_gpu():
         pytest.skip(f"no GPU: {why_no_gpu()}")
     worker = Worker(kind)
@@ -118,7 +118,7 @@ def workers(kind: str) -> Iterator[Worker]:
 
 
 class Pair:
-    """A coder on the device and one on the CPU that get the same, and must do the same."""
+    """A coder on the device and one on the CPU: equal inputs must give equal results."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Pair:
         self.residual = self.momentum = self.state = np.zeros(0)
 
     def encode(self, g: np.ndarray, factor: float = 1.0, mu: float = 0.9) -> bytes:
-        """The device's bytes; its residual and momentum are the CPU's."""
+        """Return the device's bytes; assert that its residual and momentum equal the CPU's."""
         with np.errstate(all="ignore"):
             want = self.cpu.encode(g, factor, mu)
         got, self.residual, self.momentum, self.state = self.worker.call(
@@ -156,7 +156,7 @@ class Pair:
         return got
 
     def assert_alike(self, got: bytes, want: bytes) -> None:
-        """The bytes are the same; what NaN are made of may differ."""
+        """Assert that the bytes are equal; only the bits of a NaN may differ."""
         assert len(got) == len(want)
         if got != want:
             head, kind = self.layout(len(want))
@@ -164,11 +164,11 @@ class Pair:
             assert same(np.frombuffer(got[head:], kind), np.frombuffer(want[head:], kind))
 
     def layout(self, size: int) -> tuple[int, str]:
-        """Where floating point begins in the bytes, and of which type."""
+        """Return the offset at which floating point begins in the bytes, and its type."""
         return size, self.wide
 
     def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
-        """What the device makes of it, which is what the CPU does."""
+        """Decode on the device; assert that the CPU returns the same."""
         with np.errstate(all="ignore"):
             want = self.cpu.decode(wire, add_to)
         got = self.worker.call(self.number, "decode", wire, add_to)
@@ -177,5 +177,5 @@ class Pair:
         return got
 
     def close(self) -> None:
-        """Forget the device's coder."""
+        """Delete the device's coder."""
         self.worker.call(self.number, "close")

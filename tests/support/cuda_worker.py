@@ -1,9 +1,9 @@
 """A process that runs the CUDA kernels for tests: on a GPU, or on Numba's simulator if
 NUMBA_ENABLE_CUDASIM=1 was set for it.
 
-Whether the simulator is on is settled when Numba is imported, and where it is the CPU's kernels are
-not what they are elsewhere: hence the process of its own. It answers pickled calls on its standard
-streams, ``(number of the coder or None, method, arguments)``, by what they return or raise.
+Numba reads that variable when it is imported, and the simulator changes the CPU's kernels as well.
+So the simulator needs a separate process. It reads pickled calls from standard input, ``(number of
+the coder or None, method, arguments)``, and writes their results or exceptions to standard output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _lock = threading.Lock()
 
 
 def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
-    """The simulator's shared.array, where two threads that come at once get one array, as they
-    should, not two.
+    """Replacement for the simulator's shared.array, which gives two threads that call it at the
+    same time two arrays instead of one.
     """
     frame = sys._getframe(1)
     with _lock:
@@ -36,7 +36,7 @@ def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
 
 
 class Memory:
-    """Bytes on the device with a pattern around and in them."""
+    """Bytes on the device, filled with and surrounded by a pattern."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -53,7 +53,7 @@ class Memory:
             assert self.address % 64 == 0
 
     def put(self, content: bytes) -> None:
-        """From the beginning on; the rest is the pattern."""
+        """Copy ``content`` to the beginning; the rest keeps the pattern."""
         self._host[:] = PATTERN
         self._host[GUARD : GUARD + len(content)] = np.frombuffer(content, np.uint8)
         if SIMULATED:
@@ -62,7 +62,7 @@ class Memory:
             self._whole.copy_to_device(self._host)
 
     def get(self) -> bytes:
-        """All of it. Nothing around it has been written to."""
+        """Return all bytes; assert that nothing around them was written."""
         whole = self._whole.copy() if SIMULATED else self._whole.copy_to_host()
         assert (whole[:GUARD] == PATTERN).all() and (whole[-GUARD:] == PATTERN).all(), (
             "written outside"
@@ -71,7 +71,7 @@ class Memory:
 
 
 class Coder:
-    """As ``codec_tools.Coder``, whose arrays are the device's."""
+    """Like ``codec_tools.Coder``, with arrays on the device."""
 
     def __init__(
         self, name: str, options: dict, n: int, wide: str, residual: bool, momentum: bool, seed: int
@@ -108,7 +108,7 @@ class Coder:
     def encode(
         self, g: np.ndarray, factor: float, mu: float, state: bytes | None = None
     ) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
-        """The wire, the residual, the momentum and the state."""
+        """Encode ``g``; return the wire, the residual, the momentum and the state."""
         self.counter += 1
         self.g.put(g.tobytes())
         for memory in (self.wire, self.written, self.scratch):
@@ -144,7 +144,7 @@ class Coder:
         return self.wire.get()[:size], kept[0], kept[1], np.frombuffer(self.state.get(), np.float64)
 
     def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
-        """What ``wire`` says, added to ``add_to`` or alone; None if it is refused."""
+        """Decode ``wire``, added to ``add_to`` if given; None if the codec refuses it."""
         room = Memory(len(wire) + SLACK)
         room.put(wire)
         self.out.put(b"" if add_to is None else add_to.tobytes())
@@ -181,11 +181,11 @@ def launched(
     given: list[np.ndarray | int],
     numbers: list[int | float],
 ) -> list[np.ndarray]:
-    """What a kernel of ``bpsx.kernels.cuda`` makes of arrays, which are its addresses in turn; an
-    integer is the array with that index once more.
+    """Run a kernel of ``bpsx.kernels.cuda`` and return the arrays after it.
 
-    ``path``: the function that makes it, and where that makes several, which; as in
-    ``conversion.widen``.
+    The arrays' addresses are the kernel's arguments; an integer stands for the array with that
+    index. ``path``: the function that makes the kernel and, if it makes several, the name of one,
+    as in ``conversion.widen``.
     """
     make, *which = path.split(".")
     kernel = getattr(importlib.import_module(f"bpsx.kernels.cuda.{module}"), make)(dtype)
@@ -209,13 +209,13 @@ def launched(
 
 
 def main() -> None:
-    """Until the other side closes."""
-    warnings.simplefilter("ignore")  # integers wrap, infinities come and go
+    """Handle calls until standard input ends."""
+    warnings.simplefilter("ignore")  # of integers that wrap, and of infinities
     if SIMULATED:
         from numba.cuda.simulator import kernelapi
 
         kernelapi.FakeCUDAShared.array = _shared
-    sys.setswitchinterval(2e-5)  # the simulator waits for its threads by asking again and again
+    sys.setswitchinterval(2e-5)  # the simulator polls its threads
     coders: list[Coder] = []
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr

@@ -1,5 +1,5 @@
-"""The C function table of an endpoint, called through ctypes: so that one suite tests every
-transport from Python.
+"""The C function table of an endpoint, called through ctypes, so that one test suite in Python
+covers every transport.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ DONE = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
 
 
 class Landing(C.Structure):
-    """``transports/abi.pxd``: Landing."""
+    """``Landing`` of ``transports/abi.pxd``."""
 
     _fields_ = [("at", C.c_uint64), ("room", C.c_uint64), ("key", C.c_uint32), ("remote", C.c_int)]
 
 
 class Message(C.Structure):
-    """``transports/abi.pxd``: Message."""
+    """``Message`` of ``transports/abi.pxd``."""
 
     _fields_ = [
         ("peer", C.c_uint32),
@@ -33,7 +33,7 @@ class Message(C.Structure):
 
 
 class Table(C.Structure):
-    """``transports/abi.pxd``: Endpoint."""
+    """``Endpoint`` of ``transports/abi.pxd``."""
 
     _fields_ = [
         ("self", C.c_void_p),
@@ -62,16 +62,14 @@ class Table(C.Structure):
     ]
 
 
-#: An endpoint runs the last done callbacks when it is closed, and reads what it was handed until
-#: then: none of this may go before.
+#: An endpoint reads the memory of sent messages, and runs done callbacks, until it is closed. So
+#: these objects must stay alive until then.
 _alive: list[DataPlane] = []
 _lent: list[Any] = []
 
 
 class DataPlane:
-    """An endpoint's data plane; keeps what it sends alive and records which done callbacks have
-    run.
-    """
+    """An endpoint's data plane; keeps sent memory alive and records the done callbacks that ran."""
 
     def __init__(self, endpoint: Any) -> None:
         get = C.pythonapi.PyCapsule_GetPointer
@@ -80,7 +78,7 @@ class DataPlane:
         self.table = Table.from_address(get(self.capsule, b"bpsx.Endpoint"))
         self.done: list[int] = []
         self._kept: list[Any] = []
-        self.other: DataPlane | None = None  # the other end, which nobody else drives
+        self.other: DataPlane | None = None  # the other end, if only this object drives it
         _alive.append(self)
         self._callback = DONE(lambda data, hint: self.done.append(hint or 0))
 
@@ -93,10 +91,11 @@ class DataPlane:
         own_head: bool = False,
         landing: Landing | None = None,
     ) -> int:
-        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in
-        :attr:`done` as ``token`` (head: 1000 more).
+        """Send a message.
 
-        ``landing``: where the answer shall lie, or this body.
+        ``body`` (and ``head``, if ``own_head``) belongs to the transport until :attr:`done` has
+        ``token`` (for the head: ``token`` + 1000). ``landing``: address for the reply, or for this
+        body.
         """
         h = C.create_string_buffer(head, len(head))
         b = C.create_string_buffer(body, len(body)) if body is not None else None
@@ -117,7 +116,7 @@ class DataPlane:
         )
 
     def receive(self, timeout: float = 20) -> tuple[int, bytes, bytes | None] | None:
-        """The next message, waiting for it: (peer, head, body)."""
+        """Wait for the next message; return (peer, head, body)."""
         m = self.take(timeout)
         if m is None:
             return None
@@ -130,7 +129,7 @@ class DataPlane:
         return found
 
     def take(self, timeout: float = 20) -> Message | None:
-        """The same as it lies there, to be released."""
+        """Wait for the next message; return it without a copy. The caller must release it."""
         m = Message()
         for _ in range(int(timeout * (10 if self.other is None else 1000))):
             if self.table.recv(self.table.self, C.byref(m)) == 1:
@@ -146,11 +145,11 @@ class DataPlane:
         self.table.release(self.table.self, C.byref(m))
 
     def push(self, peer: int, head: bytes, body: C.Array[C.c_char], landing: Landing) -> int:
-        """Send ``body`` from where it lies, which stays."""
+        """Send ``body`` without a copy, from memory that keeps its address."""
         return self._send_from(peer, head, C.addressof(body), len(body), landing)
 
     def answer(self, peer: int, head: bytes, m: Message) -> int:
-        """Send back a message's body from where it lies, and release it when that is done."""
+        """Send a message's body back without a copy, and release the message when that is done."""
         released = DONE(lambda data, hint: self.release(m))
         self._kept.append(released)
         return self._send_from(
@@ -176,9 +175,9 @@ class DataPlane:
         )
 
     def lend(self, memory: C.Array[C.c_char]) -> Landing:
-        """Memory that stays; returns it as where an answer may lie.
+        """Lend memory that keeps its address; return it as a landing for a reply.
 
-        Transports that do not care take it as any other.
+        A transport without support for lent memory treats it like any other memory.
         """
         _lent.append(memory)
         if self.table.lend:

@@ -1,4 +1,4 @@
-"""A strict reader of Prometheus' text format, as far as bpsx uses it."""
+"""A strict parser of the part of Prometheus' text format that bpsx uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SAMPLE = re.compile(rf"({_NAME})(?:\{{({_LABEL}(?:,{_LABEL})*)\}})? (-?[0-9.eE+
 
 
 def parse(text: str) -> dict[str, tuple[str, dict[tuple, float]]]:
-    """Text format 0.0.4, strictly: metric -> (type, labels -> value)."""
+    """Parse text format 0.0.4 strictly: metric -> (type, labels -> value)."""
     assert text.endswith("\n")
     found: dict[str, tuple[str, dict[tuple, float]]] = {}
     helped, current = set(), None

@@ -1,11 +1,13 @@
-"""Processes as forks of one that has imported what they need: 3.5 s of a core for PyTorch, 1.1 for
-Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
+"""Forks test processes from a process that has imported their packages.
 
-As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread,
-imports nothing of bpsx, and gives each of its children the input, output and environment that were
-asked for. What comes out is a process of its own in all that a test can see, except that its parent
-is the nursery, and that all have its seed for hashes. Only :func:`packages_for` and :class:`Fork`
-are for tests.
+This saves processor time in each of hundreds of processes: 3.5 s for PyTorch, 1.1 s for Numba, 0.25
+s for NumPy and ZeroMQ.
+
+Run as a script, this module is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It
+has one thread, imports nothing of bpsx, and gives each child the requested input, output and
+environment. For a test, a child differs from a started process in two ways: its parent is the
+nursery, and all children have the same hash seed. Tests use only :func:`packages_for` and
+:class:`Fork`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import sys
 import threading
 from typing import IO, Any
 
-#: Variables that are looked at while Python starts: there is a nursery for each value that these
-#: have.
+#: Variables that Python reads at its start: each set of their values has its own nursery.
 _PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH")
-#: ... or while packages are imported: of the others a nursery has the tests' values.
+#: Variables that packages read when they are imported, likewise. A nursery has the tests' values of
+#: all others.
 _EARLY = (
     "LD_",
     "PYTHON",
@@ -58,7 +60,7 @@ def _paths(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _quiet() -> dict[str, str]:
-    """The nurseries' variables, but for paths."""
+    """Return the nurseries' environment variables, without paths."""
     return {
         **{name: value for name, value in os.environ.items() if name not in _PATHS},
         "OMP_NUM_THREADS": "1",
@@ -66,26 +68,26 @@ def _quiet() -> dict[str, str]:
 
 
 def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
-    """What there has to be, besides NumPy and ZeroMQ, in the process that this command is better
-    forked from; None: it is better started.
+    """Return the packages, besides NumPy and ZeroMQ, of the nursery to fork this command from.
 
-    The first worker is started, unless PyTorch or Numba is needed: it differs from the others in
-    the order of sets, as all do in life.
+    None: start the command as a new process instead. The first worker is started, unless it needs
+    PyTorch or Numba, so that its sets have another order than those of the other workers, as in a
+    real job.
     """
     if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
         return None
-    if command[1] == "-m":  # the scheduler needs no Numba, and starts faster all the same
+    if command[1] == "-m":  # the scheduler needs no Numba, but also starts faster as a fork
         return ("numba",) if command[2] in ("bpsx.server", "bpsx.scheduler") else None
     if "import torch" in command[2] or "bpsx.torch" in command[2]:
-        # PyTorch imports the last, which is half of it, with the first optimizer
+        # PyTorch imports the last one, half of the total, with the first optimizer
         return "numba", "torch", "torch._dynamo"
     if environment.get("BYTEPS_LOCAL_SIZE", "1") != "1":
-        return ("numba",)  # a machine's processes sum, as servers do
+        return ("numba",)  # a machine's processes sum, like servers
     return () if environment.get("DMLC_WORKER_ID", "0") != "0" else None
 
 
 class _Nursery:
-    """The process whose forks they are, and a thread that hears from it who has ended."""
+    """The process that forks, and a thread that receives from it the children that ended."""
 
     def __init__(self, packages: tuple[str, ...], paths: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,7 +101,7 @@ class _Nursery:
         )
         theirs.close()
         self._changed, self._one_by_one = threading.Condition(), threading.Lock()
-        # by the number of what was asked for
+        # by the request's number
         self._born: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count()
         self._ended: dict[int, int] = {}
@@ -123,7 +125,7 @@ class _Nursery:
                 else:
                     said = json.loads(message)
                     if fds:
-                        # of an earlier process with its number
+                        # an earlier process with the same pid
                         self._ended.pop(said["pid"], None)
                         self._born[said["task"]] = said["pid"], fds[0]
                     else:
@@ -133,7 +135,7 @@ class _Nursery:
                     return
 
     def fork(self, source: str, environment: dict[str, str], fds: list[int]) -> tuple[int, int]:
-        """Its process id, and a descriptor that stands for it."""
+        """Fork a process; return its process id and a descriptor that refers to it."""
         number = next(self._numbers)
         task = {
             "number": number,
@@ -151,8 +153,8 @@ class _Nursery:
             return self._born.pop(number)
 
     def status(self, pid: int, timeout: float | None) -> int | None:
-        """How it has ended, as :class:`subprocess.Popen` has it; None: not within ``timeout``
-        seconds.
+        """Return the exit status as :class:`subprocess.Popen` does; None if the process has not
+        ended within ``timeout`` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: pid in self._ended or self._gone, timeout):
@@ -165,7 +167,7 @@ class _Nursery:
 
 
 _lock = threading.Lock()
-# by packages and paths
+# nurseries by packages and paths
 _all: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Nursery] = {}
 
 
@@ -178,12 +180,12 @@ def _nursery(packages: tuple[str, ...], paths: dict[str, str]) -> _Nursery:
 
 
 def nurseries() -> set[int]:
-    """The processes that stay for the tests to come."""
+    """Return the pids of the nurseries, which stay for later tests."""
     return {nursery.pid for nursery in _all.values()}
 
 
 class Fork:
-    """What a test needs of :class:`subprocess.Popen`, for a process that has forked.
+    """The part of :class:`subprocess.Popen`'s interface that tests need, for a forked process.
 
     ``command``: ``python -c SOURCE`` or ``python -m MODULE``.
     """
@@ -232,7 +234,7 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            # it has ended, and we have not heard yet
+            # it has ended, but the report has not arrived yet
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)
 
@@ -241,16 +243,16 @@ class Fork:
 
 
 def _serve(ours: socket.socket) -> dict[str, Any] | None:
-    """Fork what is asked for, and tell who has ended.
+    """Fork processes on request, and report the children that ended.
 
-    In a child: what it is to do; None at the end.
+    Returns the task in a child, and None in the nursery at the end.
     """
     news, told = os.pipe()
     for fd in (news, told):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(told)
-    # a long run of tests may have opened more files than select() knows
+    # a long run of tests may have more descriptors than select() can handle
     waiting = select.poll()
     for fd in (ours.fileno(), news):
         waiting.register(fd, select.POLLIN)
@@ -294,7 +296,7 @@ def _bury(ours: socket.socket) -> None:
 
 
 def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-    """Be the process that was asked for, with its input, output and environment."""
+    """Give this child the input, output and environment of its task."""
     for i, fd in enumerate(fds):
         os.dup2(fd, i)
         os.close(fd)
@@ -313,7 +315,7 @@ def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
 
 
 def _be(task: dict[str, Any]) -> None:
-    """Run the source as what ``python -c`` would make of it: this module becomes its own."""
+    """Run the source as ``python -c`` would: this module becomes ``__main__`` of the source."""
     own = sys.modules["__main__"].__dict__
     for name in [n for n in own if n not in ("__name__", "__builtins__")]:
         del own[name]
@@ -330,12 +332,12 @@ if __name__ == "__main__":
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
     if "numba" in sys.modules:
-        # it imports as much again for the first function that it compiles or loads
+        # Numba imports as much again for the first function that it compiles or loads
         sys.modules["numba"].cfunc("void()")(lambda: None)
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
     gc.collect()
-    # else each child would go through all that has been imported, in its collections and once more
-    # at its end: 0.3 s
+    # Otherwise each child would traverse all imported objects in its garbage collections and again
+    # at its end: 0.3 s.
     gc.freeze()
     _task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _task is not None:

@@ -1,9 +1,9 @@
 """Real jobs for tests: a scheduler, servers and workers as processes on loopback, owned by the test
 that starts them.
 
-A worker is Python source; whatever it passes to ``report(value)`` comes back as JSON. Ports are the
-system's choice, so any number of jobs may run side by side. Leaving the ``with`` block ends every
-process that is still there.
+A worker is Python source. The values that it passes to ``report(value)`` travel back as JSON. The
+system chooses the ports, so any number of jobs may run side by side. Leaving the ``with`` block
+ends all remaining processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from support.forking import Fork, packages_for
 
-#: Seconds that a job may take. Whoever starts it in an emulated processor sets a multiple.
+#: Seconds that a job may take. Tests on an emulated processor set a multiple.
 DEADLINE = 90.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
 
-#: How messages travel, as variables.
+#: Transport -> its environment variables.
 TRANSPORTS = {
     "zmq": {"DMLC_ENABLE_RDMA": "zmq"},
     "tcp": {"DMLC_ENABLE_RDMA": "tcp"},
@@ -63,7 +63,7 @@ def hear():
 
 
 class Process:
-    """One role's process; collects its output as it comes."""
+    """One role's process; collects its output as it arrives."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
         self.name = name
@@ -100,8 +100,9 @@ class Process:
             self._changed.notify_all()
 
     def wait_for_line(self, text: str, timeout: float = DEADLINE, count: int = 1) -> str:
-        """The first line on stdout or stderr that holds ``text``, once there are ``count``; fails
-        when the process ends without.
+        """Wait until ``count`` lines on stdout or stderr contain ``text``; return the first one.
+
+        Fails if the process ends earlier.
         """
 
         def found() -> list[str]:
@@ -119,13 +120,13 @@ class Process:
         return found()[0]
 
     def wait(self, timeout: float = DEADLINE) -> int:
-        """The exit status."""
+        """Wait for the end; return the exit status."""
         try:
             self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
             self.signal(
                 signal.SIGABRT
-            )  # a Python that has `faulthandler` on says where its threads are
+            )  # with `faulthandler` on, Python prints the stacks of its threads
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(5)
                 for reader in self._readers:
@@ -139,17 +140,15 @@ class Process:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody can write its output any more: it has ended, and so has whoever it had
-        forked.
-        """
+        """Whether no process can write to its output any more: it and its forks have ended."""
         return not any(reader.is_alive() for reader in self._readers)
 
     def reports(self) -> list[Any]:
-        """What the process passed to ``report``."""
+        """Return the values that the process passed to ``report``."""
         return [json.loads(line) for line in self.lines if line[:1] in '[{"0123456789tfn-']
 
     def text(self) -> str:
-        """All output, for a failure's message."""
+        """Return all output, for the message of a failed test."""
         return "\n".join(
             [f"--- {self.name} stdout", *self.lines, f"--- {self.name} stderr", *self.errors]
         )
@@ -164,7 +163,7 @@ class Process:
         self.popen.send_signal(number)
 
     def end(self) -> None:
-        """Kill it if it is still there, and close its pipes."""
+        """Kill the process if it still runs, and close its pipes."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.kill()
@@ -173,18 +172,18 @@ class Process:
             reader.join(10)
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it was told and never read
+                with contextlib.suppress(BrokenPipeError):  # input that it never read
                     stream.close()
 
 
 class Job:
     """A job of processes.
 
-    ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker
-    i.
+    ``source``: Python source that each worker runs (dedented). ``env``: environment variables of
+    all processes; ``worker_env[i]``: those of worker i.
 
-    ``workers`` counts processes; ``processes`` of them are one machine. ``alone``: there is one
-    worker, which needs nobody.
+    ``workers``: number of worker processes; ``processes`` of them form one machine. ``alone``: one
+    worker without scheduler and servers.
     """
 
     def __init__(
@@ -216,7 +215,7 @@ class Job:
             "DMLC_NUM_SERVER": str(servers),
             "BPSX_RENDEZVOUS_TIMEOUT": "60",
             "BYTEPS_SOCKET_PATH": self._folder.name,
-            # Most tests are about what goes through a network; those about shared memory say so.
+            # Most tests are about the network; tests of shared memory set this themselves.
             "OMP_NUM_THREADS": "1",
             "BYTEPS_ENABLE_IPC": "0",
             "BPSX_ANNOUNCE": "0",
@@ -243,7 +242,7 @@ class Job:
         return self
 
     def command(self, name: str, words: list[str]) -> list[str]:
-        """The command that starts the process called ``name``: for those who run it elsewhere."""
+        """Return the command that starts process ``name``; subclasses may run it elsewhere."""
         return words
 
     def start_scheduler(self, port: int = 0) -> None:
@@ -264,7 +263,7 @@ class Job:
 
     @property
     def port(self) -> str:
-        """The scheduler's."""
+        """Port of the scheduler."""
         return self._env["DMLC_PS_ROOT_PORT"]
 
     def start_server(self, i: int) -> None:
@@ -293,7 +292,7 @@ class Job:
         """After suspend(): wait until scheduler and servers have ended, and start them again, for a
         job of ``workers`` machines if that is more than one.
 
-        ``left``: they end by themselves, as those do to whom anybody has spoken.
+        ``left``: they end by themselves, because a process has contacted them.
         """
         for p in (*self.servers, self.scheduler):
             if p is not None:
@@ -307,7 +306,7 @@ class Job:
                 self.start_server(i)
 
     def results(self, timeout: float = DEADLINE) -> list[list[Any]]:
-        """Wait for a good end of everybody; what each worker reported."""
+        """Wait until all processes have ended well; return the values that each worker reported."""
         for p in self.processes:
             status = p.wait(timeout)
             assert status == 0, f"{p.name} ended with status {status}\n" + "\n".join(
@@ -322,6 +321,6 @@ class Job:
 
 
 def run(source: str, workers: int = 2, servers: int = 1, **more: Any) -> list[list[Any]]:
-    """Run a job to its good end; what each worker reported."""
+    """Run a job until it has ended well; return the values that each worker reported."""
     with Job(source, workers, servers, **more) as job:
         return job.results()

@@ -1,7 +1,7 @@
-"""What a worker of a test of bpsx.mxnet does; see :mod:`support.running`.
+"""Runs a test's functions in a worker of bpsx.mxnet; see :mod:`support.running`.
 
-Its functions are in files of their own, ``mxnet_*_work.py``: MXNet has threads of its own, and who
-runs the tests starts processes.
+The functions are in separate files, ``mxnet_*_work.py``: MXNet has its own threads, and the process
+that runs the tests must be able to start processes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ run_job = functools.partial(running.run_job, "mxnet_job")
 
 
 def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
-    """Small whole numbers, others on each worker."""
+    """Return small whole numbers that differ between workers."""
     return np.random.default_rng([rank, *shape]).integers(0, 20, shape).astype(dtype)
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What a worker has left."""
+    """Load the results that a worker saved."""
     found: dict[str, Any] = pickle.loads(file.read_bytes())
     return found
 
@@ -35,7 +35,7 @@ def load(file: Path) -> dict[str, Any]:
 def work(module_file: str, out: str, functions: list[str]) -> None:
     """Call ``functions`` between ``init`` and ``shutdown``.
 
-    What they return has to be made of NumPy's and Python's.
+    They must return objects of NumPy and Python.
     """
     import bpsx.mxnet as bps
 

@@ -1,9 +1,8 @@
-"""Install packages that some tests need and that not every Python has a wheel of; `make test` runs
+"""Installs packages that some tests need and that have no wheel for every Python. `make test` runs
 it.
 
-``python tests/support/optional.py``: a package that cannot be installed is left out, with
-pip's last line as the reason. The tests that need it are skipped with that reason; see
-``conftest.py``.
+``python tests/support/optional.py``: if a package cannot be installed, the tests that need
+it are skipped, with pip's last line as the reason; see ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: A NumPy below 2, outside of the environment's packages, for the test of MXNet with both.
+#: A NumPy below 2, outside the environment's packages, for the test of MXNet with both versions.
 OLD_NUMPY = Path(sys.prefix) / "numpy1"
-#: What pip is asked for, by the module that the tests import.
+#: Module that the tests import -> requirement given to pip.
 OPTIONAL = {
     "tensorflow": ["tensorflow-cpu>=2.21"],
-    # MXNet asks for a NumPy below 2; bpsx.mxnet makes it work with a newer one.
+    # MXNet requires a NumPy below 2; bpsx.mxnet makes it work with a newer one.
     "mxnet": ["--no-deps", "mxnet>=1.9.1,<2"],
     "numpy1": ["--no-deps", "--target", str(OLD_NUMPY), "numpy>=1.26,<2"],
 }
@@ -28,7 +27,7 @@ _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-versio
 
 
 def install() -> dict[str, str]:
-    """Install what has a wheel for this Python; return why the others are left out."""
+    """Install packages with a wheel for this Python; return the others with the reasons."""
     left_out = {}
     for module, arguments in OPTIONAL.items():
         # Wheels only: building NumPy or TensorFlow from source takes minutes or fails late.
@@ -46,13 +45,13 @@ def install() -> dict[str, str]:
 
 
 def why_missing(module: str) -> str | None:
-    """Why tests that import ``module`` cannot run here; None if it is installed."""
+    """Return why tests that import ``module`` cannot run here; None if it is installed."""
     found = importlib.util.find_spec(module) is not None
     return None if found else f"{module} {why_left_out(module)}"
 
 
 def why_left_out(module: str) -> str:
-    """Why a package of OPTIONAL is not there, for the reason of a skipped test."""
+    """Return why a package of OPTIONAL is not installed, as the reason of a skipped test."""
     reasons = json.loads(_REASONS.read_text()) if _REASONS.exists() else {}
     return f"is not installed: {reasons.get(module, '`make test` installs it')}"
 

@@ -1,5 +1,5 @@
-"""What compressed sums have to be: all that is done on the way, there and back, by the oracles of
-the kernels.
+"""Expected compressed sums: every step of a push and pull, computed with the kernels' reference
+implementations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bpsx.kernels.reference import Reference
 
 
 def oracle(given: CompressionSpec, which: int, sender: int | None, n: int, wide: str) -> Reference:
-    """The partition's encoder at a worker, or, with ``sender`` None, at the server."""
+    """Return a partition's reference encoder on a worker; with ``sender`` None, on the server."""
     options = dict(given.options)
     if given.compressor == "onebit":
         return Reference(
@@ -63,8 +63,9 @@ def oracle(given: CompressionSpec, which: int, sender: int | None, n: int, wide:
 
 
 def _places(given: CompressionSpec, name: str, part: int, server: Reference) -> list[int] | None:
-    """Where the server's residual is added and cleared in the round to come, if that is not
-    everywhere: all push the same places.
+    """Return the elements whose residual the server adds and clears in the next round.
+
+    None means all elements. All workers push the same elements.
     """
     if given.ef != "sparse":
         return None
@@ -80,9 +81,9 @@ def as_wide(values: np.ndarray) -> np.ndarray:
 
 
 class Sums:
-    """Of one name with ``n`` elements of ``kind``, round by round.
+    """Expected sums of one name with ``n`` elements of ``kind``, round by round.
 
-    ``machines`` push, in partitions of ``partition`` bytes.
+    ``machines``: number of machines that push. ``partition``: bytes of a partition.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Sums:
         )
 
     def round(self, pushed: Sequence[np.ndarray], divisor: int, factor: float) -> np.ndarray:
-        """What comes home of what the machines push, flat.
+        """Return the sum that the workers receive for the machines' pushes, flattened.
 
-        ``factor``: the last learning rate over this one.
+        ``factor``: the last step's learning rate divided by this step's.
         """
         given, factor = self._given, factor if self._given.ef == "corrected" else 1.0
         feeds, adds = bool(given.ef), bool(given.momentum)

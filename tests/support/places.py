@@ -1,4 +1,4 @@
-"""Where the sources are, for the house rules."""
+"""Paths of the sources, for the tests of the repository's rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "bpsx"
 
 
 def files(*folders: str, endings: tuple[str, ...] = (".py", ".pyx", ".pxd")) -> list[Path]:
-    """All source files below ``folders`` of the repository."""
+    """Return all source files below ``folders`` of the repository."""
     return sorted(
         p
         for f in folders
@@ -22,13 +22,13 @@ def files(*folders: str, endings: tuple[str, ...] = (".py", ".pyx", ".pxd")) -> 
 
 
 def module_of(path: Path) -> str:
-    """Dotted name of a file below src."""
+    """Return the dotted module name of a file below src."""
     parts = path.relative_to(ROOT / "src").with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules of bpsx that a file imports or cimports, anywhere in it."""
+    """Yield the modules of bpsx that a file imports or cimports, anywhere in it."""
     read = _python_imports if path.suffix == ".py" else _cython_imports
     return (name for name in read(path) if name.split(".")[0] == "bpsx")
 
@@ -56,8 +56,8 @@ def _cython_imports(path: Path) -> Iterator[str]:
 
 
 def _module_in(package: str, name: str) -> str:
-    """What `from package import name` imports: a module of the package's, or the package, which has
-    that name.
+    """Return the module that `from package import name` imports: a module of the package, or the
+    package itself.
     """
     place = ROOT / "src" / package.replace(".", "/") / name
     found = name and (

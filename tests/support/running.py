@@ -1,7 +1,7 @@
-"""Runs functions of a test module in every worker of a local job and brings their results back; or
-any command, by ``bpsx-run``.
+"""Runs functions of a test module in every worker of a local job and collects their results; or
+runs any command with ``bpsx-run``.
 
-``torch_job`` and ``tensorflow_job`` say what a worker of each framework does with them.
+``torch_job`` and its neighbours call the functions in a worker of a framework.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ JOB_SECONDS = 150.0
 
 
 class Finished(NamedTuple):
-    """``results[rank][function]`` is what the function returned there; a worker that died left
-    none.
-    """
+    """``results[rank][function]``: the function's result on that worker; a dead worker has none."""
 
     status: int
     output: str
@@ -43,7 +41,7 @@ def launch(
     """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns
     the launcher's status and all output.
 
-    A job that does not end is killed.
+    Kills a job that does not end.
     """
     quick = {
         "OMP_NUM_THREADS": "1",
@@ -81,10 +79,10 @@ def launch(
 
 
 def source_of(job: str, module_file: str, functions: list[str], out: Path) -> str:
-    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in
-    ``out``.
+    """Return the source of a worker that calls ``functions`` of ``module_file`` and saves their
+    results in ``out``.
 
-    ``job``: the module that knows how.
+    ``job``: the framework's module, such as ``torch_job``.
     """
     paths = [str(HERE), str(HERE.parent)]
     return (
@@ -108,11 +106,11 @@ def run_job(
     """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init``
     and ``shutdown``.
 
-    ``out``: an empty folder for results; or pytest's maker of folders: then a job is run once for
-    all processes of a test run.
+    ``out``: an empty folder for results, or pytest's factory of folders. With the factory, the job
+    runs once for all processes of a test run.
 
-    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one
-    order in sets of strings; see :mod:`support.forking`.
+    ``apart``: do not fork the workers from one process, which would give them the same hash seed
+    and so the same order in sets of strings; see :mod:`support.forking`.
     """
     options = (workers, servers, processes)
     load = importlib.import_module(f"support.{job}").load
@@ -180,21 +178,21 @@ def _run(
 
 
 def each(job: Finished, name: str) -> list[Any]:
-    """What function ``name`` has returned, by worker."""
+    """Return the results of function ``name``, by worker."""
     return [job.results[rank][name] for rank in sorted(job.results)]
 
 
 def module_at(file: str) -> ModuleType:
-    """The test module, as a worker imports it."""
+    """Import the test module in the way that a worker does."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # where TensorFlow looks for the functions that it rewrites
+    # TensorFlow looks there for the functions that it rewrites
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)
     return module
 
 
 def place(out: str, rank: int) -> Path:
-    """Where a worker leaves its results, for its framework's ``load``."""
+    """Return the file with a worker's results, for its framework's ``load``."""
     return Path(out) / f"{rank}.results"

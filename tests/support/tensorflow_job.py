@@ -1,4 +1,4 @@
-"""What a worker of a test of bpsx.tensorflow does; see :mod:`support.running`."""
+"""Runs a test's functions in a worker of bpsx.tensorflow; see :mod:`support.running`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["WORKER", "Finished", "each", "load", "run_job", "work"]
 #: :mod:`support.apart`.
 WORKER = False
 
-#: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.
+#: Hides TensorFlow's log lines, and GPUs, which tests of the host do not use.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 run_job = functools.partial(running.run_job, "tensorflow_job", **QUIET)
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What a worker has left."""
+    """Load the results that a worker saved."""
     found: dict[str, Any] = pickle.loads(file.read_bytes())
     return found
 
@@ -30,7 +30,7 @@ def load(file: Path) -> dict[str, Any]:
 def work(module_file: str, out: str, functions: list[str]) -> None:
     """Call ``functions`` between ``init`` and ``shutdown``.
 
-    What they return has to be made of NumPy's and Python's.
+    They must return objects of NumPy and Python.
     """
     global WORKER
     import tensorflow as tf
@@ -45,7 +45,7 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     bps.init()
     rank, results = bps.rank(), {}
     for name in functions:
-        # whatever must be alike on the workers has to be made so by the test
+        # the test must make equal what has to be equal on all workers
         tf.random.set_seed(100 + rank)
         results[name] = getattr(module, name)()
     running.place(out, rank).write_bytes(pickle.dumps(results))

@@ -1,4 +1,4 @@
-"""What a worker of a test of bpsx.torch does; see :mod:`support.running`."""
+"""Runs a test's functions in a worker of bpsx.torch; see :mod:`support.running`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ run_job = functools.partial(running.run_job, "torch_job")
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What a worker has left."""
+    """Load the results that a worker saved."""
     found: dict[str, Any] = torch.load(file, weights_only=False)
     return found
 
@@ -34,7 +34,7 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     for name in functions:
         torch.manual_seed(
             100 + rank
-        )  # whatever must be alike on the workers has to be made so by the test
+        )  # the test must make equal what has to be equal on all workers
         results[name] = getattr(module, name)()
     torch.save(results, running.place(out, rank))
     apart.assert_only("torch")

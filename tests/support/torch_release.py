@@ -1,11 +1,11 @@
-"""What this release of PyTorch has, for tests that use it only where it is there."""
+"""Features of the installed PyTorch, for tests that use a feature only if it exists."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-#: Integers without a sign came with PyTorch 2.3.
+#: Unsigned integers, new in PyTorch 2.3.
 UINT16: list[torch.dtype] = [getattr(torch, "uint16")] if hasattr(torch, "uint16") else []  # noqa: B009
 HAS_GRAD_SCALER = hasattr(torch.amp, "GradScaler")
 needs_grad_scaler = pytest.mark.skipif(
@@ -24,13 +24,13 @@ def _fuses() -> bool:
     return True
 
 
-#: Optimizers' fused steps for CPU tensors came with PyTorch 2.4.
+#: Fused optimizer steps for CPU tensors, new in PyTorch 2.4.
 HAS_FUSED = _fuses()
 needs_fused = pytest.mark.skipif(not HAS_FUSED, reason="this PyTorch fuses steps on GPUs only")
 
 
 def _keeps_gradients() -> bool:
-    """Whether autograd still holds a gradient's memory when a hook after accumulation is called."""
+    """Whether autograd still holds a gradient's memory when a post-accumulation hook runs."""
     uses: list[int] = []
     parameter = torch.ones(2, requires_grad=True)
 
@@ -45,5 +45,5 @@ def _keeps_gradients() -> bool:
     return uses[0] > after
 
 
-#: Then bpsx cannot know that nobody else reads it, and pushes a copy.
+#: If so, bpsx cannot know whether other code reads that memory, and pushes a copy.
 GRADIENTS_ARE_HELD = _keeps_gradients()

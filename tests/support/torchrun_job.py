@@ -1,4 +1,4 @@
-"""Real torchruns for tests: agents as processes of one machine, with everything that they start."""
+"""Real torchrun agents for tests, as processes of one machine, with all processes they start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEADLINE = 120
 
 
 class Torchrun:
-    """A torchrun for each of the machines with ``each`` processes, all of them this one; or,
-    ``by_hand``, the workers as it would start them, without a store of its own.
+    """One torchrun with ``each`` processes per imitated machine, all on this machine.
 
-    Leaving the block ends what is left of them.
+    ``by_hand``: start the workers as torchrun would, without torchrun and its store. Leaving the
+    block ends all remaining processes.
 
     ``options`` are torchrun's. ``endpoint`` makes its rendezvous a c10d one at that host, or
     "standalone"; by default it is static, at ``master``. ``prefixes[i]`` goes before the command of
@@ -46,7 +46,7 @@ class Torchrun:
         }
         if "BPSX_CACHE_DIR" in os.environ:
             clean["BPSX_CACHE_DIR"] = os.environ["BPSX_CACHE_DIR"]
-        self._mark = f"TEST_MARK={folder}"  # by which our processes are found
+        self._mark = f"TEST_MARK={folder}"  # identifies this test's processes
         self._env = {
             **clean,
             "OMP_NUM_THREADS": "1",
@@ -131,16 +131,16 @@ class Torchrun:
         return self
 
     def wait(self) -> tuple[list[int], str]:
-        """Exit statuses and all output.
+        """Return the exit statuses and all output.
 
-        It ends when the last process that could write to it has ended: what was started beside,
-        too.
+        Waits until the last process that could write to the output has ended, including other
+        processes that the workers started.
         """
         text = self.output.read()
         return [process.wait(DEADLINE) for process in self.processes], text
 
     def left(self) -> list[str]:
-        """Command lines of processes of this test that are there."""
+        """Return the command lines of this test's processes that still exist."""
         found = []
         for entry in Path("/proc").iterdir():
             try:

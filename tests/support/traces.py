@@ -1,5 +1,5 @@
-"""What a trace has to be: the rules of the Trace Event Format that concern what bpsx writes, and
-the documented names and fields.
+"""Checks of a trace: the rules of the Trace Event Format for the events that bpsx writes, and the
+documented names and fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVER = {"RECEIVE", "SUM", "SEND", "ROUND"}
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, checked."""
+    """Load the events of a file and check them."""
     text = path.read_text()
     document = json.loads(
         text,
@@ -42,7 +42,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_valid(event: dict[str, Any]) -> None:
-    """One event by itself."""
+    """Check one event on its own."""
     assert event["ph"] in ("X", "M"), event
     assert isinstance(event["pid"], str | int) and isinstance(event["name"], str)
     assert isinstance(event["args"], dict)
@@ -68,7 +68,7 @@ def assert_valid(event: dict[str, Any]) -> None:
 
 
 def assert_no_overlaps(events: list[dict[str, Any]]) -> None:
-    """In one row events are apart or nested, or a viewer draws nonsense."""
+    """Check that events of one row are disjoint or nested; viewers cannot draw others."""
     rows = defaultdict(list)
     for e in events:
         if e["ph"] == "X":
@@ -83,6 +83,6 @@ def assert_no_overlaps(events: list[dict[str, Any]]) -> None:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Whose file it is."""
+    """Return the file's metadata: role, rank and more of its process."""
     found: dict[str, Any] = json.loads(path.read_text())["otherData"]
     return found

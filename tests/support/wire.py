@@ -1,5 +1,5 @@
-"""The wire in Python, for scripting a peer: written from ``core/wire.pxd``, independently of the
-code under test.
+"""The wire format in Python, for tests that script a peer: written from ``core/wire.pxd``,
+independently of the code under test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
 
 def pack(r: Record, *, magic: int = MAGIC, version: int = VERSION) -> bytes:
-    """A record as bytes; an inline body is padded to 8."""
+    """Return a record as bytes; an inline body is padded to a multiple of 8."""
     head = _FORMAT.pack(
         magic,
         version,
@@ -58,7 +58,7 @@ def pack(r: Record, *, magic: int = MAGIC, version: int = VERSION) -> bytes:
 
 
 def unpack(frame: bytes, second: bytes | None = None) -> list[Record]:
-    """The records of a message."""
+    """Return the records of a message."""
     found, at = [], 0
     while at < len(frame):
         magic, version, *fields = _FORMAT.unpack_from(frame, at)
