@@ -12,7 +12,7 @@ from pathlib import Path
 from support.places import ROOT
 
 _FOLDER = ROOT / "src" / "bpsx" / "transports" / "loopback"
-#: What runs the suite: pytest, in a process where the copy is a module of bpsx.transports.
+#: Runs the suite: pytest in a process where the copy is a module of bpsx.transports.
 _RUN = """
 import sys, pytest
 import bpsx.transports

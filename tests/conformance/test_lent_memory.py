@@ -1,4 +1,4 @@
-"""What only RDMA does: memory that is lent is pushed from, and answered into."""
+"""Tests of RDMA only: it pushes from lent memory, and receives replies into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rdma() -> Iterator[Callable[..., object]]:
 
 
 def rdma_planes(rdma):
-    """A worker and a lane, and their data planes."""
+    """A worker's endpoint and a lane's, and their data planes."""
     worker, lane = network_pair(rdma)
     w, s = DataPlane(worker), DataPlane(lane)
     w.other, s.other = s, w
@@ -25,7 +25,7 @@ def rdma_planes(rdma):
 
 
 def test_over_rdma_what_has_been_lent_is_copied_by_nobody(rdma):
-    """The push leaves from there, and the answer comes to lie there; not so elsewhere."""
+    """The push is sent from lent memory and the reply is written there; other memory is copied."""
     worker, lane, w, s = rdma_planes(rdma)
     memory, other = C.create_string_buffer(1 << 20), C.create_string_buffer(1 << 20)
     landing = w.lend(memory)

@@ -1,5 +1,5 @@
-"""What only shared memory has: bodies that stay where they are, tokens, neighbours who write
-nonsense, leave, or are somebody else's.
+"""Tests of shared memory only: bodies that are not moved, tokens, and neighbours that write
+nonsense, leave, or belong to another user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bpsx.transports.tcp.endpoint import TcpEndpoint
 from support.dataplane import DataPlane, Message
 
 _ENTRY = struct.Struct("<QQQQII")
-_POSTED, _ENTRIES = 0, 128  # in a Way, of transports/shm/connection.pxd
+_POSTED, _ENTRIES = 0, 128  # offsets in a Way of transports/shm/connection.pxd
 _TOKENS = 4096
 SECRET = b"sixteen bytes, or more"
 
@@ -34,7 +34,7 @@ def endpoint(**more: Any) -> SharedEndpoint:
 
 
 class Neighbours:
-    """A lane with workers."""
+    """A lane and its workers."""
 
     def __init__(self, *ranks: int, **more: Any) -> None:
         self.lane = endpoint(**more)
@@ -51,14 +51,14 @@ class Neighbours:
             assert self.s.receive() == (rank, b"hello", None)
 
     def held(self) -> Message:
-        """The lane's next message, not released."""
+        """Return the lane's next message without releasing it."""
         m = Message()
         while self.s.table.recv(self.s.table.self, C.byref(m)) != 1:
             self.s.wait(100)
         return m
 
     def answer(self, rank: int, m: Message, done: Any, token: int) -> None:
-        """With the body of ``m``, as a sum that was made there."""
+        """Reply with the body of ``m``, as with a sum that was computed in place."""
         head = C.create_string_buffer(b"sum", 3)
         assert (
             self.s.table.send(
@@ -78,7 +78,7 @@ class Neighbours:
         )
 
     def memory(self) -> mmap.mmap:
-        """The segment, as somebody else in this process sees it."""
+        """Return another mapping of the segment."""
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the folder's own
                 if (
@@ -94,7 +94,7 @@ class Neighbours:
         self.lane.close()
 
 
-#: Segments of endpoints that an earlier test has left open.
+#: Segments of endpoints that earlier tests left open.
 _seen: set[int] = set()
 
 
@@ -120,8 +120,8 @@ def test_messages_go_through_memory(make: Any) -> None:
 
 
 def test_an_answer_that_lies_in_what_was_pushed_is_not_copied(make: Any) -> None:
-    """Two workers read the same bytes, also what is written there after it was sent; the lane has
-    its memory back when both have released it.
+    """Two workers read the same bytes, also bytes that are written after the reply was sent. The
+    lane gets its memory back when both have released it.
     """
     there = make(3, 5)
     done: list[int] = []
@@ -165,8 +165,8 @@ def test_a_worker_that_leaves_gives_back_what_it_was_told_of(make: Any) -> None:
 
 
 def test_a_lane_may_hold_more_than_there_are_tokens(make: Any) -> None:
-    """Workers that push in different orders fill its memory with halves of sums, and have to get on
-    nevertheless.
+    """Workers that push in different orders fill the lane's memory with incomplete sums, and must
+    still make progress.
     """
     there = make(3)
     held = []
@@ -230,7 +230,7 @@ def test_nonsense_in_the_segment_is_counted_and_dropped(make: Any) -> None:
 
 
 def _tries(name: str, greet: Callable[[socket.socket], None]) -> int:
-    """0: it gets nothing, but for the nonce that everybody gets."""
+    """Return how many bytes (0 or 1) a peer gets after the nonce, which every peer gets."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(name)
         link.settimeout(20)
@@ -242,7 +242,7 @@ def _tries(name: str, greet: Callable[[socket.socket], None]) -> int:
 
 
 def test_strangers_get_no_memory(make: Any) -> None:
-    """Of another secret, with no greeting at all, or of another user."""
+    """Strangers: with another secret, without a greeting, or of another user."""
     there = make(3, secret=SECRET)
     name = f"\0bpsx-lane {there.address}"
     other = endpoint(secret=b"another secret of 16 bytes")

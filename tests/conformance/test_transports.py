@@ -1,4 +1,4 @@
-"""What every transport must do, run on every transport. A new one adds a function to ``PAIRS``."""
+"""Tests that every transport must pass. A new transport adds a function to ``PAIRS``."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
 
 
 def rdma_endpoint(**more: object) -> Any:
-    """Skips where there is no RDMA: tests/machine runs these tests in an emulated machine that has
-    it.
+    """Skips without an RDMA adapter; tests/machine runs these tests in an emulated machine with
+    one.
     """
     try:
         module = importlib.import_module("bpsx.transports.rdma.endpoint")
@@ -69,7 +69,7 @@ def network_pair(
 
 
 def other_endpoint(**more: object) -> Any:
-    """An endpoint of the transport that the environment names, as "module:class"."""
+    """Return an endpoint of the transport that the environment names as "module:class"."""
     module, _, name = os.environ["CONFORMANCE_OF"].partition(":")
     options = {"heartbeat_interval": 5, "heartbeat_timeout": 30, "most_bytes": -1}
     return getattr(importlib.import_module(module), name)(**options, **more)
@@ -88,7 +88,7 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "rdma-narrow": lambda: network_pair(rdma_endpoint, depth=16, sends=16, inbox=1 << 20),
     "shared-zeromq": lambda: network_pair(shared_endpoint),
     "shared-rdma": lambda: network_pair(functools.partial(shared_endpoint, rdma_endpoint)),
-    # Without a place in the memory: through the wrapper all the same.
+    # Without a slot in shared memory, messages still go through the wrapper.
     "shared-rdma-apart": lambda: network_pair(
         lambda **more: SharedEndpoint(rdma_endpoint(**more), slots=0)
     ),
@@ -101,13 +101,13 @@ if "CONFORMANCE_OF" in os.environ:
 
 @pytest.fixture(params=list(PAIRS))
 def pair(request):
-    """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), joined, and their
-    data planes.
+    """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), connected, and
+    their data planes.
     """
     worker, lane = PAIRS[request.param]()
     w, s = DataPlane(worker), DataPlane(lane)
     w.other, s.other = s, w
-    # A lane can answer a worker only once it has heard from it.
+    # A lane can reply to a worker only after it has received a message from it.
     assert w.send(0, b"hello") == 0
     assert s.receive() == (5, b"hello", None)
     yield w, s, worker, lane
@@ -238,9 +238,9 @@ def test_a_received_message_may_be_written_to_and_kept(pair):
 
 
 def test_answers_may_be_wanted_somewhere(pair):
-    """Which a transport need not heed.
+    """A transport may ignore the wanted address.
 
-    Wherever it lies, the body is whole; and one that is too long for the place comes all the same.
+    The body is complete wherever it is, and a body too long for that address still arrives.
     """
     w, s, *_ = pair
     landing = w.lend(C.create_string_buffer(100_000))
@@ -259,11 +259,11 @@ def test_close_twice(pair):
     worker.close()
 
 
-# ---- what only a network transport has
+# ---- network transports only
 
 
 def made_by(make: Callable[..., object]) -> Iterator[Callable[..., object]]:
-    """For fixtures: makes endpoints, which are closed at the end."""
+    """For fixtures: yields a function that makes endpoints, and closes them at the end."""
     made = []
 
     def one(**more: object) -> object:
@@ -301,8 +301,8 @@ def other():
 
 
 def test_a_stranger_is_not_heard(zeromq):
-    """A peer of another job or secret, a second one of a rank, and one without a token are turned
-    away; who has one and speaks nonsense is dropped and counted; the right one is served.
+    """A lane rejects a peer of another job or secret, a second peer of a rank, and a peer without a
+    token. It drops and counts nonsense from a peer with a token, and serves the right peer.
     """
     import zmq
 
@@ -342,7 +342,7 @@ def test_a_stranger_is_not_heard(zeromq):
 
 
 def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
-    """As above; who has a token and speaks nonsense loses his connection."""
+    """As above, but a peer with a token that sends nonsense loses its connection."""
     lane, friend = tcp(most_bytes=1000), tcp()
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
@@ -368,7 +368,7 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
         6: b"\0\0\0\0\x01\0\0\0\xe9\x03\0\0\0\0\0\0",
     }
     host, port = address.split(":")
-    # a head of 4 GiB; a body that there is not; one larger than all may be
+    # a head of 4 GiB; a body that does not follow; a body above the maximum
     for rank, nonsense in insiders.items():
         made = socket.create_connection((host, int(port)))
         listener.greet(made, b"", 77, address, rank, nonsense)
@@ -384,7 +384,7 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
 
 
 def made_greeting(address: str, rank: int) -> tuple[socket.socket, bytes]:
-    """A connection on which the lane has said its nonce, and the greeting that answers it."""
+    """Return a connection on which the lane has sent its nonce, and the greeting for this nonce."""
     host, port = address.split(":")
     made = socket.create_connection((host, int(port)))
     near, far = socket.socketpair()
@@ -395,7 +395,7 @@ def made_greeting(address: str, rank: int) -> tuple[socket.socket, bytes]:
 
 
 def test_messages_in_pieces_of_any_size(tcp):
-    """What comes is a stream: it may be cut anywhere."""
+    """TCP is a stream, so it may split messages anywhere."""
     lane = tcp()
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
@@ -470,7 +470,7 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     lanes[1].close()
     lost: list[int] = []
     while not lost:
-        w.receive(0.1)  # where there is no thread for it, who drives finds out
+        w.receive(0.1)  # without a thread for losses, the receiving thread detects them
         asked = select.poll()
         asked.register(fd, select.POLLIN)
         assert asked.poll(20_000)
@@ -499,12 +499,14 @@ def test_unusable_addresses_are_named(zeromq):
 
 
 def _sockets() -> dict[str, int]:
-    """This process's TCP connections: send buffer by file descriptor."""
+    """Return the send buffers of this process's TCP connections by file descriptor."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
             one = socket.socket(fileno=int(fd))
-        except OSError:  # no socket, or the folder itself, which is closed by now
+        except (
+            OSError
+        ):  # not a socket, or the descriptor of the listed folder, which is closed by now
             continue
         if one.family == socket.AF_INET and not one.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -519,7 +521,7 @@ def _sockets() -> dict[str, int]:
     [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)],
 )
 def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
-    """At both ends. Whether an address is loopback's is imitated."""
+    """At both ends. The test imitates whether an address is a loopback address."""
     monkeypatch.setattr("bpsx.system.address.is_loopback", lambda host: loopback)
     before = _sockets()
     worker, lane = network_pair(zeromq_endpoint, send_buffer=given)
@@ -527,7 +529,7 @@ def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loo
     assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
     buffers = [size for fd, size in _sockets().items() if fd not in before]
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
-    # the kernel doubles what it is asked for
+    # the kernel doubles the requested size
     assert buffers == [2 * min(wanted, most)] * 2
     worker.close()
     lane.close()

@@ -1,9 +1,9 @@
-"""A virtual machine with a software RDMA device, for one command: the host's kernel knows no
-InfiniBand, this one's does.
+"""A virtual machine with a software RDMA device, for one command. Its kernel supports InfiniBand
+where the host's kernel may not.
 
-The machine sees the host's files at the same paths, read-only under an overlay that is forgotten,
-so the interpreter and the tree that run the tests run there, too. It has no network but its own.
-Correctness can be tested in it, speed cannot.
+The machine sees the host's files at the same paths, read-only under a temporary overlay. So the
+interpreter and the source tree of the tests also run in it. It has only its own network. It is good
+for tests of correctness, but not of speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".venv" / "rdma"
 DEVICE, ADDRESS = "rxe0", "192.0.2.1"
-# With frames of 4500 bytes RDMA's packets are the largest there are, 4096: fewer of them to
+# With frames of 4500 bytes RDMA's packets have the maximum of 4096 bytes: fewer packets to
 # emulate.
 _NETWORK = f"""
 ip link add dummy0 mtu 4500 type dummy
@@ -41,8 +41,8 @@ ip address add {ADDRESS}/24 dev dummy0
 ip link set dummy0 up
 """
 _LINK = f"rdma link add {DEVICE} type rxe netdev dummy0\n"
-#: Words for the kernel. What it need not do in an emulated processor, and clocks that it need not
-#: check.
+#: Options for the kernel: they turn off work that an emulated processor does not need, and checks
+#: of clocks.
 _QUIET = (
     "quiet loglevel=3 console=ttyS0 rdinit=/init panic=-1 reboot=t nokaslr mitigations=off"
     " init_on_alloc=0 tsc=reliable no_timer_check audit=0"
@@ -50,14 +50,12 @@ _QUIET = (
 
 
 class MachineError(AssertionError):
-    """The machine did not run the command to its end. Says what the console showed."""
+    """The machine did not run the command to its end. The text has the console's output."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a command: its exit status, what it wrote to stdout and stderr, and what the
-    kernel wrote.
-    """
+    """Result of a command: its exit status, stdout and stderr, and the kernel's log."""
 
     status: int
     output: str
@@ -75,13 +73,12 @@ def run(
     device: bool = True,
     cache: Path = CACHE,
 ) -> Finished:
-    """Run ``command`` (of sh) as root in a machine of its own, in ``folder``, with ``environment``.
+    """Run ``command`` (for sh) as root in a new machine, in ``folder``, with ``environment``.
 
-    ``device``: whether there is an RDMA device, ``rxe0``; the modules are there without, too.
-    ``timeout``, seconds, is the whole machine's; :class:`MachineError` is raised when it is over.
-    The machine ends with this thread. Kernels that Numba compiles in it stay in ``cache``. Two
-    ``cpus`` take half as much again of the host's time for the same work, since each has to mind
-    the other.
+    ``device``: whether there is an RDMA device, ``rxe0``; the modules exist in any case.
+    ``timeout``: seconds for the whole machine; :class:`MachineError` is raised after that. The
+    machine ends with this thread. ``cache`` keeps the kernels that Numba compiles in it. With two
+    ``cpus`` the same work takes 1.5 times the host's processor time, because they synchronize.
     """
     kernel, initramfs = prepare(cache)
     kernels = _kernels(cache)
@@ -101,8 +98,9 @@ def run(
 
 
 def compiling(cache: Path = CACHE) -> dict[str, str]:
-    """With which environment Numba compiles outside what is used in there: an emulated processor
-    takes half a minute for what takes a second here.
+    """Return the environment with which Numba on the host compiles kernels for the machine.
+
+    An emulated processor takes half a minute for a kernel that takes a second here.
     """
     return {
         "BPSX_CACHE_DIR": str(_kernels(cache)),
@@ -120,7 +118,7 @@ def _kernels(cache: Path) -> Path:
 def _start(
     command: str, share: Path, folder: Path, environment: Mapping[str, str], device: bool
 ) -> str:
-    """The shell script that the machine's first process becomes once it sees the host's files."""
+    """Return the script that the machine's first process executes once it sees the host's files."""
     around = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
@@ -142,9 +140,9 @@ echo b > /proc/sysrq-trigger
 def _qemu(
     kernel: Path, initramfs: Path, shared: Mapping[str, Path], memory_mb: int, cpus: int
 ) -> list[str]:
-    """The command; ``shared`` are folders that the machine may write to.
+    """Return QEMU's command. ``shared``: folders that the machine may write to.
 
-    `setpriv` has the machine killed when the thread that started it ends.
+    `setpriv` makes the kernel kill the machine when the thread that started it ends.
     """
     words = " ".join([_QUIET, *(f"{name.upper()}={path}" for name, path in shared.items())])
     return [
@@ -186,7 +184,7 @@ def _qemu(
 
 
 def _emulate(command: list[str], share: Path, timeout: float) -> str:
-    """What the console showed. The machine is gone afterwards, whatever happens."""
+    """Run the machine; return the console's output. The machine has ended in any case."""
     with (share / "console").open("wb") as console:
         machine = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT
@@ -210,7 +208,7 @@ def _text(path: Path) -> str:
 
 
 def _account(share: Path) -> str:
-    """The last of what it said, for a failure's message."""
+    """Return the end of the output, for the message of a failed test."""
     return (
         f"--- output\n{_text(share / 'output')[-8000:]}\n---"
         f" console\n{_text(share / 'console')[-4000:]}"

@@ -1,7 +1,7 @@
-"""What a virtual machine with a software RDMA device starts from: Debian 12's kernel, and an
-archive of modules and libraries.
+"""Makes the files from which a virtual machine with a software RDMA device starts: Debian 12's
+kernel, and an archive of modules and libraries.
 
-Packages are unpacked into a folder of ours, never installed.
+Packages are unpacked into a cache folder, never installed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: The cloud kernel has no rdma_rxe, so the name is what this one depends on.
+#: Metapackage that depends on the kernel's package. (The cloud kernel has no rdma_rxe.)
 _KERNEL = "linux-image-amd64"
 _LIBRARIES = ["ibverbs-providers", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]
-#: In the order in which they are wanted; what they depend on is added. rdma_rxe asks for "crc32" by
-#: name, which depends on nothing by name.
+#: Modules in the order of loading; their dependencies are added. rdma_rxe requests "crc32" by name,
+#: and that has no dependencies by name.
 _MODULES = [
     "virtio_pci",
     "9p",
@@ -32,7 +32,7 @@ _MODULES = [
     "ib_uverbs",
     "rdma_rxe",
 ]
-#: "dummy" makes a device when it loads, unless told not to.
+#: Module options: without them "dummy" makes a device when it loads.
 _PARAMETERS = {"dummy": "numdummies=0"}
 _FILES = ["kernel", "initramfs"]
 _INIT = Path(__file__).with_name("init.sh")
@@ -48,7 +48,7 @@ _TOOLS = {
 
 
 def why_not() -> str:
-    """Why there can be no such machine here, as one line; empty if there can."""
+    """Return in one line why this host cannot run such a machine; empty if it can."""
     missing = [package for tool, package in _TOOLS.items() if shutil.which(tool) is None]
     if missing:
         return (
@@ -59,13 +59,13 @@ def why_not() -> str:
 
 
 class NoPackages(RuntimeError):
-    """Debian 12's packages cannot be had here."""
+    """Debian 12's packages are not available here."""
 
 
 def prepare(cache: Path) -> tuple[Path, Path]:
-    """(kernel, initramfs) in ``cache``, made there if need be.
+    """Return (kernel, initramfs) in ``cache``, made there if necessary.
 
-    Whoever comes second waits for the first.
+    A second process that calls this waits for the first.
     """
     cache.mkdir(parents=True, exist_ok=True)
     ready = cache / f"machine-{_version()}"
@@ -74,7 +74,7 @@ def prepare(cache: Path) -> tuple[Path, Path]:
             for old in [
                 *cache.glob("machine-*"),
                 *cache.glob("making-*"),
-            ]:  # of other versions; of somebody who was killed
+            ]:  # of other versions, or of a killed process
                 shutil.rmtree(old)
             with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
                 _make(Path(making))
@@ -88,7 +88,7 @@ def prepare(cache: Path) -> tuple[Path, Path]:
 
 
 def _version() -> str:
-    """Changes with what the files are made from."""
+    """Return a digest of everything that the files are made from."""
     return hashlib.sha256(_INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -134,7 +134,7 @@ def _make(folder: Path) -> None:
 
 
 def _said(*command: str, cwd: Path | None = None) -> str:
-    """What a command writes; an error that has all it said, if it fails."""
+    """Return a command's output; if it fails, raise an error with all its output."""
     done = subprocess.run(
         command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
@@ -157,16 +157,17 @@ def _kernel_package() -> str:
 
 
 def _plain_kernel(image: bytes) -> bytes:
-    """The ELF file in a bzImage (Linux's Documentation/x86/boot.rst): QEMU starts it as it is,
-    which saves seconds of unpacking in the machine.
+    """Return the ELF file in a bzImage (Linux's Documentation/x86/boot.rst).
+
+    QEMU starts it directly, which saves seconds of unpacking in the machine.
     """
     start = (image[0x1F1] + 1) * 512 + int.from_bytes(image[0x248:0x24C], "little")
     return lzma.LZMADecompressor().decompress(image[start:])
 
 
 def _fill(tree: Path, system: Path) -> None:
-    """The first file system: busybox, modules in the order in which they load, and ``layer``, which
-    is laid over the host's files.
+    """Fill the first file system: busybox, modules in the order of loading, and ``layer``, an
+    overlay over the host's files.
     """
     for name in (
         "bin",
@@ -213,9 +214,9 @@ def _fill(tree: Path, system: Path) -> None:
 
 
 def _in_order(names: Iterable[str], have: dict[str, Path]) -> Iterator[Path]:
-    """The modules, each after those that it says it depends on.
+    """Yield the modules, each after its declared dependencies.
 
-    Packages come without modules.dep.
+    Debian's packages have no modules.dep.
     """
     done: set[str] = set()
 

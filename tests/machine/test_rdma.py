@@ -1,4 +1,4 @@
-"""RDMA, in a virtual machine that has a software adapter: the suites that need one run in there."""
+"""Runs the test suites that need an RDMA adapter in a virtual machine with a software adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUITES = [
 ]
 
 
-# What these suites push.
+# Compiles the kernels for the element types that these suites push.
 _COMPILE = """
 from bpsx import kernels
 from bpsx.compression.spec import compression, make
@@ -40,7 +40,7 @@ def in_machine(
     device: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
-    """What came of a Python command there."""
+    """Run a Python command in the machine; return its result."""
     try:
         return run(
             shlex.join([sys.executable, *words]),
@@ -54,19 +54,21 @@ def in_machine(
 
 
 def test_the_suites_that_need_an_adapter_pass() -> None:
-    """All transports' conformance; sums, training, deaths, limits in whole jobs."""
+    """Conformance of all transports; sums, training, deaths and limits in whole jobs."""
     subprocess.run(
         [sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120
     )
     options = ["-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "900"]
     done = in_machine("-m", "pytest", *options, *_SUITES, environment={"BPSX_TEST_PATIENCE": "4"})
     assert done.status == 0, done.output[-6000:]
-    passed = re.search(r"(\d+) passed, 1 skipped", done.output)  # of a machine without
+    passed = re.search(
+        r"(\d+) passed, 1 skipped", done.output
+    )  # a test of a machine without an adapter
     assert passed and int(passed[1]) >= 50, done.output[-3000:]
 
 
 def test_a_machine_without_an_adapter() -> None:
-    """Whose kernel knows RDMA."""
+    """Its kernel supports RDMA."""
     done = in_machine(
         "-c",
         "from bpsx.transports.rdma.endpoint import RdmaEndpoint\n"
