@@ -43,10 +43,10 @@ def start_worker_1(job: Job, **env: str) -> None:
 @pytest.mark.parametrize(
     ("env", "why"),
     [
-        ({"BPSX_ENCRYPT": "1"}, "BPSX_ENCRYPT=1 there, 0 at a "),
+        ({"BPSX_ENCRYPT": "1"}, "BPSX_ENCRYPT=1 on this worker, 0 on a "),
         ({"BYTEPS_ENABLE_ASYNC": "1"}, "BYTEPS_ENABLE_ASYNC=1 on this worker"),
         ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES=8192 on worker 1"),
-        ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER=3 there"),
+        ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER=3 on this worker"),
     ],
 )
 @pytest.mark.parametrize("secret", [SECRET, ""])
@@ -76,8 +76,8 @@ def test_a_server_that_was_refused_is_named_too():
         job.start_server(0)
         assert job.servers[0].wait() == 1 and job.workers[0].wait() == 1
         assert (
-            f"server (127.0.0.1, pid {job.servers[0].popen.pid}) was refused (BPSX_ENCRYPT=1 there,"
-            " 0 at a worker" in job.workers[0].text()
+            f"server (127.0.0.1, pid {job.servers[0].popen.pid}) was refused (BPSX_ENCRYPT=1 on"
+            " this server, 0 on a worker" in job.workers[0].text()
         )
 
 

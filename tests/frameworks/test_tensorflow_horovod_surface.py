@@ -301,7 +301,7 @@ def refused_options() -> list[Refusal]:
         *[(lambda m=m: m(gradient_predivide_factor=0), "a number above 0") for m in made],
         *[(lambda m=m: m(gradient_predivide_factor=2.0, op=hvd.Sum), "leave it out") for m in made],
         *[(lambda m=m: m(groups=-1), "groups=-1: allowed are integers from 0") for m in made],
-        *[(lambda m=m: m(groups=[[x]]), "lists of variables are needed") for m in made],
+        *[(lambda m=m: m(groups=[[x]]), "must be lists of variables") for m in made],
         *[(lambda m=m: m(num_groups="a"), "num_groups='a'") for m in made],
         *[
             (lambda m=m: m(scale_local_gradients="a"), "scale_local_gradients must be")
