@@ -1,4 +1,4 @@
-"""The pretend libraries, compiled once."""
+"""Compiles the pretend libraries once."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from gpus.pretend import environment
 from support.jobs import Job
 
 PRELUDE = "from gpus.worker import *\n"
-#: Machines, processes of each, servers.
+#: Number of machines, of processes per machine, of servers.
 SHAPES = {"alone": (1, 2, 0), "direct": (2, 1, 1), "machine": (1, 2, 1), "one": (1, 1, 0)}
 
 
@@ -25,8 +25,9 @@ def gpu_job(
     env: Mapping[str, object] | None = None,
     worker_env: Mapping[int, Mapping[str, object]] | None = None,
 ) -> Job:
-    """A job of ``machines`` x ``processes`` workers, each with a GPU of its own, which run
-    ``source`` after the names of gpus.worker.
+    """A job of ``machines`` x ``processes`` workers, each with its own GPU.
+
+    They run ``source`` with the names of gpus.worker.
     """
     paths = environment(pretend)
     everybody = {
@@ -54,11 +55,11 @@ def gpu_job(
 def gpu_run(
     source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, **more: Any
 ) -> list[list[Any]]:
-    """Run such a job to its good end; what each worker reported."""
+    """Run such a job until it has ended well; return the values that each worker reported."""
     with gpu_job(source, pretend, machines, processes, servers, **more) as job:
         return job.results()
 
 
 def run(names: str, source: str, pretend: Path, *shape: int, **more: Any) -> list[list[Any]]:
-    """:func:`gpu_run` of ``source``, indented as it may be, behind ``names``."""
+    """Call :func:`gpu_run` with ``names`` followed by ``source``, which may be indented."""
     return gpu_run(names + textwrap.dedent(source), pretend, *shape, **more)

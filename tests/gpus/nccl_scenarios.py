@@ -1,5 +1,6 @@
-"""What the tests of the pretend NCCL do: ``python -m gpus.nccl_scenarios name rank n folder``, one
-process per rank; they meet in the folder.
+"""Scenarios for tests of the pretend NCCL: ``python -m gpus.nccl_scenarios name rank n folder``.
+
+There is one process per rank; the processes find each other in the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Id(ctypes.Structure):
 
 
 class Rank:
-    """One rank's process: a GPU of its own, a stream, a communicator (once ``meet`` was called)."""
+    """One rank's process: its GPU, a stream, and a communicator after ``meet`` was called."""
 
     def __init__(self, rank: int, n: int, folder: Path) -> None:
         self.rank, self.n, self.folder, self.comm = rank, n, folder, 0
@@ -49,9 +50,7 @@ class Rank:
         self.nccl = ctypes.CDLL("libnccl.so.2")
 
     def told(self) -> Id:
-        """Rank 0's unique id, made once: another rank may have read it before it is asked for
-        again.
-        """
+        """Rank 0's unique id, made only once, because another rank may have read it already."""
         unique, path = Id(), self.folder / "id"
         if self.rank == 0 and not path.exists():
             self.call("ncclGetUniqueId", ctypes.byref(unique))
@@ -62,7 +61,7 @@ class Rank:
         return Id.from_buffer_copy(path.read_bytes())
 
     def meet(self) -> int:
-        """Makes the communicator; returns NCCL's code."""
+        """Make the communicator; return NCCL's code."""
         comm = ctypes.c_uint64()
         code = int(self.nccl.ncclCommInitRank(ctypes.byref(comm), self.n, self.told(), self.rank))
         self.comm = comm.value
@@ -84,7 +83,7 @@ class Rank:
             raise CudaError(name, code)
 
     def queue(self, name: str, *arguments: Any, stream: int = 0) -> None:
-        """A collective on the stream (the rank's, unless another is named)."""
+        """Queue a collective on the stream (default: the rank's)."""
         self.call(name, *arguments, self.comm, stream or self.stream)
 
     def array(self, values: Array) -> PretendArray:
@@ -97,7 +96,7 @@ def main() -> None:
 
 
 def values(rank: int, n: int, dtype: np.dtype[Any], seed: int) -> Array:
-    """A rank's part: every rank can tell everybody's."""
+    """Return a rank's input; every rank can compute the inputs of all."""
     random = np.random.default_rng([seed, rank])
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
@@ -106,7 +105,7 @@ def values(rank: int, n: int, dtype: np.dtype[Any], seed: int) -> Array:
 
 
 def reduced(parts: list[Array], op: int) -> Array:
-    """In the order of ranks; integers wrap; small floats are added in float32."""
+    """Sums go in the order of ranks; integers wrap; small floats are added in float32."""
     dtype, n = parts[0].dtype, len(parts)
     floating = dtype.kind not in "iu"
     wide = [p.astype(np.float32) if floating and dtype.itemsize == 2 else p for p in parts]
@@ -130,7 +129,7 @@ def equal(array: PretendArray, expected: Array) -> bool:
 
 @scenario
 def collectives(r: Rank) -> None:
-    """Every type, every operation; in place and not; root is each rank once."""
+    """Every type and operation, in place and not; each rank is the root once."""
     assert r.meet() == 0
     n, k, count = r.n, r.rank, 37
     for (code, dtype), op in itertools.product(enumerate(DTYPES), range(5)):
@@ -164,8 +163,8 @@ def collectives(r: Rank) -> None:
 
 @scenario
 def large(r: Rank) -> None:
-    """More than goes at once, and nothing at all, grouped; by two streams in the order of the
-    calls.
+    """Grouped collectives larger than one chunk, and empty ones; two streams run them in the order
+    of the calls.
     """
     assert r.meet() == 0
     n, count, other = r.n, 300_001, driver().stream()
@@ -187,7 +186,7 @@ def large(r: Rank) -> None:
     r.call("ncclGroupEnd")
     r.queue("ncclAllGather", y.address + mine, y.address, count, F32, stream=other)
     time.sleep(0.05)
-    assert not driver().idle(other)  # waits for its turn, though the stream is free
+    assert not driver().idle(other)  # it waits for its turn although the stream is free
     driver().release(r.stream)
     driver().sync(other)
     assert equal(x, total) and equal(y, total)
@@ -198,7 +197,7 @@ def large(r: Rank) -> None:
 
 @scenario
 def sends(r: Rank) -> None:
-    """Everybody to everybody, also to itself, in one group: more than goes at once."""
+    """All ranks send to all, also to themselves, in one group, more than one chunk."""
     assert r.meet() == 0
     count = 200_003
     parts = [
@@ -210,11 +209,11 @@ def sends(r: Rank) -> None:
     )
     r.call("ncclGroupStart")
     r.queue("ncclSend", out[0].address, count, F32, 0)
-    r.code("ncclRecv", 1, 1, F32, 0, 5, 0)  # no such communicator: nothing of the group is queued
+    r.code("ncclRecv", 1, 1, F32, 0, 5, 0)  # no such communicator, so the whole group is not queued
     assert r.code("ncclGroupEnd") == 4 and driver().idle(r.stream)
     r.call("ncclGroupStart")
     for other in range(r.n):
-        for size in (count, 5):  # what the second receives is not the first's
+        for size in (count, 5):  # the second must not receive the first's data
             r.queue("ncclRecv", into[other].address, size, F32, other)
             r.queue("ncclSend", out[other].address, size, F32, other)
     r.call("ncclGroupEnd")
@@ -223,8 +222,8 @@ def sends(r: Rank) -> None:
 
 @scenario
 def another_order(r: Rank) -> None:
-    """Two tensors of one size in another order each: seen by their number of elements; the same
-    with roots.
+    """Ranks queue two collectives in different orders: detected by their number of elements, and
+    likewise by their roots.
     """
     assert r.meet() == 0
     x = r.array(np.ones(64, np.float32))
@@ -236,7 +235,7 @@ def another_order(r: Rank) -> None:
 
 @scenario
 def another_root(r: Rank) -> None:
-    """The last rank never comes: the other two are told all the same."""
+    """The last rank never comes: the other two still get an error."""
     assert r.meet() == 0
     x = r.array(np.ones(64, np.float32))
     if r.rank == 2:
@@ -257,8 +256,8 @@ def another_size_sent(r: Rank) -> None:
 def aborted(r: Rank) -> None:
     """Rank 1 dies.
 
-    What rank 0 has queued hangs, on several streams, until the abort; then streams go on, and the
-    communicator is gone.
+    Rank 0's collectives hang on several streams until the abort. Then the streams continue, and the
+    communicator no longer exists.
     """
     assert r.meet() == 0
     x = r.array(np.ones(8, np.float32))
@@ -285,7 +284,7 @@ def one_gpu_twice(r: Rank) -> None:
 
 @scenario
 def asked(r: Rank) -> None:
-    """What a communicator says of itself, and what it refuses."""
+    """A communicator's properties, and the calls that it refuses."""
     driver().fail("ncclCommInitRank", 2)
     assert r.meet() == 2 and r.comm == 0
     assert r.meet() == 0

@@ -1,7 +1,8 @@
-"""What the tests of the pretend driver do, each in a process of its own: ``python -m gpus.scenarios
-name``.
+"""Scenarios for tests of the pretend driver, each in its own process.
 
-NCCL's are in nccl_scenarios.py.
+Run one with ``python -m gpus.scenarios name``.
+
+Those of NCCL are in nccl_scenarios.py.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def events() -> None:
     cuda.hold(a)
     cuda.record(event, a)
     assert not cuda.come(event) and not cuda.idle(a)
-    cuda.wait(b, event)  # waits for this record, whatever comes later
+    cuda.wait(b, event)  # waits for this record, not for later ones
     cuda.record(event, 0)
     cuda.call("cuEventSynchronize", event)
     assert cuda.come(event) and cuda.idle() and not cuda.idle(b)
@@ -136,7 +137,7 @@ def events() -> None:
     cuda.sync(2)
     cuda.hold(a)
     cuda.record(event, a)
-    cuda.call("cuStreamDestroy_v2", a)  # nobody could release it any more
+    cuda.call("cuStreamDestroy_v2", a)  # no call could release it any more
     cuda.call("cuEventSynchronize", event)
     cuda.call("cuStreamDestroy_v2", b)
     assert cuda.code("cuStreamQuery", a) == 400 and cuda.alive("streams") == 0
@@ -144,8 +145,8 @@ def events() -> None:
 
 @scenario
 def order() -> None:
-    """Operations of a stream run in order and one at a time, those of two streams side by side; a
-    hold holds what comes after it alone.
+    """Operations of one stream run in order, one at a time; those of two streams run in parallel. A
+    hold stops only the operations after it.
     """
     cuda = driver()
     cuda.enter()
@@ -322,7 +323,7 @@ def cupy() -> None:
     from cupy.cuda import nccl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     assert nccl.get_version() == 22304
-    assert ctypes.CDLL(None).ncclGetVersion  # it is in the process for all
+    assert ctypes.CDLL(None).ncclGetVersion  # all libraries of the process see it
     assert driver().count("ncclGetVersion") == 1
 
 

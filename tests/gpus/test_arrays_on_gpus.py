@@ -1,4 +1,4 @@
-"""bpsx.push_pull and bpsx.broadcast of arrays that say themselves that they are on a GPU."""
+"""bpsx.push_pull and bpsx.broadcast of arrays with an interface that names their GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_arrays_with_an_interface(shape: tuple[int, int, int], pretend: Path) ->
 
 
 def test_arrays_that_only_have_dlpack(pretend: Path) -> None:
-    """They become CuPy's, which is not there: what is asked of it is."""
+    """The results become CuPy's arrays; a stand-in has the parts of CuPy that bpsx uses."""
     gpu_run(
         """
         import cupy

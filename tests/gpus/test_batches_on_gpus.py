@@ -1,4 +1,4 @@
-"""Tensors that begin together, with one event."""
+"""Buckets: tensors that begin together, with one event."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def begin(arrays, average=False, stream=None):
 """
 
 
-# Workers put the same tensors into different batches, by steps; everything stays in the order of
-# its stream.
+# In each step, workers put the same tensors into different buckets; the order of each stream is
+# kept.
 SUMS = (
     BATCH
     + """
@@ -73,7 +73,7 @@ def test_batches_are_summed_right_in_each_layout(shape: str, pretend: Path) -> N
 
 
 def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
-    """NCCL queues a group's sums at the group's end: what divides them has to come after that."""
+    """NCCL queues a group's sums at the group's end, so the divisions must be queued after that."""
     run(
         BATCH,
         """
@@ -196,5 +196,5 @@ def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
     )
 
 
-# PyTorch has no GPU here: tensors on the CPU are passed off as the pretend GPU's. What its streams
-# do is waited for by hand.
+# PyTorch has no GPU here, so tensors on the CPU stand for tensors of the pretend GPU. The tests
+# wait for work on its streams themselves.

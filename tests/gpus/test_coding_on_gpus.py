@@ -1,5 +1,5 @@
-"""Gradients compressed on the GPU, by the CUDA kernels on Numba's simulator: what comes out is what
-the host's compressors make.
+"""Gradients compressed on the GPU, by the CUDA kernels on Numba's simulator: the results equal
+those of the host's compressors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a death leaves on a GPU: nothing that waits, and nothing that looks like a result."""
+"""After a death, no work on a GPU keeps waiting, and no memory there looks like a result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A call of CUDA's or NCCL's that fails, and members that die, at any time: everybody is told, by
-name, and ends within seconds.
+"""Failing calls of CUDA or NCCL, and dying members, at any time: all processes get an error that
+names the cause, and end within seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from support.jobs import Job
 
 SECONDS = 20.0
 
-# One process's call fails, after `skip` more of its kind; all go on until they are told. What it is
-# told names the call.
+# One process's call fails after `skip` more of its kind; all processes continue until they get the
+# error. The failing process's error names the call.
 FAILING = """
     import os, time
     bpsx.init()
@@ -50,7 +50,7 @@ FAILING = """
         sys.exit(7)
 """
 ONE, TWO, ALONE = (2, 1, 1), (1, 2, 1), (1, 2, 0)
-# call, CUDA's or NCCL's code, skip, layout, whose it is
+# call, CUDA's or NCCL's code, skip, layout, victim
 CALLS = [
     ("cuMemcpyAsync", 719, 5, TWO, 0),
     ("cuEventQuery", 700, 0, ONE, 1),
@@ -66,7 +66,7 @@ CALLS = [
 
 
 def told(job: Job, victim: int) -> list[list[str]]:
-    """What everybody has reported, once all have ended by themselves and none of them well."""
+    """Return all reports after all processes have ended by themselves, each with a failure."""
     end = time.monotonic() + SECONDS
     for p in job.processes:
         try:
@@ -85,7 +85,7 @@ def told(job: Job, victim: int) -> list[list[str]]:
 def test_a_call_that_fails(
     call: str, code: int, skip: int, shape: tuple[int, int, int], victim: int, pretend: Path
 ) -> None:
-    """``skip`` < 0: from the beginning, and the ``-1 - skip``-th."""
+    """``skip`` < 0: the failure is active from the start, for call number ``-1 - skip``."""
     source = FAILING.format(
         call=call, code=code, skip=skip if skip >= 0 else -1 - skip, early=skip < 0, victim=victim
     )
@@ -104,8 +104,8 @@ def test_a_call_that_fails(
     ), found
 
 
-# All are at it for good when one is struck. Who lives is told who died, at once, and again at the
-# next call.
+# All processes work in an endless loop when one is killed. The others get an error that names the
+# dead one at once, and again at the next call.
 DYING = """
     bpsx.init()
     arrays = [PretendArray(np.ones(size, np.float32), main) for size in (1000, 300_000)]
@@ -186,7 +186,7 @@ def test_a_member_that_dies_before_its_gpus_have_met(pretend: Path) -> None:
     ) as job:
         for worker in job.workers:
             worker.wait_for_line("running")
-        time.sleep(0.3)  # the others are at it
+        time.sleep(0.3)  # the others are in the middle of their work
         job.workers[0].signal(signal.SIGKILL)
         for worker in job.workers[1:]:
             assert worker.wait(SECONDS) == 0, worker.text()

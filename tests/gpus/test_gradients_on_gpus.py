@@ -1,5 +1,5 @@
-"""An optimizer's gradients on GPUs, which begin together: bpsx.torch, whose tensors are taken for a
-GPU's.
+"""An optimizer's gradients on GPUs, which begin in buckets: bpsx.torch, with CPU tensors that stand
+for a GPU's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ r, n = bps.rank(), bps.size()
 """
 
 
-#: A PyTorch from before DLPack's exchange table.
+#: Imitates a PyTorch without DLPack's exchange table.
 WITHOUT_TABLE = TORCH.replace(
     "import torch\n", "import torch\ntorch.Tensor.__dlpack_c_exchange_api__ = None\n", 1
 )
@@ -138,8 +138,9 @@ WITHOUT_TABLE = TORCH.replace(
 def test_gradients_go_together(
     shape: str, most: int, batches: int, names: str, pretend: Path
 ) -> None:
-    """All of a step in one batch without servers, and by partitions with them; what is summed is
-    right all the same.
+    """A step's gradients form one bucket without servers, and buckets by partitions with servers.
+
+    The sums are right in both cases.
     """
     run(
         names,
@@ -202,7 +203,7 @@ def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_b
 
 
 def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> None:
-    """Its parameter has other memory by then, into which the gradient does not fit."""
+    """The parameter has new memory by then, and the gradient does not fit into it."""
     run(
         TORCH,
         """
@@ -266,9 +267,7 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
 
 
 def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: Path) -> None:
-    """A hook of the user's has kept a view meanwhile: what is in there stays this worker's own
-    until it is summed.
-    """
+    """A hook of the user has kept a view: it shows this worker's own gradient until the sum."""
     run(
         TORCH,
         """
@@ -298,9 +297,9 @@ def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: P
 def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(
     default: bool, pretend: Path
 ) -> None:
-    """Though its batch begins since the next is made on another.
+    """Although its bucket begins only because the next gradient is made on another stream.
 
-    PyTorch's own streams are imitated: by the number 0 it would make a new one.
+    The test imitates PyTorch's own streams: number 0 would make PyTorch create a new one.
     """
     run(
         TORCH,
@@ -374,7 +373,7 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
 
 
 def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
-    """A group's sums share an event, which is the next one's once the last of them is let go."""
+    """A group's sums share an event, which is reused after the last of them is released."""
     run(
         TORCH,
         """
@@ -407,7 +406,7 @@ def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Pat
 
 
 def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
-    """It is one tensor; both sums are of what it was, and not the one of the other."""
+    """Both gradients are one tensor; each sum is of its original value, not of the other sum."""
     run(
         TORCH,
         """

@@ -1,4 +1,4 @@
-"""join() of processes with GPUs, compression on the way, and what a timeline shows."""
+"""join() of processes with GPUs, compression on the wire, and timelines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gpus.machines import gpu_job, gpu_run
 from support.traces import load
 
-# Everybody pushes for as many steps as COUNTS says, and each knows who is still there.
+# Each worker pushes for its number of steps in COUNTS, and knows which workers are left.
 UNEVEN = """
 import json, os
 
@@ -54,7 +54,7 @@ def test_join_while_others_go_on(
 
 
 def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
-    """NCCL cannot begin without it; when all have joined it can."""
+    """NCCL cannot start without the joined process; after all have joined it can."""
     gpu_run(
         """
         bpsx.init()
@@ -153,7 +153,7 @@ def test_a_timeline_has_every_stage(
         stages = {e["name"].rpartition(".")[2] for e in events}
         wanted = root if i % shape[1] == shape[1] - 1 else member
         assert wanted is not None and stages == set(wanted), (i, stages)
-        # A stage ends when the GPU is done with it: the pretend one takes its time.
+        # A stage ends when the GPU has finished it; the pretend GPU is slow on purpose.
         slow = [
             e["dur"]
             for e in events
@@ -163,7 +163,7 @@ def test_a_timeline_has_every_stage(
 
 
 def test_compressed_on_its_way(pretend: Path) -> None:
-    """What is lost is lost as on the host: the same bits, then, from the same sums."""
+    """Compression loses the same bits as on the host, so the sums are equal."""
     gpu_run(
         """
         bpsx.init()

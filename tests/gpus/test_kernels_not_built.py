@@ -1,5 +1,5 @@
-"""Workers whose GPU kernels cannot be built: one warning, the host compresses, and the sums are
-those of workers whose GPUs do.
+"""Workers whose GPU kernels cannot be built: they warn once, the host compresses, and the sums
+equal those of compression on GPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from gpus.machines import gpu_job
 
-#: Makes kernels fail as ``how`` says, where a worker has ``HOW`` in its environment.
+#: Makes kernels fail in the way that a worker's variable ``HOW`` names.
 BREAK = """
     import sys, os
     how = os.environ["HOW"]
@@ -67,8 +67,9 @@ WORKER = """
 def outcome(
     pretend: Path, where: str, hows: tuple[str, str], cases: int
 ) -> tuple[list[list[object]], list[list[str]]]:
-    """What both workers reported, and the warnings of each."""
-    # What is queued takes its time: who does not wait for the result's copy reads the gradient.
+    """Return the reports of both workers, and the warnings of each."""
+    # Queued work is slow on purpose: code that does not wait for the result's copy reads the
+    # gradient.
     env = {
         "NUMBA_ENABLE_CUDASIM": "1",
         "BYTEPS_MIN_COMPRESS_BYTES": "100",

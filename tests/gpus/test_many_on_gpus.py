@@ -1,6 +1,6 @@
-"""Much at once: threads, streams, names, priorities and rounds, in another order on each process.
+"""Many threads, streams, names, priorities and rounds at once, in another order on each process.
 
-What NCCL is asked for must come in one order.
+The order of NCCL calls must be the same on all.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def test_averages_of_halves_do_not_overflow_on_their_way(pretend: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1)], ids=lambda s: "{}x{}/{}".format(*s))
 def test_memory_is_bounded_and_comes_back(shape: tuple[int, int, int], pretend: Path) -> None:
-    """A model's weights, each broadcast once; then rounds that take nothing new; then the session
-    ends, and the GPU's context does not.
+    """Broadcasts a model's weights once; then rounds must allocate nothing new; then the session
+    ends, but the GPU's context stays.
     """
     gpu_run(
         """
@@ -187,7 +187,7 @@ def test_memory_is_bounded_and_comes_back(shape: tuple[int, int, int], pretend: 
 
 
 def test_a_job_that_comes_back_finds_its_gpus_again(pretend: Path) -> None:
-    """What the first session has had pinned may lie where the second one's memory comes to lie."""
+    """Memory that the first session had pinned may overlap with the second session's memory."""
     with gpu_job(
         """
         bpsx.init()

@@ -1,5 +1,5 @@
-"""What comes after what: the user's streams wait for results, and results for what the user's
-streams have queued; no thread waits for either.
+"""Order: the user's streams wait for results, and exchanges wait for work queued on the user's
+streams; no thread waits for either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHAPES = pytest.mark.parametrize(
     "shape", [(1, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s)
 )
 
-# What a real script does: queue work, ask, queue more work, and look at the end.
+# Like a real script: queue work, start exchanges, queue more work, and read the results at the end.
 ORDER = """
 import threading, time
 
@@ -71,7 +71,7 @@ def test_no_thread_waits_and_streams_do(shape: tuple[int, int, int], pretend: Pa
 
 
 def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
-    """However many there are: what one of them has to make first does not hold up the others."""
+    """With any number of streams: pending work on one of them does not delay the others."""
     gpu_run(
         """
         bpsx.init()
@@ -134,8 +134,8 @@ def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Pa
 
 
 def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -> None:
-    """A name first in the host's memory, then on the GPU, and on one machine here, on the other
-    there.
+    """A name moves from the host's memory to the GPU, and is in the host's memory on one machine
+    and on the GPU on the other.
     """
     gpu_run(
         """
@@ -203,8 +203,8 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
 
 
 def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Path) -> None:
-    """What is summed in place again is the sum that was to come, and not what lies there while that
-    is on its way up.
+    """The next round in place sums the result of the round before, not the buffer's content during
+    its copy to the GPU.
     """
     gpu_run(
         """
@@ -229,8 +229,8 @@ def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Pa
 
 
 def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -> None:
-    """Who receives a broadcast copies nothing down: what comes must not go where another tensor's
-    sum still lies that the GPU has yet to copy.
+    """A receiver of a broadcast copies nothing to the host. The received data must not overwrite
+    another tensor's sum that the GPU has not copied yet.
     """
     gpu_run(
         """

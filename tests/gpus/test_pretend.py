@@ -1,4 +1,4 @@
-"""The pretend CUDA driver and the pretend NCCL: what tests of the GPU's code rest on."""
+"""Tests of the pretend CUDA driver and the pretend NCCL, on which other GPU tests rely."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_pretend_driver_passes_each_scenario(name: str, pretend: Path) -> No
 def together(
     name: str, n: int, pretend: Path, folder: Path, one_gpu: bool = False
 ) -> list[tuple[int, str]]:
-    """(exit status, stderr) of each rank of a scenario."""
+    """Run a scenario; return (exit status, stderr) of each rank."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "gpus.nccl_scenarios", name, str(k), str(n), str(folder)],
@@ -106,7 +106,7 @@ def test_nccl_refuses_one_gpu_twice(pretend: Path, tmp_path: Path) -> None:
 def test_ranks_that_differ_abort_and_say_how(
     name: str, n: int, told: str, pretend: Path, tmp_path: Path
 ) -> None:
-    """Also those that only wait for one of them."""
+    """Also operations that only wait for one of them."""
     for status, errors in together(name, n, pretend, tmp_path):
         gone = name == "another_root" and status == 0  # the rank that never came
         assert (

@@ -1,5 +1,5 @@
-"""Tensors on GPUs over RDMA, in the emulated machine of tests/machine: pinned memory is pushed
-from, and answered into.
+"""GPU tensors over RDMA, in the emulated machine of tests/machine: pushes are sent from pinned
+memory, and replies are written into it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 from cluster.test_rdma import RDMA, with_rdma
 from gpus.machines import gpu_run
 
-# Several rounds of several tensors, so that places in pinned memory pass from one to another; the
-# last are of another size.
+# Several rounds of several tensors, so that tensors reuse each other's pinned memory; the last ones
+# have another size.
 SUMS = """
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()

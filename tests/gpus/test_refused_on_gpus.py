@@ -1,4 +1,6 @@
-"""What cannot be is refused, and says so by name; what fails ends everything, and says where."""
+"""Impossible calls are refused with an error that names them; failures end the job and name the
+call.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ FIRST = """
 
 
 def ended(job: Job, seconds: float = 25.0) -> list[list[str]]:
-    """Everybody's reports, once all have ended by themselves, none of them well."""
+    """Return all reports after all processes have ended by themselves, each with a failure."""
     end = time.monotonic() + seconds
     for worker in job.workers:
         worker.say("")

@@ -10,7 +10,7 @@ import pytest
 
 from gpus.machines import gpu_run
 
-# 8192-byte partitions: parts of a share are small, and belong to one GPU; with 4 MB ones large
+# With partitions of 8192 bytes, parts of a share are small and belong to one GPU; with 4 MB, large
 # tensors have a share per GPU.
 SUMS = """
 import os

@@ -1,6 +1,6 @@
-"""What workers of the tests' jobs do on their pretend GPU: ``from gpus.worker import *``.
+"""Functions for workers with a pretend GPU: ``from gpus.worker import *``.
 
-It makes the GPU's context this thread's.
+The import makes the GPU's context current in this thread.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 
 cuda: Driver = driver()
 cuda.enter()
-#: The stream on which the script works, unless it says otherwise.
+#: The stream on which the script works by default.
 main: int = cuda.stream()
 
 
 def view(array: PretendArray, stream: int | None = None, gpu: int = 0) -> TensorView:
-    """A tensor on the GPU, asked for by a thread that works on ``stream``."""
+    """View of a GPU tensor, as seen by a thread that works on ``stream``."""
     on = main if stream is None else stream
     return TensorView(
         array.address, array.nbytes, array.dtype.name, array.shape, array, gpu, lambda: on
@@ -56,7 +56,7 @@ def view(array: PretendArray, stream: int | None = None, gpu: int = 0) -> Tensor
 
 
 def host_view(array: npt.NDArray[Any]) -> TensorView:
-    """A tensor in the host's memory."""
+    """View of a tensor in the host's memory."""
     return TensorView(array.ctypes.data, array.nbytes, array.dtype.name, array.shape, array)
 
 
@@ -69,7 +69,7 @@ def push_pull(
     priority: int = 0,
     stream: int | None = None,
 ) -> Handle:
-    """Of arrays on the GPU or in the host's memory; in place without ``target``."""
+    """Start a push_pull of arrays on the GPU or the host; in place without ``target``."""
     views = [
         host_view(a) if isinstance(a, np.ndarray) else view(a, stream)
         for a in (source, source if target is None else target)
@@ -84,7 +84,7 @@ def broadcast(name: str, array: Any, root: int, stream: int | None = None) -> Ha
 
 
 def draw(dtype: str, n: int, rank: int, seed: int) -> npt.NDArray[Any]:
-    """What a worker pushes: every worker can compute what all do."""
+    """Return a worker's input; every worker can compute the inputs of all."""
     rng = np.random.default_rng([seed, rank])
     if "int" in dtype:
         return rng.integers(-100 if dtype[0] == "i" else 0, 100, n).astype(dtype)
@@ -92,14 +92,15 @@ def draw(dtype: str, n: int, rank: int, seed: int) -> npt.NDArray[Any]:
 
 
 def reference(parts: list[npt.NDArray[Any]], average: bool) -> npt.NDArray[np.float64]:
-    """The sum in float64, or the mean."""
+    """Return the sum in float64, or the mean."""
     exact = np.sum([p.astype(np.float64) for p in parts], axis=0)
     return np.asarray(exact / len(parts) if average else exact)
 
 
 def near(got: npt.NDArray[Any], parts: list[npt.NDArray[Any]], average: bool = False) -> bool:
-    """Whether that is their sum (or mean), up to what adding in the type may round; integers wrap,
-    and their means are floors.
+    """Whether the result is the inputs' sum (or mean), up to the type's rounding.
+
+    Integers wrap, and their means are rounded down.
     """
     exact, name = reference(parts, average), got.dtype.name
     if "int" in name:
@@ -113,8 +114,8 @@ def near(got: npt.NDArray[Any], parts: list[npt.NDArray[Any]], average: bool = F
         )
     eps = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}[name]
     magnitude = np.sum([abs(p.astype(np.float64)) for p in parts], axis=0)
-    # Each of a switch, of the switches and of the machines may round once to the type, and each
-    # addition in the accumulator's.
+    # The sums of a switch, of all switches and of all machines each may round once to the type, and
+    # each addition once to the accumulator's type.
     bound = (
         eps * abs(exact)
         + (3 * eps + len(parts) * min(eps, 2**-24)) * magnitude
@@ -124,12 +125,12 @@ def near(got: npt.NDArray[Any], parts: list[npt.NDArray[Any]], average: bool = F
 
 
 def average_of(dtype: str) -> bool:
-    """Whether means of the type are allowed wherever GPUs are added."""
+    """Whether means of the type are allowed in every layout of GPUs."""
     return "int" not in dtype
 
 
 def refused(function: Callable[[], Any]) -> str:
-    """The error that a call raises: its type and text."""
+    """Return the error that a call raises: its type and text."""
     try:
         function()
     except bpsx.BpsxError as e:
@@ -138,12 +139,12 @@ def refused(function: Callable[[], Any]) -> str:
 
 
 def ask(handle: Handle, seconds: float = 20.0) -> str:
-    """The error that a handle ends with: its type and text."""
+    """Return the error with which a handle ends: its type and text."""
     return refused(lambda: handle.wait(seconds))
 
 
 def until(so: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not so():
         assert time.monotonic() < end, "it is not so"
@@ -152,7 +153,7 @@ def until(so: Callable[[], Any], seconds: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def held(stream: int) -> Iterator[None]:
-    """What is queued on the stream meanwhile waits until the end."""
+    """Context in which work queued on the stream waits until the end of the context."""
     cuda.hold(stream)
     try:
         yield
