@@ -1,5 +1,5 @@
-"""Runs bpsx-run in processes, with small stand-ins for scheduler and server that fail at will, and
-sees that nothing is left.
+"""Runs bpsx-run in processes, with small stand-ins for scheduler and server that fail on request,
+and checks that nothing is left.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PY = sys.executable
-#: Ordinary signals, whatever the caller of pytest has made of them (background jobs ignore SIGINT),
-#: then exec.
+#: Restores the default signal handling, which the caller of pytest may have changed (background
+#: jobs ignore SIGINT), then calls exec.
 ORDINARY = (
     "import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 10, 12, 15, 17)];"
     "signal.pthread_sigmask(signal.SIG_SETMASK, []); os.execv(sys.argv[1], sys.argv[1:])"
@@ -28,7 +28,7 @@ from bpsx.launch.local import LocalPlan
 plan, commands = json.loads(sys.argv[1])
 sys.exit(Job(LocalPlan(**{**plan, "command": tuple(plan["command"])}), commands).run())
 """
-#: A scheduler that ends when all workers have gone; the servers' connections end with it.
+#: Stand-in for a scheduler: ends when all workers have gone, and closes the servers' connections.
 HUB = """
 import os, socket
 e = os.environ
@@ -62,7 +62,7 @@ def python(text: str) -> list[str]:
 
 
 class Launcher:
-    """Starts launchers, and checks at the end that nothing they started is left."""
+    """Starts launchers, and checks at the end that no process or file of theirs is left."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Launcher:
         unwanted = ("DMLC_", "BYTEPS_", "BPSX_", "NO_COLOR", "NVIDIA_VISIBLE_DEVICES")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         key, value = self.mark.split("=")
-        # The runtime folder stays, as such folders do; only what is in it has to be gone.
+        # The runtime folder itself may stay; its contents must be gone.
         self.runtime = folder.with_name("runtime")
         self.runtime.mkdir()
         self.environment |= {
@@ -105,7 +105,7 @@ class Launcher:
         options: dict[str, Any] | None = None,
         **plan: Any,
     ) -> subprocess.Popen[bytes]:
-        """A whole job of stand-ins."""
+        """Start a complete job of stand-ins."""
         plan = {
             "command": python(JOIN + worker) if isinstance(worker, str) else worker,
             "kill_after": 0.2,
@@ -117,8 +117,8 @@ class Launcher:
         )
 
     def left(self) -> list[str]:
-        """Command lines of processes that our launchers started, directly or not, and that still
-        run.
+        """Return the command lines of running processes that these launchers started, directly or
+        not.
         """
         found = []
         for entry in Path("/proc").iterdir():
@@ -139,7 +139,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def launching(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher of launchers, whose temporary files go into a folder of their own."""
+    """Yield a :class:`Launcher` whose temporary files go into a separate folder."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     made = Launcher(folder)
@@ -147,7 +147,7 @@ def launching(tmp_path: Path) -> Iterator[Launcher]:
         yield made
         assert [process.pid for process in made.started if process.poll() is None] == []
         assert made.left() == []
-        # The far end of an ssh has no runtime folder but one in here.
+        # A process at the other end of an ssh has only a runtime folder in here.
         assert [p for p in folder.rglob("*") if p != folder / f"bpsx-{os.getuid()}"] == []
         assert [p for p in made.runtime.rglob("*") if p.is_file()] == []
     finally:
@@ -155,13 +155,13 @@ def launching(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def finish(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
-    """Exit status and the sorted lines of both outputs."""
+    """Wait for the end; return the exit status and the sorted lines of both outputs."""
     out, err = process.communicate()
     return process.returncode, sorted(out.decode().splitlines()), sorted(err.decode().splitlines())
 
 
 def wait_for(process: subprocess.Popen[bytes], *lines: str) -> None:
-    """Read standard output until all ``lines`` have come."""
+    """Read standard output until all ``lines`` have arrived."""
     assert process.stdout
     missing = set(lines)
     while missing:
@@ -179,9 +179,9 @@ def local_words(*rest: str) -> list[str]:
 
 
 def read_terminal(descriptor: int, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """What comes from a pseudo terminal until it closes or ``until`` holds."""
+    """Return the output of a pseudo terminal until it closes or ``until`` holds."""
     text = b""
-    with contextlib.suppress(OSError):  # EIO is its way to say that nobody is left
+    with contextlib.suppress(OSError):  # EIO means that no process has the terminal open any more
         while not until(text) and (data := os.read(descriptor, 4096)):
             text += data
     return text

@@ -1,10 +1,10 @@
-"""What the failure matrix needs: workers that reach a named stage and say so, ways to strike a
-process, and what must be true afterwards.
+"""Helpers of the failure matrix: workers that reach a named stage and report it, ways to strike a
+process, and the conditions that must hold afterwards.
 
 Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been
-started (init), has not pushed (pull, shutdown), or does as the others do (connect, push, idle). In
-the stages connect and push the server is held by SIGSTOP. The one that is struck is worker 1,
-server 0 or the scheduler.
+started (init), has not pushed (pull, shutdown), or acts like the others (connect, push, idle). In
+the stages connect and push, SIGSTOP stops the server. The victim is worker 1, server 0 or the
+scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.jobs import Job, Process
 
 STAGES = ("init", "connect", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")
-#: How to strike: name -> signal. The handlers of the last three are the worker script's own.
+#: Ways to strike: name -> signal. The worker script handles the last three itself.
 WAYS = {
     "kill": signal.SIGKILL,
     "term": signal.SIGTERM,
@@ -32,12 +32,12 @@ WAYS = {
     "_exit": signal.SIGUSR1,
 }
 FOR_ALL = ("kill", "term", "int", "stop")
-#: Seconds in which everybody must be gone. The product's own bounds are shorter; `python -m bench
-#: trust` measures them.
+#: Seconds within which all processes must have ended. The promised limits are shorter; `python -m
+#: bench trust` measures them.
 DEADLINE = 40.0
-#: Longer than any test: where silence is no sign of death.
+#: Longer than any test, for tests in which silence must not count as death.
 PATIENT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}
-#: For those who are stopped for good.
+#: For processes that stay stopped.
 SHORT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_GATHER_GRACE": "1"}
 
 _WORKER = """
@@ -128,7 +128,7 @@ _WORKER = """
 class Matrix:
     """One job that is brought to ``stage``.
 
-    A context manager; at the end nothing of the job may be left, in processes or files.
+    A context manager; at the end no process or file of the job may be left.
     """
 
     def __init__(self, stage: str, env: dict[str, str], rounds: int = 0) -> None:
@@ -184,7 +184,7 @@ class Matrix:
                 p.wait_for_line("known to the scheduler")
             if self.stage == "connect":
                 self.job.workers[2].wait_for_line("ready")
-                self.server.signal(signal.SIGSTOP)  # it will not answer the workers' greetings
+                self.server.signal(signal.SIGSTOP)  # it cannot reply to the workers' greetings
                 self.job.workers[2].say("go")
                 for worker in self.job.workers:
                     worker.wait_for_line("the job is complete")
@@ -192,20 +192,20 @@ class Matrix:
         for worker in self.job.workers:
             worker.wait_for_line("running")
         if self.stage == "push":
-            self.server.signal(signal.SIGSTOP)  # what is pushed now stays in flight
+            self.server.signal(signal.SIGSTOP)  # pushes now stay in flight
         self.go()
         for worker in self.job.workers:
             worker.wait_for_line("staged")
 
     def go(self, *but: Process) -> None:
-        """Let the workers that wait for a line go on."""
+        """Let the workers that wait for a line continue, except ``but``."""
         for worker in self.job.workers:
             if worker not in but:
                 with contextlib.suppress(OSError):
                     worker.say("go")
 
     def strike(self, role: str, way: str) -> Process:
-        """Do it to ``role``; once it has taken effect, the others go on as far as they can."""
+        """Strike ``role``; after that has taken effect, the others continue as far as they can."""
         victim = self.victim(role)
         victim.signal(WAYS[way])
         if self.stage in ("connect", "push") and (
@@ -213,29 +213,28 @@ class Matrix:
         ):
             self.server.signal(signal.SIGCONT)
         if way == "stop" or role == "scheduler":
-            # It ends later or not at all; what the others do before they know could still end well.
+            # It ends later or not at all. Calls of the others before they know could still succeed.
             self.job.workers[0].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         else:
             victim.wait(DEADLINE)
-        # who is behind has only a push of its own left, and nobody to wait for
+        # the worker behind has only its own push left, and waits for no other worker
         if self.stage == "shutdown":
             self.job.workers[2].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         self.go(victim)
-        # who is struck may have come as far as to let the others through: they shall ask for it
-        # again
+        # the victim may already have completed the others' calls, so they call again
         if self.stage == "connect":
             self.go(victim)
         return victim
 
     def told(self, worker: Process) -> str:
-        """The text of the exception that ended ``worker``'s waiting call."""
+        """Return the text of the exception that ended ``worker``'s waiting call."""
         found = [r for r in worker.reports() if isinstance(r, list)]
         assert len(found) == 1, worker.text()
         assert found[0][0] in ("PeerLostError", "PeerLeftError", "RendezvousError"), worker.text()
         return str(found[0][1])
 
     def left(self) -> list[str]:
-        """Processes and files of the job that are still there."""
+        """Return the processes and files of the job that still exist."""
         found = [str(p) for place in self.places for p in place.rglob("*") if not p.is_dir()]
         found += [
             f"somebody who has the output of {p.name}" for p in self.job.processes if not p.silent
@@ -251,7 +250,7 @@ class Matrix:
         return "\n".join(p.text() for p in self.job.processes)
 
     def ended(self, but: tuple[Process, ...] = ()) -> dict[str, int]:
-        """Wait until everybody except ``but`` has ended; exit statuses by name."""
+        """Wait until all processes except ``but`` have ended; return exit statuses by name."""
         end = time.monotonic() + DEADLINE
         statuses: dict[str, Any] = {}
         for p in self.job.processes:
@@ -266,6 +265,6 @@ class Matrix:
 
 
 def name_of(role: str, victim: Process, port: str) -> str:
-    """What an exception must hold that names the process: role, rank and address."""
+    """Return the name of the process in exceptions: role, rank and address."""
     own = {"worker": "worker 1 (127.0.0.1, pid %d)", "server": "server 0 (127.0.0.1, pid %d)"}
     return own[role] % victim.popen.pid if role in own else f"scheduler at 127.0.0.1:{port}"

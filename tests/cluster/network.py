@@ -1,7 +1,7 @@
-"""A network of the test's own: one namespace per process on a bridge, whose links can be cut
-without a word, and made slow.
+"""A private network of a test: one namespace per process on a bridge, whose links can be cut
+silently and slowed down.
 
-Needs root and iproute2, and nftables to cut; :func:`why_not` says what is missing.
+Needs root and iproute2, and nftables to cut; :func:`why_not` returns what is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RULE = (
 
 
 def why_not() -> str:
-    """Why there can be no such network here; empty if there can."""
+    """Return why this host cannot have such a network; empty if it can."""
     reason = plain.why_not()
     if reason or shutil.which("nft") is None:
         return reason or "not installed: nft"
@@ -51,29 +51,30 @@ def why_not() -> str:
 
 
 _WHY_NOT = why_not()
-#: Marks what needs such a network.
+#: Marks tests that need such a network.
 needed = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 class Network(Links):
-    """The benchmarks' network, unbounded, whose links can be cut."""
+    """The benchmarks' network with unlimited rates, whose links can be cut."""
 
     @property
     def hub(self) -> str:
-        """The process whose namespace holds the bridge: the scheduler."""
+        """Name of the process whose namespace has the bridge: the scheduler."""
         return self._names[0]
 
     def cut(self, name: str) -> None:
         """Drop every packet from and to ``name``, silently.
 
-        What others send each other across the hub's bridge still passes.
+        Packets between other processes still pass the hub's bridge.
         """
         for hook, side in (("input", "iifname"), ("output", "oifname")):
             run(*self.prefix(name), "nft", _RULE.format(hook, f"{side} net0 drop"))
 
     def filter(self, name: str, hook: str, rule: str) -> None:
-        """Have ``name`` treat what reaches it ("input") or leaves it ("output") as ``rule`` says in
-        nftables' language.
+        """Apply ``rule``, in nftables' language, to ``name``'s packets.
+
+        ``hook``: "input" for packets that reach it, "output" for packets that leave it.
         """
         run(*self.prefix(name), "nft", _RULE.format(hook, rule))
 
@@ -82,7 +83,7 @@ class Network(Links):
 
 
 class NetJob(Job):
-    """A job of which every process runs in its own namespace of ``network``."""
+    """A job whose processes each run in their own namespace of ``network``."""
 
     def __init__(self, source: str, network: Network, *, env: dict[str, str], **more: Any) -> None:
         # Beyond loopback a job needs a secret.

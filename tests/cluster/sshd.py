@@ -1,7 +1,7 @@
-"""A private sshd on loopback: own port, own host key, own configuration, all below a test's folder.
+"""A private sshd on loopback, with its own port, host key and configuration in a test's folder.
 
-Nothing of the system's is used, and nothing of the user's: their shell's files (~/.bashrc, which
-bash reads under sshd) could print what a test takes for bpsx-run's.
+It uses no files of the system or the user: the user's ~/.bashrc, which bash reads under sshd, could
+print lines that a test would take for output of bpsx-run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SetEnv HOME={folder}
 
 @dataclass
 class Sshd:
-    """A running sshd. ``ssh``: the words that reach it, host keys checked against ``known``."""
+    """A running sshd. ``ssh``: the command to reach it; ``known`` has its host key."""
 
     port: int
     known: Path
@@ -65,7 +65,7 @@ def _free_port() -> int:
 
 
 def _start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """sshd takes no port 0, so another is tried if somebody was faster."""
+    """Start sshd. It does not accept port 0, so another port is tried if one is taken."""
     program = _sshd()
     assert program
     for _ in range(5):
@@ -98,11 +98,11 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
 
 @contextlib.contextmanager
 def sshd(tmp_path: Path) -> Iterator[Sshd]:
-    """Run one; skips with the reason where that is not possible."""
+    """Run an sshd; skips with the reason if that is not possible."""
     if reason := _why_not():
         pytest.skip(reason)
     if os.getuid() == 0:
-        # compiled into sshd; made by the system when its own is started
+        # path compiled into sshd; the system creates it when it starts its own sshd
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     folder = tmp_path / "ssh"
     folder.mkdir(mode=0o700)

@@ -1,5 +1,5 @@
-"""What people without the job secret send to a port: nothing, anything, and the beginnings of
-ZeroMQ's handshake.
+"""Data that strangers without the job secret send to a port: nothing, arbitrary bytes, and the
+beginnings of ZeroMQ's handshake.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIGNATURE = b"\xff\0\0\0\0\0\0\0\x01\x7f"
 
 
 def greeting(version: int, mechanism: bytes, as_server: bool = False) -> bytes:
-    """ZMTP 3's first 64 bytes."""
+    """Return the first 64 bytes of ZMTP 3."""
     return (
         _SIGNATURE
         + bytes([version, 0])
@@ -28,7 +28,7 @@ def greeting(version: int, mechanism: bytes, as_server: bool = False) -> bytes:
 
 
 def command(name: bytes, body: bytes = b"", claimed: int | None = None) -> bytes:
-    """A handshake command in a long frame that claims ``claimed`` bytes."""
+    """Return a handshake command in a long frame whose header claims ``claimed`` bytes."""
     content = bytes([len(name)]) + name + body
     return b"\x06" + struct.pack(">Q", len(content) if claimed is None else claimed) + content
 
@@ -68,9 +68,7 @@ SCAN = [
 
 
 def scan(port: int, host: str = "127.0.0.1") -> None:
-    """Send everything in :data:`SCAN` to a port, each on a connection of its own, reading what
-    comes back.
-    """
+    """Send each entry of :data:`SCAN` to a port on a separate connection, and read the reply."""
     for data in SCAN:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 10) as s:
             s.sendall(data)
@@ -99,7 +97,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def half_open(ports: list[int], n: int) -> Iterator[None]:
-    """Hold ``n`` connections open, spread over ``ports``, that never end their handshake."""
+    """Hold ``n`` connections open, spread over ``ports``, that never finish their handshake."""
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD, json.dumps([ports, n, 1])],
         stdin=subprocess.PIPE,
@@ -115,16 +113,16 @@ def half_open(ports: list[int], n: int) -> Iterator[None]:
 
 
 def descriptors(pid: int) -> int:
-    """Open descriptors of a process."""
+    """Return the number of open descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of a process."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / 100
