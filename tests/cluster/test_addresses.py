@@ -1,5 +1,5 @@
-"""The own address, in network namespaces: the one from which the scheduler is reached, whatever
-else there is.
+"""A node's own address, in network namespaces: the one that faces the scheduler, whatever other
+addresses there are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUM = (
 
 
 class Namespace:
-    """A network namespace that lasts as long as its holder."""
+    """A network namespace that exists as long as its holder process."""
 
     def __init__(self) -> None:
         self._holder = subprocess.Popen(
@@ -45,7 +45,7 @@ class Namespace:
         self.pid = str(self._holder.pid)
 
     def within(self, *command: str) -> list[str]:
-        """``command`` as to be run in there."""
+        """Return ``command`` in the form that runs inside the namespace."""
         return [str(shutil.which("nsenter")), "-t", self.pid, "-n", *command]
 
     def ip(self, line: str) -> None:
@@ -85,14 +85,14 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def join(first: Namespace, second: Namespace) -> None:
-    """A cable between the two: interface ``cable`` in each."""
+    """Connect the two namespaces: each gets an interface ``cable``."""
     first.ip(f"link add cable type veth peer name cable netns {second.pid}")
     for space in (first, second):
         space.ip("link set cable up")
 
 
 def dead(space: Namespace) -> None:
-    """An interface with an address that leads nowhere: nobody switched its other end on."""
+    """Add an interface with an address that leads nowhere, because its other end is down."""
     space.ip("link add aaa type veth peer name zzz")
     space.ip("addr add 10.77.0.1/24 dev aaa")
     space.ip("link set aaa up")
@@ -101,9 +101,9 @@ def dead(space: Namespace) -> None:
 def job(
     launcher: Launcher, here: Namespace, there: Namespace, uri: str, **more: str
 ) -> tuple[str, tuple[int, list[str], list[str]]]:
-    """Scheduler and worker here, the server there.
+    """Run scheduler and worker here, the server there.
 
-    What the server said of its address, and how the worker fared.
+    Returns the server's log lines about its address, and the worker's result.
     """
     common = {**COMMON, "DMLC_PS_ROOT_URI": uri, **more}
     scheduler = launcher.start(here.within(*words()), {**common, "DMLC_ROLE": "scheduler"})
@@ -120,7 +120,7 @@ def job(
 def test_a_dead_interface_comes_first(launcher: Launcher) -> None:
     with namespaces(2) as (here, there):
         for space in (here, there):
-            dead(space)  # what a first-come choice would take, as it does docker0
+            dead(space)  # an interface that a choice of the first one would take, like docker0
         join(here, there)
         here.ip("addr add 10.78.0.1/24 dev cable")
         there.ip("addr add 10.78.0.2/24 dev cable")

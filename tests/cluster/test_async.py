@@ -1,5 +1,5 @@
-"""Asynchronous training with real processes: nothing is lost, nobody waits, it converges, and it
-survives a worker.
+"""Asynchronous training with real processes: no push is lost, no worker waits, training converges,
+and the job survives a worker's death.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 from support.jobs import DEADLINE, Job, Process, run
 
 ASYNC = {"BYTEPS_ENABLE_ASYNC": "1"}
-#: Least squares on this worker's rows, by gradient steps whose changes are pushed. The rows have a
-#: common solution, so that the result does not depend on who steps how often; `oracle` is NumPy's.
+#: Least squares on this worker's rows; gradient steps push their changes. The rows have a common
+#: solution, so the result does not depend on how often each worker steps. `oracle`: NumPy's result.
 LEAST_SQUARES = """
     import bpsx, numpy as np
     bpsx.init()
@@ -49,9 +49,9 @@ LEAST_SQUARES = """
     ids=["plain", "ordered", "shared memory"],
 )
 def test_the_value_is_the_sum_of_all_that_was_pushed(env):
-    """Integers in float64, so that the order of additions does not show.
+    """Integers in float64, so that the order of additions does not matter.
 
-    Every answer holds at least all of its worker's own pushes.
+    Every reply contains at least all of its worker's own pushes.
     """
     found = run(
         """
@@ -91,12 +91,11 @@ def test_the_value_is_the_sum_of_all_that_was_pushed(env):
 
 
 def test_it_converges_with_one_worker_ten_times_slower():
-    """Worker 1 takes one step in the time in which worker 0 takes ten: its gradients are of weights
-    that are ten steps old and more.
+    """Worker 1 takes one step while worker 0 takes ten, so its gradients belong to weights that are
+    ten or more steps old.
 
-    The test holds both to that pace: a worker 1 that the machine itself keeps from running would
-    push, at the very end, gradients of weights that are hundreds of steps old, and no bound would
-    hold.
+    The test enforces this pace. Otherwise, on a busy machine, worker 1 could push gradients of
+    weights that are hundreds of steps old at the very end, and no bound would hold.
     """
     with Job(
         LEAST_SQUARES
@@ -147,7 +146,7 @@ def test_nobody_waits_for_a_worker_that_does_nothing():
     """,
         env=ASYNC,
     ) as job:
-        # Worker 0 leaves, in good order, before worker 1 has pushed anything.
+        # Worker 0 leaves in good order before worker 1 has pushed anything.
         assert job.workers[0].wait() == 0 and job.workers[0].reports()[0] < 1e-6
         job.workers[1].say("go")
         job.results()
@@ -200,7 +199,7 @@ def test_the_servers_state_survives_a_worker(end):
         assert (one.wait(), two.wait()) == (0, -9 if end == "kill" else 1), one.text()
         start, error, kept, final = one.reports()
         assert "worker 1" in error and final < 1e-9, one.text()
-        # the killed one went on for a while
+        # the killed worker had continued for a while
         assert kept[0] <= start and (kept[1] or end == "kill"), one.text()
         assert "continue without it" in one.text() and ("out of luck" in one.text()) == (
             end == "exception"
@@ -276,9 +275,9 @@ def test_average_divides_what_is_pushed():
 
 
 def refused(job: Job, processes: list[Process]) -> Process:
-    """Whoever of ``processes`` came second, has been refused and has ended.
+    """Return the one of ``processes`` that came second, after it was refused and has ended.
 
-    The other one waits for somebody better.
+    The other one waits for a process with the right options.
     """
     end = time.monotonic() + DEADLINE
     while all(p.popen.poll() is None for p in processes):
@@ -310,7 +309,7 @@ def test_a_server_that_differs_is_refused():
         job._env["BYTEPS_ENABLE_ASYNC"] = "0"
         job.start_server(0)
         text = refused(job, job.workers + job.servers).text()
-        # whoever comes last
+        # depends on which one comes last
         assert "BYTEPS_ENABLE_ASYNC" in text and (
             "0 on a server" in text or "0 on this server" in text
         )
@@ -344,8 +343,8 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_a_local_asynchronous_job_goes_on_without_a_worker(tmp_path):
-    """The launcher's grace time is over long before worker 0 ends; its status is the dead worker's
-    all the same.
+    """The launcher's grace time is over long before worker 0 ends; its status is still the dead
+    worker's.
     """
     script = tmp_path / "train.py"
     script.write_text("""

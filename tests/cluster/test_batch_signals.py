@@ -1,4 +1,4 @@
-"""What a batch system does to a job: it sends signals to every process, and the script has time to
+"""Signals from a batch system, which sends them to every process of a job: the script has time to
 save.
 """
 
@@ -39,7 +39,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-#: What scheduler and server say to SIGTERM.
+#: Output of scheduler and server after SIGTERM.
 _SERVES = b"serves workers for 30 s more (BPSX_TERM_GRACE)"
 
 
@@ -50,7 +50,7 @@ def strike(pids: list[int], number: signal.Signals) -> None:
 
 
 def job_processes(launcher: Launcher, *roles: str) -> list[int]:
-    """The ids of all processes of the jobs that ``launcher`` started, or of those in ``roles``."""
+    """Return the pids of all processes of ``launcher``'s jobs, or of those in ``roles``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -76,8 +76,8 @@ def test_push_pull_works_after_every_process_got_the_signal(
     assert job.stdout and job.stderr
     ready = [job.stdout.readline().split()[1:3] for _ in range(2)]
     assert [words[1] for words in ready] == [b"ready", b"ready"]
-    # Scheduler and servers first, and workers once those have heard of it: later the job may be
-    # over before they do.
+    # Scheduler and servers first, and workers only after those have handled it: otherwise the job
+    # may be over before.
     helpers = job_processes(launcher, "scheduler", "server")
     strike(helpers, number)
     told: list[bytes] = []

@@ -1,9 +1,8 @@
-"""Scripts that catch errors and go on: right sums, or an error on all workers that says that the
-job has to end.
+"""Scripts that catch errors and continue: they get right sums, or all workers get the error that
+the job has to end.
 
-What is pushed in a step tells of it: each worker writes the step's number into its own element. So
-a sum shows for every worker which step its part comes from, and one push that meets another step's
-is seen at once.
+Each worker writes the step's number into its own element of the pushed tensor. So a sum shows the
+step of every worker's part, and a test detects pushes of different steps that meet.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ _PROGRAM = """
 """
 
 
-#: The same with tensors of PyTorch's.
+#: The same with PyTorch's tensors.
 _WITH_TORCH = """
     import torch, bpsx.torch as bps
 
@@ -106,7 +105,7 @@ _WITH_TORCH = """
 
 
 def program(seed: int, workers: int, steps: int = 9) -> list[list[list[list]]]:
-    """By step and worker: operations. Every step but the faulty ones is the same on all."""
+    """Return the operations by step and worker. All but faulty steps are the same on all."""
     rng = random.Random(seed)
     names, fresh = ["a", "b", "c"], iter(range(1000))
     found = []
@@ -152,7 +151,7 @@ def program(seed: int, workers: int, steps: int = 9) -> list[list[list[list]]]:
             each = [[["length", name, 5 + (r == who)], ["wait"]] for r in range(workers)]
         elif fault == "operation":
             each = [[["average" if r == who else "push", "a"], ["wait"]] for r in range(workers)]
-        elif fault == "strike":  # one is struck while it waits for another, who comes late
+        elif fault == "strike":  # one worker is struck while it waits for another, which comes late
             late = (who + 1) % workers
             each = [
                 [
@@ -175,9 +174,9 @@ def program(seed: int, workers: int, steps: int = 9) -> list[list[list[list]]]:
 
 
 def check(reports: list[list], workers: int) -> bool:
-    """Every sum holds all workers' parts of that very step.
+    """Assert that every sum has all workers' parts of the same step.
 
-    Whether the job was said to have to end.
+    Returns whether a worker got the error that the job has to end.
     """
     ended = False
     for report in reports:
@@ -205,7 +204,7 @@ CASES = [
 @pytest.mark.parametrize(("seed", "workers", "servers", "processes"), CASES)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_after_any_caught_error_sums_are_right(seed, workers, servers, processes, framework):
-    """Programs in which all workers are at the same point when something fails."""
+    """Programs in which all workers are at the same point when a call fails."""
     made = program(seed, workers)
     source = f"    PROGRAM = {made!r}\n" + _PROGRAM.replace(
         "    joined = None\n", _WITH_TORCH if framework == "torch" else ""
@@ -348,8 +347,8 @@ OUT_OF_STEP = {
 }
 
 
-#: By framework: imports; and by what is refused: what step 0 does on worker 0 instead of {good},
-#: and that.
+#: Framework -> its imports, and by refused call: that call, which worker 0 makes in step 0 instead
+#: of {good}, and {good}.
 REFUSED = {
     "torch": (
         "import torch, bpsx.torch as bps",

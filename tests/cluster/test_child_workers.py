@@ -1,4 +1,4 @@
-"""Workers that are children of multiprocessing: however they end, the job sees what happened."""
+"""Workers that are children of multiprocessing: however they end, the job detects it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A worker whose gradients CUDA kernels compress, another with those for CPUs, and a server without
-a GPU: nobody sees a difference.
+"""A worker that compresses with CUDA kernels, another with CPU kernels, and a server without a GPU:
+the results are the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from support.cuda_tools import DEVICES, why_no_gpu
 from support.jobs import run
 
 STEPS = 3
-#: name and compressor -> (elements, compression, the compressor's own keys). onebit without
-#: scaling: a mean's last bits are those of an order.
+#: Name and compressor -> (elements, compression, the compressor's own keys). onebit without
+#: scaling, because the last bits of its mean depend on the order of additions.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "onebit": (301, {"ef": "vanilla"}, {}),
     "topk": (300, {"ef": "vanilla", "momentum": "nesterov"}, {"k": 0.1}),

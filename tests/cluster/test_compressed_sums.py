@@ -1,5 +1,5 @@
-"""Compressed sums in whole jobs: what comes home is what the oracle says of all that is done on the
-way, there and back.
+"""Compressed sums in whole jobs: the results equal those of the reference implementation of every
+step of a push and pull.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def expected(
     workers: int,
     processes: int = 1,
 ) -> list[np.ndarray]:
-    """What every worker gets, by step. Those of a machine, ``processes``, are added before."""
+    """Return every worker's expected result by step. A machine's ``processes`` are summed first."""
     wide = "float64" if dtype == "float64" else "float32"
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     draws = [np.random.default_rng([len(name), rank]) for rank in range(workers)]
@@ -172,7 +172,7 @@ def environment(out: Path, cases: list[Any]) -> dict[str, str]:
 def outputs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, list[list[Any]]]:
-    """What all workers have got, and how many bytes they have sent."""
+    """Return all workers' results, and the number of bytes that they sent."""
     out = tmp_path_factory.mktemp("compressed")
     return request.param, out, run(PUSHES, request.param, 2, env=environment(out, CASES))
 
@@ -188,8 +188,8 @@ def test_sums_are_the_oracles(
             "the same bits on all workers"
         )
         if case[0].startswith("onebit"):
-            # The mean of magnitudes is summed in another order: its last bits differ, and what is
-            # next to zero may change its sign.
+            # The mean of magnitudes is summed in another order: its last bits differ, and elements
+            # next to zero may change their sign.
             differ = ~np.isclose(got[0], want, rtol=2e-3 if case[1] == "float16" else 1e-5, atol=0)
             assert differ.mean() < 1e-3, (step, differ.sum(), got[0][differ][:4], want[differ][:4])
         else:
@@ -222,9 +222,9 @@ bpsx.shutdown()
 def test_randomks_counts_part_with_join_and_meet_again() -> None:
     """Worker 1 pushes more often than worker 0.
 
-    In the round after, their places differ: the answer has the places of the larger count and, with
-    error feedback, all that is elsewhere stays in the residual. From the next round on both have
-    that count: the sum is nowhere but at its places.
+    In the round after, their places differ: the reply has the places of the larger count and, with
+    error feedback, all other elements stay in the residual. From the next round on both workers
+    have that count, and the sum is only at its places.
     """
     names = {
         "none": {"compressor": "randomk", "k": 0.1},
@@ -277,7 +277,7 @@ def test_randomks_counts_part_with_join_and_meet_again() -> None:
     assert differed == 3 and left > 0 and all(next(g, None) is None for g in got)
 
 
-#: Those whose sums on a machine are exact: no momentum, which each process adds to its own.
+#: Compressions whose sums on a machine are exact: without momentum, which each process adds itself.
 ON_MACHINES = [case for case in CASES if "momentum" not in case[3] and case[1] != "float16"]
 
 
@@ -305,8 +305,8 @@ def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> No
 
 
 def test_a_k_larger_than_the_tensor_is_refused_by_name() -> None:
-    """By the push, on each worker, before anything is sent; another tensor of that name may be
-    larger, or too small to be compressed.
+    """The push raises on each worker before anything is sent. Another tensor of that name may be
+    larger, or too small for compression.
     """
     found = run(
         """

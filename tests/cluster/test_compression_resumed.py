@@ -1,5 +1,5 @@
-"""What compression keeps from round to round: saved and put back, a job goes on as if it had not
-been interrupted, bit for bit.
+"""Compression's state: a job that restores the saved state has the same bits as a job that was not
+interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from support.jobs import Job, run
 
 STEPS, HALF = 6, 3
-#: name -> (dtype, elements, compression)
+#: Name -> (dtype, elements, compression).
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "onebit": (
         "float32",
@@ -100,7 +100,7 @@ def part(
 
 
 def differing(folder: Path, name: str, begin: int, workers: int) -> list[tuple[int, int]]:
-    """(rank, step) of results that are not those of the job that was not interrupted."""
+    """Return (rank, step) of results that differ from those of the uninterrupted job."""
 
     def read(rank: int, step: int, begin: int) -> bytes:
         return (folder / f"{name}.{rank}.{step}.{begin}.npy").read_bytes()
@@ -115,8 +115,8 @@ def differing(folder: Path, name: str, begin: int, workers: int) -> list[tuple[i
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
-    """A job that was not interrupted, and the first half of one that was; what the former has saved
-    at its end.
+    """Run an uninterrupted job, and the first half of an interrupted one; also return the state
+    that the former saved at its end.
     """
     folder = tmp_path_factory.mktemp("whole")
     whole = part(folder, 0, STEPS, EARLY="1")
@@ -126,7 +126,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any
 
 @pytest.fixture
 def folder(first: tuple[Path, list[list[Any]]], tmp_path: Path) -> Path:
-    """A copy of its files."""
+    """Return a copy of the saved files."""
     return Path(shutil.copytree(first[0], tmp_path / "copy"))
 
 
@@ -148,7 +148,7 @@ def test_worker_0_speaks_for_the_servers(first: tuple[Path, list[list[Any]]]) ->
 
 @pytest.mark.parametrize("lost", ["all of worker 1", "the servers' part"])
 def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) -> None:
-    """Or the test above could not fail."""
+    """Without this, the test above could not fail."""
     path = folder / f"{1 if lost == 'all of worker 1' else 0}.{HALF}.pickle"
     state = pickle.loads(path.read_bytes())
     for saved in state.values():
@@ -156,17 +156,15 @@ def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) ->
     path.write_bytes(pickle.dumps({} if lost == "all of worker 1" else state))
     part(folder, HALF, STEPS, EARLY="1")
     for name in CASES:
-        # Of small tensors servers keep nothing, and of randomk nothing of use: they answer at the
-        # places that were pushed.
+        # Servers keep no state of small tensors, and no useful state of randomk: they reply at the
+        # pushed places.
         assert (differing(folder, name, HALF, 2) != []) == (
             name not in ("small", "randomk") or lost == "all of worker 1"
         ), name
 
 
 def test_the_state_of_another_worker_gives_counters_only_and_all_agree(folder: Path) -> None:
-    """Everybody loads what worker 0 has saved, as scripts do whose first worker writes the
-    checkpoints.
-    """
+    """All workers load worker 0's state, as in scripts where worker 0 writes the checkpoints."""
     part(folder, HALF, STEPS, EARLY="1", WHOSE="0")
     for name in CASES:
         assert (

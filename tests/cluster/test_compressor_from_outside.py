@@ -1,5 +1,5 @@
-"""A compressor that is no part of the package, the one that CONTRIBUTING.md shows: whole jobs
-against its oracle; and what is refused.
+"""A compressor from outside the package, the one in CONTRIBUTING.md: whole jobs against its
+reference implementation, and refused uses.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ bpsx.shutdown()
 
 
 def blocks() -> list[str]:
-    """The Python in the page's section: the compressor, and its oracle."""
+    """Return the Python code in the page's section: the compressor and its reference."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text[text.index("## Add a compressor\n") :]
     return re.findall(r"^```python\n(.*?)^```$", section[: section.index("\n## ")], re.M | re.S)
@@ -84,7 +84,7 @@ def blocks() -> list[str]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> dict[str, str]:
-    """Variables for processes that can import the module; which they need not do."""
+    """Return variables with which processes can, but need not, import the module."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "means.py").write_text(blocks()[0])
@@ -105,7 +105,7 @@ def oracle(n: int, size: int, wide: str) -> Reference:
 
 
 def expected(name: str) -> list[np.ndarray]:
-    """What both workers get, by step."""
+    """Return the result of both workers by step."""
     dtype, params = CASES[name]
     wide = "float64" if dtype == "float64" else "float32"
     step = PARTITION // np.dtype(dtype).itemsize
@@ -195,7 +195,7 @@ def test_a_server_without_it_says_so_to_all_workers_and_lives(
 
 
 def test_a_worker_without_it_is_told_what_there_is(outside: dict[str, str]) -> None:
-    """By declare(), before anything is sent; the other worker sees it leave."""
+    """declare() raises before anything is sent; the other worker gets the error that it left."""
     found = run(
         """
         import bpsx, numpy as np

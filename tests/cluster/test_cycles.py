@@ -1,6 +1,6 @@
-"""Starting and stopping again and again: in one process, and whole jobs.
+"""Repeated starts and stops, in one process and of whole jobs.
 
-``python -m bench soak`` does 1,000 of each; here runs a share.
+``python -m bench soak`` repeats each 1,000 times; these tests do fewer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Data paths that die in silence while all else goes on: the control link, other ports, the other
-direction, small packets.
+"""Data paths that die silently while everything else works: the control link, other ports, the
+other direction, small packets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from network import STEPPING, needed, net_job
 
 from support.jobs import TRANSPORTS, Job
 
-#: What is dropped where the server is, given its lane's port.
+#: Packets to drop on the server's side, given its lane's port.
 _CUTS = {
     "to the lane": ("input", "tcp dport {}"),
     "from the lane": ("output", "tcp sport {}"),
@@ -43,7 +43,9 @@ def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
             kind, text, when = worker.reports()[-1]
             assert kind == "PeerLostError"
             assert "server 0" in text and network.address["server 0"] in text, text
-            assert when - began < 2.5 + 5 + 10  # silence, the promise, and a busy machine
+            assert (
+                when - began < 2.5 + 5 + 10
+            )  # silence, the promised time, and a margin for a busy machine
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp"])

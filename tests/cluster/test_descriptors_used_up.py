@@ -1,5 +1,5 @@
-"""A server that has no file descriptor left: element types and compressors that it has not met are
-summed all the same.
+"""A server without a free file descriptor still sums element types and compressors that it has not
+used before.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path
         for worker in job.workers:
             worker.wait_for_line("2.0")
         server = job.servers[0].popen.pid
-        # The server can open nothing more, and keeps what it has: the lowest free number is beyond
-        # the limit.
+        # The server can open no more files, but keeps its open ones: the lowest free number is
+        # beyond the limit.
         used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
         free = next(number for number in range(len(used) + 1) if number not in used)
         resource.prlimit(

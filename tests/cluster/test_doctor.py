@@ -1,4 +1,4 @@
-"""bpsx-run doctor: what it finds, what it finds wrong, and its own push_pull."""
+"""bpsx-run doctor: its report, the problems that it finds, and its own push_pull."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_doctor_names_a_scheduler_that_does_not_answer(launcher: Launcher) -> No
 
 
 def test_a_push_pull_that_fails_is_told(launcher: Launcher, tmp_path: Path) -> None:
-    # Whoever imports numba in the server's process finds this instead.
+    # An import of numba in the server's process gets this module instead.
     (tmp_path / "numba.py").write_text("raise ImportError('broken numba of the test')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     status, report, _ = doctor(launcher, {"PYTHONPATH": path})
