@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -241,40 +242,46 @@ def test_metrics_of_a_running_job():
         assert late["1"] > late["0"]
         assert all(v > 0 for v in found["bpsx_rounds_total"][1].values())
         assert sum(found["bpsx_up"][1].values()) == 4
+        asked = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
+        with urllib.request.urlopen(asked, timeout=DEADLINE) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            assert answer.read().endswith(b"# EOF\n")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(url.replace("/metrics", "/other"), timeout=DEADLINE)
         end(job)
 
 
-def test_a_metrics_port_that_is_taken_is_an_error_that_names_it():
-    import socket
+def scheduler_that_does_not_start(*command: str, port: int) -> str:
+    """Run a scheduler with a metrics port; returns what it says before it exits with status 2."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_M"))}
+    env |= {
+        "DMLC_ROLE": "scheduler",
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_SERVER": "1",
+        "BPSX_METRICS_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    return done.stderr
 
+
+def test_a_metrics_port_that_is_taken_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        env = {
-            **{
-                k: v
-                for k, v in os.environ.items()
-                if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_M"))
-            },
-            "DMLC_ROLE": "scheduler",
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": "0",
-            "DMLC_NUM_SERVER": "1",
-            "BPSX_METRICS_PORT": str(port),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "bpsx.scheduler"],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
-    assert (
-        done.returncode == 2
-        and f"BPSX_METRICS_PORT=127.0.0.1:{port}" in done.stderr
-        and "Traceback" not in done.stderr
+        text = scheduler_that_does_not_start("-m", "bpsx.scheduler", port=port)
+    assert f"BPSX_METRICS_PORT=127.0.0.1:{port}" in text
+
+
+def test_a_metrics_port_without_prometheus_client_is_an_error_that_says_what_to_install():
+    script = (
+        "import sys; sys.modules['prometheus_client'] = None;"
+        " from bpsx.scheduler.__main__ import main; sys.exit(main())"
     )
+    text = scheduler_that_does_not_start("-c", script, port=0)
+    assert "BPSX_METRICS_PORT" in text and "pip install 'bpsx[metrics]'" in text
 
 
 # ---- recording from outside

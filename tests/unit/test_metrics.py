@@ -1,13 +1,14 @@
-"""The metrics' text against a strict parser of the format, and observers at the scheduler."""
+"""The metrics as Prometheus' reader understands them, and the observers' part in the scheduler."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from bpsx.scheduler import messages
-from bpsx.scheduler.metrics import METRICS, exposition
+from bpsx.scheduler.metrics import METRICS, JobCollector
 from bpsx.scheduler.observers import LEASE, RENEW, Observers
 from support.exposition import parse
 from support.places import ROOT
@@ -26,39 +27,57 @@ def stats(at=1, late=(), **values):
 OBSERVE = {"type": "OBSERVE", "protocol": messages.PROTOCOL, "trace": 0}
 
 
-def test_every_figure_can_be_read():
+def scraped(o, *names):
+    """The metrics of a scrape: all, or those with these names."""
+    registry = CollectorRegistry()
+    registry.register(JobCollector(o))
+    return parse(
+        generate_latest(registry.restricted_registry(names) if names else registry).decode()
+    )
+
+
+def of(role, rank, host="h", **more):
+    """The labels of a sample."""
+    return tuple(sorted({"role": role, "rank": str(rank), "host": host, **more}.items()))
+
+
+def test_every_figure_can_be_read(monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 12.0)
     _, o = observed()
     o.handle(b"w1", stats(push_pulls=7, busy_ns=1_500_000_000, bytes_sent=2**60), 10.0)
     o.handle(b"s0", stats(late=[(1, 0), (9, 2_500_000_000)], rounds=10, waited_ns=3), 10.0)
-    found = parse(exposition(o.view(12.0)))
-    w1 = (("role", "worker"), ("rank", "1"), ("host", "h"))
-    s0 = (("role", "server"), ("rank", "0"), ("host", "h"))
+    found = scraped(o)
+    w1, s0 = of("worker", 1), of("server", 0)
     assert found["bpsx_push_pulls_total"] == ("counter", {w1: 7.0})
     assert found["bpsx_busy_seconds_total"][1][w1] == 1.5
     assert found["bpsx_sent_bytes_total"][1][w1] == 2.0**60
     assert found["bpsx_report_age_seconds"] == ("gauge", {w1: 2.0, s0: 2.0})
     assert found["bpsx_worker_late_seconds_total"][1] == {
-        (*s0, ("worker", "0")): 0.0,
-        (*s0, ("worker", "1")): 2.5,
+        of("server", 0, worker="0"): 0.0,
+        of("server", 0, worker="1"): 2.5,
     }
-    assert found["bpsx_worker_last_rounds_total"][1][(*s0, ("worker", "1"))] == 9.0
+    assert found["bpsx_worker_last_rounds_total"][1][of("server", 0, worker="1")] == 9.0
     assert found["bpsx_round_wait_seconds_total"][1][s0] == pytest.approx(3e-9)
 
 
 def test_a_host_may_be_called_anything():
     members, o = observed()
     members.nodes[b"w0"].host = 'a"b\\c\nd'
-    values = parse(exposition(o.view(0.0)))["bpsx_up"][1]
-    assert any(dict(labels)["host"] == 'a\\"b\\\\c\\nd' for labels in values)
+    assert scraped(o)["bpsx_up"][1][of("worker", 0, 'a"b\\c\nd')] == 1
+
+
+def test_a_scrape_may_name_the_metrics_that_it_wants():
+    _, o = observed()
+    assert set(scraped(o, "bpsx_up", "bpsx_tensors")) == {"bpsx_up", "bpsx_tensors"}
 
 
 def test_names_follow_the_conventions():
     for metric in METRICS:
         assert re.fullmatch(r"bpsx_[a-z_]+", metric.name)
-        assert (metric.kind == "counter") == metric.name.endswith("_total")
+        assert (metric.family().type == "counter") == metric.name.endswith("_total")
         assert metric.help.endswith(".") and "\n" not in metric.help and "\\" not in metric.help
-        assert not metric.source.endswith("_ns") or (
-            "_seconds" in metric.name and metric.scale == 1e-9
+        assert callable(metric.source) or (
+            metric.source.endswith("_ns") == ("_seconds" in metric.name)
         )
     assert len({m.name for m in METRICS}) == len(METRICS)
 
@@ -72,8 +91,8 @@ def test_who_died_is_down():
     members, o = observed()
     members.gone(b"w1", "test")
     up = {
-        tuple(dict(k).values())[:2]: v
-        for k, v in parse(exposition(o.view(0.0)))["bpsx_up"][1].items()
+        (dict(labels)["role"], dict(labels)["rank"]): value
+        for labels, value in scraped(o)["bpsx_up"][1].items()
     }
     assert up == {("scheduler", "0"): 1, ("worker", "0"): 0, ("worker", "1"): 0, ("server", "0"): 0}
 
@@ -81,8 +100,7 @@ def test_who_died_is_down():
 def test_stalls_are_counted():
     members, o = observed()
     members.waiting(b"w0", waiting(["x", 0, 3, 12.0], ["y", 0, 1, 11.0], ["z", 0, 1, 2.0]), 0.0)
-    found = parse(exposition(o.view(0.0)))
-    w0 = (("role", "worker"), ("rank", "0"), ("host", "h"))
+    found, w0 = scraped(o), of("worker", 0)
     assert (
         found["bpsx_stalled_push_pulls"][1][w0] == 2
         and found["bpsx_oldest_stall_seconds"][1][w0] == 12.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from bpsx import secret
@@ -211,6 +212,11 @@ class Config:
             yield from self._missing("worker_id")
         if self.role == "worker" and not self.num_worker_set and self.idle_servers:
             yield "; ".join([self.idle_servers, *self.misspelt])
+        if self.role == "scheduler" and self.metrics_port and not find_spec("prometheus_client"):
+            yield (
+                "BPSX_METRICS_PORT: the scheduler's metrics need the package prometheus-client: pip"
+                " install 'bpsx[metrics]' (or prometheus-client), or unset BPSX_METRICS_PORT"
+            )
         if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":

@@ -719,7 +719,7 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "PORT or HOST:PORT; PORT 0: a free one, logged",
         "Address at which the scheduler serves the job's metrics to Prometheus; on loopback unless"
-        " a host is given. Off by default.",
+        " a host is given. Off by default. Needs prometheus-client: pip install 'bpsx[metrics]'.",
         _SEE,
     ),
     Option(

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -22,7 +22,6 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError
 from bpsx.scheduler import messages
 from bpsx.scheduler.membership import Membership, Output, names, newcomer
-from bpsx.scheduler.metrics import Exporter
 from bpsx.scheduler.observers import KINDS, Observers
 from bpsx.scheduler.rejections import EVENTS, Refusals
 from bpsx.scheduler.sockets import open_socket
@@ -30,6 +29,9 @@ from bpsx.scheduler.waiting import doubtful_name, loopback_hint
 from bpsx.system.address import is_ipv6, resolve, tcp_url
 from bpsx.system.host import allow_descriptors, require_trust
 from bpsx.transports.ports import bind_one
+
+if TYPE_CHECKING:
+    from bpsx.scheduler.metrics import Exporter
 
 log = logging.getLogger("bpsx.scheduler")
 connections = logging.getLogger("bpsx.connections")
@@ -86,14 +88,21 @@ class Hub:
         )
         self._observers = Observers(self._members, config.root_uri)
         try:
-            self._exporter = Exporter.serving(
-                config.metrics_port, self._observers, config.ports or ()
-            )
+            self._exporter = self._serve_metrics()
         except TransportError:
             self._socket.disable_monitor()
             self._context.destroy(0)
             os.close(self._wake)
             raise
+
+    def _serve_metrics(self) -> Exporter | None:
+        if self._config.metrics_port is None:
+            return None
+        # Needs prometheus-client, without which a scheduler with this option does not start.
+        from bpsx.scheduler.metrics import Exporter
+
+        host, port = self._config.metrics_port
+        return Exporter(host, port, self._observers, self._config.ports or ())
 
     def _bind(self) -> int:
         host = self._config.root_uri

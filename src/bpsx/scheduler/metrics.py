@@ -1,7 +1,7 @@
-"""A job's metrics in Prometheus' text format 0.0.4, and the scheduler's HTTP server for them.
+"""A job's metrics for Prometheus, and the scheduler's HTTP server for them.
 
-:func:`exposition` is pure: it turns what :meth:`Observers.view` returns into text.
-docs/run/metrics.md explains each metric.
+Needs the package prometheus-client, so only a scheduler with ``BPSX_METRICS_PORT`` imports this
+module. docs/run/metrics.md explains each metric.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from http.server import ThreadingHTTPServer
 from socket import AF_INET, AF_INET6, SHUT_RDWR
 from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from bpsx.errors import TransportError
 from bpsx.scheduler.observers import Observers
@@ -21,198 +25,183 @@ from bpsx.system.address import is_ipv6, join_host_port
 from bpsx.transports.ports import bind_one
 
 log = logging.getLogger("bpsx.metrics")
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Labels = tuple[tuple[str, str], ...]
+Family = CounterMetricFamily | GaugeMetricFamily
+#: A node of :meth:`Observers.view`.
+Node = Mapping[str, Any]
+#: Values of a metric's labels after those of the node, and its value.
+Sample = tuple[tuple[str, ...], float]
 
 
 class Metric(NamedTuple):
-    """One metric.
+    """One metric: a counter if its name ends in ``_total``, else a gauge.
 
-    ``source``: the name under which nodes report it; empty if it is computed here. ``scale``:
-    factor from the reported unit to the base unit.
+    ``source``: the name under which nodes report it, which ends in ``_ns`` for nanoseconds; or a
+    function that returns the samples of a node. ``labels``: labels other than the node's.
     """
 
     name: str
-    kind: str
     help: str
-    source: str = ""
-    scale: float = 1.0
+    source: str | Callable[[Node], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+    def family(self, nodes: Iterable[Node] = ()) -> Family:
+        """Return the metric with its samples of ``nodes``."""
+        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        family = kind(self.name, self.help, labels=("role", "rank", "host", *self.labels))
+        for node in nodes:
+            for labels, value in self._samples(node):
+                family.add_metric((node["role"], str(node["rank"]), node["host"], *labels), value)
+        return family
+
+    def _samples(self, node: Node) -> Iterable[Sample]:
+        if callable(self.source):
+            return self.source(node)
+        if self.source not in node["values"]:
+            return ()
+        scale = 1e-9 if self.source.endswith("_ns") else 1
+        return (((), node["values"][self.source] * scale),)
 
 
-_NS = 1e-9
+def _up(node: Node) -> Iterable[Sample]:
+    yield (), node["state"] == "running"
+
+
+def _age(node: Node) -> Iterable[Sample]:
+    if node["age"] is not None:
+        yield (), node["age"]
+
+
+def _last_rounds(node: Node) -> Iterable[Sample]:
+    return (((str(rank),), rounds) for rank, (rounds, _) in enumerate(node["late"]))
+
+
+def _late_seconds(node: Node) -> Iterable[Sample]:
+    return (((str(rank),), ns * 1e-9) for rank, (_, ns) in enumerate(node["late"]))
+
+
+def _stalled(node: Node) -> Iterable[Sample]:
+    if node["role"] == "worker":
+        yield (), len(node["waits"])
+
+
+def _oldest_stall(node: Node) -> Iterable[Sample]:
+    if node["role"] == "worker":
+        yield (), max((age for _, _, age in node["waits"]), default=0.0)
+
+
 METRICS: tuple[Metric, ...] = (
-    Metric("bpsx_up", "gauge", "1 while the process is in the job, 0 after it has left or died."),
-    Metric("bpsx_report_age_seconds", "gauge", "How old this process's other figures are."),
-    Metric("bpsx_job_running", "gauge", "1 while the job is complete and running."),
-    Metric("bpsx_tensors", "gauge", "Tensors declared in the job."),
+    Metric("bpsx_up", "1 while the process is in the job, 0 after it has left or died.", _up),
+    Metric("bpsx_report_age_seconds", "How old this process's other figures are.", _age),
+    Metric("bpsx_job_running", "1 while the job is complete and running.", "job_running"),
+    Metric("bpsx_tensors", "Tensors declared in the job.", "job_tensors"),
+    Metric("bpsx_push_pulls_total", "Push_pulls that a worker has completed.", "push_pulls"),
     Metric(
-        "bpsx_push_pulls_total", "counter", "Push_pulls that a worker has completed.", "push_pulls"
+        "bpsx_tensor_bytes_total", "Bytes of tensors that came home to a worker.", "tensor_bytes"
     ),
     Metric(
-        "bpsx_tensor_bytes_total",
-        "counter",
-        "Bytes of tensors that came home to a worker.",
-        "tensor_bytes",
-    ),
-    Metric(
-        "bpsx_sent_bytes_total",
-        "counter",
-        "Bytes handed to the transport, headers included.",
-        "bytes_sent",
+        "bpsx_sent_bytes_total", "Bytes handed to the transport, headers included.", "bytes_sent"
     ),
     Metric(
         "bpsx_received_bytes_total",
-        "counter",
         "Bytes taken from the transport, headers included.",
         "bytes_received",
     ),
+    Metric("bpsx_sent_messages_total", "Messages handed to the transport.", "messages_sent"),
     Metric(
-        "bpsx_sent_messages_total", "counter", "Messages handed to the transport.", "messages_sent"
-    ),
-    Metric(
-        "bpsx_received_messages_total",
-        "counter",
-        "Messages taken from the transport.",
-        "messages_received",
+        "bpsx_received_messages_total", "Messages taken from the transport.", "messages_received"
     ),
     Metric(
         "bpsx_malformed_messages_total",
-        "counter",
         "Messages that made no sense and were dropped.",
         "malformed",
     ),
     Metric(
         "bpsx_repeated_pushes_total",
-        "counter",
         "Pushes that a server had counted already and ignored.",
         "repeated",
     ),
     Metric(
-        "bpsx_busy_seconds_total",
-        "counter",
-        "Time in which a worker had push_pulls under way.",
-        "busy_ns",
-        _NS,
+        "bpsx_busy_seconds_total", "Time in which a worker had push_pulls under way.", "busy_ns"
     ),
-    Metric(
-        "bpsx_outstanding_push_pulls", "gauge", "Push_pulls under way on a worker.", "outstanding"
-    ),
+    Metric("bpsx_outstanding_push_pulls", "Push_pulls under way on a worker.", "outstanding"),
     Metric(
         "bpsx_queued_partitions",
-        "gauge",
         "Partitions that wait in a worker for their turn to be sent.",
         "queued",
     ),
     Metric(
         "bpsx_in_flight_bytes",
-        "gauge",
         "Bytes that a worker has handed to the transport and that are not written out yet.",
         "in_flight",
     ),
     Metric(
         "bpsx_rounds_total",
-        "counter",
         "Rounds (one partition summed over all workers) that a server has closed.",
         "rounds",
     ),
-    Metric("bpsx_round_bytes_total", "counter", "Bytes of the results of closed rounds.", "bytes"),
+    Metric("bpsx_round_bytes_total", "Bytes of the results of closed rounds.", "bytes"),
     Metric(
         "bpsx_open_rounds",
-        "gauge",
         "Rounds of which a server has the pushes of some workers only.",
         "open_rounds",
     ),
     Metric(
         "bpsx_pending_messages",
-        "gauge",
         "Messages that wait in a server for their turn (BYTEPS_SERVER_ENABLE_SCHEDULE).",
         "pending",
     ),
     Metric(
         "bpsx_round_wait_seconds_total",
-        "counter",
         "Time from the first to the last push of a server's rounds, summed.",
         "waited_ns",
-        _NS,
     ),
     Metric(
         "bpsx_worker_last_rounds_total",
-        "counter",
         "Rounds in which this worker was the last to push, by server.",
+        _last_rounds,
+        ("worker",),
     ),
     Metric(
         "bpsx_worker_late_seconds_total",
-        "counter",
         "Time that rounds waited for this worker alone, by server.",
+        _late_seconds,
+        ("worker",),
     ),
     Metric(
         "bpsx_stalled_push_pulls",
-        "gauge",
         "Push_pulls for which a worker has waited longer than BPSX_STALL_WARN_SECONDS.",
+        _stalled,
     ),
-    Metric("bpsx_oldest_stall_seconds", "gauge", "Age of the oldest of these; 0 without any."),
+    Metric(
+        "bpsx_oldest_stall_seconds", "Age of the oldest of these; 0 without any.", _oldest_stall
+    ),
 )
 
 
-def escaped(value: str) -> str:
-    """Escape a label's value for use between quotes."""
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+class JobCollector(Collector):
+    """The metrics of a job, read anew for each scrape. Thread-safe."""
 
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
 
-def exposition(view: Mapping[str, Any]) -> str:
-    """Format the job's metrics as text."""
-    lines: list[str] = []
-    for metric in METRICS:
-        samples = [(labels, value * metric.scale) for labels, value in _samples(metric, view)]
-        if samples:
-            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-        for labels, value in samples:
-            inside = ",".join(f'{name}="{escaped(text)}"' for name, text in labels)
-            lines.append(f"{metric.name}{{{inside}}} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)
-
-
-def _samples(metric: Metric, view: Mapping[str, Any]) -> Iterator[tuple[Labels, float]]:
-    scheduler: Labels = (("role", "scheduler"), ("rank", "0"), ("host", view["host"]))
-    if metric.name in ("bpsx_job_running", "bpsx_tensors", "bpsx_up"):
-        values = {
-            "bpsx_job_running": view["state"] == "running",
-            "bpsx_tensors": view["tensors"],
-            "bpsx_up": 1,
+    def collect(self) -> Iterable[Family]:
+        """Yield the metrics that have samples."""
+        view = self._observers.view(time.monotonic())
+        scheduler = {
+            "role": "scheduler",
+            "rank": 0,
+            "host": view["host"],
+            "state": "running",
+            "age": None,
+            "late": (),
+            "values": {"job_running": view["state"] == "running", "job_tensors": view["tensors"]},
         }
-        yield scheduler, float(values[metric.name])
-    for node in view["nodes"]:
-        labels: Labels = (
-            ("role", node["role"]),
-            ("rank", str(node["rank"])),
-            ("host", node["host"]),
-        )
-        if metric.source:
-            if metric.source in node["values"]:
-                yield labels, float(node["values"][metric.source])
-        else:
-            yield from _computed(metric.name, node, labels)
+        families = (metric.family([scheduler, *view["nodes"]]) for metric in METRICS)
+        return (family for family in families if family.samples)
 
-
-def _computed(name: str, node: Mapping[str, Any], labels: Labels) -> Iterator[tuple[Labels, float]]:
-    if name == "bpsx_up":
-        yield labels, float(node["state"] == "running")
-    elif name == "bpsx_report_age_seconds" and node["age"] is not None:
-        yield labels, node["age"]
-    elif name == "bpsx_stalled_push_pulls" and node["role"] == "worker":
-        yield labels, float(len(node["waits"]))
-    elif name == "bpsx_oldest_stall_seconds" and node["role"] == "worker":
-        yield labels, max((w[2] for w in node["waits"]), default=0.0)
-    elif name.startswith("bpsx_worker_"):
-        for rank, (rounds, ns) in enumerate(node["late"]):
-            yield (
-                (*labels, ("worker", str(rank))),
-                float(rounds) if name == "bpsx_worker_last_rounds_total" else ns * _NS,
-            )
+    def describe(self) -> Iterable[Family]:
+        """Yield all metrics without samples, for scrapes of a few by ``?name[]=``."""
+        return (metric.family() for metric in METRICS)
 
 
 #: Most simultaneous connections to the metrics port.
@@ -224,12 +213,11 @@ class _Server(ThreadingHTTPServer):
     # A second scheduler must not share the port silently.
     allow_reuse_port = False
 
-    def __init__(self, host: str, port: int, observers: Observers) -> None:
+    def __init__(self, host: str, port: int, handler: type) -> None:
         self.address_family = AF_INET6 if is_ipv6(host) else AF_INET
-        self.observers = observers
         self._open: dict[Any, None] = {}  # open requests, oldest first
         self._lock = threading.Lock()
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Close the oldest connection above the limit: each holds a thread and a descriptor."""
@@ -254,20 +242,14 @@ class _Server(ThreadingHTTPServer):
         log.debug("a request from %s failed", client_address, exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _Handler(MetricsHandler):
     timeout = 10  # seconds; an idle connection must not hold a thread for ever
 
     def do_GET(self) -> None:
-        if self.path.split("?")[0] not in ("/metrics", "/"):
+        if self.path.split("?")[0] in ("/metrics", "/"):
+            super().do_GET()
+        else:
             self.send_error(404, "the metrics are at /metrics")
-            return
-        body = exposition(self.server.observers.view(time.monotonic())).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s " + format, self.client_address[0], *args)
@@ -285,9 +267,12 @@ class Exporter:
 
         Raises :class:`~bpsx.errors.TransportError` if it cannot listen there.
         """
+        registry = CollectorRegistry()
+        registry.register(JobCollector(observers))
+        handler = _Handler.factory(registry)
         try:
             self._server = bind_one(
-                () if port else ports, lambda free: _Server(host, port or free, observers)
+                () if port else ports, lambda free: _Server(host, port or free, handler)
             )
         except TransportError:
             raise
@@ -301,13 +286,6 @@ class Exporter:
         )
         self._thread.start()
         log.info("metrics at http://%s/metrics", join_host_port(host, self.port))
-
-    @classmethod
-    def serving(
-        cls, where: tuple[str, int] | None, observers: Observers, ports: Sequence[int] = ()
-    ) -> Exporter | None:
-        """An exporter at ``where`` (host, port), or None."""
-        return cls(*where, observers, ports) if where is not None else None
 
     def close(self) -> None:
         """Stop listening, and wait for the thread to end."""
