@@ -1,4 +1,4 @@
-"""Each compiled module has a stub that names everything the module offers."""
+"""Each compiled module has a stub, which names everything that the module offers, without docstrings."""
 
 from __future__ import annotations
 
@@ -80,6 +80,17 @@ def test_every_compiled_module_has_a_stub_that_names_all_it_offers(path: Path) -
         assert set(module[name] or ()) == told, (
             f"{path.name}: {name}: {set(module[name] or ()) ^ told}"
         )
+
+
+@pytest.mark.parametrize("path", files("src", endings=(".pyi",)), ids=lambda path: path.name)
+def test_docstrings_are_in_the_module_and_not_in_its_stub(path: Path) -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    explained = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    ]
+    assert not explained, [getattr(node, "name", "module") for node in explained]
 
 
 def test_the_package_says_that_it_has_types() -> None:

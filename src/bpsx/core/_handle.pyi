@@ -1,15 +1,10 @@
-"""Request and handle of a push_pull; see ``_handle.pyx``."""
-
 from typing import Any
 
 from bpsx.local._cuda import Gpu
 
-def own_pid() -> int:
-    """Return os.getpid() without a system call."""
+def own_pid() -> int: ...
 
 class Request:
-    """Arguments of one push_pull; see ``_handle.pyx``."""
-
     source: Any
     target: Any
     owner: Any
@@ -51,11 +46,6 @@ class Request:
     def keeps(self) -> bool: ...
 
 class Item:
-    """One of several tensors that are summed in place, all made by one stream of one GPU.
-
-    ``view``: see :class:`bpsx.plugin.adapter.TensorView`.
-    """
-
     #: The :class:`Handle`, once the push_pull has begun; the exception, if it could not begin;
     #: None before.
     begun: Any
@@ -76,8 +66,6 @@ class Item:
     def priority(self) -> int: ...
 
 class Handle:
-    """One push_pull under way. Thread-safe."""
-
     result: Any
     #: On a GPU: the memory is freed in the order of the stream that made it, as PyTorch's is. The
     #: handle may drop its reference once that stream waits for the end.
@@ -86,10 +74,5 @@ class Handle:
     def name(self) -> str: ...
     @property
     def gpu(self) -> Gpu | None: ...
-    def done(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end and return the result.
-
-        Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds.
-        """
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> Any: ...

@@ -82,7 +82,7 @@ cdef class Moment:
     """An event recorded by :meth:`Gpu.moment`."""
     cdef Gpu gpu
     cdef readonly uintptr_t event, stream
-    cdef readonly uint64_t number
+    cdef readonly uint64_t number       # sequence number of this moment on its GPU, from 1
 
     def __dealloc__(self):
         if self.gpu is not None and self.event:

@@ -85,7 +85,7 @@ cdef class Machine:
     """
     cdef CMachine c
     cdef list kept
-    cdef readonly int descriptor
+    cdef readonly int descriptor        # of this process's segment
 
     def __cinit__(self, *, int size, int me, int first_rank, bint alone, str name, uint64_t room):
         """Create and map this process's segment.

@@ -146,6 +146,7 @@ def load(found) -> None:
 
 
 def new_turn() -> int:
+    """Make the turn of a name, which keeps the order of its operations. It is never freed."""
     cdef OpOrder *turn = <OpOrder *>calloc(1, sizeof(OpOrder))
     if turn == NULL:
         raise MemoryError("bpsx: no memory for a name")
@@ -155,6 +156,14 @@ def new_turn() -> int:
 def push(
     uintptr_t array, uintptr_t turn, CallPlan plan not None, double rate, int priority
 ) -> None:
+    """Have the engine execute ``plan`` on the NDArray with the handle ``array``.
+
+    The operation begins after earlier writes to the array. ``turn``: the name's, from
+    :func:`new_turn`; the core gets the operations of one name in the order of these calls.
+    ``rate``: the learning rate, negative where there is none. ``priority``: within the engine.
+    Later failures are raised where the array is waited for. Raises :class:`~bpsx.errors.BpsxError`
+    if the engine does not take the operation.
+    """
     cdef Context context
     cdef int kind = ASYNCHRONOUS, status
     cdef bint given = False
@@ -200,6 +209,7 @@ def push(
 
 
 def begin_job() -> None:
+    """Forget operations of earlier jobs that failed or were left out. Thread-safe."""
     cdef int i
     with nogil:
         lock(&pushed.monitor)
@@ -214,6 +224,7 @@ def begin_job() -> None:
 
 
 def left_out() -> bool:
+    """Whether the engine has left out an operation because computing its array has failed."""
     cdef bint found
     with nogil:
         lock(&pushed.monitor)
@@ -223,16 +234,28 @@ def left_out() -> bool:
 
 
 def why() -> str:
+    """Return MXNet's error text for the first operation that it left out.
+
+    Works once; empty if the error has been reported already.
+    """
     return untold(pushed.left_out) if pushed.left_out != NULL else ""
 
 
 def unheard() -> str:
+    """Return MXNet's text of the first failed operation if no error has been reported; else empty.
+
+    From then on the error counts as reported.
+    """
     texts = [untold(pushed.failed[i]) for i in range(pushed.n_failed)]
     texts = texts or [why()]        # an operation left out after a failure has its error
     return texts[0] if all(texts) else ""
 
 
 def is_behind(uintptr_t turn) -> bool:
+    """Whether an operation of that name did not begin.
+
+    Operations that begin after it, through the engine, fail with :data:`BEHIND`.
+    """
     cdef OpOrder *of_name = <OpOrder *>turn
     cdef bint found
     with nogil:
@@ -262,6 +285,10 @@ cdef void count_over() noexcept nogil:
 
 
 def wait(double seconds) -> int:
+    """Wait at most ``seconds`` until all pushed operations are over.
+
+    Returns the number of operations left. Thread-safe.
+    """
     cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9), left
     with nogil:
         lock(&pushed.monitor)
@@ -279,6 +306,10 @@ def _forked() -> None:
 
 
 def raise_after_fork(kind) -> None:
+    """Raise ``kind`` in the calling thread once it has forked.
+
+    For handlers that run before a fork, whose exceptions Python would print and forget.
+    """
     interrupted[_thread.get_ident()] = kind
 
 
@@ -325,6 +356,10 @@ os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
 
 
 cdef class Refused(CallPlan):
+    """Fails with ``error`` in place of an exchange.
+
+    ``again``: an operation on the same array has been refused in this job before.
+    """
     cdef object error
     cdef bint again
 

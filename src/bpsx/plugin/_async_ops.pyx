@@ -153,6 +153,12 @@ cdef void bury() noexcept:
 
 
 cdef class CallPlan:
+    """Describes the exchange that a call asks for.
+
+    ``names`` and ``priorities`` (larger is more urgent): one of each per tensor. ``root``: rank of
+    a broadcast's root, or -1 for a sum, or with ``average`` an average. ``dtypes``: the element
+    types that can be summed (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
+    """
 
     def __init__(self, names, priorities, average, root, dtypes):
         self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(
@@ -161,6 +167,7 @@ cdef class CallPlan:
 
 
 cdef class Kept:
+    """Owns memory that the transport may still be sending, and frees it with the last reference."""
 
     def __dealloc__(self):
         if self.what != NULL:

@@ -432,6 +432,7 @@ cdef class Lane:
         self.broken = why
 
     def log(self, text: str) -> None:
+        """Log a message to the user."""
         self.logger(text)
 
     def prove(self, nonce: bytes) -> bytes:
@@ -480,6 +481,7 @@ cdef class Lane:
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def stop(self) -> None:
+        """Make :meth:`run` return."""
         atomic_store(&self.c.stopping, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 

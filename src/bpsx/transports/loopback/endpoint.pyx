@@ -188,7 +188,7 @@ cdef class LoopbackEndpoint:
     cdef int watched            # eventfd of watch(); -1: none
     cdef uint64_t job
     cdef int rank
-    cdef readonly str address
+    cdef readonly str address       # empty before bind()
     cdef object __weakref__
 
     def __cinit__(self, **options):

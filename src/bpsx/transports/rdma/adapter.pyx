@@ -126,6 +126,7 @@ cdef class Adapter:
     """An open adapter, of which one port is used. Raises TransportError if it cannot be opened."""
 
     def __cinit__(self, str name, int port, int gid_index, str gid, bint ethernet):
+        """Raises :class:`~bpsx.errors.TransportError` if the adapter cannot be opened."""
         cdef ibv_port_attr attributes
         cdef int code
         self.pid = getpid()

@@ -244,6 +244,16 @@ cdef class RdmaEndpoint(GatedEndpoint):
         bint encrypt=False, int64_t most_bytes=-1, uint32_t depth=512, uint32_t sends=128,
         uint64_t inbox=64 << 20, str device="", object gid_index=None
     ):
+        """Create an endpoint that neither listens nor is connected.
+
+        ``depth``: receive requests of each connection.
+        ``sends``: length of each connection's send queue, in work requests.
+        ``inbox``: bytes that each peer may have written and this end has not released.
+        ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`.
+        The other arguments are :class:`~bpsx.transports.tcp.endpoint.TcpEndpoint`'s.
+
+        Raises :class:`~bpsx.errors.TransportError`, also if the machine has no adapter.
+        """
         self.pid, self.secret, self.links = getpid(), secret, []
         self.interval, self.timeout, self.device, self.gid_index = (
             heartbeat_interval, heartbeat_timeout, device, gid_index

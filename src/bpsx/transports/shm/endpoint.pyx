@@ -174,6 +174,12 @@ cdef class SharedEndpoint:
     cdef long pid
 
     def __cinit__(self, inner, *, bytes secret=b"", int64_t most_bytes=-1, uint32_t slots=64):
+        """Wrap the endpoint ``inner``, which then belongs to this one.
+
+        ``secret``: the job secret, the same on both ends.
+        ``most_bytes``: largest body accepted, in bytes; -1: no bound.
+        ``slots``: number of workers with which a lane shares memory; others use ``inner``.
+        """
         self.inner, self.secret, self.rank, self.descriptor = inner, secret, -1, -1
         self.n_slots, self.pid = slots, getpid()
         if monitor_init(&self.state.monitor) != 0:
@@ -335,6 +341,7 @@ cdef class SharedEndpoint:
 
     @property
     def address(self) -> str:
+        """``host:port`` after :meth:`bind`, else empty."""
         return self.inner.address
 
     @property
@@ -370,6 +377,7 @@ cdef class SharedEndpoint:
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:
+        """End a wait of the data plane. Any thread may call it."""
         self.inner.wake()
 
     def close(self) -> None:

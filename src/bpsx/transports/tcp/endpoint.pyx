@@ -156,6 +156,18 @@ cdef class TcpEndpoint(GatedEndpoint):
         self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout,
         bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1, int io_threads=0
     ):
+        """Create an endpoint that neither listens nor is connected.
+
+        ``send_buffer``: bytes of each connection's send buffer; 0: the system tunes it; None: a
+        size for loopback or for a network, by the peer's address.
+        ``heartbeat_interval``, ``heartbeat_timeout``: seconds; interval 0 means no heartbeat.
+        ``secret``: the job secret, the same on both ends.
+        ``encrypt``: refused if true.
+        ``most_bytes``: largest body accepted, in bytes; -1: no bound.
+        ``io_threads``: unused; ZeroMQ's endpoint has the same argument.
+
+        Raises :class:`~bpsx.errors.TransportError`.
+        """
         self.secret, self.send_buffer, self.interval, self.timeout = (
             secret, send_buffer, heartbeat_interval, heartbeat_timeout
         )

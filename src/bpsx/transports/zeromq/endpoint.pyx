@@ -281,7 +281,7 @@ cdef class ZeroMQEndpoint:
     cdef object send_buffer
     cdef int rank
     cdef bint encrypt, joined
-    cdef readonly str address
+    cdef readonly str address       # empty before bind()
     cdef dict peers
     cdef bint closed
 
@@ -289,6 +289,15 @@ cdef class ZeroMQEndpoint:
         self, *, int io_threads, object send_buffer, double heartbeat_interval,
         double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1
     ):
+        """Create an endpoint that neither listens nor is connected.
+
+        ``io_threads``: number of ZeroMQ's I/O threads.
+        ``send_buffer``: bytes of each connection's send buffer; 0: the system tunes it; None: a
+        size for loopback or for a network, by the peer's address.
+        ``heartbeat_interval``, ``heartbeat_timeout``: seconds; interval 0 means no heartbeat.
+        ``secret``, ``encrypt``: the job secret and the choice of encryption, the same on both ends.
+        ``most_bytes``: largest frame accepted, in bytes; -1: no bound.
+        """
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
@@ -481,6 +490,7 @@ cdef class ZeroMQEndpoint:
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
 
     def wake(self) -> None:
+        """End a wait of the data plane. Any thread may call it."""
         zmq_wake(&self.state)
 
     def close(self) -> None:
