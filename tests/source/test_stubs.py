@@ -1,4 +1,4 @@
-"""Each compiled module has a stub, which names everything that the module offers, without docstrings."""
+"""Each compiled module has a stub that names all the module offers, without docstrings."""
 
 from __future__ import annotations
 

@@ -76,17 +76,6 @@ def test_equal_parts_inside_a_node(cores: list[Core]) -> None:
 def test_the_root_gets_what_is_left(cores: list[Core]) -> None:
     assert plans(cores, 3) == ["0-1,8-9", "2-3,10-11", "4-7,12-15"]
     assert plans(cores, 3, NUMA_DEFAULT_QUOTA="1") == ["0,8", "1,9", "2-7,10-15"]
-    assert plans(cores, 3, NUMA_ROOT_QUOTA="1") == ["0-1,8-9", "2-3,10-11", "4,12"]
-    assert plans(cores, 3, NUMA_ROOT_QUOTA="6") == ["0,8", "1,9", "2-7,10-15"]
-    assert plans(cores, 3, NUMA_DEFAULT_QUOTA="3", NUMA_ROOT_QUOTA="1") == [
-        "0-2,8-10",
-        "4-6,12-14",
-        "3,11",
-    ]
-
-
-def test_one_thread_per_core(cores: list[Core]) -> None:
-    assert plans(cores, 2, MULTITHREADED_CPU="0") == ["0-3", "4-7"]
 
 
 def test_no_process_gets_a_blacklisted_cpu(cores: list[Core]) -> None:
@@ -105,7 +94,7 @@ def test_explicit_lists(cores: list[Core]) -> None:
 def test_nothing_is_bound_unless_wanted(cores: list[Core]) -> None:
     assert plans(cores, 1) == [""]
     assert plans(cores, 4, NUMA_ON="0", VISIBLE_CPU_CORES="0") == [""] * 4
-    assert plans(cores, 1, NUMA_ROOT_QUOTA="2") == ["0-1,8-9"]
+    assert plans(cores, 1, NUMA_DEFAULT_QUOTA="2") == ["0-15"]
     assert not wanted(Config({}), 1)
 
 
@@ -135,29 +124,14 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
             "BYTEPS_CPU_BLACKLIST=0-15: this leaves none of the CPUs 0-15",
         ),
         (
-            {"NUMA_ROOT_QUOTA": "7"},
-            3,
-            "BYTEPS_NUMA_ROOT_QUOTA=7: 3 processes share 8 cores, so allowed are 0..6",
-        ),
-        (
             {"NUMA_DEFAULT_QUOTA": "4"},
             3,
             "BYTEPS_NUMA_DEFAULT_QUOTA=4: 3 processes share 8 cores, so allowed are 0..3",
         ),
         (
-            {"NUMA_DEFAULT_QUOTA": "3", "NUMA_ROOT_QUOTA": "4"},
-            3,
-            "8 cores, 4 of them for the root (BYTEPS_NUMA_ROOT_QUOTA), so allowed are 0..2",
-        ),
-        (
             {"NUMA_DEFAULT_QUOTA": "1"},
             10,
             "BYTEPS_NUMA_DEFAULT_QUOTA=1: 10 processes share 8 cores, so allowed are 0..0",
-        ),
-        (
-            {"NUMA_ROOT_QUOTA": "9"},
-            1,
-            "BYTEPS_NUMA_ROOT_QUOTA=9: 1 processes share 8 cores, so allowed are 0..8",
         ),
     ],
 )
@@ -169,32 +143,23 @@ def test_the_impossible_is_refused(
     assert said in str(error.value)
 
 
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=4),
-    st.integers(1, 9),
-    st.integers(0, 4),
-    st.integers(0, 4),
-    st.booleans(),
-)
-def test_no_cpu_is_shared_and_none_invented(
-    sizes: list[int], processes: int, each: int, root: int, threads: bool
-) -> None:
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 4))
+def test_no_cpu_is_shared_and_none_invented(sizes: list[int], processes: int, each: int) -> None:
     cores = [
         Core((2 * i, 2 * i + 1), node)
         for i, node in enumerate(n for n, size in enumerate(sizes) for _ in range(size))
     ]
-    config = Config({}, numa_default_quota=each, numa_root_quota=root, multithreaded_cpu=threads)
     try:
-        bound = plan(config, processes, cores)
+        bound = plan(Config({}, numa_default_quota=each), processes, cores)
     except ConfigError:
-        assert each or root
+        assert each
         return
     assert len(bound) == processes
     every = [cpu for cpus in bound for cpu in cpus]
     assert len(every) == len(set(every)) <= 2 * len(cores)
     for rank, cpus in enumerate(bound[:-1]):
         taken = {core for core in cores if cpus & set(core.cpus)}
-        assert not cpus or len(cpus) == len(taken) * (2 if threads else 1)
+        assert not cpus or len(cpus) == len(taken) * 2
         if each and cpus:
             assert len(taken) == each, rank
 

@@ -6,6 +6,8 @@ NOT_USED = frozenset(
         "BYTEPS_GLOBAL_RANK",
         "BYTEPS_ORDERED_HOSTS",
         "BYTEPS_OMP_THREAD_PER_GPU",
+        "BYTEPS_NUMA_ROOT_QUOTA",  # the root gets what BYTEPS_NUMA_DEFAULT_QUOTA leaves
+        "BYTEPS_MULTITHREADED_CPU",  # the kernel says which hardware threads share a core
         "BYTEPS_MIXED_MODE_BOUND",  # range of BytePS's hash; bpsx counts bytes instead
         "BYTEPS_SERVER_ENGINE_BLOCKING",
         "BYTEPS_ADDRESS_POOL_SIZE",

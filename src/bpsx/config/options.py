@@ -837,7 +837,7 @@ OPTIONS: tuple[Option, ...] = (
         True,
         FLAG,
         "bpsx-run binds the worker processes of a machine to cores if there are several, or if one"
-        " of the next four options is set.",
+        " of the next three options is set.",
         _LAUNCH,
     ),
     Option(
@@ -846,16 +846,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65535),
         0,
         "0..65535; 0: cores / processes",
-        "Number of physical cores of each worker process except the root.",
-        _LAUNCH,
-    ),
-    Option(
-        "numa_root_quota",
-        "BYTEPS_NUMA_ROOT_QUOTA",
-        integer(0, 65535),
-        0,
-        "0..65535; 0: the cores that are left",
-        "Number of physical cores of the root, the process with the largest local rank.",
+        "Number of physical cores of each worker process except the root, the process with the"
+        " largest local rank, which gets the rest.",
         _LAUNCH,
     ),
     Option(
@@ -864,7 +856,7 @@ OPTIONS: tuple[Option, ...] = (
         cpu_lists,
         "",
         "lists of logical CPUs as 0-3,8, with a colon between local ranks",
-        "The CPUs of each worker process. Takes precedence over quotas and blacklist.",
+        "The CPUs of each worker process. Takes precedence over quota and blacklist.",
         _LAUNCH,
     ),
     Option(
@@ -874,15 +866,6 @@ OPTIONS: tuple[Option, ...] = (
         "-1",
         "logical CPUs as 0-3,8; -1: none",
         "CPUs to which no worker process is bound.",
-        _LAUNCH,
-    ),
-    Option(
-        "multithreaded_cpu",
-        "BYTEPS_MULTITHREADED_CPU",
-        flag,
-        True,
-        FLAG,
-        "A process gets all hardware threads of its cores. 0: only the first thread of each.",
         _LAUNCH,
     ),
     Option(

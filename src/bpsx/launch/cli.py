@@ -43,10 +43,9 @@ MASTER_PORT (docs/train/pytorch.md).
 Cores: bpsx-run binds each of several processes of a worker machine to cores of its own, inside one
 NUMA node if they fit. --local binds nothing.
     BYTEPS_NUMA_ON=0                  bind nothing
-    BYTEPS_NUMA_DEFAULT_QUOTA=N       physical cores per process (default: cores / processes)
-    BYTEPS_NUMA_ROOT_QUOTA=N          those of the largest local rank, the root (default: the rest)
+    BYTEPS_NUMA_DEFAULT_QUOTA=N       physical cores per process (default: cores / processes); the
+                                      largest local rank, the root, gets the rest
     BYTEPS_CPU_BLACKLIST=0,8-11       use none of these CPUs
-    BYTEPS_MULTITHREADED_CPU=0        use one hardware thread per core
     BYTEPS_VISIBLE_CPU_CORES=0-3:4-7  use exactly these CPUs; a colon separates local ranks
 
 Debugger: with BYTEPS_ENABLE_GDB=1, workers and servers run under gdb. After a crash, gdb prints the

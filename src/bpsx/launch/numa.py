@@ -65,12 +65,7 @@ def wanted(config: Config, processes: int) -> bool:
 
     Several processes would compete for the same cores; a single one is bound only on request.
     """
-    asked = (
-        config.visible_cpu_cores
-        or _blacklist(config)
-        or config.numa_default_quota
-        or config.numa_root_quota
-    )
+    asked = config.visible_cpu_cores or _blacklist(config) or config.numa_default_quota
     return bool(config.numa_on and (processes > 1 or asked))
 
 
@@ -100,13 +95,7 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
     for size in sizes:
         taken = _take(free, size)
         free = [core for core in free if core not in taken]
-        bound.append(
-            frozenset(
-                cpu
-                for core in taken
-                for cpu in (core.cpus if config.multithreaded_cpu else core.cpus[:1])
-            )
-        )
+        bound.append(_all(taken))
     return bound
 
 
@@ -115,25 +104,16 @@ def quotas(config: Config, processes: int, cores: int) -> list[int]:
 
     All are 0 if no quota is set and there are fewer cores than processes.
     """
-    others = processes - 1
-    root, each = config.numa_root_quota, config.numa_default_quota
-    if not root and not each and cores < processes:
+    others, each = processes - 1, config.numa_default_quota
+    if not each and cores < processes:
         return [0] * processes
-    if root and root + others > cores:  # at least one core for each of the other processes
+    each = each or cores // processes
+    if each * others >= cores:  # the root needs a core, too
         raise ConfigError(
-            f"BYTEPS_NUMA_ROOT_QUOTA={root}: {processes} processes share {cores} cores, so"
-            f" allowed are 0..{cores - others}"
+            f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: {processes} processes share {cores} cores, so"
+            f" allowed are 0..{(cores - 1) // others}"
         )
-    if not each:
-        each = min(cores // processes, (cores - root) // others) if others else 0
-    if each * others + max(root, 1) > cores:
-        limit = max(0, cores - max(root, 1)) // others
-        raise ConfigError(
-            f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: {processes} processes share {cores}"
-            f" cores{f', {root} of them for the root (BYTEPS_NUMA_ROOT_QUOTA)' if root else ''}, so"
-            f" allowed are 0..{limit}"
-        )
-    return [each] * others + [root or cores - each * others]
+    return [each] * others + [cores - each * others]
 
 
 def _take(free: Sequence[Core], size: int) -> list[Core]:
