@@ -41,17 +41,18 @@ BY_CODE: dict[int, DType] = {d.code: d for d in DTYPES}
 FLOAT_CODES: dict[str, int] = {d.name: d.code for d in DTYPES if not d.integer}
 
 
-def dtype_named(name: str, what: str) -> DType:
+def dtype_named(name: str, what: str, instead: str = "") -> DType:
     """Return the type called ``name``.
 
-    ``what`` names the tensor or option in the error. Raises :class:`UnsupportedDType` for any other
-    name.
+    ``what`` names the tensor or option in the error, ``instead`` says what to send. Raises
+    :class:`UnsupportedDType` for any other name.
     """
     try:
         return BY_NAME[name]
     except KeyError:
         raise UnsupportedDType(
             f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}"
+            + (f"; {instead}" if instead else "")
         ) from None
 
 

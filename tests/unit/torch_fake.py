@@ -18,8 +18,8 @@ from torch import nn
 
 import bpsx.torch as bps
 from bpsx.plugin.adapter import Item, TensorView
-from bpsx.plugin.startup_check import PREFIX as DIGEST
-from bpsx.torch.exchange import KINDS
+from bpsx.plugin.exchange import KINDS
+from bpsx.plugin.startup import PREFIX as DIGEST
 from bpsx.torch.unused_parameters import PREFIX as USED
 
 #: (name, this worker's values) -> sum of the other workers' values.

@@ -39,9 +39,10 @@ from bpsx.api.verbs import (  # noqa: E402
 )
 from bpsx.mxnet.broadcast import broadcast_parameters  # noqa: E402
 from bpsx.mxnet.compression import Compression  # noqa: E402
-from bpsx.mxnet.ops import UnsupportedTensor, byteps_declare_tensor, byteps_push_pull  # noqa: E402
+from bpsx.mxnet.ops import byteps_declare_tensor, byteps_push_pull  # noqa: E402
 from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.mxnet.trainer import DistributedTrainer, broadcast_optimizer_state  # noqa: E402
+from bpsx.plugin.framework import UnsupportedTensor  # noqa: E402
 
 __all__ = [
     "Compression",

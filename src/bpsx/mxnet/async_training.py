@@ -1,8 +1,7 @@
-"""Asynchronous training: a worker steps on its own gradients and pushes its weights' changes."""
+"""Asynchronous training with MXNet's optimizers."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,29 +9,21 @@ import numpy as np
 
 from bpsx.errors import ConfigError
 from bpsx.mxnet.ops import check_array, overwrite
-from bpsx.plugin import adapter
-
-PREFIX = "Async."
+from bpsx.plugin import async_training
 
 
-class Weights:
-    """Synchronizes the weights of one optimizer with the servers, which hold them.
+class Weights(async_training.Weights[Sequence[Any]]):
+    """Synchronizes the weights of one optimizer with the servers.
 
-    The servers start from worker 0's weights. All workers wait for these before the first step; no
-    later step waits for another worker. Not thread-safe.
+    A weight is the list of its copies on this worker's devices.
     """
 
-    def __init__(self) -> None:
-        # names whose weights the servers hold, by session
-        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-    def step(
-        self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any
+    def step_of(
+        self, optimizer: Any, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]]
     ) -> None:
-        """Let ``update`` change ``weights``, push the changes, and take the servers' weights.
+        """Do as :meth:`step` does. ``optimizer``: the optimizer that ``update`` uses.
 
-        ``weights``: by name, the copies on each device. ``optimizer``: the optimizer that
-        ``update`` uses. Raises :class:`ConfigError` if the optimizer keeps weights of its own.
+        Raises :class:`ConfigError` if the optimizer keeps weights of its own.
         """
         if optimizer.multi_precision and any(
             copies[0].dtype == np.float16 for copies in weights.values()
@@ -42,16 +33,20 @@ class Weights:
                 " optimizer keeps float32 weights of its own while the servers' weights are the"
                 " ones that count; omit it, or train in float32"
             )
-        seeded = self._seeded.setdefault(adapter.session(), set())
         for name, copies in weights.items():
             check_array(copies[0], f"weight {name!r}")
-            if name not in seeded:
-                overwrite(copies, PREFIX + name, root=0)
-                seeded.add(name)
-        changes = {name: copies[0].copy() for name, copies in weights.items()}
-        update()
+        self.step(update, weights)
+
+    def _take(self, weights: Mapping[str, Sequence[Any]]) -> None:
+        for name, copies in weights.items():
+            overwrite(copies, name, root=0)
+
+    def _copy(self, name: str, weight: Sequence[Any]) -> Any:
+        return weight[0].copy()
+
+    def _push(self, weights: Mapping[str, Sequence[Any]], before: Mapping[str, Any]) -> None:
         for i, (name, copies) in enumerate(weights.items()):
             # A separate array: if an exchange fails, the worker's own weights stay.
-            change = changes[name]
+            change = before[name]
             change[:] = copies[0] - change
-            overwrite([change, *copies], PREFIX + name, priority=-i)
+            overwrite([change, *copies], name, priority=-i)

@@ -5,35 +5,21 @@ A compressor is a class with two static methods; choose one through :class:`Comp
 
 from __future__ import annotations
 
-from typing import Any
-
-import mxnet as mx
-import numpy as np
-
-from bpsx.plugin.wire_cast import Compressor, NoneCompressor
+from bpsx.mxnet.framework import MXNET
+from bpsx.plugin import compression
+from bpsx.plugin.compression import Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class FP16Compressor(Compressor):
-    """Sends float32 and float64 as float16, and other dtypes unchanged.
+class FP16Compressor(compression.FP16Compressor):
+    """Sends float32 and float64 as float16, and other dtypes unchanged."""
 
-    Values beyond 65504 become infinite. The sum itself is computed in float32 and rounded once.
-    """
-
-    @staticmethod
-    def compress(tensor: mx.nd.NDArray) -> tuple[mx.nd.NDArray, Any]:
-        if tensor.dtype in (np.float32, np.float64):
-            return tensor.astype("float16"), tensor.dtype
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: mx.nd.NDArray, ctx: Any) -> mx.nd.NDArray:
-        return tensor if ctx is None else tensor.astype(ctx)
+    framework = MXNET
 
 
 class Compression:
-    """The available compressors."""
+    """The compressors to choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -6,17 +6,19 @@ import functools
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
+
+from bpsx.plugin.names import Names
 
 _lock = threading.Lock()
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
 #: Parameters' numbers, in the order in which this process has made them.
 _created: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-#: Numbers of creation of the Parameters that have been named, by own name.
-_given: dict[str, list[int]] = {}
+_given = Names()
 
 
 def name_of(parameter: Any) -> str:
@@ -27,21 +29,15 @@ def name_of(parameter: Any) -> str:
     """
     with _lock:
         if parameter not in _names:
-            own = str(parameter.name)
-            given = _given.setdefault(own, [])
-            given.append(_created.get(parameter, 0))
-            _names[parameter] = own if len(given) == 1 else f"{own}#{len(given)}"
+            _names[parameter] = _given.give(str(parameter.name), _created.get(parameter, 0))
         return _names[parameter]
 
 
-def created_before(parameter: Any) -> int:
-    """Return how many named Parameters of the same own name were made before this one.
-
-    This tells two of them apart that workers have named in different orders. Thread-safe.
-    """
-    with _lock:
-        number = _created.get(parameter, 0)
-        return sum(n < number for n in _given.get(str(parameter.name), ()))
+def meaning_of_all(parameters: Sequence[Any], continued: bool) -> int:
+    """Return the digest of what the names of Parameters mean; see :meth:`Names.meaning`."""
+    return _given.meaning(
+        ((name_of(p), str(p.name), _created.get(p, 0)) for p in parameters), continued
+    )
 
 
 def _number_parameters() -> None:

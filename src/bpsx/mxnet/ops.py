@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import mxnet as mx
-import numpy as np
 
-from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
 from bpsx.mxnet.errors import in_short
+from bpsx.mxnet.framework import HOST, MXNET
 from bpsx.plugin import adapter
 from bpsx.plugin._async_ops import CallPlan
 from bpsx.plugin.adapter import check_flag, check_name, check_priority
+from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
 
@@ -34,8 +34,6 @@ _SUMMED = {
     6: "int64",
     12: "bfloat16",
 }
-#: Kinds of devices whose memory is the host's.
-HOST = ("cpu", "cpu_pinned", "cpu_shared")
 #: BytePS's keys for a tensor's compression, with bpsx's keys.
 _KEYS = {
     "compressor_type": "compressor",
@@ -60,10 +58,6 @@ _lock = threading.Lock()
 told = threading.Event()
 
 
-class UnsupportedTensor(BpsxError, TypeError):
-    """An argument is no NDArray, or a sparse one."""
-
-
 def check_array(array: Any, what: str) -> None:
     """Raise :class:`UnsupportedTensor` for anything but a dense NDArray."""
     if not isinstance(array, mx.nd.NDArray):
@@ -73,21 +67,6 @@ def check_array(array: Any, what: str) -> None:
             f"{what}: an NDArray of stype {array.stype!r} cannot be sent; give"
             " array.tostype('default')"
         )
-
-
-def check_summable(array: Any, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that cannot be summed."""
-    if _dtype_name(array) not in _SUMMED.values():
-        raise UnsupportedDType(
-            f"{what}: dtype {_dtype_name(array)} cannot be summed; allowed:"
-            f" {', '.join(_SUMMED.values())}"
-        )
-
-
-def _dtype_name(array: Any) -> str:
-    dtype = np.dtype(array.dtype)
-    # bfloat16 is a structured dtype with one field of that name
-    return str(dtype.names[0] if dtype.names else dtype.name)
 
 
 @functools.lru_cache(4096)
@@ -269,8 +248,8 @@ def byteps_push_pull(
     check_priority(priority, "byteps_push_pull")
     what = f"byteps_push_pull of {name!r}" if name else "byteps_push_pull"
     check_array(tensor, what)
-    check_summable(tensor, what)
-    wire = name or f"byteps_push_pull.noname.{_dtype_name(tensor)}.{tuple(tensor.shape)}"
+    MXNET.check_summable(tensor, what)
+    wire = name or MXNET.unnamed("byteps_push_pull", tensor)
     submit(tensor, wire, average=bool(is_average), priority=int(priority))
 
 

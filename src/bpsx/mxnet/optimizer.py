@@ -11,10 +11,10 @@ import mxnet as mx
 
 from bpsx.errors import ConfigError
 from bpsx.mxnet.async_training import Weights
-from bpsx.mxnet.exchange import PREFIX
 from bpsx.mxnet.ops import check_array, refuse, submit
 from bpsx.mxnet.startup import FirstStep
 from bpsx.plugin import adapter
+from bpsx.plugin.exchange import PREFIX
 from bpsx.session.refusals import counted_together
 from bpsx.system.tracebacks import public_methods
 
@@ -90,10 +90,10 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         update: Callable[[], Any],
     ) -> None:
         if adapter.session().config.asynchronous:
-            self._weights.step(
+            self._weights.step_of(
+                self._optimizer,
                 update,
                 {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
-                self._optimizer,
             )
             return
         first = self._step_of_this_job()

@@ -6,28 +6,15 @@ compared where nothing has made the weights equal.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import mxnet as mx
-import numpy as np
-
 from bpsx.errors import MismatchError
-from bpsx.mxnet.names import created_before, name_of
-from bpsx.mxnet.ops import HOST
+from bpsx.mxnet.framework import MXNET
+from bpsx.mxnet.names import meaning_of_all, name_of
 from bpsx.plugin import adapter
-from bpsx.plugin.startup_check import (
-    PREFIX,
-    digest,
-    meaning_of,
-    meaning_problem,
-    rows_of_all,
-    sample_of,
-    weights_problem,
-)
-from bpsx.system.tracebacks import warn
+from bpsx.plugin.startup import Subject, digest_of, meaning_of, tell
 
 _CALL = "broadcast_parameters() of what module.get_params() gives, and module.set_params(),"
 
@@ -41,14 +28,14 @@ def refusal_of(parameters: Sequence[Any]) -> str:
     if not session.config.distributed or not parameters:
         return ""
     names = [name_of(p) for p in parameters]
-    first, what = names[0], f"DistributedTrainer: Parameters from {names[0]!r} on"
-    # Processes of an earlier job may have named other Parameters before.
-    known = [0 if session.continued else created_before(p) for p in parameters]
-    meaning = meaning_of(f"{name}, of its name the {n}th" for name, n in zip(names, known))
-    rows = rows_of_all(PREFIX + min(names), [meaning, 0])
-    here = f"{len(names)} Parameters, the first {first!r} of shape {parameters[0].shape}"
-    order = "Parameters of one name are made and given to trainers"
-    return meaning_problem(rows, what, here, "Parameters", order)
+    subject = Subject(
+        f"DistributedTrainer: Parameters from {names[0]!r} on",
+        f"{len(names)} Parameters, the first {names[0]!r} of shape {parameters[0].shape}",
+        things="Parameters",
+        order="Parameters of one name are made and given to trainers",
+    )
+    refusal, _ = subject.compare(min(names), meaning_of_all(parameters, session.continued), 0)
+    return refusal
 
 
 class FirstStep:
@@ -79,7 +66,7 @@ class FirstStep:
         if not self.is_over and any(self._label(i) in self._met for i in indices):
             self._compare()
         elif not self.is_over:
-            samples = [_sample(w) if self._checks != "off" else b"" for w in weights]
+            samples = [MXNET.sample(w) if self._checks != "off" else b"" for w in weights]
             self._met.update(zip(map(self._label, indices), samples))
 
     def end_if_complete(self) -> None:
@@ -98,27 +85,14 @@ class FirstStep:
         """
         self.is_over = True
         labels = sorted(self._met)
-        parts = [part for label in labels for part in (label.encode(), self._met[label])]
-        weights = digest(parts) if any(self._met.values()) else 0
-        name = f"{PREFIX}gradients of DistributedOptimizer{self._suffix}"
-        rows = rows_of_all(name, [meaning_of(labels), weights])
         what = f"DistributedOptimizer: {len(labels)} gradients, the first {labels[0]!r}"
-        error = meaning_problem(rows, what, what, order="DistributedOptimizers are made")
-        problem = "" if error else weights_problem(rows, what, _CALL)
-        if error or problem and self._checks == "error":
-            raise MismatchError(error or problem)
-        if problem:
-            warn(problem)
-
-
-def _sample(array: Any) -> bytes:
-    """Wait for ``array``, and return the bytes of some elements; empty if it is sparse or empty."""
-    if array.stype != "default" or not array.size:
-        return b""
-    here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
-    here.wait_to_read()
-    where = ctypes.c_void_p()
-    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(here.handle, ctypes.byref(where)))
-    size = np.dtype(here.dtype).itemsize
-    memory = (ctypes.c_char * (size * here.size)).from_address(where.value or 0)
-    return sample_of(np.frombuffer(memory, f"V{size}"))
+        refusal, problem = Subject(
+            what, what, _CALL, order="DistributedOptimizers are made"
+        ).compare(
+            f"gradients of DistributedOptimizer{self._suffix}",
+            meaning_of(labels),
+            digest_of(self._met),
+        )
+        if refusal:
+            raise MismatchError(refusal)
+        tell(problem)

@@ -7,12 +7,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mxnet as mx
 
 from bpsx.errors import ConfigError, MismatchError
+from bpsx.mxnet import checkpoint
 from bpsx.mxnet.async_training import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.exchange import BEGINNINGS, Exchange
@@ -24,7 +24,7 @@ from bpsx.mxnet.startup import refusal_of
 from bpsx.mxnet.weight_decay import DecayMomentum
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_root
-from bpsx.plugin.archive import packed, unpacked
+from bpsx.plugin.async_training import refuse_gradients
 from bpsx.plugin.compression_params import Params
 from bpsx.plugin.momentum import Momentum
 from bpsx.session.refusals import counted_together
@@ -32,9 +32,6 @@ from bpsx.system.tracebacks import public, public_methods
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
-#: A file of states ends in bpsx's archive, the archive's length in 8 bytes, and this mark. MXNet
-#: does not read beyond its own part, which comes first.
-_MARK = b"bpsx.mx1"
 _DECAY = "decay"
 #: Optimizers whose momentum is a momentum of gradients.
 _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
@@ -135,7 +132,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         )
 
     def _allreduce_grads(self) -> None:
-        _refuse_parts()
+        refuse_gradients(_VERB, "call step()")
         self._exchange(self._rate)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
@@ -193,10 +190,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             gradients = parameter.list_grad()
             add_devices(gradients)
             copy_to_devices(gradients)
-        self._weights.step(
+        self._weights.step_of(
+            self._optimizer,
             lambda: self._update(ignore_stale_grad),
             {name_of(p): p.list_data() for p in trained},
-            self._optimizer,
         )
 
     @counted_together(*BEGINNINGS)
@@ -207,7 +204,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's ``update``, after ``allreduce_grads()``."""
-        _refuse_parts()
+        refuse_gradients(_VERB, "call step()")
         super().update(batch_size, ignore_stale_grad)
 
     def _prepare(self) -> None:
@@ -257,9 +254,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         with self._by_itself():
             super().save_states(fname)
         if self._exchange.compresses:
-            archive = packed({**self._exchange.keeping.save(), _DECAY: self._decay.save()})
-            with open(fname, "ab") as file:
-                file.write(archive + len(archive).to_bytes(8, "little") + _MARK)
+            kept = {**self._exchange.keeping.save(), _DECAY: self._decay.save()}
+            checkpoint.append(fname, kept)
 
     def load_states(self, fname: str) -> None:
         """As gluon's; for a file without compression, the state of compression begins anew.
@@ -278,7 +274,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 ) from e
         self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
-            saved = unpacked(_archive(Path(fname).read_bytes()))
+            saved = checkpoint.read(fname)
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
             self._exchange.load(saved)
 
@@ -300,21 +296,3 @@ def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -
             f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed"
         )
     trainer.take_states(checked_root(root_rank, verb, adapter.session().size))
-
-
-def _refuse_parts() -> None:
-    """Raise :class:`ConfigError` in asynchronous training, where a step cannot be made in parts."""
-    if adapter.session().config.asynchronous:
-        raise ConfigError(
-            f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
-            " workers must push changes of weights; call step()"
-        )
-
-
-def _archive(content: bytes) -> bytes:
-    """Return bpsx's part of a file of states; empty if there is none."""
-    if not content.endswith(_MARK):
-        return b""
-    end = len(content) - len(_MARK) - 8
-    length = int.from_bytes(content[end : end + 8], "little")
-    return content[end - length : end]

@@ -36,10 +36,11 @@ from bpsx.api.verbs import (  # noqa: E402
     size,
     suspend,
 )
+from bpsx.plugin.framework import UnsupportedTensor  # noqa: E402
 from bpsx.tensorflow.checkpoint import CompressionState  # noqa: E402
 from bpsx.tensorflow.compression import Compression  # noqa: E402
 from bpsx.tensorflow.interrupted import show_interrupts as _show_interrupts  # noqa: E402
-from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
+from bpsx.tensorflow.ops import broadcast, push_pull  # noqa: E402
 from bpsx.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.tensorflow.reductions import (
     Adasum,

@@ -1,76 +1,53 @@
-"""Asynchronous training: a worker steps on its own gradients and pushes its weights' changes."""
+"""Asynchronous training, in eager code, functions and v1 graphs."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from bpsx.errors import ConfigError
-from bpsx.plugin import adapter
+from bpsx.plugin import async_training
+from bpsx.plugin.async_training import PREFIX
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.startup import compared
 
-PREFIX = "Async."
 
+class Weights(async_training.Weights[Any]):
+    """Synchronizes the variables of one optimizer with the servers."""
 
-def refuse_gradients(verb: str) -> None:
-    """Raise :class:`ConfigError` in asynchronous training."""
-    if adapter.session().config.asynchronous:
-        raise ConfigError(
-            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
-            " workers must push changes of weights; use DistributedOptimizer"
-        )
-
-
-class Weights:
-    """Synchronizes the weights of one optimizer with the servers, which hold them.
-
-    The servers start from worker 0's weights. All workers wait for these before the first step; no
-    later step waits for another worker.
-    """
-
-    def __init__(self) -> None:
-        # names whose weights the servers hold, by session
-        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-    def step(self, base: Callable[[], Any], variables: Sequence[Any]) -> Any:
-        """Let ``base`` change ``variables``, push the changes, and assign the servers' values.
-
-        In a v1 graph, return an operation that does it.
-        """
-        names = [PREFIX + name for name in names_of(variables)]
+    def step_on(self, variables: Sequence[Any], update: Callable[[], Any]) -> Any:
+        """Do as :meth:`step` does; in a v1 graph, return an operation that does it."""
+        names = names_of(variables)
         if not tf.executing_eagerly() and not tf.inside_function():
-            return self._step_in_graph(base, variables, names)
+            return self._step_in_graph(update, variables, [PREFIX + name for name in names])
         compared("DistributedOptimizer", variables)
+        return self.step(update, dict(zip(names, variables, strict=True)))
+
+    def _take(self, weights: Mapping[str, Any]) -> None:
         with tf.init_scope():  # run now, also while a function is traced
-            self._seed(variables, names)
-        before = [tf.identity(v) for v in variables]
-        result = base()
-        for variable, value in zip(variables, self._moved(variables, before, names), strict=True):
+            given = [tf.convert_to_tensor(v) for v in weights.values()]
+            values = copies(given, list(weights), 0, final=True)
+            for variable, value in zip(weights.values(), values, strict=True):
+                variable.assign(value)
+
+    def _copy(self, name: str, weight: Any) -> tf.Tensor:
+        return tf.identity(weight)
+
+    def _push(self, weights: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        variables = weights.values()
+        moved = self._moved(variables, before.values(), list(weights))
+        for variable, value in zip(variables, moved, strict=True):
             variable.assign(value)
-        return result
 
     def _moved(
-        self, variables: Sequence[Any], before: list[tf.Tensor], names: list[str]
+        self, after: Iterable[Any], before: Iterable[Any], names: list[str]
     ) -> list[tf.Tensor]:
-        changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
+        changes = [tf.convert_to_tensor(v) - b for v, b in zip(after, before, strict=True)]
         return sums(
             changes, names, average=False, priorities=[-i for i in range(len(names))], final=True
         )
-
-    def _seed(self, variables: Sequence[Any], names: list[str]) -> None:
-        seeded = self._seeded.setdefault(adapter.session(), set())
-        new = [i for i, name in enumerate(names) if name not in seeded]
-        seeded.update(names)
-        given = [tf.convert_to_tensor(variables[i]) for i in new]
-        for i, value in zip(
-            new, copies(given, [names[i] for i in new], 0, final=True), strict=True
-        ):
-            variables[i].assign(value)
 
     def _step_in_graph(
         self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]

@@ -11,8 +11,8 @@ import tensorflow as tf
 from bpsx.plugin import adapter
 from bpsx.plugin.archive import packed, unpacked
 from bpsx.plugin.checkpoint import kept_by_place
+from bpsx.plugin.exchange import PREFIX
 from bpsx.system.tracebacks import public_methods
-from bpsx.tensorflow.exchange import PREFIX
 from bpsx.tensorflow.names import names_of
 
 

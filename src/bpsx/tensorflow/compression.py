@@ -5,41 +5,28 @@ A compressor is a class with two static methods; choose one through :class:`Comp
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
-import tensorflow as tf
-
-from bpsx.plugin.wire_cast import Compressor, NoneCompressor
-from bpsx.plugin.wire_cast import check_compression as _check
+from bpsx.plugin import compression
+from bpsx.plugin.compression import Compressor, NoneCompressor
+from bpsx.tensorflow.framework import TENSORFLOW
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "check_compression"]
 
 
-class FP16Compressor(Compressor):
-    """Sends float32 and float64 as float16, and other dtypes unchanged.
+class FP16Compressor(compression.FP16Compressor):
+    """Sends float32 and float64 as float16, and other dtypes unchanged."""
 
-    bfloat16 is as small already, and has a larger range. Values beyond 65504 become infinite. The
-    sum itself is computed in float32 and rounded once.
-    """
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        if tensor.dtype in (tf.float32, tf.float64):
-            return tf.cast(tensor, tf.float16), tensor.dtype
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    framework = TENSORFLOW
 
 
 class Compression:
-    """The available compressors."""
+    """The compressors to choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
 
 
-def check_compression(compression: Any, verb: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor."""
-    _check(compression, verb, "bpsx.tensorflow")
+#: Raises :class:`~bpsx.errors.ConfigError` unless its first argument is a compressor; the second is
+#: the verb.
+check_compression = functools.partial(compression.check_compression, framework=TENSORFLOW)

@@ -11,30 +11,24 @@ import tensorflow as tf
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_flag
-from bpsx.plugin.checkpoint import Keeping
-from bpsx.plugin.compression_params import Params, check_params, choose
+from bpsx.plugin.compression_params import Params
+from bpsx.plugin.exchange import KINDS, PREFIX, USERS, GradientExchange
 from bpsx.plugin.momentum import Momentum
 from bpsx.session.refusals import counted_together
 from bpsx.tensorflow import startup, xla
-from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
+from bpsx.tensorflow.compression import Compressor, check_compression
 from bpsx.tensorflow.names import names_of, own_names_of
 from bpsx.tensorflow.op_order import in_graph
 from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
-PREFIX = "Gradient."
-#: Eager workers count the users of each gradient under this prefix and the first variable's name.
-USERS = "Users of gradients from "
-KINDS = "Kinds of gradients from "
-
-
 #: By session: whether a source has sparse gradients (tf.IndexedSlices) on some worker, and dense
 #: ones on none, where that is known. The same on all workers.
 _sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
-class Exchange:
+class Exchange(GradientExchange):
     """Sums or averages gradients.
 
     ``compression``: converts tensors before the exchange. ``params``: ``compression_params``,
@@ -59,30 +53,10 @@ class Exchange:
         has_momentum: bool = False,
     ) -> None:
         check_compression(compression, verb)
-        check_params(params, verb, has_momentum)
+        super().__init__(verb, params, compression, has_momentum, anew=anew)
         check_flag(sparse_as_dense, "sparse_as_dense", verb)
-        if params and compression is not NoneCompressor:
-            raise ConfigError(
-                f"{verb}: compression={compression.__name__} and compression_params exclude each"
-                " other; give only one of them"
-            )
-        self._verb, self._average, self._compression, self._params, self._as_dense = (
-            verb,
-            average,
-            compression,
-            params,
-            sparse_as_dense,
-        )
-        self._anew = anew
+        self._average, self._as_dense = average, sparse_as_dense
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
-        self._rates = False  # whether compression needs the learning rate
-        # compression of the sources that have one, by name
-        self._choices: dict[str, adapter.CompressionSpec] = {}
-        # names on the wire that this exchange has declared, in the order of sources
-        self._wires: list[str] = []
-        self.keeping = Keeping(self._wires)
-        # declared names, by session
-        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def alike(self) -> Exchange:
         """Return another exchange with the same options."""
@@ -92,23 +66,6 @@ class Exchange:
         """Copies and unpickled objects are exchanges with the same options."""
         return Exchange, self._given
 
-    @property
-    def compresses(self) -> bool:
-        """Whether compression may keep state of the gradients."""
-        return bool(self._params)
-
-    def check_async(self) -> None:
-        """Raise :class:`ConfigError` if gradients were to be compressed.
-
-        In asynchronous training changes of weights travel in their place.
-        """
-        if self._params or self._compression is not NoneCompressor:
-            raise ConfigError(
-                f"{self._verb}: compression and compression_params cannot be used with"
-                " BYTEPS_ENABLE_ASYNC=1, because servers add what is pushed to the weights, in the"
-                " weights' own dtype; omit both"
-            )
-
     def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
         """Declare how the gradients of ``sources`` travel, once in a job.
 
@@ -116,44 +73,13 @@ class Exchange:
 
         Raises :class:`ConfigError`.
         """
-        if not self._anew and not self._params:
-            return
-        names = names_of(sources)
-        session = adapter.session()
-        known = self._declared.setdefault(session, set())
-        new = [name for name in names if name not in known]
-        if new:
-            own = own_names_of(sources)  # as users know them
-            chosen = choose(
-                self._params, own, self._verb, momentum.by_name(own) if momentum is not None else {}
-            )
-            self._choices.update(
-                {name: chosen[o] for name, o in zip(names, own, strict=True) if o in chosen}
-            )
-            self._rates = self._rates or any(
-                choice.ef == "corrected" for choice in self._choices.values()
-            )
-            for name in new:
-                session.declare(
-                    PREFIX + name,
-                    self._choices.get(name),
-                    anew=self._anew and PREFIX + name not in self._wires,
-                )
-            known.update(new)
-            self._wires += [PREFIX + name for name in new if PREFIX + name not in self._wires]
-            self.keeping.put_back()
-        if momentum is not None:
-            momentum.take_over(names, self._choices)
+        self.declare_all(dict(zip(names_of(sources), own_names_of(sources), strict=True)), momentum)
 
     def _declare_like(self, names: Sequence[str], wires: Sequence[str]) -> None:
         """Declare names for the second use of sources in a graph, with the first's compression."""
         for name, wire in zip(names, wires, strict=True):
-            if name in self._choices:
-                adapter.session().declare(wire, self._choices[name], anew=self._anew)
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue with state that :attr:`keeping` has saved, now or at the first exchange."""
-        self.keeping.load(saved, adapter.session() in self._declared)
+            if name in self.choices:
+                adapter.session().declare(wire, self.choices[name], anew=self._anew)
 
     @counted_together(PREFIX, USERS, KINDS)
     def __call__(
@@ -247,7 +173,7 @@ class Exchange:
             wanted,
             average=self._average,
             priorities=urgent,
-            rate=rate if self._rates else None,
+            rate=rate if self.needs_rate else None,
             final=True,
         )
         counts: list[Any] = [g is not None for g in found]
@@ -259,7 +185,7 @@ class Exchange:
         return counts
 
     def _check_sparse(self, name: str) -> None:
-        if name in self._choices and self._choices[name].momentum:
+        if name in self.choices and self.choices[name].momentum:
             raise ConfigError(
                 f"{self._verb}: gradient of {name!r}: it is a tf.IndexedSlices, which is not"
                 " compressed, so compression_params' momentum='nesterov' cannot be added to it."

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from bpsx.plugin.names import Names
+
 #: Attribute of a variable that holds the id of its owner and its name.
 _NAME = "_bpsx_name"
 _lock = threading.Lock()
-_given: Counter[str] = Counter()  # number of named variables of the process, by own name
-#: Numbers of creation of the named variables, by own name.
-_created: dict[str, list[int]] = {}
+_names = Names()
 
 
 def names_of(sources: Sequence[Any]) -> list[str]:
@@ -45,14 +45,12 @@ def own_names_of(sources: Sequence[Any]) -> list[str]:
     return [_own_name_of(source) or f"source.{i}" for i, source in enumerate(sources)]
 
 
-def created_before(source: Any) -> int:
-    """Return how many named variables of the same own name were created before ``source``.
-
-    This tells two of them apart that workers have met in different orders. Thread-safe.
-    """
-    number = _creation(source)
-    with _lock:
-        return sum(n < number for n in _created.get(_own_name_of(source) or "", ()))
+def meaning_of_all(named: Mapping[str, Any], continued: bool) -> int:
+    """Return the digest of what the names of sources mean; see :meth:`Names.meaning`."""
+    return _names.meaning(
+        ((name, _own_name_of(s) or "", _creation(s)) for name, s in sorted(named.items())),
+        continued,
+    )
 
 
 def _own_name_of(source: Any) -> str | None:
@@ -85,13 +83,11 @@ def _give_name(source: Any) -> None:
     with _lock:
         if _kept_by(source) is not None:  # by another thread, or it occurs twice
             return
-        name = own if not _given[own] else f"{own}#{_given[own] + 1}"
         try:
-            setattr(source, _NAME, (id(source), name))
+            setattr(source, _NAME, (None, ""))
         except AttributeError:  # no variable, but an object with a path, which is its name
             return
-        _given[own] += 1
-        _created.setdefault(own, []).append(_creation(source))
+        setattr(source, _NAME, (id(source), _names.give(own, _creation(source))))
 
 
 def _creation(source: Any) -> int:

@@ -7,29 +7,21 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx.dtypes import BY_NAME, UnsupportedDType
-from bpsx.errors import BpsxError, ConfigError
+from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_name, check_priority, checked_root
+from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.session.refusals import counted
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
+from bpsx.tensorflow.framework import TENSORFLOW
 from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.sparse import sum_of_slices
 from bpsx.tensorflow.tracing import as_it_is
 
-#: Advice for dtypes that cannot be summed: a value to send instead.
-_INSTEAD = {
-    "bool": "send tf.cast(tensor, tf.uint8); its sum is the number of workers with True",
-    **dict.fromkeys(
-        ("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"
-    ),
-}
+check_summable, unnamed = TENSORFLOW.check_summable, TENSORFLOW.unnamed
 #: Dtypes whose elements have no fixed number of bytes: they cannot be sent.
 _WITHOUT_BYTES = ("string", "resource", "variant")
-
-
-class UnsupportedTensor(BpsxError, TypeError):
-    """A value is no tensor and cannot become one."""
 
 
 def as_tensor(value: Any, what: str) -> tf.Tensor:
@@ -49,30 +41,6 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
         raise UnsupportedTensor(
             f"{what}: cannot convert {type(value).__name__} to a tensor: {e}"
         ) from None
-
-
-def check_summable(tensor: tf.Tensor, what: str) -> None:
-    """Raise :class:`~bpsx.dtypes.UnsupportedDType` unless ``tensor`` can be summed.
-
-    The error says what to send instead.
-    """
-    name = tensor.dtype.base_dtype.name
-    if name not in BY_NAME:
-        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise UnsupportedDType(
-            f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}"
-        )
-
-
-def unnamed(verb: str, tensor: tf.Tensor) -> str:
-    """Return the name of an operation that was given none.
-
-    In a graph it is the operation's place there, in eager code the tensor's dtype and shape. Calls
-    of one name are matched in the order in which each worker makes them.
-    """
-    if not tf.is_symbolic_tensor(tensor):
-        return f"{verb}.noname.{tensor.dtype.name}.{tuple(tensor.shape)}"
-    return f"{verb}.{getattr(tensor.graph, 'name', 'graph')}/{tensor.op.name}"
 
 
 def check_async(enable_async: Any, verb: str) -> None:

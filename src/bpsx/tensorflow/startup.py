@@ -19,26 +19,16 @@ import tensorflow as tf
 
 from bpsx.errors import MismatchError, PeerLostError
 from bpsx.plugin import adapter
-from bpsx.plugin.startup_check import (
-    PREFIX,
-    SAMPLES,
-    digest,
-    meaning_of,
-    meaning_problem,
-    rows_of_all,
-    sample_of,
-    stride_of,
-    weights_problem,
-)
+from bpsx.plugin.startup import SAMPLES, Subject, digest_of, tell
 from bpsx.system.tracebacks import warn
 from bpsx.tensorflow import xla
-from bpsx.tensorflow.names import created_before, names_of
+from bpsx.tensorflow.framework import TENSORFLOW
+from bpsx.tensorflow.names import meaning_of_all, names_of
 
 _CALL = (
     "broadcast_variables(model.variables, root_rank=0), or with Keras' fit give the callback "
     "BroadcastGlobalVariablesCallback(0),"
 )
-_ORDER = "variables of one name are made, and their gradients first exchanged"
 _lock = threading.Lock()
 _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()  # by session
 
@@ -59,8 +49,8 @@ class Doubt:
     theirs. So the second step compares again, and warns.
     """
 
-    def __init__(self, what: str, named: Mapping[str, Any]) -> None:
-        self._what, self._named = what, dict(named)
+    def __init__(self, subject: Subject, named: Mapping[str, Any]) -> None:
+        self._subject, self._named = subject, dict(named)
         self._steps = 0
         self._lock = threading.Lock()
 
@@ -81,10 +71,11 @@ class Doubt:
                 return
             named, self._named = self._named, {}
         try:
-            rows = rows_of_all(f"{PREFIX}{min(named)}, again", [1, _weights_of(named)])
+            _, problem = self._subject.compare(
+                f"{min(named)}, again", 1, TENSORFLOW.digest_of(named)
+            )
         except Exception:  # the exchange that follows reports it
             return
-        problem = weights_problem(rows, self._what, _CALL)
         if problem:
             warn(problem)
 
@@ -97,8 +88,8 @@ class GraphSteps:
 
     def __init__(self, verb: str, named: Mapping[str, Any]) -> None:
         self._named = dict(sorted(named.items()))
-        self._what = _what_of(verb, self._named)
-        self._own = _meaning_of(self._named, False)
+        self._subject = _subject(verb, self._named)
+        self._own = meaning_of_all(self._named, False)
         self._run = 0
         self._lock = threading.Lock()
 
@@ -111,24 +102,16 @@ class GraphSteps:
             self._run += 1
             run = self._run
         if run == 1:
-            rows = rows_of_all(PREFIX + next(iter(self._named)), [self._own, 0])
-            error = meaning_problem(rows, self._what, _here(self._named), "variables", _ORDER)
-            if error:
-                raise MismatchError(error)
+            refusal, _ = self._subject.compare(min(self._named), self._own, 0)
+            if refusal:
+                raise MismatchError(refusal)
         config = adapter.session().config
         return np.bool_(run == 2 and config.check_weights != "off" and not config.asynchronous)
 
     def compare(self, *samples: np.ndarray) -> np.bool_:
         """Compare the elements that :meth:`in_graph` reads."""
-        parts = [
-            part for name, s in zip(self._named, samples) for part in (name.encode(), s.tobytes())
-        ]
-        rows = rows_of_all(f"{PREFIX}{next(iter(self._named))}, again", [1, digest(parts)])
-        problem = weights_problem(rows, self._what, _CALL)
-        if problem and adapter.session().config.check_weights == "error":
-            raise MismatchError(problem)
-        if problem:
-            warn(problem)
+        digest = digest_of({name: s.tobytes() for name, s in zip(self._named, samples)})
+        tell(self._subject.compare(f"{min(self._named)}, again", 1, digest)[1])
         return np.False_
 
     def in_graph(self) -> tf.Tensor:
@@ -198,68 +181,35 @@ def _are_readable(sources: Sequence[Any]) -> bool:
 
 def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     session = adapter.session()
-    first, what = min(named), _what_of(verb, named)
+    subject = _subject(verb, named)
     # In asynchronous training the first step makes weights equal.
     checks = "off" if session.config.asynchronous else session.config.check_weights
-    own = [_meaning_of(named, session.continued), _weights_of(named) if checks != "off" else 0]
     try:
-        rows = rows_of_all(PREFIX + first, own)
+        refusal, problem = subject.compare(
+            min(named),
+            meaning_of_all(named, session.continued),
+            TENSORFLOW.digest_of(named) if checks != "off" else 0,
+        )
     except PeerLostError:  # the exchange fails, too, with TensorFlow's own error
         return
-    error = meaning_problem(rows, what, _here(named), "variables", _ORDER)
-    if error:
-        job.fatal.update(dict.fromkeys(named, error))
-        return
-    problem = weights_problem(rows, what, _CALL)
-    if problem and checks == "error":
-        raise MismatchError(problem)
-    if problem and xla.is_compiled():  # XLA cannot call Python
-        warn(problem)
+    if refusal:
+        job.fatal.update(dict.fromkeys(named, refusal))
+    elif problem and (checks == "error" or xla.is_compiled()):  # XLA cannot call Python later
+        tell(problem)
     elif problem:
-        job.doubts.append(Doubt(what, named))
+        job.doubts.append(Doubt(subject, named))
 
 
-def _what_of(verb: str, named: Mapping[str, Any]) -> str:
-    return f"{verb}: {min(named)!r}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
-
-
-def _here(named: Mapping[str, Any]) -> str:
-    first = min(named)
+def _subject(verb: str, named: Mapping[str, Any]) -> Subject:
+    first, more = min(named), len(named) - 1
     shape = tuple(getattr(named[first], "shape", ()))
-    return f"{len(named)} variables, the first {first!r} of shape {shape}"
-
-
-def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
-    """Return the digest of the names' meanings.
-
-    Processes of an earlier job have met other variables before, so only names are compared with
-    them.
-    """
-    return meaning_of(
-        name if continued else f"{name}, of its name the {created_before(source)}th"
-        for name, source in sorted(named.items())
+    return Subject(
+        f"{verb}: {first!r}" + (f" and {more} more" if more else ""),
+        f"{len(named)} variables, the first {first!r} of shape {shape}",
+        _CALL,
+        "variables",
+        "variables of one name are made, and their gradients first exchanged",
     )
-
-
-def _weights_of(named: Mapping[str, Any]) -> int:
-    """Return the digest of some elements' bytes of each variable. 0: none has a value yet."""
-    with tf.init_scope():
-        samples = {name: _sample(source) for name, source in sorted(named.items())}
-    parts = [part for name, sample in samples.items() for part in (name.encode(), sample)]
-    return digest(parts) if any(samples.values()) else 0
-
-
-def _sample(source: Any) -> bytes:
-    """Return the bytes of some elements; empty if ``source`` is no variable or has no value yet."""
-    if not hasattr(source, "assign"):
-        return b""
-    try:
-        value = _value_of(source)
-        if tuple(value.shape) != tuple(source.shape):
-            return b""
-        return _sample_of_gpu(value) if "CPU" not in value.device else sample_of(np.asarray(value))
-    except (tf.errors.OpError, ValueError):
-        return b""
 
 
 def _sample_in_graph(source: Any) -> tf.Tensor:
@@ -268,18 +218,3 @@ def _sample_in_graph(source: Any) -> tf.Tensor:
         return tf.zeros((0,))
     flat = tf.reshape(tf.convert_to_tensor(source), [-1])
     return flat[:: tf.maximum(1, tf.size(flat) // SAMPLES)]
-
-
-def _sample_of_gpu(value: tf.Tensor) -> bytes:
-    """Return the same bytes; only these elements are copied to the host."""
-    flat = tf.reshape(value, [-1])
-    sampled: bytes = np.asarray(flat[:: stride_of(int(flat.shape[0]))]).tobytes()
-    return sampled
-
-
-def _value_of(source: Any) -> tf.Tensor:
-    """Return the value without a copy; tf.convert_to_tensor takes ten times as long."""
-    variable = getattr(source, "_value", source)  # a Keras variable holds one of TensorFlow
-    if isinstance(variable, tf.distribute.DistributedValues) or not hasattr(variable, "handle"):
-        return tf.convert_to_tensor(source)
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx.errors import ConfigError
+from bpsx.plugin.async_training import refuse_gradients
 from bpsx.plugin.compression_params import Params
 from bpsx.system.tracebacks import public, public_methods
-from bpsx.tensorflow.async_training import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages

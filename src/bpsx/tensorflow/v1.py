@@ -134,7 +134,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
         if adapter.session().config.asynchronous:
             self._exchange.check_async()
-            return self._weights.step(apply, [v for g, v in pairs if g is not None])
+            return self._weights.step_on([v for g, v in pairs if g is not None], apply)
         if self._passes is None or self._last is None:
             return apply()
         passes = self._passes

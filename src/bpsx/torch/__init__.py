@@ -32,6 +32,7 @@ from bpsx.api.verbs import (  # noqa: E402
     size,
     suspend,
 )
+from bpsx.plugin.framework import UnsupportedTensor  # noqa: E402
 from bpsx.torch.all_gather import all_gather  # noqa: E402
 from bpsx.torch.batch_norm import SyncBatchNorm  # noqa: E402
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
@@ -48,7 +49,6 @@ from bpsx.torch.ops import (  # noqa: E402
     synchronize,
 )
 from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
-from bpsx.torch.tensors import UnsupportedTensor  # noqa: E402
 
 if _torch.distributed.is_available():
     from bpsx.torch import process_group as _process_group

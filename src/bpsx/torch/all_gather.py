@@ -277,7 +277,7 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     check_name(name, "all_gather")
     check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")
     check_rows(tensor, "all_gather")
-    return gathered_rows(tensor, name or unnamed("all_gather", tensor, whole=False))
+    return gathered_rows(tensor, name or unnamed("all_gather", tensor, rows=True))
 
 
 def gathered_rows(tensor: torch.Tensor, name: str, average: bool = False) -> torch.Tensor:

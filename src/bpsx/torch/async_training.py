@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from bpsx.plugin import adapter
+from bpsx.plugin import adapter, async_training
+from bpsx.plugin.async_training import PREFIX
+from bpsx.torch._gradients import Managed
 from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.exchange import Exchange
 from bpsx.torch.exchange_round import ended, raise_first
@@ -15,27 +17,78 @@ from bpsx.torch.ops import Handle
 from bpsx.torch.submit import submit
 from bpsx.torch.tensors import check_tensor, check_writable, mark_written, summable
 
-PREFIX = "Async."
+
+class Weights(async_training.Weights[Managed]):
+    """Synchronizes the parameters of one optimizer with the servers.
+
+    All operations of a step are in flight together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By name: a parameter's values before the step, then the change that the step has made.
+        self._before: dict[str, torch.Tensor] = {}
+        # Handles that have not been waited for; an interruption leaves some.
+        self._waiting: list[Handle] = []
+
+    def _take(self, weights: Mapping[str, Managed]) -> None:
+        self._begin_all(weights, lambda name, m: Overwriting(m.parameter, 0, name, typed=True))
+
+    def _copy(self, name: str, weight: Managed) -> torch.Tensor:
+        parameter, before = weight.parameter.detach(), self._before.get(name)
+        if (
+            before is None
+            or before.shape != parameter.shape
+            or before.dtype != parameter.dtype
+            or before.device != parameter.device
+        ):
+            before = self._before[name] = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
+        return before.copy_(parameter)
+
+    def _push(self, weights: Mapping[str, Managed], before: Mapping[str, torch.Tensor]) -> None:
+        def begin(name: str, managed: Managed) -> Handle:
+            parameter, change = managed.parameter.detach(), before[name]
+            torch.sub(parameter, change, out=change)
+            return submit(change, parameter, name, average=False, priority=managed.named.priority)
+
+        try:
+            self._begin_all(weights, begin)
+        finally:
+            for managed in weights.values():
+                mark_written(managed.parameter)
+
+    def _begin_all(
+        self, weights: Mapping[str, Managed], begin: Callable[[str, Managed], Any]
+    ) -> None:
+        failures: list[Exception] = []
+        for name, managed in weights.items():
+            try:
+                self._waiting.append(begin(name, managed))
+            except Exception as e:
+                failures.append(e)
+        self.finish(failures)
+
+    def finish(self, failures: list[Exception]) -> None:
+        """Wait for all started operations. Raises the first failure."""
+        while self._waiting:
+            failure = ended(self._waiting[0])
+            del self._waiting[0]
+            if failure is not None:
+                failures.append(failure)
+        raise_first(failures)
 
 
 class AsyncExchange(Exchange):
-    """Exchange of the weights of one optimizer, without gradient hooks.
-
-    The servers hold the weights. At the first step they get worker 0's, and all workers wait for
-    that. Later steps do not wait for other workers.
-    """
+    """Exchange of the weights of one optimizer, without gradient hooks."""
 
     asynchronous = True
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], passes: int, what: str, ordinal: int | None
     ) -> None:
-        # By parameter: its weights before the step, then the change that the step has made.
-        self._before: dict[int, torch.Tensor] = {}
-        self._seeded: set[int] = set()
-        self._session: object = None  # session whose servers hold the weights
-        # Handles that have not been waited for; an interruption leaves some.
-        self._waiting: list[Handle] = []
+        self._weights = Weights()
         super().__init__(names, None, passes, active=False, what=what, ordinal=ordinal)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
@@ -58,77 +111,6 @@ class AsyncExchange(Exchange):
         Raises the first failure, after the last push has ended.
         """
         self.owner.check_current()
-        self._finish([])
-        self._seed()
-        ours = [m for m in self._managed if m.parameter.requires_grad]
-        with torch.no_grad():
-            for managed in ours:
-                parameter = managed.parameter.detach()
-                before = self._before.get(id(managed.parameter))
-                if (
-                    before is None
-                    or before.shape != parameter.shape
-                    or before.dtype != parameter.dtype
-                ):
-                    before = self._before[id(managed.parameter)] = torch.empty(
-                        parameter.shape, dtype=parameter.dtype, device=parameter.device
-                    )
-                before.copy_(parameter)
-        result = base(closure)
-        failures: list[Exception] = []
-        for managed in ours:
-            parameter = managed.parameter.detach()
-            change = self._before[id(managed.parameter)]
-            with torch.no_grad():
-                torch.sub(parameter, change, out=change)
-            try:
-                self._waiting.append(
-                    submit(
-                        change,
-                        parameter,
-                        PREFIX + managed.name,
-                        average=False,
-                        priority=managed.named.priority,
-                    )
-                )
-            except Exception as e:
-                failures.append(e)
-        try:
-            self._finish(failures)
-        finally:
-            for managed in ours:
-                mark_written(managed.parameter)
-        return result
-
-    def _seed(self) -> None:
-        """Give worker 0's weights to the servers and to every worker.
-
-        Only parameters that are new since the last call are sent.
-        """
-        session = adapter.session()
-        if self._session is not session:  # after resume() the servers are new
-            self._session, self._seeded = session, set()
-        new = [
-            m
-            for m in self._managed
-            if m.parameter.requires_grad and id(m.parameter) not in self._seeded
-        ]
-        failures: list[Exception] = []
-        for managed in new:
-            self._seeded.add(id(managed.parameter))
-            try:
-                self._waiting.append(
-                    Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True)
-                )
-            except Exception as e:
-                failures.append(e)
-        self._finish(failures)
-
-    def _finish(self, failures: list[Exception]) -> None:
-        """Wait for all started operations. Raises the first failure."""
-        while self._waiting:
-            failure = ended(self._waiting[0])
-            del self._waiting[0]
-            if failure is not None:
-                failures.append(failure)
-        raise_first(failures)
+        self._weights.finish([])
+        ours = {m.name: m for m in self._managed if m.parameter.requires_grad}
+        return self._weights.step(lambda: base(closure), ours)

@@ -27,15 +27,14 @@ from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
 from bpsx.torch.exchange_round import Round, ended, raise_first
 from bpsx.torch.module_hooks import Serving, check_model
+from bpsx.torch.names import Names, names_of
 from bpsx.torch.noted import OWN, Noted
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import (
-    Names,
     _DistributedOptimizer,
     check_optimizer,
     check_options,
     mix_in,
-    names_of,
     needs_sparse,
     takes_closure,
 )

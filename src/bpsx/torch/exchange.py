@@ -12,6 +12,7 @@ import torch
 
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.plugin import adapter
+from bpsx.plugin.exchange import KINDS, PREFIX
 from bpsx.session.refusals import counted
 from bpsx.torch import _settling
 from bpsx.torch._gradients import Hook, Managed, version
@@ -19,6 +20,7 @@ from bpsx.torch.bucket import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
 from bpsx.torch.looking import Trainer
+from bpsx.torch.names import ExchangeOwner
 from bpsx.torch.ops import Handle
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
 from bpsx.torch.order_errors import (
@@ -28,16 +30,11 @@ from bpsx.torch.order_errors import (
     too_often,
     written_to,
 )
-from bpsx.torch.owner import PREFIX, ExchangeOwner
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
 from bpsx.torch.submit import submit
 from bpsx.torch.tensors import check_tensor, mark_written, summable
 from bpsx.torch.unused_parameters import Users
-
-#: Prefix of the push_pull in which workers agree on sparse gradients; the first parameter's name
-#: follows.
-KINDS = "Kinds of gradients from "
 
 
 class Kind(Enum):

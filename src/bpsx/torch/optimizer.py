@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +12,9 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.compression import check_not_both
 from bpsx.plugin.compression_params import Params, choose
+from bpsx.plugin.exchange import PREFIX
 from bpsx.system.tracebacks import public, public_methods, warn
 from bpsx.torch import checkpoint
 from bpsx.torch.async_training import AsyncExchange
@@ -21,7 +22,7 @@ from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.momentum import TakenOver, momentum_of
-from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
+from bpsx.torch.names import Names, names_of
 
 
 @public
@@ -135,11 +136,7 @@ def distribute(
         "DistributedOptimizer",
         momentum_of(optimizer, by_id),
     )
-    if choices and compression is not Compression.none:
-        raise ConfigError(
-            f"DistributedOptimizer: compression={compression.__name__} and compression_params"
-            " exclude each other; give only one of them (compression_params has a key fp16=True)"
-        )
+    check_not_both(compression, choices, "DistributedOptimizer")
     passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
     exchange = _exchange_for(
         optimizer, names, compression, passes, sparse_as_dense, average, choices
@@ -513,82 +510,6 @@ def _exchange_for(
             " worker steps on its own gradients; omit op"
         )
     return AsyncExchange(names, passes, what, names.ordinal)
-
-
-class Names(list[tuple[str, torch.Tensor]]):
-    """Parameters with their names.
-
-    ``ordinal``: the optimizer's number, if the names are generated.
-    """
-
-    ordinal: int | None = None
-
-
-def names_of(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, torch.Tensor]] | None,
-    verb: str = "DistributedOptimizer",
-) -> Names:
-    """Return the optimizer's parameters with their names, most urgent first, each once.
-
-    Raises :class:`ConfigError`.
-    """
-    ours = {
-        id(p): (g, i, p)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    }
-    if named is None:
-        ordinal = new_ordinal()
-        names = Names((generated_name(ordinal, g, i), p) for g, i, p in ours.values())
-        names.ordinal = ordinal
-        return names
-    # For these types the message names the type of the argument; the type of its items says
-    # nothing.
-    whole = not isinstance(named, Iterable) or isinstance(
-        named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module)
-    )
-    pairs: list[Any] = [named] if whole else list(named)
-    for pair in pairs:
-        if not (
-            isinstance(pair, tuple)
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], torch.Tensor)
-        ):
-            raise ConfigError(
-                f"{verb}: named_parameters must be (name, parameter) pairs, as"
-                f" model.named_parameters() gives them, not {type(pair).__name__}"
-            )
-    twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-    if twice:
-        raise ConfigError(
-            f"{verb}: named_parameters contains these names twice: {', '.join(twice)}"
-        )
-    first: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, p in pairs:
-        if id(p) in ours:
-            # A shared parameter under several names counts once.
-            first.setdefault(id(p), (name, p))
-    unnamed = [
-        f"group {g}, index {i}, shape {tuple(p.shape)}"
-        for key, (g, i, p) in ours.items()
-        if key not in first
-    ]
-    if unnamed:
-        instead = (
-            ""
-            if first
-            else (
-                " (it contains none of them: the tensors of model.state_dict() are not the"
-                " parameters, use model.named_parameters())"
-            )
-        )
-        raise ConfigError(
-            f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters:"
-            f" {'; '.join(unnamed[:10])}{instead}"
-        )
-    return Names(first.values())
 
 
 #: Marks of a step() that a learning-rate scheduler has replaced: since PyTorch 2.4, and before.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from bpsx.plugin import adapter
+from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.torch.all_gather import RowGathering
 from bpsx.torch.compression import Compressor
-from bpsx.torch.tensors import UnsupportedTensor, check_device, dtype_name, summable
+from bpsx.torch.tensors import check_device, summable, unnamed
 
 _HALVES = (torch.float16, torch.bfloat16)
 #: Kind that a worker sends if its tensor is dense while others' are sparse.
@@ -133,5 +134,5 @@ def push_pull_sparse(
             f"{what}: sparse tensors cannot be sent with BYTEPS_ENABLE_ASYNC=1, because servers"
             " add each push to a value of a fixed shape"
         )
-    known = name or f"push_pull.sparse.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
-    return SparseSum(tensor, average, known, compression).wait()
+    wire = name or unnamed("push_pull.sparse", tensor)
+    return SparseSum(tensor, average, wire, compression).wait()

@@ -10,20 +10,13 @@ import torch
 
 from bpsx.errors import MismatchError
 from bpsx.plugin import adapter
-from bpsx.plugin.startup_check import (
-    COLUMNS,
-    PREFIX,
-    digest,
-    meaning_of,
-    meaning_problem,
-    stride_of,
-    weights_problem,
-)
+from bpsx.plugin.startup import COLUMNS, PREFIX, Subject, meaning_of
 from bpsx.system.tracebacks import warn
 from bpsx.torch._gradients import Managed
 from bpsx.torch.exchange_round import ended
+from bpsx.torch.framework import TORCH
+from bpsx.torch.names import ExchangeOwner
 from bpsx.torch.ops import Handle
-from bpsx.torch.owner import ExchangeOwner
 from bpsx.torch.submit import submit
 
 _CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
@@ -119,15 +112,10 @@ class StartupCheck:
     def _judge(self, session: Any) -> None:
         """Evaluate the rows. All workers see the same rows and so act alike."""
         assert self._rows is not None
-        rows, what = self._rows.tolist(), f"the {self._owner.what}"
-        first = self._managed[0]
+        rows, first = self._rows.tolist(), self._managed[0]
         shape = _shape(first.parameter)
         here = f"{len(self._managed)} parameters, the first {first.name!r} of shape {shape}"
-        error = meaning_problem(rows, what, here)
-        if error:
-            self._fatal = error
-            return
-        problem = weights_problem(rows, what, _CALL)
+        self._fatal, problem = Subject(f"the {self._owner.what}", here, _CALL).judge(rows)
         if not problem:
             return
         if self._owner.ordinal is not None:
@@ -176,36 +164,16 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def _weights_of(managed: Sequence[Managed]) -> int:
     """Return a digest of the trained parameters: the bits of a few elements of each.
 
+    Parameters are told apart by their place, since two optimizers without names are compared, too.
     Returns 0 if there are no trained parameters.
     """
-    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    sizes = []
-    with torch.no_grad():
-        for m in managed:
-            parameter = m.parameter
-            if (
-                parameter.requires_grad
-                and type(parameter) in _WHOLE
-                and parameter.layout is torch.strided
-                and not parameter.is_meta
-            ):
-                samples.setdefault((parameter.dtype, parameter.device), []).append(
-                    _sample(parameter)
-                )
-                sizes.append(parameter.numel())
-        parts = [_bytes_of(torch.cat(tensors)) for tensors in samples.values()]
-    return digest([repr(sizes).encode(), *parts]) if sizes else 0
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return elements evenly spread in logical order, independent of the layout in memory."""
-    n = tensor.numel()
-    step = stride_of(n)
-    if tensor.is_contiguous():
-        return tensor.as_strided((-(-n // step),), (step,), tensor.storage_offset())
-    return tensor.take(torch.arange(0, n, step, device=tensor.device))
-
-
-def _bytes_of(flat: torch.Tensor) -> bytes:
-    plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return bytes(plain.view(torch.uint8).cpu().numpy())
+    return TORCH.digest_of(
+        {
+            f"{place}": m.parameter
+            for place, m in enumerate(managed)
+            if m.parameter.requires_grad
+            and type(m.parameter) in _WHOLE
+            and m.parameter.layout is torch.strided
+            and not m.parameter.is_meta
+        }
+    )

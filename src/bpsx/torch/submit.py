@@ -8,7 +8,8 @@ import torch
 
 from bpsx.api.staged import Handle, StagedHandle
 from bpsx.plugin import adapter
-from bpsx.torch.tensors import SUMMED, is_plain, plain_copy, summable, unnamed, view_of
+from bpsx.torch.framework import SUMMED
+from bpsx.torch.tensors import is_plain, plain_copy, summable, unnamed, view_of
 
 
 def submit(

@@ -8,29 +8,14 @@ from typing import Any
 
 import torch
 
-from bpsx.dtypes import BY_NAME, UnsupportedDType
-from bpsx.errors import BpsxError
+from bpsx.dtypes import BY_NAME
 from bpsx.plugin.adapter import TensorView
+from bpsx.plugin.framework import UnsupportedTensor
+from bpsx.torch.framework import SUMMED, TORCH
 
 _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
-#: What to send instead of a tensor whose dtype cannot be summed, by dtype name.
-_INSTEAD = {
-    "bool": "send tensor.to(torch.uint8); its sum is the number of workers with True",
-    **dict.fromkeys(
-        ("complex32", "complex64", "complex128"),
-        "send torch.view_as_real(tensor), which shares its memory",
-    ),
-}
-#: Names of the dtypes that can be summed.
-SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
-
-
-class UnsupportedTensor(BpsxError, TypeError):
-    """The argument is not a tensor, or bpsx cannot use its memory.
-
-    Unsupported are sparse, quantized and nested tensors, tensors on other devices than the CPU or a
-    GPU, and outputs whose elements overlap.
-    """
+#: Name a tensor's dtype, and an operation that was given no name.
+dtype_name, unnamed = TORCH.dtype_of, TORCH.unnamed
 
 
 def check_tensor(tensor: Any, what: str) -> None:
@@ -140,25 +125,13 @@ def _marks_many() -> bool:
 _MARKS_MANY = _marks_many()
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of the tensor's dtype, such as ``float32``."""
-    return SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-
-
 def summable(tensor: torch.Tensor, what: str) -> str:
     """Return the name of ``tensor``'s dtype.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType` if the dtype cannot be summed; the message says
     what to send instead.
     """
-    name = SUMMED.get(tensor.dtype)
-    if name is None:
-        name = dtype_name(tensor)
-        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise UnsupportedDType(
-            f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}"
-        )
-    return name
+    return SUMMED.get(tensor.dtype) or TORCH.check_summable(tensor, what)
 
 
 def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
@@ -196,17 +169,3 @@ def streams_of(device: int) -> Callable[[], int]:
     if raw is not None:
         return functools.partial(raw, device)
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)
-
-
-def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
-    """Return the name of an operation that was given none: its dtype and shape.
-
-    With ``whole`` false, the name has the shape of a row instead of the tensor's.
-
-    Operations of one name are matched in the order in which each worker calls them, so equal
-    sequences of calls match. A counter would create a new name on every call, and names are never
-    forgotten.
-    """
-    return (
-        f"{verb}.noname.{dtype_name(tensor)}.{tuple(tensor.shape if whole else tensor.shape[1:])}"
-    )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from bpsx.plugin import adapter
+from bpsx.plugin.async_training import refuse_gradients
 from bpsx.plugin.compression_params import Params
-from bpsx.tensorflow.async_training import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from bpsx.errors import ConfigError
 from bpsx.plugin.adapter import check_name
-from bpsx.tensorflow.ops import UnsupportedTensor, as_tensor, unnamed
+from bpsx.plugin.framework import UnsupportedTensor
+from bpsx.tensorflow.ops import as_tensor, unnamed
 
 
 def wire_name(verb: str, name: str | None, tensor: tf.Tensor, rows: bool = False) -> str:
@@ -17,11 +18,7 @@ def wire_name(verb: str, name: str | None, tensor: tf.Tensor, rows: bool = False
 
     ``rows``: the first dimension may differ between workers.
     """
-    if name:
-        return f"{verb}.{name}"
-    if rows and not tf.is_symbolic_tensor(tensor):
-        return f"{verb}.noname.{tensor.dtype.name}.rows of {tuple(tensor.shape[1:])}"
-    return unnamed(verb, tensor)
+    return f"{verb}.{name}" if name else unnamed(verb, tensor, rows)
 
 
 def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False) -> tf.Tensor:

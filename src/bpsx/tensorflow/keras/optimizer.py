@@ -83,8 +83,8 @@ class _Distributed:
             return base.apply(gradients, trainable_variables)
         if adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
-            return self._bpsx_weights.step(
-                lambda: base.apply(gradients, trainable_variables), variables
+            return self._bpsx_weights.step_on(
+                variables, lambda: base.apply(gradients, trainable_variables)
             )
         found = self._exchanged(gradients, variables)
         with self._bpsx_momentum.off(), _within(this):

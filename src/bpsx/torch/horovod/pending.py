@@ -95,7 +95,7 @@ def wire_name(verb: str, name: str | None, tensor: torch.Tensor, rows: bool = Fa
     check_tensor(tensor, f"{verb} of {name!r}" if name else verb)
     if rows:
         check_rows(tensor, verb)
-    return f"{verb}.{name}" if name else unnamed(verb, tensor, whole=not rows)
+    return f"{verb}.{name}" if name else unnamed(verb, tensor, rows)
 
 
 def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[str | None]:

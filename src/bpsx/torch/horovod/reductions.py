@@ -11,6 +11,7 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter, horovod
 from bpsx.plugin.adapter import check_name
+from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.plugin.horovod import (
     How,
     ProcessSet,
@@ -28,7 +29,7 @@ from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wir
 from bpsx.torch.ops import push_pull
 from bpsx.torch.sparse import SparseSum, check_sparse
 from bpsx.torch.submit import submit
-from bpsx.torch.tensors import UnsupportedTensor, check_replaceable, mark_written, summable, unnamed
+from bpsx.torch.tensors import check_replaceable, mark_written, summable, unnamed
 
 #: Reductions that servers do not compute: every worker gathers, and reduces in the order of ranks.
 _HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}

@@ -1,4 +1,4 @@
-"""Ownership of gradient names: each name belongs to at most one live optimizer or module.
+"""Names of gradients, each of which belongs to at most one live optimizer or module.
 
 So workers cannot confuse gradients of the same name.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
+from bpsx.plugin.exchange import PREFIX
 from bpsx.plugin.owners import Owner, claim, is_owned, next_ordinal
 
-PREFIX = "Gradient."
 #: Followed by a parameter's id: a name that only live optimizers of this process use. Of two
 #: optimizers without names, the later one owns the parameter.
 _UNNAMED = "Parameter of an optimizer without names: "
@@ -131,3 +133,77 @@ def _are_in_use(parameters: Sequence[torch.Tensor]) -> bool:
         and any(isinstance(key, str) and id(value) in ids for key, value in holder.items())
         for holder in gc.get_referrers(*parameters)
     )
+
+
+class Names(list[tuple[str, torch.Tensor]]):
+    """Parameters with their names.
+
+    ``ordinal``: the optimizer's number, if the names are generated.
+    """
+
+    ordinal: int | None = None
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.Tensor]] | None,
+    verb: str = "DistributedOptimizer",
+) -> Names:
+    """Return the optimizer's parameters with their names, most urgent first, each once.
+
+    Raises :class:`ConfigError`.
+    """
+    ours = {
+        id(p): (g, i, p)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    if named is None:
+        ordinal = new_ordinal()
+        names = Names((generated_name(ordinal, g, i), p) for g, i, p in ours.values())
+        names.ordinal = ordinal
+        return names
+    # For these types the message names the type of the argument; the type of its items says
+    # nothing.
+    whole = not isinstance(named, Iterable) or isinstance(
+        named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module)
+    )
+    pairs: list[Any] = [named] if whole else list(named)
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], torch.Tensor)
+        ):
+            raise ConfigError(
+                f"{verb}: named_parameters must be (name, parameter) pairs, as"
+                f" model.named_parameters() gives them, not {type(pair).__name__}"
+            )
+    twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+    if twice:
+        raise ConfigError(f"{verb}: named_parameters gives these names twice: {', '.join(twice)}")
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, p in pairs:
+        if id(p) in ours:
+            # A shared parameter under several names counts once.
+            first.setdefault(id(p), (name, p))
+    unnamed = [
+        f"group {g}, index {i}, shape {tuple(p.shape)}"
+        for key, (g, i, p) in ours.items()
+        if key not in first
+    ]
+    if unnamed:
+        instead = (
+            ""
+            if first
+            else (
+                " (it has none of them: model.state_dict() has other tensors,"
+                " model.named_parameters() has these)"
+            )
+        )
+        raise ConfigError(
+            f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters:"
+            f" {'; '.join(unnamed[:10])}{instead}"
+        )
+    return Names(first.values())

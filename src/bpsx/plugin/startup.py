@@ -7,11 +7,14 @@ the same verdict.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from bpsx.errors import MismatchError
 from bpsx.plugin import adapter
+from bpsx.system.tracebacks import warn
 
 #: Rows are exchanged under this prefix and a name of the owner.
 PREFIX = "Digest of "
@@ -34,6 +37,12 @@ def digest(parts: Iterable[bytes]) -> int:
 def meaning_of(names: Iterable[str]) -> int:
     """Return the digest of names in order. Declaring a name compares its shape and dtype."""
     return digest(name.encode() for name in names)
+
+
+def digest_of(samples: Mapping[str, bytes]) -> int:
+    """Return the digest of samples of weights, by label. 0: all are empty."""
+    parts = [part for label in sorted(samples) for part in (label.encode(), samples[label])]
+    return digest(parts) if any(samples.values()) else 0
 
 
 def rows_of_all(name: str, own: Sequence[int]) -> list[list[int]]:
@@ -78,18 +87,14 @@ def odd_ones(column: Sequence[int]) -> tuple[int, list[int]]:
     )
 
 
-def meaning_problem(
-    rows: Sequence[Sequence[int]],
-    what: str,
-    here: str,
-    things: str = "parameters",
-    order: str = "unnamed optimizers are made",
-) -> str:
-    """Return the error if workers differ in the owner's names or their order; empty if not.
+class Subject(NamedTuple):
+    """What is compared, for messages.
 
-    ``here``: this worker's names, for people. ``things``: the objects that have the names.
-    ``order``: other actions that must happen in the same order on all workers.
+    ``what``: the owner of the names, which begins each message. ``here``: this worker's names, for
+    people. ``call``: the call that makes weights equal. ``things``: the objects that have the
+    names. ``order``: other actions that must happen in the same order on all workers.
     """
+<<<<<<< HEAD:src/bpsx/plugin/startup_check.py
     first, others = odd_ones([row[0] for row in rows])
     if not others:
         return ""
@@ -111,6 +116,54 @@ def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
         "on all workers before training, or set BPSX_CHECK_WEIGHTS=off if they are meant to "
         "differ"
     )
+=======
+
+    what: str
+    here: str
+    call: str = ""
+    things: str = "parameters"
+    order: str = "unnamed optimizers are made"
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> tuple[str, str]:
+        """Return two errors, empty where there is none: names differ, or only weights differ.
+
+        ``rows``: of all workers, so all get the same result.
+        """
+        first, others = odd_ones([row[0] for row in rows])
+        if others:
+            return (
+                f"{self.what}: {_workers(others)} other names of {self.things}, or the same in"
+                f" another order, than worker {first}: names and their order must be the same on"
+                f" all workers, and so must be the order in which {self.order}. Here: {self.here}",
+                "",
+            )
+        first, others = odd_ones([row[1] for row in rows])
+        if not others:
+            return "", ""
+        return (
+            "",
+            f"{self.what}: {_workers(others)} other weights than worker {first} before the first"
+            " step, and will keep them: averaged gradients do not make weights equal. Call"
+            f" {self.call} on all workers before training (BPSX_CHECK_WEIGHTS=off if they shall"
+            " differ)",
+        )
+
+    def compare(self, name: str, meaning: int, weights: int) -> tuple[str, str]:
+        """Compare this worker's digests with all workers', and :meth:`judge`.
+
+        ``name``: one of the owner's names, the same on all workers. ``weights`` 0: nothing to
+        compare. Waits for all workers. Raises as :func:`bpsx.push_pull`.
+        """
+        return self.judge(rows_of_all(PREFIX + name, [meaning, weights]))
+
+
+def tell(problem: str) -> None:
+    """Raise :class:`MismatchError` that weights differ, or warn, as ``BPSX_CHECK_WEIGHTS`` says."""
+    if problem and adapter.session().config.check_weights == "error":
+        raise MismatchError(problem)
+    if problem:
+        warn(problem)
+>>>>>>> f4e4c52 (Write what three frameworks share once, in plugin/):src/bpsx/plugin/startup.py
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -1,0 +1,114 @@
+"""How the gradients of one optimizer travel: their names on the wire and their compression."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.checkpoint import Keeping
+from bpsx.plugin.compression import Compressor, NoneCompressor, check_not_both
+from bpsx.plugin.compression_params import Params, check_params, choose
+from bpsx.plugin.momentum import Momentum
+
+#: A gradient's name on the wire is this and its parameter's name.
+PREFIX = "Gradient."
+#: Workers count the users of each gradient under this prefix and the first parameter's name, and
+#: agree on sparse gradients under the next one.
+USERS = "Users of gradients from "
+KINDS = "Kinds of gradients from "
+
+
+class GradientExchange:
+    """Names and compression of one optimizer's gradients; a plugin's exchange derives from it.
+
+    ``verb``: begins each error. ``params``: ``compression_params``, applied on the way.
+    ``compression``: converts tensors before the exchange. ``has_momentum``: whether the optimizer
+    has a momentum. ``names``: those of all gradients, if they are known. ``anew``: drop state that
+    compression has kept under the same names; otherwise continue with it.
+
+    Not thread-safe. Raises :class:`ConfigError`.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        params: Params,
+        compression: type[Compressor] = NoneCompressor,
+        has_momentum: bool = False,
+        names: Sequence[str] = (),
+        anew: bool = True,
+    ) -> None:
+        check_params(params, verb, has_momentum)
+        check_not_both(compression, params, verb)
+        self._verb, self._params, self._compression, self._anew = verb, params, compression, anew
+        #: Compression of the gradients that have one, by name.
+        self.choices: dict[str, adapter.CompressionSpec] = {}
+        # By session: the names that have been declared.
+        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._begun: set[str] = set()  # names that have been declared in any job
+        self._wires = [PREFIX + name for name in names]
+        #: The state of compression, by a gradient's place among all names.
+        self.keeping = Keeping(self._wires)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether compression may keep state of the gradients."""
+        return bool(self._params)
+
+    @property
+    def needs_rate(self) -> bool:
+        """Whether compression needs the learning rate."""
+        return any(choice.ef == "corrected" for choice in self.choices.values())
+
+    def check_async(self) -> None:
+        """Raise :class:`ConfigError` if gradients were to be compressed.
+
+        In asynchronous training changes of weights travel in their place.
+        """
+        if self._params or self._compression is not NoneCompressor:
+            raise ConfigError(
+                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights,"
+                " in their own type: leave compression and compression_params out"
+            )
+
+    def declare_all(
+        self,
+        named: Mapping[str, str],
+        momentum: Momentum | None = None,
+        all_own: Sequence[str] = (),
+        compressed: bool = True,
+    ) -> None:
+        """Declare how gradients travel, each once in a job.
+
+        ``named``: users' names of the gradients' parameters, by name. ``momentum``: the
+        optimizer's, which compression may replace. ``all_own``: users' names of all parameters, if
+        there are others. ``compressed``: whether to compress. Raises :class:`ConfigError`.
+        """
+        if not self._anew and not self._params:
+            return
+        session = adapter.session()
+        known = self._declared.setdefault(session, set())
+        new = [name for name in named if name not in known]
+        if new:
+            own = all_own or list(named.values())
+            momenta = momentum.by_name(own) if momentum is not None else {}
+            chosen = choose(self._params, own, self._verb, momenta)
+            found = {name: chosen[own] for name, own in named.items() if own in chosen}
+            self.choices = {**self.choices, **found} if compressed else {}
+        if momentum is not None:
+            momentum.take_over(list(named), self.choices)
+        for name in new:
+            choice, anew = self.choices.get(name), self._anew and name not in self._begun
+            session.declare(PREFIX + name, choice, anew=anew)
+        known.update(new)
+        self._begun.update(new)
+        if new:
+            self._wires += [wire for n in new if (wire := PREFIX + n) not in self._wires]
+            self.keeping.put_back()
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue with state that :attr:`keeping` has saved, now or at the first exchange."""
+        self.keeping.load(saved, adapter.session() in self._declared)
