@@ -92,7 +92,7 @@ bps.shutdown()
 DIFFER = """
 import numpy as np, bpsx_toy as bps, toy
 bps.init()
-variables = [toy.Variable(name, [FIRST]) for name in NAMES]
+variables = [toy.Variable(name, [FIRST]) for name in (NAMES)]
 optimizer = bps.DistributedOptimizer(toy.SGD(variables, 0.5))
 for v in variables:
     v.gradient = np.ones(1, np.float32)

@@ -43,11 +43,10 @@ class Exchange(GradientExchange):
 
         Raises :class:`ConfigError`.
         """
-        named = dict(zip(self._names, self._own, strict=True))
         self.declare_all(
-            {name: named[name] for name in self._trained()},
+            self._trained(),
             self._momentum,
-            self._own,
+            lambda: dict(zip(self._names, self._own, strict=True)),
             compressed=adapter.session().config.distributed,  # otherwise nothing travels
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bpsx.errors import ConfigError
@@ -76,30 +76,28 @@ class GradientExchange:
 
     def declare_all(
         self,
-        named: Mapping[str, str],
+        names: Sequence[str],
         momentum: Momentum | None = None,
-        all_own: Sequence[str] = (),
+        own: Callable[[], Mapping[str, str]] | None = None,
         compressed: bool = True,
     ) -> None:
         """Declare how gradients travel, each once in a job.
 
-        ``named``: users' names of the gradients' parameters, by name. ``momentum``: the
-        optimizer's, which compression may replace. ``all_own``: users' names of all parameters, if
-        there are others. ``compressed``: whether to compress. Raises :class:`ConfigError`.
+        ``names``: of the gradients' parameters. ``momentum``: the optimizer's, which compression
+        may replace. ``own``: returns users' names of all parameters, by name, if they differ; it is
+        called for new names only. ``compressed``: whether to compress. Raises :class:`ConfigError`.
         """
-        if not self._anew and not self._params:
-            return
         session = adapter.session()
         known = self._declared.setdefault(session, set())
-        new = [name for name in named if name not in known]
+        new = [name for name in names if name not in known]
         if new:
-            own = all_own or list(named.values())
-            momenta = momentum.by_name(own) if momentum is not None else {}
-            chosen = choose(self._params, own, self._verb, momenta)
-            found = {name: chosen[own] for name, own in named.items() if own in chosen}
+            users = own() if own is not None else dict(zip(names, names))
+            momenta = momentum.by_name(list(users.values())) if momentum is not None else {}
+            chosen = choose(self._params, users.values(), self._verb, momenta)
+            found = {name: chosen[users[name]] for name in names if users[name] in chosen}
             self.choices = {**self.choices, **found} if compressed else {}
         if momentum is not None:
-            momentum.take_over(list(named), self.choices)
+            momentum.take_over(names, self.choices)
         for name in new:
             choice, anew = self.choices.get(name), self._anew and name not in self._begun
             session.declare(PREFIX + name, choice, anew=anew)

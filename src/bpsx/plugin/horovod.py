@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 from bpsx.api import verbs
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.system.tracebacks import warn
+from bpsx.plugin.framework import Framework
+from bpsx.system.tracebacks import public, warn
 
 #: File to which :func:`stop_timeline` copies worker 0's timeline.
 _timeline = ""
@@ -81,22 +82,6 @@ def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
     if op not in _ADDING:
         raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
     return op
-
-
-def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str) -> How:
-    """Check the arguments of a reduction. ``instead``: the verb to use in asynchronous training.
-
-    Raises :class:`ConfigError`.
-    """
-    for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if not isinstance(factor, numbers.Real):
-            raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
-    if adapter.session().config.asynchronous:
-        raise ConfigError(
-            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, so there "
-            f"is no sum over the workers; use {instead}, which documents what it does then"
-        )
-    return How(verb, op, float(prescale), float(postscale))
 
 
 # ---- process sets
@@ -169,25 +154,115 @@ def check_process_set(process_set: Any, argument: str = "process_set", instead: 
         )
 
 
-def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -> ProcessSet:
-    """Return the set if it has all workers. Raises :class:`ConfigError` for any other."""
-    given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    check_process_set(given, instead=instead)
-    return given
+class Horovod:
+    """Horovod's functions in which frameworks differ by their tensors and a few words only.
 
+    ``begin``: the framework's ``init``. ``instead``: advice for a set of fewer workers.
+    """
 
-def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) -> None:
-    """Check the arguments of Horovod's ``init``, then call the framework's own, ``begin``."""
-    if comm is not None and (not isinstance(comm, Sequence) or comm):
-        more = f", and {instead}" if instead else ""
+    def __init__(
+        self, framework: Framework[Any], begin: Callable[[], None], instead: str = ""
+    ) -> None:
+        self._framework, self._begin, self._instead = framework, begin, instead
+
+    @public
+    def init(
+        self,
+        comm: Sequence[int] | None = None,
+        process_sets: Sequence[ProcessSet] | str | None = None,
+    ) -> None:
+        """Same as the framework's ``init``.
+
+        ``comm`` must be None; ``process_sets`` must be None or sets of all workers. Raises
+        :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.init`.
+        """
+        if comm is not None and (not isinstance(comm, Sequence) or comm):
+            more = f", and {self._instead}" if self._instead else ""
+            raise ConfigError(
+                "init: comm: the job's workers are those that the launcher has started; "
+                f"leave comm out{more}"
+            )
+        self._begin()
+        if process_sets is not None and process_sets != "dynamic":
+            for process_set in process_sets:
+                check_process_set(process_set, "init: process_sets", self._instead)
+
+    @public
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Wait until every worker has called it."""
+        self.check_process_set(process_set)
+        verbs.barrier()
+
+    def check_process_set(self, process_set: Any) -> None:
+        """Raise :class:`~bpsx.errors.ConfigError` unless the set has all workers."""
+        check_process_set(process_set, instead=self._instead)
+
+    @public
+    def add_process_set(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        """Return the set if it has all workers.
+
+        Raises :class:`~bpsx.errors.ConfigError` otherwise.
+        """
+        given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        self.check_process_set(given)
+        return given
+
+    @public
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Return False: the workers of a job cannot be removed from it.
+
+        Raises :class:`~bpsx.errors.ConfigError` if ``process_set`` is not a set of all workers.
+        """
+        self.check_process_set(process_set)
+        return False
+
+    def refuse_elastic(self) -> NoReturn:
+        """Raise :class:`~bpsx.errors.ConfigError`: elastic training is not supported."""
         raise ConfigError(
-            "init: comm is not supported, because the launcher decides which workers the job has; "
-            f"leave comm out{more}"
+            "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a"
+            " bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again,"
+            f" from a checkpoint; for a planned change of size there are {self._framework.module}"
+            '.suspend() and resume(). See the table "From Horovod" in docs/start/migrating.md'
         )
-    begin()
-    if process_sets is not None and process_sets != "dynamic":
-        for process_set in process_sets:
-            check_process_set(process_set, "init: process_sets", instead)
+
+    def how_to(
+        self, verb: str, op: Any, average: Any, prescale: Any, postscale: Any, process_set: Any
+    ) -> How:
+        """Check the arguments of a reduction. ``average``: the deprecated form of ``op``.
+
+        Raises :class:`ConfigError`.
+        """
+        kind = checked_op(verb, op, average)
+        self.check_process_set(process_set)
+        for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+            if not isinstance(factor, numbers.Real):
+                raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
+        if adapter.session().config.asynchronous:
+            raise ConfigError(
+                f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and a"
+                f" sum over the workers there is not; use {self._framework.module}.push_pull,"
+                " which says what it does then"
+            )
+        return How(verb, kind, float(prescale), float(postscale))
+
+    def scaled(self, tensor: Any, factor: float) -> Any:
+        """Return ``factor`` times ``tensor``.
+
+        Integers are multiplied as float64 and truncated, as Horovod does.
+        """
+        if factor == 1.0:
+            return tensor
+        if self._framework.is_floating(tensor):
+            return tensor * factor
+        wide = self._framework.cast(tensor, "float64") * factor
+        return self._framework.cast(wide, self._framework.dtype_of(tensor))
+
+    def averages_here(self, tensor: Any, how: How) -> bool:
+        """Whether the worker computes the average from the sum.
+
+        It does so for integers: Horovod's average rounds towards zero, the servers' rounds down.
+        """
+        return how.op is ReduceOp.Average and not self._framework.is_floating(tensor)
 
 
 # ---- queries about the job and the build
@@ -219,16 +294,6 @@ def is_homogeneous() -> bool:
 def no() -> bool:
     """False: there is no MPI, gloo, NCCL, DDL, oneCCL, CUDA or ROCm in bpsx."""
     return False
-
-
-def refuse_elastic(suspending: str) -> NoReturn:
-    """Raise :class:`ConfigError`. ``suspending``: the framework's module that has ``suspend()``."""
-    raise ConfigError(
-        "hvd.elastic is not supported: bpsx does not restart workers on its own. When a worker is "
-        "lost, all others raise bpsx.PeerLostError, and torchrun --max-restarts starts the job "
-        f"again, from a checkpoint. For a planned change of size, call {suspending}.suspend() and "
-        'resume(). See the table "From Horovod" in docs/start/migrating.md'
-    )
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

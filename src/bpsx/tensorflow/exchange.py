@@ -73,7 +73,12 @@ class Exchange(GradientExchange):
 
         Raises :class:`ConfigError`.
         """
-        self.declare_all(dict(zip(names_of(sources), own_names_of(sources), strict=True)), momentum)
+        if not self._anew and not self._params:
+            return
+        names = names_of(sources)
+        self.declare_all(
+            names, momentum, lambda: dict(zip(names, own_names_of(sources), strict=True))
+        )
 
     def _declare_like(self, names: Sequence[str], wires: Sequence[str]) -> None:
         """Declare names for the second use of sources in a graph, with the first's compression."""

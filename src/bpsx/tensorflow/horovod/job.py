@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from bpsx.api import verbs
 from bpsx.errors import ConfigError
-from bpsx.plugin import adapter, horovod
-from bpsx.plugin.horovod import ProcessSet, global_process_set
+from bpsx.plugin import adapter
+from bpsx.plugin.horovod import Horovod
+from bpsx.tensorflow.framework import TENSORFLOW
 from bpsx.tensorflow.horovod.errors import verb
 
 #: Result of Horovod's process_set_included_op before init().
 _NOT_INITIALIZED = -1
 
 
-def check_process_set(process_set: Any) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` unless the set has all workers."""
-    horovod.check_process_set(process_set)
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Return the set if it has all workers. Raises :class:`~bpsx.errors.ConfigError` otherwise."""
-    return horovod.checked_process_set(process_set, "")
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Return False: the workers of a job cannot be removed from it.
-
-    Raises :class:`~bpsx.errors.ConfigError` for anything but a set of all workers.
-    """
-    check_process_set(process_set)
-    return False
-
-
-def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
-) -> None:
-    """:func:`bpsx.init`. ``comm`` must be None, ``process_sets`` None or sets of all workers.
-
-    Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.init`.
-    """
-    horovod.init(verbs.init, comm, process_sets, "")
+HOROVOD = Horovod(TENSORFLOW, verbs.init)
+init, barrier = HOROVOD.init, HOROVOD.barrier
+add_process_set, remove_process_set = HOROVOD.add_process_set, HOROVOD.remove_process_set
+check_process_set, refuse_elastic = HOROVOD.check_process_set, HOROVOD.refuse_elastic
 
 
 @verb
@@ -61,17 +39,6 @@ def join() -> tf.Tensor:
             " session.run"
         )
     return tf.constant(verbs.join(), tf.int32)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every worker has called it."""
-    check_process_set(process_set)
-    verbs.barrier()
-
-
-def refuse_elastic() -> NoReturn:
-    """Raise :class:`~bpsx.errors.ConfigError`."""
-    horovod.refuse_elastic("bpsx.tensorflow")
 
 
 # ---- numbers that are known when a graph is executed

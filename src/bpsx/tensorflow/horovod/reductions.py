@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx.errors import ConfigError
-from bpsx.plugin import adapter, horovod
+from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_name
 from bpsx.plugin.horovod import (
     How,
@@ -21,7 +21,7 @@ from bpsx.plugin.horovod import (
 )
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
 from bpsx.tensorflow.horovod.errors import verb
-from bpsx.tensorflow.horovod.job import check_process_set
+from bpsx.tensorflow.horovod.job import HOROVOD
 from bpsx.tensorflow.horovod.names import (
     checked_tensor,
     group_names,
@@ -36,27 +36,7 @@ from bpsx.tensorflow.sparse import sum_of_slices
 _HERE = {ReduceOp.Min: tf.minimum, ReduceOp.Max: tf.maximum, ReduceOp.Product: tf.multiply}
 
 
-def _how(name: str, op: Any, average: Any, prescale: Any, postscale: Any, process_set: Any) -> How:
-    check_process_set(process_set)
-    kind = checked_op(name, op, average)
-    return horovod.how_to(name, kind, prescale, postscale, "bpsx.tensorflow.push_pull")
-
-
-def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Multiply by ``factor``; integers are multiplied as float64 and cut off, as Horovod does."""
-    if factor == 1.0:
-        return tensor
-    if tensor.dtype.is_floating:
-        return tensor * tf.constant(factor, tensor.dtype)
-    return tf.cast(tf.cast(tensor, tf.float64) * tf.constant(factor, tf.float64), tensor.dtype)
-
-
-def _averages_here(tensor: tf.Tensor, how: How) -> bool:
-    """Whether this worker computes the average from the sum.
-
-    Horovod rounds averages of integers towards zero, the servers round down.
-    """
-    return how.op is ReduceOp.Average and not tensor.dtype.is_floating
+_how, _scaled, _averages_here = HOROVOD.how_to, HOROVOD.scaled, HOROVOD.averages_here
 
 
 def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:

@@ -9,22 +9,15 @@ from typing import Any
 import torch
 
 from bpsx.errors import ConfigError
-from bpsx.plugin import adapter, horovod
+from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_name
 from bpsx.plugin.framework import UnsupportedTensor
-from bpsx.plugin.horovod import (
-    How,
-    ProcessSet,
-    ReduceOp,
-    check_adds,
-    checked_op,
-    global_process_set,
-)
+from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, global_process_set
 from bpsx.session.refusals import counted
 from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
-from bpsx.torch.horovod.job import check_process_set
+from bpsx.torch.horovod.job import HOROVOD
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
 from bpsx.torch.ops import push_pull
 from bpsx.torch.sparse import SparseSum, check_sparse
@@ -35,32 +28,12 @@ from bpsx.torch.tensors import check_replaceable, mark_written, summable, unname
 _HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}
 
 
-def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, process_set: ProcessSet) -> How:
-    """Check the arguments of a reduction. Raises :class:`~bpsx.errors.ConfigError`."""
-    check_process_set(process_set)
-    return horovod.how_to(verb, op, prescale, postscale, "bpsx.torch.push_pull")
+_scaled, _averages_here = HOROVOD.scaled, HOROVOD.averages_here
 
 
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``factor`` times ``tensor``.
-
-    Integers are multiplied as float64 and truncated, as Horovod does.
-    """
-    if factor == 1.0:
-        return tensor
-    return (
-        tensor * factor
-        if tensor.is_floating_point()
-        else (tensor.double() * factor).to(tensor.dtype)
-    )
-
-
-def _averages_here(tensor: torch.Tensor, how: How) -> bool:
-    """Return whether the worker computes the average from the sum.
-
-    It does so for integers: Horovod's average rounds towards zero, the servers' rounds down.
-    """
-    return how.op is ReduceOp.Average and not tensor.is_floating_point()
+def _how(called: str, *arguments: Any) -> How:
+    """Check the arguments of the verb ``called``; names on the wire begin with the plain verb's."""
+    return HOROVOD.how_to(called, *arguments)._replace(verb="allreduce")
 
 
 def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> Pending:
@@ -188,13 +161,7 @@ def allreduce(
 
     Raises :class:`ConfigError` for other arguments, and as :func:`bpsx.torch.push_pull`.
     """
-    how = how_to(
-        "allreduce",
-        checked_op("allreduce", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("allreduce", op, average, prescale_factor, postscale_factor, process_set)
     return reduced(tensor, name, how, compression)
 
 
@@ -210,13 +177,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Same as :func:`allreduce`, in place; return ``tensor``. Without autograd."""
-    how = how_to(
-        "allreduce",
-        checked_op("allreduce_", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("allreduce_", op, average, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = begin_inplace(tensor, name, how).wait()
     return result
 
@@ -233,13 +194,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`allreduce`, without autograd. ``tensor`` must not change until the end."""
-    how = how_to(
-        "allreduce",
-        checked_op("allreduce_async", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("allreduce_async", op, average, prescale_factor, postscale_factor, process_set)
     return begin_new(tensor, name, how)
 
 
@@ -255,13 +210,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`allreduce_`. The values are complete once :func:`synchronize` has returned."""
-    how = how_to(
-        "allreduce",
-        checked_op("allreduce_async_", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("allreduce_async_", op, average, prescale_factor, postscale_factor, process_set)
     return begin_inplace(tensor, name, how)
 
 
@@ -281,13 +230,7 @@ def grouped_allreduce(
 
     All are in flight at once, unless one requires a gradient.
     """
-    how = how_to(
-        "allreduce",
-        checked_op("grouped_allreduce", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("grouped_allreduce", op, average, prescale_factor, postscale_factor, process_set)
     return reduced_group(tensors, name, how, compression)
 
 
@@ -303,13 +246,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Same as :func:`allreduce_` for each of ``tensors``, all in flight at once."""
-    how = how_to(
-        "allreduce",
-        checked_op("grouped_allreduce_", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = _how("grouped_allreduce_", op, average, prescale_factor, postscale_factor, process_set)
     return list(_group(begin_inplace, tensors, name, how).wait())
 
 
@@ -325,12 +262,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`grouped_allreduce`, without autograd."""
-    how = how_to(
-        "allreduce",
-        checked_op("grouped_allreduce_async", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
+    how = _how(
+        "grouped_allreduce_async", op, average, prescale_factor, postscale_factor, process_set
     )
     return _group(begin_new, tensors, name, how)
 
@@ -347,12 +280,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begin :func:`grouped_allreduce_`."""
-    how = how_to(
-        "allreduce",
-        checked_op("grouped_allreduce_async_", op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
+    how = _how(
+        "grouped_allreduce_async_", op, average, prescale_factor, postscale_factor, process_set
     )
     return _group(begin_inplace, tensors, name, how)
 
@@ -385,7 +314,8 @@ def sparse_allreduce_async(
     :class:`~bpsx.errors.MismatchError`.
     """
     verb = "sparse_allreduce_async"
-    how = how_to(verb, check_adds(verb, checked_op(verb, op)), 1.0, 1.0, process_set)
+    how = HOROVOD.how_to(verb, op, None, 1.0, 1.0, process_set)
+    check_adds(verb, how.op)
     check_name(name, verb)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         raise UnsupportedTensor(

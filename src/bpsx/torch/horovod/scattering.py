@@ -8,19 +8,13 @@ from typing import Any
 import torch
 
 from bpsx.plugin import adapter
-from bpsx.plugin.horovod import (
-    How,
-    ProcessSet,
-    ReduceOp,
-    check_adds,
-    checked_op,
-    global_process_set,
-)
+from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, global_process_set
 from bpsx.session.refusals import counted
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.dynamo import eager
+from bpsx.torch.horovod.job import HOROVOD
 from bpsx.torch.horovod.pending import Pending, group_names, wire_name
-from bpsx.torch.horovod.reductions import begin_new, how_to, reduced, reduced_group
+from bpsx.torch.horovod.reductions import begin_new, reduced, reduced_group
 
 _VERB = "reducescatter"
 
@@ -59,7 +53,9 @@ def _own(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _how(op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet) -> How:
-    return how_to(_VERB, check_adds(_VERB, checked_op(_VERB, op)), prescale, postscale, process_set)
+    how = HOROVOD.how_to(_VERB, op, None, prescale, postscale, process_set)
+    check_adds(_VERB, how.op)
+    return how
 
 
 def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
