@@ -507,7 +507,7 @@ cdef class Core:
         if self.closed:
             return
         self.closed = True
-        self.fail(E_SHUTDOWN, "bpsx was shut down while this was under way")
+        self.fail(E_SHUTDOWN, "bpsx was shut down while this operation was under way")
         cdef int64_t end = now_ns() + 2_000_000_000
         while self.thread is not None and self.c.busy.outstanding and now_ns() < end:
             self.settle(0.01)

@@ -61,6 +61,6 @@ def refuse_gradients(verb: str, instead: str = "use DistributedOptimizer") -> No
     """Raise :class:`ConfigError` in asynchronous training. ``instead``: what to use there."""
     if adapter.session().config.asynchronous:
         raise ConfigError(
-            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be"
-            f" changes of weights: {instead}"
+            f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
+            f" workers must push changes of weights; {instead}"
         )

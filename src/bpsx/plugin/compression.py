@@ -79,6 +79,6 @@ def check_not_both(compression: type[Compressor], params: Any, verb: str) -> Non
     """Raise :class:`~bpsx.errors.ConfigError` if a tensor were to be compressed in two ways."""
     if params and compression is not NoneCompressor:
         raise ConfigError(
-            f"{verb}: compression={compression.__name__} and compression_params: give one of them"
-            " (fp16=True is a key of the latter)"
+            f"{verb}: compression={compression.__name__} and compression_params exclude each"
+            " other; give only one of them (fp16=True is a key of compression_params)"
         )

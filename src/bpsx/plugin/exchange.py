@@ -70,8 +70,9 @@ class GradientExchange:
         """
         if self._params or self._compression is not NoneCompressor:
             raise ConfigError(
-                f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights,"
-                " in their own type: leave compression and compression_params out"
+                f"{self._verb}: compression and compression_params cannot be used with"
+                " BYTEPS_ENABLE_ASYNC=1, because servers add what is pushed to the weights, in the"
+                " weights' own dtype; omit both"
             )
 
     def declare_all(

@@ -179,8 +179,8 @@ class Horovod:
         if comm is not None and (not isinstance(comm, Sequence) or comm):
             more = f", and {self._instead}" if self._instead else ""
             raise ConfigError(
-                "init: comm: the job's workers are those that the launcher has started; "
-                f"leave comm out{more}"
+                "init: comm is not supported, because the launcher decides which workers the job"
+                f" has; leave comm out{more}"
             )
         self._begin()
         if process_sets is not None and process_sets != "dynamic":
@@ -239,9 +239,9 @@ class Horovod:
                 raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
         if adapter.session().config.asynchronous:
             raise ConfigError(
-                f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and a"
-                f" sum over the workers there is not; use {self._framework.module}.push_pull,"
-                " which says what it does then"
+                f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, so there"
+                f" is no sum over the workers; use {self._framework.module}.push_pull, which"
+                " documents what it does then"
             )
         return How(verb, kind, float(prescale), float(postscale))
 

@@ -94,29 +94,6 @@ class Subject(NamedTuple):
     people. ``call``: the call that makes weights equal. ``things``: the objects that have the
     names. ``order``: other actions that must happen in the same order on all workers.
     """
-<<<<<<< HEAD:src/bpsx/plugin/startup_check.py
-    first, others = odd_ones([row[0] for row in rows])
-    if not others:
-        return ""
-    return (
-        f"{what}: {_workers(others)} other names of {things} than worker {first}, or the same"
-        f" names in another order. Names, their order, and the order in which {order} must be the"
-        f" same on all workers. This worker has: {here}"
-    )
-
-
-def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
-    """Return the message if weights differ; empty if not. ``call``: the call to recommend."""
-    first, others = odd_ones([row[1] for row in rows])
-    if not others:
-        return ""
-    return (
-        f"{what}: {_workers(others)} other weights than worker {first} before the first step. "
-        f"They stay different, because averaged gradients do not make weights equal. Call {call} "
-        "on all workers before training, or set BPSX_CHECK_WEIGHTS=off if they are meant to "
-        "differ"
-    )
-=======
 
     what: str
     here: str
@@ -132,9 +109,9 @@ def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
         first, others = odd_ones([row[0] for row in rows])
         if others:
             return (
-                f"{self.what}: {_workers(others)} other names of {self.things}, or the same in"
-                f" another order, than worker {first}: names and their order must be the same on"
-                f" all workers, and so must be the order in which {self.order}. Here: {self.here}",
+                f"{self.what}: {_workers(others)} other names of {self.things} than worker {first},"
+                " or the same names in another order. Names, their order, and the order in which"
+                f" {self.order} must be the same on all workers. This worker has: {self.here}",
                 "",
             )
         first, others = odd_ones([row[1] for row in rows])
@@ -143,9 +120,9 @@ def weights_problem(rows: Sequence[Sequence[int]], what: str, call: str) -> str:
         return (
             "",
             f"{self.what}: {_workers(others)} other weights than worker {first} before the first"
-            " step, and will keep them: averaged gradients do not make weights equal. Call"
-            f" {self.call} on all workers before training (BPSX_CHECK_WEIGHTS=off if they shall"
-            " differ)",
+            " step. They stay different, because averaged gradients do not make weights equal. Call"
+            f" {self.call} on all workers before training, or set BPSX_CHECK_WEIGHTS=off if they"
+            " are meant to differ",
         )
 
     def compare(self, name: str, meaning: int, weights: int) -> tuple[str, str]:
@@ -163,7 +140,6 @@ def tell(problem: str) -> None:
         raise MismatchError(problem)
     if problem:
         warn(problem)
->>>>>>> f4e4c52 (Write what three frameworks share once, in plugin/):src/bpsx/plugin/startup.py
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -203,7 +203,7 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
     cdef void *status = api.new_status()
     cdef Call *call = NULL
     if python_ends():
-        api.set_status(status, ABORTED, b"bpsx: Python is ending, so nothing can be exchanged")
+        api.set_status(status, ABORTED, b"bpsx: Python is shutting down; the exchange is cancelled")
     elif atomic_load(&distrusted) or not is_known(<Done *>done, known):
         api.set_status(
             status, FAILED_PRECONDITION,

@@ -16,7 +16,7 @@ class TensorFlow(Framework[Any]):
 
     module = "bpsx.tensorflow"
     instead = {
-        "bool": "send tf.cast(tensor, tf.uint8), whose sum counts the workers with True",
+        "bool": "send tf.cast(tensor, tf.uint8); its sum is the number of workers with True",
         **dict.fromkeys(
             ("complex64", "complex128"), "send tf.math.real(tensor) and tf.math.imag(tensor)"
         ),

@@ -17,7 +17,7 @@ class Torch(Framework[torch.Tensor]):
 
     module = "bpsx.torch"
     instead = {
-        "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
+        "bool": "send tensor.to(torch.uint8); its sum is the number of workers with True",
         **dict.fromkeys(
             ("complex32", "complex64", "complex128"),
             "send torch.view_as_real(tensor), which shares its memory",

@@ -182,7 +182,9 @@ def names_of(
             )
     twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
     if twice:
-        raise ConfigError(f"{verb}: named_parameters gives these names twice: {', '.join(twice)}")
+        raise ConfigError(
+            f"{verb}: named_parameters contains these names twice: {', '.join(twice)}"
+        )
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in ours:
@@ -198,8 +200,8 @@ def names_of(
             ""
             if first
             else (
-                " (it has none of them: model.state_dict() has other tensors,"
-                " model.named_parameters() has these)"
+                " (it contains none of them: the tensors of model.state_dict() are not the"
+                " parameters, use model.named_parameters())"
             )
         )
         raise ConfigError(
