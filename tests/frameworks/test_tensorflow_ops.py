@@ -557,7 +557,7 @@ def test_refused(job):
             "UnsupportedDType: push_pull: dtype string",
             "tf.cast(tensor, tf.uint8)",
             "tf.math.real",
-            "UnsupportedTensor: push_pull: object",
+            "UnsupportedTensor: push_pull: cannot convert object to a tensor",
             "SparseTensor cannot be sent",
             "give only one of them",
             "op='Product': allowed are Average and Sum",
