@@ -1,5 +1,5 @@
-"""Every example of examples/mxnet, as its page says to start it, at small sizes; and a script for
-BytePS with the import changed.
+"""Every example of examples/mxnet at small sizes, once as its page says to start it, by bpsx-run;
+and a script for BytePS with the import changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.running import launch
+from support.running import launch, train
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "mxnet"
@@ -23,11 +23,11 @@ def test_each_example_has_a_test() -> None:
 
 @pytest.mark.parametrize("compression", ["none", "onebit", "topk", "randomk", "dithering", "fp16"])
 def test_digits(compression: str) -> None:
-    status, output = launch(
-        [sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "2", "--compress", compression],
-        2,
-        1,
-    )
+    script = [str(EXAMPLES / "digits.py"), "--epochs", "2", "--compress", compression]
+    if compression == "none":
+        status, output = launch([sys.executable, *script], 2, 1)
+    else:
+        status, output = train(script, 2, 1)
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
     assert (
@@ -47,8 +47,8 @@ def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> N
         )
         != before
     )
-    status, output = launch(
-        [sys.executable, str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000"
+    status, output = train(
+        [str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000"
     )
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
@@ -58,9 +58,7 @@ def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> N
 
 
 def test_digits_refuses_what_it_does_not_show() -> None:
-    status, output = launch(
-        [sys.executable, str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1"
-    )
+    status, output = train([str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1")
     assert status == 1 and "BYTEPS_ENABLE_ASYNC=1 is not supported: byteps_push_pull" in output, (
         output[-3000:]
     )

@@ -1,5 +1,5 @@
-"""Every example of examples/tensorflow, as its page says to start it, at small sizes; and scripts
-for BytePS and Horovod with the import changed.
+"""Every example of examples/tensorflow at small sizes, once as its page says to start it, by
+bpsx-run; and scripts for BytePS and Horovod with the import changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.running import launch
+from support.running import launch, train
 from support.tensorflow_job import QUIET
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,9 +23,13 @@ SCRIPTS = sorted(p.name for p in EXAMPLES.glob("*.py"))
 MIGRATING = Path(__file__).parent / "migrating"
 
 
-def example(name: str, *arguments: str) -> str:
+def example(name: str, *arguments: str, by_bpsx_run: bool = True) -> str:
     """What two workers print."""
-    status, output = launch([sys.executable, str(EXAMPLES / name), *arguments], 2, 1, **QUIET)
+    script = [str(EXAMPLES / name), *arguments]
+    if by_bpsx_run:
+        status, output = launch([sys.executable, *script], 2, 1, **QUIET)
+    else:
+        status, output = train(script, 2, 1, **QUIET)
     assert status == 0, output[-3000:]
     assert (
         "[worker 0] 2 workers, " in output
@@ -60,7 +64,8 @@ def test_the_page_lists_all() -> None:
     "arguments", [[], ["--jit"], ["--eager"]], ids=["function", "jit", "eager"]
 )
 def test_digits(arguments: list[str]) -> None:
-    output = example("digits.py", "--epochs", "2", "--hidden", "64", *arguments)
+    small = ["--epochs", "2", "--hidden", "64"]
+    output = example("digits.py", *small, *arguments, by_bpsx_run=not arguments)
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 2 and losses[1] < losses[0]
 
@@ -93,7 +98,8 @@ def test_keras_fit_says_before_it_trains_that_it_cannot_save(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("model", ["ResNet50", "VGG16"])
 def test_synthetic_benchmark(model: str) -> None:
-    output = example("synthetic_benchmark.py", "--model", model, "--quick", "--fp16-pushpull")
+    arguments = ["--model", model, "--quick", "--fp16-pushpull"]
+    output = example("synthetic_benchmark.py", *arguments, by_bpsx_run=model == "ResNet50")
     assert f"2 workers, {model} with " in output and "total images/s on 2 workers" in output
 
 
@@ -112,7 +118,7 @@ def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str
         (MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after")
     )
     assert after == before.replace(f"import {module} as", f"import {ours} as") and after != before
-    status, output = launch([sys.executable, str(MIGRATING / f"{name}_after.py")], 2, 1, **QUIET)
+    status, output = train([str(MIGRATING / f"{name}_after.py")], 2, 1, **QUIET)
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
     weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))

@@ -1,4 +1,4 @@
-"""Every example of examples/pytorch, as its page says to start it, at small sizes.
+"""Every example of examples/pytorch at small sizes, once as its page says to start it, by bpsx-run.
 
 (The digits: test_torch_demo.py.)
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.torch_job import launch
+from support.running import launch, train
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -38,11 +38,13 @@ GPT = [
 SMALL = ["--quick", "--batch-size", "2", "--num-iters", "2"]
 
 
-def example(name: str, *arguments: str) -> str:
+def example(name: str, *arguments: str, by_bpsx_run: bool = True) -> str:
     """What two workers print."""
-    status, output = launch(
-        [sys.executable, str(EXAMPLES / name), *arguments], workers=2, servers=1
-    )
+    script = [str(EXAMPLES / name), *arguments]
+    if by_bpsx_run:
+        status, output = launch([sys.executable, *script], workers=2, servers=1)
+    else:
+        status, output = train(script, workers=2, servers=1)
     assert status == 0, output[-3000:]
     assert "[worker 0] 2 workers, " in output and "the same" in output, output
     assert not re.search("warning|Error|DIFFER", output), output
@@ -153,9 +155,10 @@ def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     found = losses(straight)
     assert len(found) == 12 and found[-1] < found[0] and "a sample:" in straight
     state = tmp_path / "state"
-    begun = example("gpt.py", *GPT, "--steps", "7", "--save-every", "3", "--checkpoint", str(state))
+    saving = ["--steps", "7", "--save-every", "3", "--checkpoint", str(state)]
+    begun = example("gpt.py", *GPT, *saving, by_bpsx_run=False)
     assert "starts from step 0" in begun and losses(begun) == found[:7]
-    ended = example("gpt.py", *GPT, "--checkpoint", str(state))
+    ended = example("gpt.py", *GPT, "--checkpoint", str(state), by_bpsx_run=False)
     assert f"resumes from step 7 of {state}" in ended and losses(ended) == found[7:]
     weights, sample = (
         re.compile(text, re.S) for text in (r"weights (\w{16}) are the same", r"a sample:\n(.*)--")
@@ -176,11 +179,8 @@ def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     """Worker 0 alone reads it; both end at once."""
     state = tmp_path / "state"
     state.write_text("nothing of the kind")
-    status, output = launch(
-        [sys.executable, str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)],
-        workers=2,
-        servers=1,
-    )
+    script = [str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)]
+    status, output = train(script, workers=2, servers=1)
     assert (
         status == 2 and f"gpt.py: {state} cannot be used" in output and "Traceback" not in output
     ), output
@@ -195,7 +195,7 @@ def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     ids=["bpsx", "ddp-hook"],
 )
 def test_synthetic_benchmark(arguments: list[str]) -> None:
-    output = example("synthetic_benchmark.py", *arguments)
+    output = example("synthetic_benchmark.py", *arguments, by_bpsx_run="resnet18" in arguments)
     assert (
         "11,689,512 parameters" if "resnet18" in arguments else "10,510,346 parameters"
     ) in output

@@ -1,35 +1,40 @@
-"""Forks test processes from a process that has imported their packages.
+"""Processes as forks of one that has imported what they need: 4 s of a core for TensorFlow, 3.5 for
+PyTorch, 2 for MXNet, 1.1 for Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
 
-This saves processor time in each of hundreds of processes: 3.5 s for PyTorch, 1.1 s for Numba, 0.25
-s for NumPy and ZeroMQ.
-
-Run as a script, this module is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It
-has one thread, imports nothing of bpsx, and gives each child the requested input, output and
-environment. For a test, a child differs from a started process in two ways: its parent is the
-nursery, and all children have the same hash seed. Tests use only :func:`packages_for` and
-:class:`Fork`.
+As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread,
+and gives each of its children the input, output and environment that were asked for. What comes
+out is a process of its own in all that a test can see, except that its parent is the nursery, that
+all have its seed for hashes, and that at their end Python does not take the packages apart. Only
+:func:`nursery_for` and :class:`Fork` are for tests.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
+import importlib
 import io
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from typing import IO, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-#: Variables that Python reads at its start: each set of their values has its own nursery.
+#: Variables that are looked at while Python or TensorFlow starts: there is a nursery for each value
+#: that these have.
 _PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH")
-#: Variables that packages read when they are imported, likewise. A nursery has the tests' values of
-#: all others.
+_TENSORFLOWS = ("TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+#: ... or while packages are imported: of the others a nursery has the tests' values.
 _EARLY = (
     "LD_",
     "PYTHON",
@@ -42,61 +47,100 @@ _EARLY = (
     "MALLOC_",
     "GLIBC_",
     "NUMBA_",
+    "TF_",
+    "XLA_",
+    "KERAS_",
+    "MXNET_",
 )
+#: What a worker that names a framework is forked from. PyTorch imports the last of its packages,
+#: which is half of it, with the first optimizer.
+_FRAMEWORKS = {
+    "torch": ("numba", "torch", "torch._dynamo"),
+    "tensorflow": ("tensorflow",),
+    "mxnet": ("bpsx.mxnet",),
+}
+#: What is forked for NumPy's workers and the scheduler; and for who sums, with all kernels loaded.
+_PLAIN = ("bpsx.api.verbs", "bpsx.scheduler.__main__")
+_SUMS = (*_PLAIN, "numba", "bpsx.server.__main__")
+#: The seed for hashes of each first worker: it differs from the others in the order of sets, as all
+#: do in life.
+_FIRST = {"PYTHONHASHSEED": "1"}
+_NAMED = re.compile(r"(?m)^\s*(?:import|from)\b.*?\b(torch|tensorflow|keras|mxnet)(?:_job)?\b")
 _ROOM = 1 << 20
-_SECONDS = 60.0
+_SECONDS = 150.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_EARLY) and name not in _PATHS
+        if name.startswith(_EARLY) and name not in (*_PATHS, *_TENSORFLOWS)
     }
 
 
-def _paths(environment: dict[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in _PATHS if name in environment}
+def _chosen(names: tuple[str, ...], environment: dict[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in names if name in environment}
 
 
 def _quiet() -> dict[str, str]:
     """Return the nurseries' environment variables, without paths."""
     return {
-        **{name: value for name, value in os.environ.items() if name not in _PATHS},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in (*_PATHS, *_TENSORFLOWS)
+        },
         "OMP_NUM_THREADS": "1",
     }
 
 
-def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
-    """Return the packages, besides NumPy and ZeroMQ, of the nursery to fork this command from.
+class Kind(NamedTuple):
+    """What a nursery has imported besides NumPy and ZeroMQ, and the variables that only it has."""
 
-    None: start the command as a new process instead. The first worker is started, unless it needs
-    PyTorch or Numba, so that its sets have another order than those of the other workers, as in a
-    real job.
-    """
-    if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
+    packages: tuple[str, ...]
+    variables: frozenset[tuple[str, str]]
+
+
+def nursery_for(command: list[str], environment: dict[str, str]) -> Kind | None:
+    """What the process that this command is better forked from has; None: it is better started."""
+    packages = _packages_for(command, environment)
+    if packages is None or _early(environment) != _early(_quiet()):
         return None
-    if command[1] == "-m":  # the scheduler needs no Numba, but also starts faster as a fork
-        return ("numba",) if command[2] in ("bpsx.server", "bpsx.scheduler") else None
-    if "import torch" in command[2] or "bpsx.torch" in command[2]:
-        # PyTorch imports the last one, half of the total, with the first optimizer
-        return "numba", "torch", "torch._dynamo"
-    if environment.get("BYTEPS_LOCAL_SIZE", "1") != "1":
-        return ("numba",)  # a machine's processes sum, like servers
-    return () if environment.get("DMLC_WORKER_ID", "0") != "0" else None
+    variables = _chosen(_PATHS, environment)
+    if "tensorflow" in packages:
+        variables |= _chosen(_TENSORFLOWS, environment)
+    if packages == _PLAIN and command[1] == "-c" and environment.get("DMLC_WORKER_ID") == "0":
+        variables |= _FIRST
+    return Kind(packages, frozenset(variables.items()))
+
+
+def _packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
+    if command[0] != sys.executable or not (command[1] in ("-c", "-m") or command[1][-3:] == ".py"):
+        return None
+    # a test that has a folder of its own for kernels
+    own_kernels = environment.get("BPSX_CACHE_DIR") != os.environ.get("BPSX_CACHE_DIR")
+    sums = ("numba",) if own_kernels else _SUMS
+    if command[1] == "-m":
+        return {"bpsx.scheduler": _PLAIN, "bpsx.server": sums}.get(command[2])
+    text = command[2] if command[1] == "-c" else Path(command[1]).read_text()
+    frameworks = {"tensorflow" if n == "keras" else n for n in _NAMED.findall(text)}
+    if frameworks:
+        return _FRAMEWORKS[frameworks.pop()] if len(frameworks) == 1 else None
+    # a machine's processes sum, as servers do
+    return _PLAIN if environment.get("BYTEPS_LOCAL_SIZE", "1") == "1" else sums
 
 
 class _Nursery:
     """The process that forks, and a thread that receives from it the children that ended."""
 
-    def __init__(self, packages: tuple[str, ...], paths: dict[str, str]) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), *packages],
+            [sys.executable, __file__, str(theirs.fileno()), *kind.packages],
             pass_fds=[theirs.fileno()],
-            env={**_quiet(), **paths},
+            env={**_quiet(), **dict(kind.variables)},
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
@@ -164,50 +208,55 @@ class _Nursery:
     def _end(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
+        self._socket.close()
 
 
 _lock = threading.Lock()
-# nurseries by packages and paths
-_all: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Nursery] = {}
+_all: dict[Kind, _Nursery] = {}
 
 
-def _nursery(packages: tuple[str, ...], paths: dict[str, str]) -> _Nursery:
-    key = packages, frozenset(paths.items())
+def _nursery(kind: Kind) -> _Nursery:
     with _lock:
-        if key not in _all:
-            _all[key] = _Nursery(packages, paths)
-        return _all[key]
+        if kind not in _all:
+            _all[kind] = _Nursery(kind)
+        return _all[kind]
 
 
 def nurseries() -> set[int]:
-    """Return the pids of the nurseries, which stay for later tests."""
-    return {nursery.pid for nursery in _all.values()}
+    """The processes that stay for the tests to come."""
+    return {nursery.pid for nursery in list(_all.values())}
+
+
+def kinds() -> dict[int, str]:
+    """What is forked from each of them."""
+    return {nursery.pid: kind.packages[-1] for kind, nursery in list(_all.items())}
+
+
+def _source(command: list[str]) -> str:
+    """What ``python -c`` would have to run in place of ``command``."""
+    if command[1] == "-c":
+        return command[2]
+    if command[1] == "-m":
+        run = f"runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+        return f"import runpy; {run}"
+    place = f"sys.argv, sys.path[0] = {command[1:]!r}, {str(Path(command[1]).parent)!r}"
+    return f"import runpy, sys; {place}; runpy.run_path({command[1]!r}, run_name='__main__')"
 
 
 class Fork:
     """The part of :class:`subprocess.Popen`'s interface that tests need, for a forked process.
 
-    ``command``: ``python -c SOURCE`` or ``python -m MODULE``.
+    ``command``: ``python -c SOURCE``, ``python -m MODULE`` or ``python SCRIPT ARGUMENT...``.
     """
 
-    def __init__(
-        self, command: list[str], environment: dict[str, str], packages: tuple[str, ...]
-    ) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], kind: Kind) -> None:
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
-        source = (
-            command[2]
-            if command[1] == "-c"
-            else (
-                f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__',"
-                " alter_sys=True)"
-            )
-        )
-        self._of = _nursery(packages, _paths(environment))
+        self._of = _nursery(kind)
         self.args = command
         self.returncode: int | None = None
         try:
             self.pid, self._descriptor = self._of.fork(
-                source, environment, [inward[0], outward[1], errors[1]]
+                _source(command), environment, [inward[0], outward[1], errors[1]]
             )
         finally:
             for fd in (inward[0], outward[1], errors[1]):
@@ -322,18 +371,48 @@ def _be(task: dict[str, Any]) -> None:
     exec(compile(task["source"], "<string>", "exec"), own)
 
 
-if __name__ == "__main__":
-    import gc
-    import importlib
+def _sparing() -> Callable[[], None]:
+    """What a child does last before Python takes its modules apart, and their objects one by one:
+    the packages are left out, a tenth of a second or more. What the child has imported is not.
+    """
+    modules, standard = sys.modules, sys.stdlib_module_names
+    keep, held = ctypes.pythonapi.Py_IncRef, ctypes.py_object
+    spared: dict[str, Any] = {}
 
-    import numpy
-    import zmq.utils.monitor  # noqa: F401
+    def last() -> None:
+        if not spared:  # in the nursery: these are its packages
+            spared.update({n: m for n, m in modules.items() if n.partition(".")[0] not in standard})
+            return
+        for name, module in spared.items():
+            if name != "__main__" and modules.get(name) is module:
+                keep(held(module))
+                del modules[name]
 
-    for _name in sys.argv[2:]:
-        importlib.import_module(_name)
-    if "numba" in sys.modules:
-        # Numba imports as much again for the first function that it compiles or loads
+    return last
+
+
+def _prepare(packages: list[str]) -> None:
+    """Import the packages, and whatever makes the first use of them slow."""
+    last = _sparing()
+    atexit.register(last)  # before any package's, so it runs after them
+    for name in ("zmq.utils.monitor", *packages):
+        importlib.import_module(name)
+        if name.endswith("__main__"):
+            del sys.modules[name]  # which will run once more, as a script
+    if "numba" in packages:
+        # it imports as much again for the first function that it compiles or loads
         sys.modules["numba"].cfunc("void()")(lambda: None)
+    if "bpsx.server.__main__" in packages:
+        for code in sys.modules["bpsx.dtypes"].BY_CODE:
+            sys.modules["bpsx.kernels"].load(code)
+        sys.modules["bpsx.kernels.codecs"].import_all()
+    last()
+
+
+if __name__ == "__main__":
+    import numpy
+
+    _prepare(sys.argv[2:])
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
     gc.collect()
     # Otherwise each child would traverse all imported objects in its garbage collections and again

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.forking import Fork, packages_for
+from support.forking import Fork, nursery_for
 
 #: Seconds that a job may take. Tests on an emulated processor set a multiple.
 DEADLINE = 90.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
@@ -70,10 +71,10 @@ class Process:
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
-        packages = packages_for(command, env)
+        kind = nursery_for(command, env)
         self.popen: subprocess.Popen[str] | Fork = (
-            Fork(command, env, packages)
-            if packages is not None
+            Fork(command, env, kind)
+            if kind is not None
             else subprocess.Popen(
                 command,
                 env=env,
@@ -179,8 +180,8 @@ class Process:
 class Job:
     """A job of processes.
 
-    ``source``: Python source that each worker runs (dedented). ``env``: environment variables of
-    all processes; ``worker_env[i]``: those of worker i.
+    ``source``: Python source that each worker runs (dedented), or ``script``: a file and its
+    arguments. ``env``: environment variables of all processes; ``worker_env[i]``: those of worker i.
 
     ``workers``: number of worker processes; ``processes`` of them form one machine. ``alone``: one
     worker without scheduler and servers.
@@ -197,9 +198,10 @@ class Job:
         host: str = "127.0.0.1",
         processes: int = 1,
         alone: bool = False,
+        script: Sequence[str] = (),
     ) -> None:
         self.processes_each, self._needs_scheduler = processes, not alone
-        self.source = _PRELUDE + textwrap.dedent(source)
+        self._run = list(script) or ["-c", _PRELUDE + textwrap.dedent(source)]
         self.n_workers, self.n_servers = workers, servers
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-test-")
         clean = {
@@ -279,10 +281,9 @@ class Job:
             "BYTEPS_LOCAL_SIZE": str(self.processes_each),
             **self._worker_env.get(i, {}),
         }
-        text = self.source if source is None else _PRELUDE + textwrap.dedent(source)
-        self.workers.append(
-            Process(f"worker {i}", self.command(f"worker {i}", [sys.executable, "-c", text]), env)
-        )
+        run = self._run if source is None else ["-c", _PRELUDE + textwrap.dedent(source)]
+        command = self.command(f"worker {i}", [sys.executable, *run])
+        self.workers.append(Process(f"worker {i}", command, env))
 
     @property
     def processes(self) -> list[Process]:

@@ -78,6 +78,24 @@ def launch(
     return job.returncode, output
 
 
+def train(script: list[str], workers: int, servers: int, **environment: str) -> tuple[int, str]:
+    """What :func:`launch` does with ``python script``, without bpsx-run: its output has the same
+    marks, and its processes come out of one that has imported the framework.
+    """
+    own = {"BYTEPS_ENABLE_IPC": "1", **_quick(), **environment}
+    with Job("", workers, servers, env=own, script=script) as running:
+        statuses = [p.wait(JOB_SECONDS) for p in running.processes]
+        output = "".join(
+            f"[{p.name}] {line}\n" for p in running.processes for line in (*p.lines, *p.errors)
+        )
+    return next((s for s in statuses if s), 0), output
+
+
+def _quick() -> dict[str, str]:
+    """As bpsx-run gives its jobs a secret."""
+    return {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}
+
+
 def source_of(job: str, module_file: str, functions: list[str], out: Path) -> str:
     """Return the source of a worker that calls ``functions`` of ``module_file`` and saves their
     results in ``out``.
@@ -157,8 +175,6 @@ def _run(
 ) -> tuple[int, str]:
     out.mkdir(parents=True, exist_ok=True)
     source = source_of(job, module_file, functions, out)
-    # as bpsx-run gives its jobs one
-    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}
     alone = workers * processes + servers == 1
     seeds = (
         {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
@@ -168,7 +184,7 @@ def _run(
         workers * processes,
         servers,
         processes=processes,
-        env={**quick, **environment},
+        env={**_quick(), **environment},
         worker_env=seeds,
         alone=alone,
     ) as running:
