@@ -46,7 +46,8 @@ def caught(process) -> tuple[str, str]:
 @pytest.mark.parametrize("who", ["worker", "server", "scheduler"])
 @each_transport
 def test_a_death_is_named_everywhere(transport, who, number):
-    with Job(_STEPPING, workers=3, servers=2, env={**TRANSPORTS[transport]}) as job:
+    env = {**TRANSPORTS[transport], "BPSX_TERM_GRACE": "0.5"}
+    with Job(_STEPPING, workers=3, servers=2, env=env) as job:
         started(job)
         victim = {"worker": job.workers[1], "server": job.servers[0], "scheduler": job.scheduler}[
             who

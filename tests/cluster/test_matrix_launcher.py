@@ -35,7 +35,12 @@ except bpsx.BpsxError as e:
     print("told:", e, flush=True)
     sys.exit(7)
 """
-_FAST = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_GATHER_GRACE": "1"}
+_FAST = {
+    "PS_HEARTBEAT_INTERVAL": "0.3",
+    "PS_HEARTBEAT_TIMEOUT": "2",
+    "BPSX_GATHER_GRACE": "1",
+    "BPSX_TERM_GRACE": "0.5",
+}
 
 
 def role_pids(launcher: Launcher) -> dict[str, int]:
@@ -120,6 +125,6 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
         process = begin(launcher, tmp_path, "pull")
         process.kill()
         process.communicate()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while launcher.left() and time.monotonic() < end:
             time.sleep(0.05)

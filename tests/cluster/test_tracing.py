@@ -198,7 +198,8 @@ except bpsx.PeerLostError:
 
 
 def test_servers_trace_on_sigterm(tmp_path):
-    with Job(STEPS + "step()\nreport('there')\nsys.stdin.readline()\n", **tracing(tmp_path)) as job:
+    source = STEPS + "step()\nreport('there')\nsys.stdin.readline()\n"
+    with Job(source, **tracing(tmp_path, BPSX_TERM_GRACE="0.5")) as job:
         for w in job.workers:
             w.wait_for_line("there")
         job.servers[0].signal(signal.SIGTERM)
