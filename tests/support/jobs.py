@@ -181,7 +181,7 @@ class Job:
     """A job of processes.
 
     ``source``: Python source that each worker runs (dedented), or ``script``: a file and its
-    arguments. ``env``: environment variables of all processes; ``worker_env[i]``: those of worker i.
+    arguments. ``env``: environment variables of all processes; ``worker_env[i]``: of worker i.
 
     ``workers``: number of worker processes; ``processes`` of them form one machine. ``alone``: one
     worker without scheduler and servers.
