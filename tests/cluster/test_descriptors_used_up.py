@@ -8,7 +8,11 @@ import os
 import resource
 from pathlib import Path
 
+import pytest
+
 from support.jobs import Job
+
+pytestmark = pytest.mark.timeout(600)  # the server compiles all that it can
 
 WORKER = """
     import bpsx, ml_dtypes, numpy as np
@@ -31,11 +35,14 @@ WORKER = """
 
 
 def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path) -> None:
+    # The server compiles all, workers take what is there: half a minute less of a core.
+    known = {"BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"]}
     with Job(
         WORKER,
         2,
         1,
         env={"BPSX_CACHE_DIR": str(tmp_path / "new"), "BYTEPS_MIN_COMPRESS_BYTES": "0"},
+        worker_env={0: known, 1: known},
     ) as job:
         for worker in job.workers:
             worker.wait_for_line("2.0")
@@ -51,4 +58,4 @@ def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path
         )
         for worker in job.workers:
             worker.say("")
-        assert job.results() == [[2.0] * 12] * 2
+        assert job.results(300) == [[2.0] * 12] * 2

@@ -45,8 +45,8 @@ def test_a_death_is_noticed_although_a_forked_child_lives_on():
         child = next(r for r in job.workers[1].reports() if isinstance(r, int))
         try:
             job.workers[1].signal(signal.SIGKILL)
-            assert job.workers[0].wait(30) == 0 and "worker 1" in job.workers[0].reports()[-1]
-            assert job.servers[0].wait(30) == 1 and job.scheduler.wait(30) == 1
+            assert job.workers[0].wait() == 0 and "worker 1" in job.workers[0].reports()[-1]
+            assert job.servers[0].wait() == 1 and job.scheduler.wait() == 1
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -210,6 +210,6 @@ def test_a_program_that_inherits_everything_does_not_hide_a_death():
         program = next(r for r in job.workers[1].reports() if isinstance(r, int))
         try:
             job.workers[1].signal(signal.SIGKILL)
-            assert job.workers[0].wait(30) == 0 and "worker 1" in job.workers[0].reports()[-1]
+            assert job.workers[0].wait() == 0 and "worker 1" in job.workers[0].reports()[-1]
         finally:
             os.kill(program, signal.SIGKILL)

@@ -233,7 +233,7 @@ def _tries(name: str, greet: Callable[[socket.socket], None]) -> int:
     """Return how many bytes (0 or 1) a peer gets after the nonce, which every peer gets."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(name)
-        link.settimeout(20)
+        link.settimeout(60)
         try:
             greet(link)
             return len(link.recv(1))

@@ -192,7 +192,7 @@ def test_wake_ends_a_wait_from_another_thread(pair):
     thread = threading.Thread(target=wait)
     thread.start()
     w.wake()
-    assert woken.wait(20)
+    assert woken.wait(60)
     thread.join()
 
 
@@ -213,7 +213,7 @@ def test_wait_ends_when_a_message_arrives(pair):
     thread = threading.Thread(target=wait)
     thread.start()
     s.send(5, b"now")
-    assert arrived.wait(20)
+    assert arrived.wait(60)
     thread.join()
     assert w.receive() == (0, b"now", None)
 
@@ -374,7 +374,7 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
         listener.greet(made, b"", 77, address, rank, nonsense)
         while lane.malformed < sorted(insiders).index(rank) + 1:
             assert s.receive(0.1) is None
-        made.settimeout(20)
+        made.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert made.recv(1) == b""
         made.close()

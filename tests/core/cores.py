@@ -68,7 +68,7 @@ class Rig:
             at += length
         return Tensor(name, 3, parts, stages_for("cpu"))
 
-    def take(self, lane: int = 0, timeout: float = 20) -> list[w.Record]:
+    def take(self, lane: int = 0, timeout: float = 60) -> list[w.Record]:
         """Return the records of the next message that a lane receives."""
         message = self.lanes[lane].sent(timeout)
         assert message is not None, "the core has sent nothing"

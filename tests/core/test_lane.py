@@ -90,7 +90,7 @@ class Rig:
         )
         self.send(rank, r._replace(**changes), body=None if inline else data)
 
-    def take(self, rank: int, timeout: float = 30) -> list[w.Record]:
+    def take(self, rank: int, timeout: float = 60) -> list[w.Record]:
         message = self.workers[rank].sent(timeout)
         assert message is not None, f"the lane has sent nothing to worker {rank}; log: {self.log}"
         return w.unpack(message[1], message[2])

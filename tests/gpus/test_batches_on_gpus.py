@@ -53,7 +53,7 @@ for step in range(4):
             if part:
                 handles |= dict(zip(part, begin({name: arrays[name] for name in part}, average)))
     for name in names:
-        handles[name].wait(20)
+        handles[name].wait(60)
     cuda.sync(main)
     for name in names:
         assert near(arrays[name].get(), own[name], average), (step, name)
@@ -79,7 +79,7 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
         """
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
-        push_pull("first", PretendArray(np.ones(10, np.float32), main)).wait(20)
+        push_pull("first", PretendArray(np.ones(10, np.float32), main)).wait(60)
         gpu = verbs.session().devices._gpu
         for code, name in ((7, "int32"), (8, "int64")):
             gpu.take_divider(code, cuda.kernel(f"pretend_divide_{name}"), 64)
@@ -92,7 +92,7 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
             with held(main):
                 handles = begin(arrays, average=True)
             for h in handles:
-                h.wait(20)
+                h.wait(60)
             cuda.sync(main)
             for name in names:
                 assert near(arrays[name].get(), own[name], True), (step, name)
@@ -124,15 +124,15 @@ def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_othe
                 until(lambda: all(h.done() for h in handles))
                 begun = cuda.count("cuStreamWaitEvent")
                 for h in reversed(handles):
-                    h.wait(20)
+                    h.wait(60)
                 once = cuda.count("cuStreamWaitEvent") - begun
                 assert once <= 1, once
                 moment = cuda.count("cuStreamWaitEvent")
                 sink = PretendArray(np.zeros(1000, np.float32), other)
-                push_pull("x", sink, stream=other).wait(20)  # meets on another stream
-                handles[0].wait(20)  # and that is this one's again
+                push_pull("x", sink, stream=other).wait(60)  # meets on another stream
+                handles[0].wait(60)  # and that is this one's again
                 assert cuda.count("cuStreamWaitEvent") > moment
-            [h.wait(20) for h in handles]
+            [h.wait(60) for h in handles]
             cuda.sync(main)
             for a in arrays.values():
                 assert (a.get() == 3).all()
@@ -158,7 +158,7 @@ def test_nothing_begins_on_a_stream_that_is_captured(pretend: Path) -> None:
             )
             cuda.capture(main, False)
             assert verbs.session()._core.outstanding == 0
-            [h.wait(20) for h in begin(arrays)]
+            [h.wait(60) for h in begin(arrays)]
         bpsx.shutdown()
     """,
         pretend,
@@ -184,7 +184,7 @@ def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
             assert "must be a string of 1 to 4096 bytes" in str(
                 long
             ) and "cannot be averaged on GPUs" in str(small), (long, small)
-            a.wait(20), b.wait(20)
+            a.wait(60), b.wait(60)
         cuda.sync(main)
         assert (arrays["a"].get() == 1).all() and (arrays["b"].get() == 1).all()
         bpsx.shutdown()

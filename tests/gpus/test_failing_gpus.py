@@ -13,7 +13,7 @@ import pytest
 from gpus.machines import gpu_job
 from support.jobs import Job
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 # One process's call fails after `skip` more of its kind; all processes continue until they get the
 # error. The failing process's error names the call.
@@ -27,8 +27,8 @@ FAILING = """
     try:
         if {early} and bpsx.rank() == victim:
             cuda.fail(call, code, skip)
-        push_pull("x", x).wait(20)
-        push_pull("big", big).wait(20)
+        push_pull("x", x).wait(60)
+        push_pull("big", big).wait(60)
         if not {early} and bpsx.rank() == victim:
             cuda.fail(call, code, skip)
         for step in range(500):
@@ -39,13 +39,13 @@ FAILING = """
             handles = [push_pull("x", x), push_pull("big", big)]
             handles.append(broadcast(f"b{{step}}", new, step % bpsx.size()))
             for h in handles:
-                h.wait(20)
+                h.wait(60)
         report("no error")
     except bpsx.BpsxError as e:
         report(f"{{type(e).__name__}}: {{e}}")
         if bpsx.rank() == victim:
             raise               # which ends the job
-        text = refused(lambda: push_pull("later", x).wait(20))
+        text = refused(lambda: push_pull("later", x).wait(60))
         report(text)
         sys.exit(7)
 """
@@ -112,12 +112,12 @@ DYING = """
     try:
         for step in range(100_000):
             for h in [push_pull(f"x{i}", a) for i, a in enumerate(arrays)]:
-                h.wait(30)
+                h.wait(60)
             if step == 2:
                 print("running", flush=True)
     except bpsx.BpsxError as e:
         report(f"{type(e).__name__}: {e}")
-        report(refused(lambda: push_pull("x0", arrays[0]).wait(30)))
+        report(refused(lambda: push_pull("x0", arrays[0]).wait(60)))
         sys.exit(7)
 """
 SHORT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_SHUTDOWN_TIMEOUT": 1}

@@ -248,14 +248,14 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
         opt = optimizer(net)
         for step in range(3):
             if r and step:
-                push_pull(f"go {step}", np.ones(1)).wait(20)
+                push_pull(f"go {step}", np.ones(1)).wait(60)
             net(r + 1.0).backward()
             if not r and step:
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
                 with contextlib.suppress(Alarm):
                     opt.synchronize()
                     raise AssertionError("the alarm was lost")
-                push_pull(f"go {step}", np.ones(1)).wait(20)
+                push_pull(f"go {step}", np.ones(1)).wait(60)
             finish(opt)
             assert_weights(net, step)
             opt.zero_grad(set_to_none=False)

@@ -16,7 +16,7 @@ import json, os
 bpsx.init()
 r, n = bpsx.rank(), bpsx.size()
 for size in (10, 300_000):
-    push_pull(f"x{size}", PretendArray(np.ones(size, np.float32), main)).wait(20)
+    push_pull(f"x{size}", PretendArray(np.ones(size, np.float32), main)).wait(60)
 for counts in json.loads(os.environ["COUNTS"]):
     for step in range(counts[r]):
         here = [w for w in range(n) if counts[w] > step]
@@ -28,12 +28,12 @@ for counts in json.loads(os.environ["COUNTS"]):
                 push_pull(f"x{size}", b, average=True),
                 push_pull(f"new {counts} {step} {size}", new),
             ]
-            [h.wait(20) for h in handles]
+            [h.wait(60) for h in handles]
             assert (a.get() == sum(w + 1 for w in here)).all(), (counts, step, size, a.get()[:3])
             assert (b.get() == 4 * len(here)).all(), (counts, step, size, b.get()[:3])
             assert (new.get() == sum(here)).all(), (counts, step, size, new.get()[:3])
     bpsx.join()
-push_pull("x10", PretendArray(np.ones(10, np.float32), main)).wait(20)
+push_pull("x10", PretendArray(np.ones(10, np.float32), main)).wait(60)
 bpsx.shutdown()
 """
 
@@ -64,11 +64,11 @@ def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
         if bpsx.rank() == 0:
             verbs.session()._near.machine.put_notice(b'{"rests": 0}')
             bpsx.push_pull(np.ones(1), "begun")
-            push_pull("x", x).wait(20)
+            push_pull("x", x).wait(60)
         else:
             handle = push_pull("x", x)
             bpsx.push_pull(np.ones(1), "begun")
-            handle.wait(20)
+            handle.wait(60)
         bpsx.shutdown()
     """,
         pretend,
@@ -133,7 +133,7 @@ def test_a_timeline_has_every_stage(
         arrays = [PretendArray(np.ones(size, np.float32), main) for size in (1000, 300_000)]
         for step in range(4):
             for h in [push_pull(f"x{i}", a) for i, a in enumerate(arrays)]:
-                h.wait(20)
+                h.wait(60)
         bpsx.shutdown()
     """,
         pretend,
@@ -184,7 +184,7 @@ def test_compressed_on_its_way(pretend: Path) -> None:
                     push_pull(f"{kind} gpu", a, average=True),
                     push_pull(f"{kind} host", b, average=True),
                 ]
-                [h.wait(30) for h in handles]
+                [h.wait(60) for h in handles]
                 assert b.any() and (a.get() == b).all(), (kind, step, a.get()[:5], b[:5])
         bpsx.shutdown()
     """,

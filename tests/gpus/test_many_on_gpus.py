@@ -55,7 +55,7 @@ def one(thread):
                     handles.append(None)
         for j in rng.permutation(len(handles)):
             if handles[j] is not None:
-                handles[j].wait(30)
+                handles[j].wait(60)
         for i, (_, size) in enumerate(names):
             for k in range(2):
                 want = sum(w + 1 + 10 * k + step for w in range(n))
@@ -110,7 +110,7 @@ for dtype in ["float32", "float16", "bfloat16", "float64", "int32", "int64", "in
         average = average_of(dtype) and seed % 2 == 0
         x, b = PretendArray(parts[r], main), PretendArray(parts[r], main)
         handles = [push_pull(f"x{seed}", x, average=average), broadcast(f"b{seed}", b, seed % n)]
-        [h.wait(20) for h in handles]
+        [h.wait(60) for h in handles]
         assert near(x.get(), parts, average), (
             dtype,
             size,
@@ -144,7 +144,7 @@ def test_averages_of_halves_do_not_overflow_on_their_way(pretend: Path) -> None:
         bpsx.init()
         for size in (1000, 400_000):
             x = PretendArray(np.full(size, 60000, np.float16), main)
-            push_pull(f"x{size}", x, average=True).wait(20)
+            push_pull(f"x{size}", x, average=True).wait(60)
             assert (x.get() == 60000).all(), x.get()[:3]
         bpsx.shutdown()
     """
@@ -162,13 +162,13 @@ def test_memory_is_bounded_and_comes_back(shape: tuple[int, int, int], pretend: 
         import gc, resource
         bpsx.init()
         for i in range(40):
-            broadcast(f"b{i}", PretendArray(np.full(400_000, i, np.float32), main), 0).wait(20)
+            broadcast(f"b{i}", PretendArray(np.full(400_000, i, np.float32), main), 0).wait(60)
         pinned = cuda.alive("pinned") + cuda.alive("registered")
         assert pinned <= 2, pinned
         x = PretendArray(np.ones(3000, np.float32), main)
         def rounds(n):
             for i in range(n):
-                push_pull("x", x).wait(20)
+                push_pull("x", x).wait(60)
             x.get()
             x.set(np.ones(3000, np.float32))
             return cuda.alive("events"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -194,7 +194,7 @@ def test_a_job_that_comes_back_finds_its_gpus_again(pretend: Path) -> None:
         def step(k):
             for size in (1000, 400_000):
                 x = PretendArray(np.full(size, bpsx.rank() + k, np.float32), main)
-                push_pull(f"x{size}", x).wait(20)
+                push_pull(f"x{size}", x).wait(60)
                 assert (x.get() == 1 + 2 * k).all(), x.get()[:3]
         step(1)
         bpsx.suspend()

@@ -23,7 +23,7 @@ r, n = bpsx.rank(), bpsx.size()
 made, after, other = (PretendArray(np.zeros(50_000, np.float32), main) for _ in range(3))
 fresh = PretendArray(np.full(50_000, r + 1, np.float32), main)
 total = n * (n + 1) / 2
-push_pull("warm", made).wait(20)
+push_pull("warm", made).wait(60)
 
 # The input is made on the held stream: nothing may be read before.
 with held(main):
@@ -32,7 +32,7 @@ with held(main):
     time.sleep(0.05)
     assert not made._array.any()
     assert not h.done()
-h.wait(20)
+h.wait(60)
 cuda.copy(after.address, made.address, made.nbytes, main)
 cuda.sync(main)
 assert (after.get() == total).all(), after.get()[:3]
@@ -41,7 +41,7 @@ assert (after.get() == total).all(), after.get()[:3]
 second = cuda.stream()
 made.set(np.full(50_000, r + 1, np.float32))
 view_on_second = push_pull("x", made, stream=second)
-view_on_second.wait(20)
+view_on_second.wait(60)
 cuda.copy(other.address, made.address, made.nbytes, second)
 cuda.sync(second)
 assert (other._array == total).all()
@@ -54,8 +54,8 @@ with held(main):
     cuda.copy(after.address, later.address, later.nbytes, main)
     last = push_pull("later", later)
     for h in rounds:
-        h.wait(20)
-last.wait(20)
+        h.wait(60)
+last.wait(60)
 assert (made.get() == n**3).all() and (later.get() == 2 * n).all(), (
     made.get()[:3],
     later.get()[:3],
@@ -78,7 +78,7 @@ def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
         streams = [cuda.stream() for _ in range(14)]
         tensors = [PretendArray(np.full(1000, i, np.float32), s) for i, s in enumerate(streams)]
         for i, (t, s) in enumerate(zip(tensors, streams)):
-            push_pull(f"t{i}", t, stream=s).wait(20)
+            push_pull(f"t{i}", t, stream=s).wait(60)
             t.get()
         for k in range(0, len(streams), 3):
             with held(streams[k]):
@@ -89,9 +89,9 @@ def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
                     if i != k
                 ]
                 for h in rest:
-                    h.wait(20)
+                    h.wait(60)
                 assert not stuck.done()
-            stuck.wait(20)
+            stuck.wait(60)
         for i, t in enumerate(tensors):
             assert (t.get() == i * 2.0 ** (1 + len(range(0, len(streams), 3)))).all()
         bpsx.shutdown()
@@ -110,15 +110,15 @@ def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Pa
         bpsx.init()
         n = bpsx.size()
         for name in "ab":
-            push_pull(name, PretendArray(np.ones(300_000, np.float32), main)).wait(20)
+            push_pull(name, PretendArray(np.ones(300_000, np.float32), main)).wait(60)
         cuda.delay(3000)
         x, y = (PretendArray(np.full(300_000, 1 + bpsx.rank(), np.float32), main) for _ in range(2))
         out = PretendArray(np.zeros(300_000, np.float32), main)
         gone = weakref.ref(x)
         h = push_pull("a", x, out)
         g = push_pull("b", y)
-        h.wait(20)
-        g.wait(20)
+        h.wait(60)
+        g.wait(60)
         del x, h, g
         gc.collect()
         assert (out.get() == n * (n + 1) / 2).all() and (y.get() == n * (n + 1) / 2).all()
@@ -154,11 +154,11 @@ def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -
                     else np.zeros(size, np.float32)
                 )
                 kept.append(x)
-                push_pull(f"x{size}", x, y).wait(20)
+                push_pull(f"x{size}", x, y).wait(60)
                 got = y.get() if on_gpu else y
                 assert (got == (step + 1) * n * (n + 1) / 2).all(), (step, size, got[:3])
                 b = PretendArray(given, main) if on_gpu else given.copy()
-                broadcast(f"b{size}", b, step % n).wait(20)
+                broadcast(f"b{size}", b, step % n).wait(60)
                 got = b.get() if on_gpu else b
                 assert (got == (step % n + 1) * (step + 1)).all(), (step, size, got[:3])
         assert cuda.pageable() == cuda.straddling() == 0
@@ -182,12 +182,12 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
         bpsx.init()
         for known in range(3):
             if known == 1:
-                push_pull("y", PretendArray(np.ones(300_000, np.float32), main)).wait(20)
+                push_pull("y", PretendArray(np.ones(300_000, np.float32), main)).wait(60)
             x = np.ones(300_000, np.float32)
             report(ask(push_pull("x", x if bpsx.rank() == {odd} else PretendArray(x, main))))
             report(ask(broadcast("b", x if bpsx.rank() == {odd} else PretendArray(x, main), 0)))
         for x in (np.ones(300_000, np.float32), PretendArray(np.ones(300_000, np.float32), main)):
-            push_pull("x", x).wait(20)
+            push_pull("x", x).wait(60)
             assert ((x if isinstance(x, np.ndarray) else x.get()) == bpsx.size()).all()
         bpsx.shutdown()
     """,
@@ -216,7 +216,7 @@ def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Pa
         handles = [push_pull(f"y{i}", y, priority=1) for i, y in enumerate(others)] + [
             push_pull("x", x) for _ in range(3)
         ]
-        [h.wait(20) for h in handles]
+        [h.wait(60) for h in handles]
         cuda.delay(0)
         assert (x.get() == n**3).all(), x.get()[:3]
         bpsx.shutdown()
@@ -242,7 +242,7 @@ def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -
             cuda.delay(1000 if step and r == 1 else 0)
             handles = [push_pull(f"x{i}", x) for i, x in enumerate(sums)]
             handles += [broadcast(f"b{i}", b, 0) for i, b in enumerate(given)]
-            [h.wait(20) for h in handles]
+            [h.wait(60) for h in handles]
             cuda.sync(main)
             cuda.delay(0)
             for i in range(20):

@@ -24,7 +24,7 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)
         y = np.ones(1000, np.float32)
-        push_pull("x", x).wait(20)
+        push_pull("x", x).wait(60)
         second = cuda.stream()
         cuda.capture(main)
         for ask_for in (
@@ -38,14 +38,14 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
                 and "CUDA graph" in text
                 and ("'x'" in text or "'new'" in text)
             ), text
-        push_pull("x", x, stream=second).wait(20)  # another one may be captured meanwhile
+        push_pull("x", x, stream=second).wait(60)  # another one may be captured meanwhile
         where = [second]
         moving = view(x)._replace(streams=lambda: where[0])
         handle = verbs.session().push_pull("x", moving, moving, average=False)
         where[0] = main
         assert "a stream that waits for a sum is being captured into a CUDA graph" in ask(handle)
         where[0] = second
-        handle.wait(20)
+        handle.wait(60)
         cuda.capture(main, False)
         text = refused(
             lambda: verbs.session().push_pull("two", view(x, gpu=1), view(x, gpu=1), average=False)
@@ -59,7 +59,7 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
         text = refused(lambda: push_pull("kind", PretendArray(np.ones(5, np.uint32), main)))
         assert text.startswith("UnsupportedDType: 'kind'") and "uint32" in text, text
         assert cuda.alive("contexts") == 2  # ours and bpsx's: nothing on GPU 1
-        push_pull("x", x).wait(20)
+        push_pull("x", x).wait(60)
         bpsx.shutdown()
     """,
         pretend,
@@ -86,7 +86,7 @@ def test_averages_that_would_be_wrong_are_refused_by_name(
             text = refused(lambda: push_pull(kind, x, average=True))
             assert text.startswith("ConfigError: ") and repr(kind) in text, text
             assert "average=False" in text, text
-            push_pull(kind, x).wait(20)
+            push_pull(kind, x).wait(60)
             assert (x.get() == bpsx.size()).all()
             # Also of a name that is known.
             text = refused(lambda: push_pull(kind, x, average=True))
@@ -148,7 +148,7 @@ def test_one_gpu_needs_no_cupy_and_none_at_all_no_driver(pretend: Path) -> None:
     source = """
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)
-        push_pull("x", x).wait(20)
+        push_pull("x", x).wait(60)
         assert (x.get() == bpsx.size()).all() and "cupy" not in sys.modules
         bpsx.shutdown()
     """

@@ -30,7 +30,7 @@ for step in range(2):
             y = x if (step + i) % 2 else PretendArray(np.full_like(parts[r], 77), main)
             h = push_pull(f"{dtype} {size}", x, y, average=average)
             if i % 3 == 0:
-                h.wait(20)
+                h.wait(60)
                 assert near(y.get(), parts, average), (
                     dtype,
                     size,
@@ -44,7 +44,7 @@ for step in range(2):
             b = PretendArray(parts[r], main)
             root = (step + k + i) % n
             hb = broadcast(f"b {dtype} {size}", b, root)
-            h.wait(20), hb.wait(20)
+            h.wait(60), hb.wait(60)
             assert near(y.get(), parts, average), (
                 dtype,
                 size,
