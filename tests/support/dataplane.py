@@ -115,7 +115,7 @@ class DataPlane:
             landing,
         )
 
-    def receive(self, timeout: float = 20) -> tuple[int, bytes, bytes | None] | None:
+    def receive(self, timeout: float = 60) -> tuple[int, bytes, bytes | None] | None:
         """Wait for the next message; return (peer, head, body)."""
         m = self.take(timeout)
         if m is None:
@@ -128,7 +128,7 @@ class DataPlane:
         self.release(m)
         return found
 
-    def take(self, timeout: float = 20) -> Message | None:
+    def take(self, timeout: float = 60) -> Message | None:
         """Wait for the next message; return it without a copy. The caller must release it."""
         m = Message()
         for _ in range(int(timeout * (10 if self.other is None else 1000))):
