@@ -183,7 +183,7 @@ def refusals() -> list[Refusal]:
             (
                 lambda s=s: hvd.alltoall(x, s),
                 ConfigError,
-                r"^alltoall: splits=[\s\S]*: \d integers from 0, one for each worker",
+                r"^alltoall: splits=[\s\S]*: must be \d integers from 0, one for each worker",
             )
             for s in (
                 3,

@@ -384,7 +384,7 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
     numbers_ = [n for n in map(adapter.integer, given) if n is not None and n >= 0]
     too_many = rows is not None and sum(numbers_) > rows
     if len(given) != size or len(numbers_) != size or too_many:
-        limit = "" if rows is None else f", with a sum of at most {rows}"
+        limit = "" if rows is None else f", with at most {rows} rows in total"
         seen = splits if shown is None else shown
         raise ConfigError(
             f"alltoall: splits={seen!r}: must be {size} integers from 0, one for each worker{limit}"
