@@ -80,7 +80,7 @@ def test_a_blocked_lane_is_named_by_everybody(transport, how, why):
             )
             view = json.loads(looked.stdout)
         assert all(w.wait(40) for w in job.workers), "\n".join(p.text() for p in job.processes)
-        assert time.monotonic() - began < 40  # not BPSX_RENDEZVOUS_TIMEOUT, 60 s here
+        assert time.monotonic() - began < 100  # not BPSX_RENDEZVOUS_TIMEOUT, 150 s here
         assert job.servers[0].wait() and job.scheduler.wait()
         for said in (p.text() for p in job.processes):
             assert (

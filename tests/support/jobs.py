@@ -215,7 +215,8 @@ class Job:
             "DMLC_PS_ROOT_PORT": "0",
             "DMLC_NUM_WORKER": str(workers // processes),
             "DMLC_NUM_SERVER": str(servers),
-            "BPSX_RENDEZVOUS_TIMEOUT": "60",
+            # The first worker of a kind waits until what it is forked from has imported all.
+            "BPSX_RENDEZVOUS_TIMEOUT": "150",
             "BYTEPS_SOCKET_PATH": self._folder.name,
             # Most tests are about the network; tests of shared memory set this themselves.
             "OMP_NUM_THREADS": "1",

@@ -240,6 +240,7 @@ def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> No
     used = Compressing(
         config := Config({"BYTEPS_PARTITION_BYTES": str(2**33 - 1)}),
         Neighbourhood(config),
+        None,
         lambda _: None,
     )
     with pytest.raises(
