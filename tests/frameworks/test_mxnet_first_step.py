@@ -68,7 +68,8 @@ bps.shutdown()
                 " another order" in text
             )
             assert (
-                "the order in which Parameters of one name are made must be the same on all workers"
+                "the order in which Parameters of one name are made and given to trainers must be"
+                " the same on all workers"
             ) in text
 
 
