@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "of another's": (
         CODEC.format(name="means", keys=()),
-        ["wrong", "compressor 'means' of wrong", "means has it"],
+        ["wrong", "compressor 'means' of wrong", "taken by means"],
     ),
     "a key": (
         CODEC.format(name="mine", keys=("size", "seed")),

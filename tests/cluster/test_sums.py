@@ -203,10 +203,10 @@ def test_numpy_verbs():
         for bad, text in (
             (lambda: bpsx.push_pull(np.array([1j])), "complex128"),
             (lambda: bpsx.push_pull(np.array(["x"])), "str"),
-            (lambda: bpsx.push_pull(a, output=np.empty(3)), "alike"),
+            (lambda: bpsx.push_pull(a, output=np.empty(3)), "must be equal"),
             (lambda: bpsx.broadcast(a, root_rank=2), "0 to 1"),
             (lambda: bpsx.broadcast(np.array([object()])), "object"),
-            (lambda: bpsx.push_pull(a, output=a.T[::2]), "alike"),
+            (lambda: bpsx.push_pull(a, output=a.T[::2]), "must be equal"),
         ):
             try:
                 bad()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import mxnet as mx
@@ -15,8 +14,7 @@ from mxnet import autograd, gluon
 
 import bpsx.mxnet as bps
 from bpsx.api.verbs import session
-from bpsx.mxnet.trainer import _archive
-from bpsx.plugin.archive import unpacked
+from bpsx.mxnet import checkpoint
 
 WORKERS, ROWS, STEPS = 2, 8, 5
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -522,7 +520,7 @@ def job_saved_at_once() -> Any:
         for _ in range(2):
             with tempfile.NamedTemporaryFile() as file:
                 trainer.save_states(file.name)
-                kept.append(unpacked(_archive(Path(file.name).read_bytes())))
+                kept.append(checkpoint.read(file.name))
             mx.nd.waitall()
         found.append(
             [

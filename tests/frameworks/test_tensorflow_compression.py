@@ -338,7 +338,7 @@ def test_refused(job: Finished) -> None:
     for told in each(job, "job_refused"):
         expected = [
             "give mu, a number",
-            "DistributedGradientTape: compression_params: momentum='nesterov' without mu",
+            "DistributedGradientTape: compression_params: momentum='nesterov' needs mu",
             "RMSprop's momentum (0.9)",
             "but not for '",
             "was 0.9 when",

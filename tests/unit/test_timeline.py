@@ -76,7 +76,7 @@ def test_a_code_that_nobody_knows_still_makes_an_event():
 
 
 def test_codes_and_layout_are_those_of_the_core():
-    text = (SOURCE / "core" / "trace" / "recorder.pxd").read_text()
+    text = (SOURCE / "core" / "trace" / "watch.pxd").read_text()
     codes = dict(re.findall(r"^ {4}(TOTAL|RECEIVE|SUM|SEND|ROUND|WINDOW|LIVE) = (\d+)", text, re.M))
     assert {n: int(v) for n, v in codes.items()} == {
         n: getattr(timeline, n) for n in codes
