@@ -156,4 +156,4 @@ def test_unknown_cases_of_the_benchmark_are_named() -> None:
         timeout=60,
         check=False,
     )
-    assert done.returncode == 1 and "no nothing" in done.stderr
+    assert done.returncode == 1 and "unknown: nothing" in done.stderr

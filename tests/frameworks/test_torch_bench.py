@@ -55,7 +55,7 @@ def test_unknown_cases_and_models_are_named() -> None:
             timeout=60,
             check=False,
         )
-        assert done.returncode == 1 and "no nothing" in done.stderr
+        assert done.returncode == 1 and "unknown: nothing" in done.stderr
 
 
 def test_a_few_steps_of_training_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_disagreement_is_an_error_on_both_and_the_job_goes_on(tmp_path: Path) ->
         assert root.startswith("ConfigError") and "allowed are 0 to 1" in root
         _, groups, _ = result["job_optimizer_state"]
         assert (
-            "worker 0 has SGD with groups of [2] parameters, worker 1 SGD with groups of [1, 1]"
+            "worker 0 has SGD with groups of [2] parameters, worker 1 has SGD with groups of [1, 1]"
             " parameters" in groups
         )
 

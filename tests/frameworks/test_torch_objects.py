@@ -207,10 +207,10 @@ def test_with_a_secret(tmp_path: Any, size: int) -> None:
         )
         assert (
             other
-            == f"{differ} [1] parameters, worker {size - 1} Adam with groups of [1] parameters"
+            == f"{differ} [1] parameters, worker {size - 1} has Adam with groups of [1] parameters"
         )
         assert (
-            groups == f"{differ} [2] parameters, worker 1 SGD with groups of [1, 1] parameters"
+            groups == f"{differ} [2] parameters, worker 1 has SGD with groups of [1, 1] parameters"
             and rate == 0.1
         )
 

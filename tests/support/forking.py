@@ -117,6 +117,8 @@ def nursery_for(command: list[str], environment: dict[str, str]) -> Kind | None:
 def _packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
     if command[0] != sys.executable or not (command[1] in ("-c", "-m") or command[1][-3:] == ".py"):
         return None
+    if command[1] == "-c" and len(command) > 3:  # a fork has no arguments of its own
+        return None
     # a test that has a folder of its own for kernels
     own_kernels = environment.get("BPSX_CACHE_DIR") != os.environ.get("BPSX_CACHE_DIR")
     sums = ("numba",) if own_kernels else _SUMS

@@ -219,10 +219,11 @@ class Horovod:
     def refuse_elastic(self) -> NoReturn:
         """Raise :class:`~bpsx.errors.ConfigError`: elastic training is not supported."""
         raise ConfigError(
-            "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a"
-            " bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again,"
-            f" from a checkpoint; for a planned change of size there are {self._framework.module}"
-            '.suspend() and resume(). See the table "From Horovod" in docs/start/migrating.md'
+            "hvd.elastic is not supported: bpsx does not restart workers on its own. When a worker"
+            " is lost, all others raise bpsx.PeerLostError, and torchrun --max-restarts starts the"
+            " job again, from a checkpoint. For a planned change of size, call"
+            f' {self._framework.module}.suspend() and resume(). See the table "From Horovod" in'
+            " docs/start/migrating.md"
         )
 
     def how_to(
