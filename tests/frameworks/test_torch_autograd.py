@@ -274,9 +274,9 @@ def test_all_gather_refuses_on_all_workers(job: Finished) -> None:
         shape, dtype, scalar = found["errors"]
         assert (
             "float32 rows of shape (2,)" in shape
-            and f"worker {size - 1} float32 rows of shape (3,)" in shape
+            and f"worker {size - 1} gave float32 rows of shape (3,)" in shape
         )
-        assert "int16 rows" in dtype and "worker 1 float16 rows" in dtype
+        assert "int16 rows" in dtype and "worker 1 gave float16 rows" in dtype
         assert "reshape(1)" in scalar
 
 

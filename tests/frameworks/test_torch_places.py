@@ -123,7 +123,7 @@ def test_a_place_without_a_store_is_refused(tmp_path, module):
         [mpi(0, 2, 0, 2)], tmp_path, f"import {module} as bps\nbps.init()\nreport(bps.size())"
     )
     missing = (
-        "set MASTER_ADDR and MASTER_PORT"
+        "Set MASTER_ADDR and MASTER_PORT"
         if module == "bpsx.torch"
         else "DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER"
     )

@@ -123,7 +123,7 @@ def test_arrays_that_cannot_be(pretend: Path) -> None:
         assert "writeable" in text(
             lambda: bpsx.push_pull(x, "x", output=Interface(data=(x.address, True)))
         )
-        assert "is no GPU's" in text(
+        assert "is not memory of a GPU" in text(
             lambda: bpsx.push_pull(
                 Interface(data=(np.ones(24, np.float32).ctypes.data, False)), "x", output=x
             )
