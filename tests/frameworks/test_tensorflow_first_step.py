@@ -111,7 +111,8 @@ def test_owners_of_one_name_that_come_in_another_order(mode, ways):
                 " order" in text
             )
             assert (
-                "the order in which variables of one name are made must be the same on all workers"
+                "the order in which variables of one name are made, and their gradients first"
+                " exchanged must be the same on all workers"
             ) in text
 
 

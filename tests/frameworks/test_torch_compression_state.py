@@ -444,7 +444,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     "case, texts",
     {
         "no momentum": ("'a.0.weight'", "needs mu", "between 0 and 1"),
-        "rmsprop": ("RMSprop's momentum", "group 0: 0.9"),
+        "rmsprop": ("the momentum of RMSprop", "group 0: 0.9"),
         "fused": ("group 0 with fused=True",),
         "mu 0": ("mu=0.0", "between 0 and 1"),
         "neither": ("'2.weight': 3", "mappings and None"),
