@@ -51,3 +51,19 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     page.write_text("# A heading, with `code`\n[there](#a-heading-with-code) [not](other.md)\n")
     assert anchors(page) == {"a-heading-with-code"}
     assert _LINK.findall(prose(page)) == ["#a-heading-with-code", "other.md"]
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [
+        (ROOT / "ARCHITECTURE.md", 1800),
+        *((page, 1500) for page in sorted((ROOT / "docs" / "internals").glob("*.md"))),
+    ],
+    ids=lambda p: p.name if isinstance(p, Path) else "",
+)
+def test_pages_for_developers_are_short(page: Path, most: int) -> None:
+    assert len(page.read_text().split()) <= most
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
