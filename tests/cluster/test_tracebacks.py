@@ -84,7 +84,8 @@ def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tu
     )
     with launching(tmp_path) as launcher:
         job = launcher.start(
-            local_words("--workers", "2", "--servers", "1", PY, str(script)),
+            # TensorFlow removes its files only if it is not killed before.
+            local_words("--workers", "2", "--servers", "1", "--grace", "60", PY, str(script)),
             {**QUIET, **environment},
         )
         assert job.stderr is not None

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-DEADLINE = 120
+DEADLINE = 240
 
 
 class Torchrun:
@@ -50,7 +50,7 @@ class Torchrun:
         self._env = {
             **clean,
             "OMP_NUM_THREADS": "1",
-            "BPSX_RENDEZVOUS_TIMEOUT": "60",
+            "BPSX_RENDEZVOUS_TIMEOUT": "150",
             "BYTEPS_SOCKET_PATH": str(folder),
             "TEST_MARK": str(folder),
             **environment,
