@@ -86,7 +86,8 @@ def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tu
         job = launcher.start(
             # TensorFlow removes its files only if it is not killed before.
             local_words("--workers", "2", "--servers", "1", "--grace", "60", PY, str(script)),
-            {**QUIET, **environment},
+            # TensorFlow would leave compiled files of a graph's functions in the temporary folder.
+            {**QUIET, "PYTHONDONTWRITEBYTECODE": "1", **environment},
         )
         assert job.stderr is not None
         for line in job.stderr:
