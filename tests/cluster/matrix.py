@@ -34,7 +34,7 @@ WAYS = {
 FOR_ALL = ("kill", "term", "int", "stop")
 #: Seconds within which all processes must have ended. The promised limits are shorter; `python -m
 #: bench trust` measures them.
-DEADLINE = 60.0
+DEADLINE = 40.0
 #: Longer than any test, for tests in which silence must not count as death.
 PATIENT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}
 #: For processes that stay stopped.

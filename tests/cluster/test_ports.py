@@ -80,8 +80,8 @@ def test_a_blocked_lane_is_named_by_everybody(transport, how, why):
             )
             view = json.loads(looked.stdout)
         assert all(w.wait(40) for w in job.workers), "\n".join(p.text() for p in job.processes)
-        assert time.monotonic() - began < 100  # not BPSX_RENDEZVOUS_TIMEOUT, 150 s here
-        assert job.servers[0].wait() and job.scheduler.wait()
+        assert time.monotonic() - began < 40  # not BPSX_RENDEZVOUS_TIMEOUT, 150 s here
+        assert job.servers[0].wait(20) and job.scheduler.wait(20)
         for said in (p.text() for p in job.processes):
             assert (
                 f"worker 0 cannot reach server 0 ({network.address['server 0']}, pid" in said
