@@ -107,7 +107,7 @@ class Membership:
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``continued``: some worker's process has been in an earlier job, from which workers may
-    have kept different state.
+    have kept different state. ``opened`` closes all of it.
     """
 
     core: Core
@@ -118,16 +118,13 @@ class Membership:
     link: Link | None
     job: int
     continued: bool
+    opened: ExitStack
 
     def abandon(self, error: BaseException) -> None:
         """Leave at once, because the session could not begin."""
-        with ExitStack() as rest:
+        with self.opened:
             if self.link is not None:
-                rest.callback(self.link.stop)
                 _tell(self.link, error)
-            rest.callback(self.near.close)
-            rest.callback(self.endpoint.close)
-            rest.callback(self.core.close)
 
 
 def enter(config: Config, again: bool) -> Membership:
@@ -158,7 +155,10 @@ def enter(config: Config, again: bool) -> Membership:
 def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> Membership:
     endpoint = LoopbackEndpoint()
     core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
-    return Membership(core, endpoint, near, reporter, Lanes(endpoint, [], []), None, 0, again)
+    lanes, opened = Lanes(endpoint, [], []), ExitStack()
+    for part in (near, endpoint, core):
+        opened.callback(part.close)
+    return Membership(core, endpoint, near, reporter, lanes, None, 0, again, opened)
 
 
 def _join(
@@ -182,8 +182,10 @@ def _join(
         except BaseException as e:
             _tell(link, e)
             raise
-        opened.pop_all()
-    return Membership(core, endpoint, near, reporter, lanes, link, welcome["job"], welcome["again"])
+        job, continued = welcome["job"], welcome["again"]
+        return Membership(
+            core, endpoint, near, reporter, lanes, link, job, continued, opened.pop_all()
+        )
 
 
 def _tell(link: Link, error: BaseException) -> None:
