@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     # SIGTERM raises KeyboardInterrupt, so that namespaces and processes are cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        # What a picture needs is asked for before the long run.
+        # Before the long run, since matplotlib may be missing.
         draw = options.picture(options) if options.picture and options.plot else None
         about, cases = _found(options)
         _print(options, about, cases)

@@ -1,4 +1,4 @@
-"""What the pictures of the benchmarks share: fonts, titles, small print, and how they are saved."""
+"""Common parts of the benchmarks' pictures: fonts, titles, small print, and saving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError as missing:
 
 #: Colours that colour-blind people can distinguish (Okabe and Ito).
 BLUE, ORANGE, BLACK, GREY = "#0072B2", "#D55E00", "#000000", "#6b6b6b"
-#: Sizes of text in points: what is said, and where it comes from.
+#: Sizes of text in points: of the finding, and of its source.
 SMALL, SOURCE = 9, 7.5
 
 

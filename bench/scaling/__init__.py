@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Division:
-    """What was found with one number of spare machines: seconds by way, "gloo" among them."""
+    """Seconds of each way, including "gloo", with one number of spare machines."""
 
     optimum: float
     seconds: dict[str, list[float]] = field(

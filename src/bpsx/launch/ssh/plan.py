@@ -26,7 +26,9 @@ from bpsx.system.role_process import MODULES
 #: Variables that are handed on: bpsx's, and those that make the same program compute the same on
 #: another host.
 _HANDED_ON = re.compile(
-    r"(DMLC|BYTEPS|BPSX|PS|NCCL)_|(OMP_NUM_THREADS|KMP_AFFINITY|NVIDIA_VISIBLE_DEVICES|LD_LIBRARY_PATH|PYTHON(PATH|UNBUFFERED))$"
+    r"(DMLC|BYTEPS|BPSX|PS|NCCL)_"
+    r"|(OMP_NUM_THREADS|KMP_AFFINITY|NVIDIA_VISIBLE_DEVICES|LD_LIBRARY_PATH"
+    r"|PYTHON(PATH|UNBUFFERED))$"
 )
 #: Variables of these that apply to one process or machine only.
 _NOT_HANDED_ON = (
