@@ -20,7 +20,8 @@ OPTIONAL = {
     "tensorflow": ["tensorflow-cpu>=2.21"],
     # MXNet requires a NumPy below 2; bpsx.mxnet makes it work with a newer one.
     "mxnet": ["--no-deps", "mxnet>=1.9.1,<2"],
-    "numpy1": ["--no-deps", "--target", str(OLD_NUMPY), "numpy>=1.26,<2"],
+    # SciPy, which MXNet imports if it is there: 1.18 needs NumPy 2.
+    "numpy1": ["--no-deps", "--target", str(OLD_NUMPY), "numpy>=1.26,<2", "scipy>=1.11,<1.18"],
 }
 _REASONS = Path(sys.prefix) / "left-out.json"
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
