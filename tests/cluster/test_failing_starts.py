@@ -167,3 +167,30 @@ def test_a_worker_without_a_thread_is_heard_of() -> None:
         for worker in (job.workers[0], job.workers[2]):
             assert worker.wait() in (1, 3)  # init() may have raised it already
             assert "can't start new thread" in worker.text()
+
+
+def test_a_worker_whose_session_cannot_begin_is_heard_of() -> None:
+    """It is in the job by then, and closes all that it has opened."""
+    with Job(
+        """
+        import os, bpsx
+        if os.environ["DMLC_WORKER_ID"] == "1":
+            from bpsx.scheduler.client import Link
+            def start(*args, **more):
+                raise RuntimeError("can't start new thread")
+            Link.start = start
+        try:
+            bpsx.init()
+            bpsx.push_pull(__import__("numpy").ones(3), "x")
+        except Exception as e:
+            report(str(e))
+            sys.exit(3)
+    """,
+        workers=2,
+    ) as job:
+        assert [worker.wait() for worker in job.workers] == [3, 3]
+        ((other,), (own,)) = [worker.reports() for worker in job.workers]
+        assert own == "can't start new thread"
+        assert "worker 1 " in other and "cannot start: RuntimeError: can't start" in other, other
+        assert job.scheduler is not None
+        assert job.scheduler.wait() == 1
