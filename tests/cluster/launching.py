@@ -49,6 +49,23 @@ link.send(e["DMLC_ROLE"][0].encode())
 me = int(e.get("DMLC_WORKER_ID", -1))
 """
 SERVER = JOIN + "link.recv(1)\n"
+#: Before RUN_JOB: once the launcher has found the end of a child, and before it reads the outputs,
+#: lets the workers pass the fifo GATE, and waits for the end of all children.
+ALL_END_BEFORE_THE_READ = """
+import os
+from bpsx.launch.child import Child
+from bpsx.launch.output_mux import Pump
+gate, children, step, begin = os.environ["GATE"], [], Pump.step, Child.begin
+def started(self):
+    children.append(self.process.pid)
+    begin(self)
+def late(self, timeout):
+    if timeout == 0 and children:
+        with open(gate, "w"):
+            while children: os.waitid(os.P_PID, children.pop(), os.WEXITED | os.WNOWAIT)
+    step(self, timeout)
+Child.begin, Pump.step = started, late
+"""
 #: Not by print(): the handler of a signal that comes at once could not print within print().
 FOR_EVER = "__import__('os').write(1, b'ready\\n')\nwhile True: signal.pause()\n"
 DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"
@@ -104,9 +121,10 @@ class Launcher:
         server: str = SERVER,
         environment: dict[str, str] | None = None,
         options: dict[str, Any] | None = None,
+        prelude: str = "",
         **plan: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a complete job of stand-ins."""
+        """Start a complete job of stand-ins. ``prelude``: Python that the launcher runs first."""
         plan = {
             "command": python(JOIN + worker) if isinstance(worker, str) else worker,
             "kill_after": 0.2,
@@ -114,8 +132,16 @@ class Launcher:
         }
         commands = {"scheduler": python(scheduler), "server": python(server)}
         return self.start(
-            [PY, "-c", RUN_JOB, json.dumps([plan, commands])], environment, **(options or {})
+            [PY, "-c", prelude + RUN_JOB, json.dumps([plan, commands])],
+            environment,
+            **(options or {}),
         )
+
+    def gate(self) -> Path:
+        """Make a fifo: whoever opens it for reading waits for a writer."""
+        fifo = self.folder.with_name("gate")
+        os.mkfifo(fifo)
+        return fifo
 
     def left(self) -> list[str]:
         """Return the command lines of running processes that these launchers started, directly or

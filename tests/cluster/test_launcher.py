@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import (
+    ALL_END_BEFORE_THE_READ,
     DEAF,
     FOR_EVER,
     HUB,
@@ -490,6 +491,17 @@ def test_children_die_with_a_killed_launcher(launcher: Launcher, tmp_path: Path)
         wait_for(job, "[worker 0] ready", "[worker 1] ready", "[server 0] ready")
         job.kill()
         assert alive.read() == b""
+
+
+def test_children_that_end_while_another_is_read_are_seen(launcher: Launcher) -> None:
+    # The launcher finds the scheduler's end. Then all others end before it reads the outputs.
+    job = launcher.job(
+        "link.close(); open(e['GATE']).close()",
+        workers=2,
+        environment={"GATE": str(launcher.gate())},
+        prelude=ALL_END_BEFORE_THE_READ,
+    )
+    assert finish(job) == (0, [], [])
 
 
 def test_what_children_leave_behind_is_ended(launcher: Launcher) -> None:

@@ -202,9 +202,12 @@ class Job:
 
     def _look(self, now: float) -> None:
         seen = self._seen
-        ended = [child for child in seen.children if child.look()]
-        if ended:
-            self._pump.step(0)  # read their last messages
+        ended: list[Child] = []
+        while fresh := [child for child in seen.children if child.look()]:
+            ended += fresh
+            # Reads their last messages. It also takes the wake-up of a child that ends meanwhile,
+            # so the children are looked at again.
+            self._pump.step(0)
         for child in ended:
             if not child.up and not seen.stop and not self._ending.due:
                 self._give_up(child.story(), child.status or 1)
