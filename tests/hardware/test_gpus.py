@@ -1,5 +1,7 @@
-"""bpsx.torch on real GPUs: one machine, two imitated ones with a GPU each, and two that use both
-GPUs.
+"""bpsx.torch on real GPUs: one machine with two and with all of them, and two imitated machines
+with one, two, four and all of them each.
+
+Imitated machines have GPUs of their own while there are enough, and share them otherwise.
 """
 
 from __future__ import annotations
@@ -18,23 +20,26 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed; there are {GPUS}"),
 ]
-WORK = str(Path(__file__).parent / "two_gpus_work.py")
+WORK = str(Path(__file__).parent / "gpus_work.py")
 #: (machines, servers, processes of each)
-LAYOUTS = {"one machine": (1, 0, 2), "two machines": (2, 1, 1), "two machines of two": (2, 2, 2)}
+LAYOUTS = {
+    "one machine of two": (1, 0, 2),
+    "two machines of one": (2, 1, 1),
+    **{f"one machine of {n}": (1, 0, n) for n in (4, 8) if n <= GPUS},
+    "two machines of two": (2, 2, 2),
+    **{f"two machines of {n}": (2, 2, n) for n in (4, 8) if n <= GPUS},
+}
+
+
+def run(layout: str, function: str, folder: Path) -> Finished:
+    machines, servers, processes = LAYOUTS[layout]
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    return run_job(WORK, [function], folder, workers=machines, servers=servers, processes=processes)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    machines, servers, processes = LAYOUTS[request.param]
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    return run_job(
-        WORK,
-        ["all_of_it"],
-        tmp_path_factory.mktemp("gpus"),
-        workers=machines,
-        servers=servers,
-        processes=processes,
-    )
+    return run(request.param, "all_of_it", tmp_path_factory.mktemp("gpus"))
 
 
 def each(job: Finished, name: str) -> list[Any]:
@@ -78,3 +83,17 @@ def test_compression_on_the_gpu(job: Finished) -> None:
 
 def test_the_rest_of_the_plugin(job: Finished) -> None:
     assert not any(each(job, "others")), each(job, "others")
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.endswith("of one")])
+def test_a_process_killed_in_mid_step_ends_the_others_with_its_name(
+    layout: str, tmp_path: Path
+) -> None:
+    machines, _, processes = LAYOUTS[layout]
+    job = run(layout, "killed", tmp_path)
+    victim = machines * processes - 1
+    assert sorted(job.results) == list(range(victim)), job.output
+    for found in job.results.values():
+        assert (
+            found["killed"].startswith("PeerLostError: ") and f"worker {victim}" in found["killed"]
+        )

@@ -1,30 +1,30 @@
 """What the workers of tests/hardware do: jobs on real GPUs, several machines imitated on one.
 
-See test_two_gpus.py.
+See test_gpus.py.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import bpsx
 import bpsx.torch as bps
 
 
 def begin() -> torch.device:
-    """The GPU of this process: by local rank, or by machine where each has one."""
-    local = (
-        int(os.environ["BYTEPS_LOCAL_RANK"])
-        if int(os.environ["BYTEPS_LOCAL_SIZE"]) > 1
-        else int(os.environ.get("DMLC_WORKER_ID", "0"))
-    )
-    torch.cuda.set_device(local)
+    """The GPU of this process: machines share the GPUs if there are too few for all processes."""
+    local, size = (int(os.environ[f"BYTEPS_LOCAL_{name}"]) for name in ("RANK", "SIZE"))
+    machine = int(os.environ.get("DMLC_WORKER_ID", "0"))
+    index = (machine * size + local) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
     bps.init()
-    return torch.device("cuda", local)
+    return torch.device("cuda", index)
 
 
 def model_of(device: torch.device) -> torch.nn.Module:
@@ -270,8 +270,6 @@ def graph_refused(device: torch.device) -> str:
 
 def compressed(device: torch.device) -> list[str]:
     """Where compression on the GPU and on the host differ."""
-    import bpsx
-
     r = bps.rank()
     wrong = []
     for name, params in {
@@ -305,8 +303,6 @@ def others(device: torch.device) -> list[str]:
     """The rest of the plugin on GPUs: broadcast, gathers, sparse, batch normalisation, CuPy."""
     import cupy
 
-    import bpsx
-
     r, n = bps.rank(), bps.size()
     wrong = []
     x = torch.full((1000, 3), float(r), device=device)
@@ -331,6 +327,35 @@ def others(device: torch.device) -> list[str]:
     if not isinstance(total, cupy.ndarray) or float(total.sum()) != 35 * sum(range(1, n + 1)):
         wrong.append("cupy")
     return wrong
+
+
+def killed() -> str:
+    """What a process is told when the last one is killed in the middle of a backward pass."""
+    device = begin()
+    r, n = bps.rank(), bps.size()
+    model = model_of(device)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    if r == n - 1:
+        passes: list[torch.Tensor] = []
+
+        def die(gradient: torch.Tensor) -> None:
+            passes.append(gradient)
+            if len(passes) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        # The gradients of the layers behind it are under way by then.
+        next(iter(model.parameters())).register_hook(die)
+    try:
+        for step in range(100_000):
+            x, y = batch(device, step, n)
+            optimizer.zero_grad()
+            loss_of(model, x[r::n], y[r::n]).backward()
+            optimizer.step()
+    except bpsx.BpsxError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
 
 
 def all_of_it() -> dict[str, Any]:
