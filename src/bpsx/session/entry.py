@@ -261,4 +261,5 @@ def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
         lambda: _hear_of_a_loss(config, link),
         config.rendezvous_timeout,
     )
-    connections.info("connected to %s", ", ".join(name for name, _ in named))
+    if named:
+        connections.info("connected to %s", ", ".join(name for name, _ in named))
