@@ -43,6 +43,10 @@ BENCHES = {
         "tensors on GPUs against PyTorch's NCCL: rates, latency, steps of large networks, on slow"
         " links too; against CPU tensors"
     ),
+    "gpu8": (
+        "a machine of two to eight GPUs in under ten minutes: its tests, rates, which GPUs copy to"
+        " the host, four imitated machines; against NCCL and PyTorch's hooks"
+    ),
     "shaped": (
         "100 MB between 4 machines and 0 to 4 spare ones on slow links; against gloo's ring and"
         " against the optimum"

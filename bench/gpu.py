@@ -19,7 +19,9 @@ same peer.
 most the given rate, each way. ``k0``: a server beside each worker. ``k4``: four servers on machines
 of their own with the same links, and none beside workers. With n workers and k such machines a
 parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*.
-``-onebit``: with onebit and error feedback, both ways. Needs root and iproute2.
+``-onebit``, ``-topk``, ``-dithering``: with that compressor and error feedback, both ways.
+``-powersgd``, ``-bf16``: DistributedDataParallel with PyTorch's hook of that name, PowerSGD of rank
+4. Needs root and iproute2.
 
 If ``--machines`` is more than there are GPUs, machines share GPUs in turn: on networks as slow as
 these a GPU is idle nearly all the time. ``--congestion`` is TCP's congestion control for both ways.
@@ -56,7 +58,9 @@ _UNITS = {"gbit": 1e9, "mbit": 1e6}
 _BURST = 3.2e-3, 256_000
 _SERVERS = 2
 _SECONDS = 300.0
-_WAYS = {"train": ("ddp", "bpsx", "alone"), "links": ("ddp", "bpsx", "onebit")}
+_TRAIN_WAYS = ("ddp", "bpsx", "alone")
+#: Ways of **links** besides ddp and bpsx.
+WAYS = ("onebit", "topk", "dithering", "powersgd", "bf16")
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class Setup:
     """Options of a run.
 
     ``device``: cuda or cpu. ``networks``: names of networks; None means each part's own.
-    ``machines``, ``rates``, ``extra``, ``congestion``: for **links**, see the module's docstring.
+    ``machines``, ``rates``, ``extra``, ``congestion``, ``ways``: for **links**, see the module's
+    docstring.
     """
 
     device: str = "cuda"
@@ -98,6 +103,7 @@ class Setup:
     rates: Sequence[str] = RATES
     extra: Sequence[int] = EXTRA
     congestion: str | None = None
+    ways: Sequence[str] = ("onebit",)
     plan: Plan = Plan()
 
 
@@ -150,6 +156,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
+        "--ways",
+        default="onebit",
+        help=(
+            "what links measures besides ddp and bpsx, separated by commas; allowed are"
+            f" {', '.join(WAYS)} (default: %(default)s)"
+        ),
+    )
+    parser.add_argument(
         "--congestion", help="TCP congestion control on links (default: the host's)"
     )
 
@@ -161,10 +175,12 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.networks.split(",") if options.networks else None,
     )
     control = [options.congestion] if options.congestion else ()
+    ways = options.ways.split(",")
     for given, known, option in (
         (wanted, PARTS, "--only"),
         (networks or (), NETWORKS, "--networks"),
         (control, network.congestions(), "--congestion"),
+        (ways, WAYS, "--ways"),
     ):
         if unknown := set(given) - set(known):
             raise BenchError(
@@ -178,6 +194,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.rates.split(","),
         numbers(options.extra),
         options.congestion,
+        ways,
         plan_of(options.device, options.quick),
     )
     for rate in setup.rates:
@@ -220,6 +237,8 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     least = 1 if set(wanted) == {"links"} else 2  # the machines of "links" may share a GPU
     if setup.gpus < least:
         return f"--gpus {setup.gpus}: at least {least} are needed"
+    if setup.device == "cpu" and "links" in wanted and "powersgd" in setup.ways:
+        return "--ways powersgd: PyTorch's hook for PowerSGD needs NCCL, and so --device cuda"
     if setup.machines < 2:
         return f"--machines {setup.machines}: at least two are needed"
     if setup.device == "cuda":
@@ -446,7 +465,7 @@ def train(setup: Setup) -> list[Case]:
             cases += train_cases(
                 name,
                 _steps(
-                    job, name, _WAYS["train"], f"train, {name}", setup.plan.turns, setup.plan.steps
+                    job, name, _TRAIN_WAYS, f"train, {name}", setup.plan.turns, setup.plan.steps
                 ),
             )
     return cases
@@ -481,7 +500,7 @@ def links(setup: Setup) -> list[Case]:
                     seconds = _steps(
                         job,
                         name,
-                        _WAYS["links"],
+                        ("ddp", "bpsx", *setup.ways),
                         f"links, {rate}, k={extra}, {name}",
                         setup.plan.link_turns,
                         1,
@@ -545,7 +564,7 @@ def link_cases(
     # Share of the link's rate that the least traffic of an all-reduce uses. A share above 1 would
     # mean that the links are faster than stated.
     used = 1e3 * 2 * (workers - 1) / workers * 32 * NETWORKS[name]().elements / bits(rate) / peer
-    faster, packed = peer / _median_ms(seconds["bpsx"]), peer / _median_ms(seconds["onebit"])
+    faster = peer / _median_ms(seconds["bpsx"])
     note = (
         f"DDP, which uses {used:.0%} of its link ({congestion}); {faster:.2f} times as fast, bound"
         f" {most:.2f}: {faster / most:.2f} of it"
@@ -553,13 +572,17 @@ def link_cases(
     target = f"<= {1 / (0.9 * most):.4g}" if extra else "<= 1.0"
     return [
         median_case(label, _ms(seconds["bpsx"]), "ms", peer=peer, target=target, note=note),
-        median_case(
-            f"{label}-onebit",
-            _ms(seconds["onebit"]),
-            "ms",
-            peer=peer,
-            target="<= 0.2" if extra else None,
-            note=f"{packed:.1f} times as fast as DDP, uncompressed",
+        *(
+            median_case(
+                f"{label}-{way}",
+                _ms(found),
+                "ms",
+                peer=peer,
+                target="<= 0.2" if extra and way == "onebit" else None,
+                note=f"{peer / _median_ms(found):.1f} times as fast as DDP, uncompressed",
+            )
+            for way, found in seconds.items()
+            if way in WAYS
         ),
     ]
 

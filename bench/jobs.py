@@ -193,21 +193,24 @@ class Job:
         modules: Mapping[int, str] | None = None,
         links: Links | None = None,
         own: Mapping[int, Mapping[str, str]] | None = None,
+        processes: int | None = None,
     ) -> None:
         """``transport`` is a key of :data:`TRANSPORTS`.
 
         Except with "shm", the job's processes communicate as on different machines. ``modules``:
         modules that single workers run instead, by index. ``links``: the network in which the
         processes run, with places named "scheduler", "server 0" and so on. ``own``: variables of
-        single workers, by index.
+        single workers, by index. ``processes``: workers of one machine; by default one with
+        servers, and all without.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
+        processes = processes or (1 if servers else workers)
         self._stack = contextlib.ExitStack()
+        self._roles = contextlib.ExitStack()  # the scheduler and servers of the present job
         self._common = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_NODE_HOST": "127.0.0.1",
-            "DMLC_NUM_WORKER": str(workers if servers else 1),
-            "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
+            "DMLC_NUM_WORKER": str(workers // processes),
+            "BYTEPS_LOCAL_SIZE": str(processes),
             "DMLC_NUM_SERVER": str(servers),
             "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
             **TRANSPORTS[transport],
@@ -220,6 +223,7 @@ class Job:
                 "BPSX_SECRET": os.urandom(16).hex(),
             }
         self._counts = workers, servers
+        self._processes = processes
         self._modules, self._own = modules or {}, own or {}
         self.workers: list[Child] = []
         self.servers: list[subprocess.Popen[bytes]] = []
@@ -234,8 +238,8 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._folder.cleanup()
+        with self._roles:  # the workers first, as the others serve them
+            self._stack.close()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -257,35 +261,55 @@ class Job:
         return ask_all(self.workers, op, **arguments)
 
     def _start(self) -> None:
-        workers, servers = self._counts
-        port_file = Path(self._folder.name) / "port"
-        self.scheduler = self._role(
-            "bpsx.scheduler", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file)
-        )
-        self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
-        self.servers = [self._role("bpsx.server", "server", i) for i in range(servers)]
-        index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
-        environments = [
-            {
-                **self._common,
-                "DMLC_ROLE": "worker",
-                "DMLC_WORKER_ID": "0",
-                index: str(i),
-                **self._own.get(i, {}),
-            }
-            for i in range(workers)
-        ]
+        self._start_roles()
         made = (
             Child(
                 self._modules.get(i, "bench.worker"),
                 f"worker {i}",
-                **{**environment, **self._place(f"worker {i}")},
+                **{**self._of_worker(i), **self._place(f"worker {i}")},
                 prefix=self._prefix(f"worker {i}"),
             )
-            for i, environment in enumerate(environments)
+            for i in range(self._counts[0])
         )
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)
+
+    def _start_roles(self) -> None:
+        """Start a scheduler and the servers."""
+        folder = self._roles.enter_context(tempfile.TemporaryDirectory(prefix="bpsx-bench-"))
+        port_file = Path(folder) / "port"
+        self.scheduler = self._role(
+            "bpsx.scheduler", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file)
+        )
+        self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
+        self.servers = [self._role("bpsx.server", "server", i) for i in range(self._counts[1])]
+
+    def _of_worker(self, index: int) -> dict[str, str]:
+        """Return the variables of the worker ``index``."""
+        machine, local_rank = divmod(index, self._processes)
+        return {
+            **self._common,
+            "DMLC_ROLE": "worker",
+            "DMLC_WORKER_ID": str(machine),
+            "BYTEPS_LOCAL_RANK": str(local_rank),
+            **self._own.get(index, {}),
+        }
+
+    def again(self, changes: Mapping[str, str | None]) -> None:
+        """End the job, and start another with the same worker processes.
+
+        ``changes``: variables of the new job; None removes one. The workers' module needs the
+        commands "leave" and "enter".
+        """
+        self.ask("leave", timeout=_START_SECONDS)
+        self._roles.close()
+        for name, value in changes.items():
+            self._common.pop(name, None)
+            if value is not None:
+                self._common[name] = value
+        self._start_roles()
+        port = self._common["DMLC_PS_ROOT_PORT"]
+        self.ask("enter", timeout=_START_SECONDS, changes={**changes, "DMLC_PS_ROOT_PORT": port})
 
     def _prefix(self, name: str) -> list[str]:
         return [] if self._links is None else self._links.prefix(name)
@@ -302,7 +326,7 @@ class Job:
             {"DMLC_ROLE": role, **self._common, **self._place(name), **environment},
             prefix=self._prefix(name),
         )
-        self._stack.callback(end_role, role, process)
+        self._roles.callback(end_role, role, process)
         return process
 
 

@@ -159,6 +159,101 @@ def bert_large(tokens: int = 384) -> Network:
     return Network((*layers, _dense("pooler", hidden, hidden)), 8)
 
 
+def gpt2(tokens: int = 80) -> Network:
+    """Return the smallest GPT-2: 12 layers of width 768, a vocabulary of 50,257.
+
+    The output has the weights of the input's look-up. A sample is a text of ``tokens`` tokens, the
+    batch that the OSDI'20 paper gives for GPT-2.
+    """
+    hidden, inner, words = 768, 3072, 50257
+    norm: Mapping[str, tuple[int, ...]] = {"weight": (hidden,), "bias": (hidden,)}
+    layers = [Layer("position", {"weight": (1024, hidden)})]
+    for i in range(12):
+        name = f"layer.{i}"
+        layers += [
+            Layer(f"{name}.norm1", norm),
+            _dense(f"{name}.attention", hidden, 3 * hidden, tokens),
+            _dense(f"{name}.attended", hidden, hidden, tokens),
+            Layer(f"{name}.norm2", norm),
+            _dense(f"{name}.up", hidden, inner, tokens),
+            _dense(f"{name}.down", inner, hidden, tokens),
+        ]
+    tied = Layer("words", {"weight": (words, hidden)}, tokens)
+    return Network((*layers, Layer("norm", norm), tied), 1)
+
+
+def _generator(name: str, width: int = 64, side: int = 256, blocks: int = 4) -> list[Layer]:
+    """Return a generator of U-GAT-IT, which turns an image of ``side`` x ``side`` into another."""
+    full, small = 4 * width, side // 4
+    ratios: Mapping[str, tuple[int, ...]] = {"rho1": (full,), "rho2": (full,)}
+    layers = [
+        _filter(f"{name}.down0", 3, width, 7, side),
+        _filter(f"{name}.down1", width, 2 * width, 3, side // 2),
+        _filter(f"{name}.down2", 2 * width, full, 3, small),
+    ]
+    for i in range(blocks):
+        layers += [_filter(f"{name}.block{i}.{k}", full, full, 3, small) for k in (1, 2)]
+    layers += [
+        Layer(f"{name}.average", {"weight": (1, full)}, 1),
+        Layer(f"{name}.largest", {"weight": (1, full)}, 1),
+        _dense(f"{name}.mix", 2 * full, full, small * small),
+        Layer(f"{name}.code1", {"weight": (full, small * small * full)}, 1),
+        Layer(f"{name}.code2", {"weight": (full, full)}, 1),
+        Layer(f"{name}.gamma", {"weight": (full, full)}, 1),
+        Layer(f"{name}.beta", {"weight": (full, full)}, 1),
+    ]
+    for i in range(blocks):
+        layers += [_filter(f"{name}.up.block{i}.{k}", full, full, 3, small) for k in (1, 2)]
+        layers.append(Layer(f"{name}.up.norm{i}", ratios))
+    return [
+        *layers,
+        _filter(f"{name}.up1", full, 2 * width, 3, side // 2),
+        _filter(f"{name}.up2", 2 * width, width, 3, side),
+        _filter(f"{name}.image", width, 3, 7, side),
+    ]
+
+
+def _discriminator(name: str, depth: int, width: int = 64, side: int = 256) -> list[Layer]:
+    """Return a discriminator of U-GAT-IT with ``depth`` convolutions before its attention."""
+    layers, inputs, size = [], 3, side
+    for i in range(depth):
+        outputs, size = width << i, size // 2 if i < depth - 1 else size - 1
+        layers.append(
+            Layer(
+                f"{name}.conv{i}",
+                {"weight": (outputs, inputs, 4, 4), "bias": (outputs,)},
+                size * size,
+            )
+        )
+        inputs = outputs
+    return [
+        *layers,
+        Layer(f"{name}.average", {"weight": (1, inputs)}, 1),
+        Layer(f"{name}.largest", {"weight": (1, inputs)}, 1),
+        _dense(f"{name}.mix", 2 * inputs, inputs, size * size),
+        Layer(f"{name}.map", {"weight": (1, inputs, 4, 4)}, (size - 1) ** 2),
+    ]
+
+
+def _filter(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Layer:
+    """Return a convolution without bias, whose output has ``side`` x ``side`` positions."""
+    return Layer(name, {"weight": (outputs, inputs, kernel, kernel)}, side * side)
+
+
+def ugatit() -> Network:
+    """Return U-GAT-IT as published, for 256 x 256 pixels: two generators, four discriminators.
+
+    Each generator has one dense tensor of 268 million parameters. All networks make gradients in
+    one step here; a training step has one for each kind. The batch is the OSDI'20 paper's.
+    """
+    layers: list[Layer] = []
+    for way in ("a", "b"):
+        layers += _generator(f"generator_{way}")
+        layers += _discriminator(f"global_{way}", 6)
+        layers += _discriminator(f"local_{way}", 4)
+    return Network(tuple(layers), 2)
+
+
 def tiny() -> Network:
     """Return a network of 0.4 million parameters in nine tensors, to see that a benchmark runs."""
     return Network(
@@ -177,5 +272,7 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
     "resnet50": resnet50,
     "vgg16": vgg16,
     "bert-large": bert_large,
+    "gpt2": gpt2,
+    "ugatit": ugatit,
     "tiny": tiny,
 }

@@ -35,6 +35,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("resnet50", 25_557_032, 161, 4.09e9),
         ("vgg16", 138_357_544, 32, 15.47e9),
         ("bert-large", 335_141_888, 391, None),
+        ("gpt2", 124_439_808, 148, None),
     ],
 )
 def test_networks_are_as_large_as_published(
@@ -65,6 +66,13 @@ def test_layers_are_where_they_belong(shapes: ModuleType) -> None:
     assert bert.layers[0].shapes == {"weight": (30522, 1024)} and not bert.layers[0].products
     # For each token, a product with every weight of the 24 layers.
     assert bert.products == 384 * 24 * (4 * 1024**2 + 2 * 1024 * 4096) + 1024**2
+
+
+def test_each_generator_of_ugatit_has_one_huge_tensor(shapes: ModuleType) -> None:
+    network = shapes.NETWORKS["ugatit"]()
+    sizes = sorted(layer.elements for layer in network.layers)
+    assert sizes[-2:] == [256 * 64 * 64 * 256] * 2 and sizes[-3] < 40e6
+    assert len({layer.name for layer in network.layers}) == len(network.layers)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +216,7 @@ def _options(**given: Any) -> argparse.Namespace:
         "extra": "0,4",
         "quick": True,
         "congestion": None,
+        "ways": "onebit",
     }
     return argparse.Namespace(**{**usual, **given})
 
@@ -221,6 +230,8 @@ def _options(**given: Any) -> argparse.Namespace:
         ({"rates": "10gbit,5"}, "'5' is not a rate"),
         ({"extra": "4,x"}, "--extra '4,x'"),
         ({"extra": "-1"}, "--extra"),
+        ({"ways": "zip"}, "--ways: unknown: zip; allowed are onebit, topk"),
+        ({"ways": "powersgd", "only": "links"}, "--ways powersgd: .* needs NCCL"),
         ({"congestion": "calm"}, "--congestion: unknown: calm; allowed are reno"),
         ({"gpus": 1}, "--gpus 1: at least 2"),
         ({"gpus": 0, "only": "links"}, "--gpus 0: at least 1"),
