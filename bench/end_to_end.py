@@ -104,7 +104,7 @@ def cases(only: str, quick: bool) -> list[Case]:
     ways = [way for way in WAYS if way in BASE or only in way]
     if len(ways) == len(BASE):
         raise BenchError(
-            f"--only {only!r}: unknown; allowed are {', '.join(w for w in WAYS if w not in BASE)}"
+            f"--only {only!r}: unknown; expected {', '.join(w for w in WAYS if w not in BASE)}"
         )
     if reason := network.why_not():
         raise BenchError(f"--end-to-end needs links that can be slowed down: {reason}")

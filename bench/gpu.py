@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--networks",
         help=(
             f"networks of train (default: {','.join(TRAIN)}) and links (default:"
-            f" {','.join(LINKS)}); allowed are {', '.join(NETWORKS)}"
+            f" {','.join(LINKS)}); choices: {', '.join(NETWORKS)}"
         ),
     )
     parser.add_argument(
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     ):
         if unknown := set(given) - set(known):
             raise BenchError(
-                f"{option}: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}"
+                f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
             )
     setup = Setup(
         options.device,
@@ -217,7 +217,7 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         found = [-1]
     if min(found) < 0:
-        raise BenchError(f"--extra {text!r}: allowed are integers from 0, separated by commas")
+        raise BenchError(f"--extra {text!r}: expected integers from 0, separated by commas")
     return found
 
 

@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     for given, known, option in ((wanted, PARTS, "--only"), (networks, gpu.NETWORKS, "--networks")):
         if unknown := set(given) - set(known):
             raise BenchError(
-                f"{option}: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}"
+                f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
             )
     setup = Setup(options.device, _gpus(options), networks, options.quick)
     # The jobs of all parts inherit it: multicast over NVLink is not what is compared here.

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(CASES):
         raise BenchError(
-            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(CASES)}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; expected {', '.join(CASES)}"
         )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []

@@ -47,9 +47,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases. Raises :class:`BenchError` at the first failure."""
     wanted = set(options.only.split(","))
     if unknown := wanted - {"cycles", "jobs"}:
-        raise BenchError(
-            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are cycles and jobs"
-        )
+        raise BenchError(f"--only: unknown: {', '.join(sorted(unknown))}; expected cycles or jobs")
     count = min(options.cycles, 20) if options.quick else options.cycles
     if count < 2:
         raise BenchError(f"--cycles {count}: at least 2 are needed to measure growth")

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(CASES):
         raise BenchError(
-            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(CASES)}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; expected {', '.join(CASES)}"
         )
     plan = QUICK if options.quick else Plan()
     with Job(WORKERS, 1, environment=_QUIET, modules=dict.fromkeys(range(WORKERS), _MODULE)) as job:

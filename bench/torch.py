@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
         if unknown := set(given) - set(known):
             raise BenchError(
-                f"{option}: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(known)}"
+                f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
             )
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(_offered()):
         raise BenchError(
-            f"--only: unknown: {', '.join(sorted(unknown))}; allowed are {', '.join(_offered())}"
+            f"--only: unknown: {', '.join(sorted(unknown))}; expected {', '.join(_offered())}"
         )
     turns = 1 if options.quick else 3
     cases = kills([r for r in ROLES if f"kill-{r}" in wanted], turns)

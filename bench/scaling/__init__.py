@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     per_second = bytes_per_second(options.rate)
     if options.congestion and options.congestion not in network.congestions():
         raise BenchError(
-            f"--congestion {options.congestion!r}: allowed are {', '.join(network.congestions())}"
+            f"--congestion {options.congestion!r}: expected {', '.join(network.congestions())}"
         )
     if reason := network.why_not():
         raise BenchError(f"links cannot be slowed down here: {reason}")
@@ -129,14 +129,14 @@ def bytes_per_second(rate: str) -> float:
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
     if match is None or not float(match[1]):
         raise BenchError(
-            f"--rate {rate!r}: allowed is a number followed by kbit, mbit or gbit, as in 500mbit"
+            f"--rate {rate!r}: expected a number followed by kbit, mbit or gbit, as in 500mbit"
         )
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
 def _spare(text: str) -> int:
     if not text.isdigit() or int(text) > MACHINES:
-        raise BenchError(f"--spare {text!r}: allowed are 0 to {MACHINES}")
+        raise BenchError(f"--spare {text!r}: expected 0 to {MACHINES}")
     return int(text)
 
 

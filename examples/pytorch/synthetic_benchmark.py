@@ -127,7 +127,7 @@ def options() -> argparse.Namespace:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are integers from 1")
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer from 1")
     return number
 
 

@@ -242,7 +242,7 @@ def test_what_is_no_state_or_that_of_something_else() -> None:
     assert names == ["x"] and "topk" in in_use, "not what was declared last"
     for text, said in zip(
         texts,
-        ("a mapping is needed, not int", "'worker' is a str; allowed are", "'colour' is a int"),
+        ("expected a mapping, not int", "'worker' is a str; expected", "'colour' is a int"),
         strict=True,
     ):
         assert "'x'" in text and said in text

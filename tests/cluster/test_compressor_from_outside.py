@@ -214,7 +214,7 @@ def test_a_worker_without_it_is_told_what_there_is(outside: dict[str, str]) -> N
     )
     assert found[0] == ["declared"]
     assert (
-        "compressor='means': allowed are onebit, topk, randomk, dithering" in found[1][0]
+        "compressor='means': expected one of onebit, topk, randomk, dithering" in found[1][0]
         and "BPSX_COMPRESSORS" in found[1][0]
     )
 

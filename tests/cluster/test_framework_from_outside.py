@@ -134,7 +134,7 @@ def test_what_cannot_be_sent_is_refused_and_unnamed_calls_match(outside: dict[st
     bps.shutdown()
     """
     refusals: list[Any] = [
-        ["UnsupportedTensor", "push_pull: an array is needed, not list"],
+        ["UnsupportedTensor", "push_pull: expected an array, not list"],
         ["UnsupportedDType", "push_pull: dtype bool cannot be summed"],
     ]
     for *found, total in run(source, 2, 1, env=outside):

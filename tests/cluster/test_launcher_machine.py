@@ -136,7 +136,7 @@ def test_all_devices_are_counted(launcher: Launcher, tmp_path: Path) -> None:
         ),
         (
             {"NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_VISIBLE_CPU_CORES": "0;1"},
-            "BYTEPS_VISIBLE_CPU_CORES='0;1': allowed is lists",
+            "BYTEPS_VISIBLE_CPU_CORES='0;1': expected lists",
         ),
         ({"NVIDIA_VISIBLE_DEVICES": "0,1", "DMLC_WORKER_ID": ""}, "DMLC_WORKER_ID"),
         (

@@ -171,7 +171,7 @@ def test_top_without_anybody_there():
             text=True,
             timeout=DEADLINE,
         )
-        assert done.returncode == 2 and "allowed is HOST:PORT" in done.stderr
+        assert done.returncode == 2 and "expected HOST:PORT" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["q", "interrupt", "job ends"])

@@ -95,7 +95,7 @@ def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "True",
-        "broadcast_optimizer_state: trainer is a str; a DistributedTrainer is needed",
+        "broadcast_optimizer_state: trainer is a str; expected a DistributedTrainer",
     ], done.stdout
 
 

@@ -222,7 +222,5 @@ def test_refusals(job: Finished) -> None:
     for result in job.results.values():
         dimensions, channels, count, group, nothing = result["job_other"]
         assert "got (2,)" in dimensions and "expected (N, 2, …), got (2, 3)" in channels
-        assert "1 values per channel" in count and "process_group=1: allowed is None" in group
-        assert (
-            "convert_sync_batchnorm: module is a NoneType; a torch.nn.Module is needed" in nothing
-        )
+        assert "1 values per channel" in count and "process_group=1: expected None" in group
+        assert "convert_sync_batchnorm: module is a NoneType; expected a torch.nn.Module" in nothing

@@ -454,7 +454,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         "changed": ("group 0 has changed from 0.9 to 0.7", "cycle_momentum=False"),
         "entry": ("cannot read the compression state in 'bpsx'",),
         "version": ("cannot read the compression state in 'bpsx'",),
-        "inside": ("d.0.weight", "a mapping is needed, not int"),
+        "inside": ("d.0.weight", "expected a mapping, not int"),
         "sparse": ("'weight'", "sparse_as_dense=True"),
     }.items(),
     ids=lambda v: v if isinstance(v, str) else "",

@@ -129,7 +129,7 @@ def test_disagreement_is_an_error_on_both_and_the_job_goes_on(tmp_path: Path) ->
         assert message.startswith("MismatchError") and "Gradient.1." in message and unchanged
         odd, _, root = result["job_optimizer_state"]
         assert odd.startswith("StateError") and "state 0.odd is a object" in odd
-        assert root.startswith("ConfigError") and "allowed are 0 to 1" in root
+        assert root.startswith("ConfigError") and "expected 0 to 1" in root
         _, groups, _ = result["job_optimizer_state"]
         assert (
             "worker 0 has SGD with groups of [2] parameters, worker 1 has SGD with groups of [1, 1]"

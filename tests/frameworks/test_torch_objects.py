@@ -308,7 +308,7 @@ def test_a_dead_root_is_named(tmp_path: Any) -> None:
     finished = run_job(__file__, ["job_wrong_arguments", "job_root_dies"], tmp_path)
     assert finished.status != 0
     if 1 in finished.results:
-        assert "allowed are 0 to 1" in finished.results[1]["job_wrong_arguments"][0]
+        assert "expected 0 to 1" in finished.results[1]["job_wrong_arguments"][0]
         assert "worker 0" in finished.results[1]["job_root_dies"]
     else:
         assert "worker 0" in finished.output

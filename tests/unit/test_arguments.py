@@ -55,7 +55,7 @@ def test_what_is_an_integer(value: Any, expected: int | None) -> None:
 
 @pytest.mark.parametrize("root", [True, "1", 1.0, None, -1, 3, [1]], ids=repr)
 def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
-    with pytest.raises(ConfigError, match="^some verb: root_rank=.*: allowed are 0 to 2$"):
+    with pytest.raises(ConfigError, match="^some verb: root_rank=.*: expected 0 to 2$"):
         checked_root(root, "some verb", 3)
     assert type(checked_root(np.int64(2), "some verb", 3)) is int
 
@@ -67,7 +67,7 @@ def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
         *(
             (
                 {"priority": p},
-                "push_pull: priority=.*: allowed are integers from -2147483648 to 2147483647",
+                "push_pull: priority=.*: expected an integer from -2147483648 to 2147483647",
             )
             for p in ("high", 1.5, None, True, 2**31, -(2**40))
         ),
@@ -105,7 +105,7 @@ def test_declare(alone: Session, name: Any) -> None:
 
 def test_broadcast(alone: Session) -> None:
     for root in (True, "0", 0.0, None, 1):
-        with pytest.raises(ConfigError, match="^broadcast: root_rank=.*: allowed are 0 to 0$"):
+        with pytest.raises(ConfigError, match="^broadcast: root_rank=.*: expected 0 to 0$"):
             bpsx.broadcast(ARRAY, root)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="^broadcast: name must be a string, not int"):
         bpsx.broadcast(ARRAY, name=5)  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ def test_each_part_gets_its_share_of_the_minutes(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"only": "one,wifi"}, "--only: unknown: wifi; allowed are tests, one, roots, links"),
+        ({"only": "one,wifi"}, "--only: unknown: wifi; expected tests, one, roots, links"),
         ({"networks": "alexnet"}, "--networks: unknown: alexnet"),
     ],
 )

@@ -43,9 +43,9 @@ def test_rates_become_bytes_per_second(scaling: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"rate": "fast"}, "--rate 'fast': allowed"),
+        ({"rate": "fast"}, "--rate 'fast': expected"),
         ({"rate": "0mbit"}, "--rate '0mbit'"),
-        ({"spare": "0,5"}, "--spare '5': allowed are 0 to 4"),
+        ({"spare": "0,5"}, "--spare '5': expected 0 to 4"),
         ({"spare": "-1"}, "--spare '-1'"),
     ],
 )

@@ -144,7 +144,7 @@ def test_corrupt_bytes(n, wide, seed, add):
 
 @pytest.mark.parametrize("scaling", [1, 0, "True", 2.0, [True]])
 def test_a_wrong_scaling(scaling):
-    with pytest.raises(ConfigError, match="scaling=.*allowed are True and False"):
+    with pytest.raises(ConfigError, match="scaling=.*expected True or False"):
         codec("onebit").options({"scaling": scaling})
 
 

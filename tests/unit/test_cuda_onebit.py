@@ -72,7 +72,7 @@ def test_a_compressor_without_gpu_kernels_is_refused():
     with pytest.raises(
         ConfigError,
         match=(
-            "'nobody' has no kernels for GPUs; allowed on GPUs are onebit, topk, randomk, dithering"
+            "'nobody' has no kernels for GPUs; expected one of onebit, topk, randomk, dithering"
         ),
     ):
         device_codec("nobody")

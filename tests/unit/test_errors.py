@@ -176,7 +176,7 @@ def test_all_errors_have_the_attributes_and_copies_keep_them():
 
 
 def test_an_error_about_nobody_says_so():
-    error = errors.ConfigError("BYTEPS_LOCAL_RANK='x': allowed is 0 or more")
+    error = errors.ConfigError("BYTEPS_LOCAL_RANK='x': expected 0 or more")
     assert (error.role, error.rank, error.address, error.tensor, error.tensors) == (
         None,
         None,

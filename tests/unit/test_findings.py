@@ -31,7 +31,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"BYTEPS_PARTITION_BYTES": "much"}, "BYTEPS_PARTITION_BYTES='much': allowed is"),
+        ({"BYTEPS_PARTITION_BYTES": "much"}, "BYTEPS_PARTITION_BYTES='much': expected"),
         (
             {"DMLC_PS_ROOT_URI": "no-such-host.invalid"},
             "DMLC_PS_ROOT_URI='no-such-host.invalid' does not resolve",
@@ -154,11 +154,11 @@ _WORKER = {
         ),
         (
             {**_WORKER, "DMLC_PS_ROOT_PORT": "0", "DMLC_WORKER_ID": "2"},
-            ["DMLC_WORKER_ID=2: allowed are 0..1 (DMLC_NUM_WORKER=2): correct"],
+            ["DMLC_WORKER_ID=2: expected 0..1 (DMLC_NUM_WORKER=2): correct"],
         ),
         (
             {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "2"},
-            ["DMLC_WORKER_ID=2: allowed are 0..1"],
+            ["DMLC_WORKER_ID=2: expected 0..1"],
         ),  # no role is set yet
         # All of them, without those that only follow from another.
         (

@@ -86,11 +86,11 @@ def test_files_by_role(write) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no worker; allowed is host[:port] followed by"),
+        ("", "no worker; expected host[:port] followed by"),
         ("a server\n", "no worker"),
-        ("a sever worker\n", "line 1: 'sever' is unknown; allowed is"),
-        ("a server=0 worker\n", "line 1: 'server=0': allowed is server=1..65535"),
-        ("a server\nb slots=x\n", "line 2: 'slots=x': allowed is slots=1..65535"),
+        ("a sever worker\n", "line 1: 'sever' is unknown; expected"),
+        ("a server=0 worker\n", "line 1: 'server=0': expected server=1..65535"),
+        ("a server\nb slots=x\n", "line 2: 'slots=x': expected slots=1..65535"),
         (
             "a scheduler server\nb scheduler worker\n",
             "line 2: a second scheduler; the first is in ",
@@ -136,7 +136,7 @@ def test_assignments(text: str, found: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "A", "1A=b", "A-B=c", "=x"])
 def test_what_is_no_assignment(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="allowed is NAME=VALUE or NAME:VALUE"):
+    with pytest.raises(ArgumentTypeError, match="expected NAME=VALUE or NAME:VALUE"):
         assignment(text)
 
 

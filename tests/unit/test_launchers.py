@@ -130,7 +130,7 @@ def test_a_half_is_refused(variables, missing):
 def test_two_that_disagree_are_refused():
     with pytest.raises(ConfigError, match="WORLD_SIZE=3, but OMPI_COMM_WORLD_SIZE=2"):
         place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "3"})
-    with pytest.raises(ConfigError, match="SLURM_PROCID=4: allowed are 0..3"):
+    with pytest.raises(ConfigError, match="SLURM_PROCID=4: expected 0..3"):
         place({**SLURM, "SLURM_PROCID": "4"})
 
 

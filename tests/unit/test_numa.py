@@ -109,14 +109,14 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
             {"VISIBLE_CPU_CORES": "0:1"},
             3,
             (
-                "BYTEPS_VISIBLE_CPU_CORES=0:1: 2 lists for 3 worker processes; allowed is one per"
+                "BYTEPS_VISIBLE_CPU_CORES=0:1: 2 lists for 3 worker processes; expected one per"
                 " process"
             ),
         ),
         (
             {"VISIBLE_CPU_CORES": "0:15-16"},
             2,
-            "BYTEPS_VISIBLE_CPU_CORES=0:15-16: this process may not use 16; allowed are 0-15",
+            "BYTEPS_VISIBLE_CPU_CORES=0:15-16: this process may not use 16; expected 0-15",
         ),
         (
             {"CPU_BLACKLIST": "0-15"},
@@ -126,12 +126,12 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
         (
             {"NUMA_DEFAULT_QUOTA": "4"},
             3,
-            "BYTEPS_NUMA_DEFAULT_QUOTA=4: 3 processes share 8 cores, so allowed are 0..3",
+            "BYTEPS_NUMA_DEFAULT_QUOTA=4: expected 0..3, because 3 processes share 8 cores",
         ),
         (
             {"NUMA_DEFAULT_QUOTA": "1"},
             10,
-            "BYTEPS_NUMA_DEFAULT_QUOTA=1: 10 processes share 8 cores, so allowed are 0..0",
+            "BYTEPS_NUMA_DEFAULT_QUOTA=1: expected 0..0, because 10 processes share 8 cores",
         ),
     ],
 )

@@ -103,13 +103,13 @@ def test_forms_of_parameters(pair: Pair, form: Any) -> None:
 @pytest.mark.parametrize(
     "params, message",
     [
-        (nn.Linear(2, 2).parameters, "pairs are needed, not method"),
-        (torch.zeros(2), "pairs are needed, not Tensor"),
+        (nn.Linear(2, 2).parameters, "pairs, not method"),
+        (torch.zeros(2), "pairs, not Tensor"),
         ([torch.zeros(2)], r"entry 0 is a Tensor, not a \(name, tensor\) pair"),
         ([("a", torch.zeros(2)), (3, torch.zeros(2))], "entry 1 is a tuple"),
         ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "the name 'a' is given twice"),
-        ({"a": torch.zeros(2), "lr": 0.1}, "'lr': a torch.Tensor is needed, not float"),
-        ({"a": None}, "'a': a torch.Tensor is needed, not NoneType"),
+        ({"a": torch.zeros(2), "lr": 0.1}, "'lr': expected a torch.Tensor, not float"),
+        ({"a": None}, "'a': expected a torch.Tensor, not NoneType"),
         ({"a": torch.eye(2).to_sparse()}, "'a': sparse_coo tensors cannot be sent"),
         ({"a": torch.zeros(2, device="meta")}, "'a': tensors on meta"),
         ({"a": torch.zeros(1).expand(3)}, "'a': elements share memory"),
@@ -134,7 +134,7 @@ def test_wrong_root(pair: Pair, root: Any) -> None:
         (bps.broadcast_parameters, {}),
         (bps.broadcast_optimizer_state, torch.optim.SGD([torch.zeros(1)], lr=0.1)),
     ):
-        with pytest.raises(ConfigError, match="allowed are 0 to 1"):
+        with pytest.raises(ConfigError, match="expected 0 to 1"):
             verb(argument, root)
 
 
@@ -143,7 +143,7 @@ def test_wrong_optimizers_and_prefixes(pair: Pair) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
         ConfigError,
-        match="broadcast_optimizer_state: optimizer is a Linear; a torch.optim.Optimizer is needed",
+        match="broadcast_optimizer_state: optimizer is a Linear; expected a torch.optim.Optimizer",
     ):
         pair.run(bps.broadcast_optimizer_state, model, model)
     verbs: list[tuple[Any, Any]] = [

@@ -118,8 +118,8 @@ def test_overlapping_memory_is_read_but_never_written(fake: FakeSession, case: s
 
 
 REFUSED = {
-    "torch.Tensor is needed, not list": lambda: [1.0, 2.0],
-    "torch.Tensor is needed, not ndarray": lambda: np.zeros(3),
+    "expected a torch.Tensor, not list": lambda: [1.0, 2.0],
+    "expected a torch.Tensor, not ndarray": lambda: np.zeros(3),
     "complex64 cannot be summed.*view_as_real": lambda: torch.zeros(2, dtype=torch.complex64),
     "bool cannot be summed.*uint8": lambda: torch.zeros(2, dtype=torch.bool),
     "int16 cannot be summed": lambda: torch.zeros(2, dtype=torch.int16),
@@ -177,7 +177,7 @@ def test_refused_names_and_versions(fake: FakeSession) -> None:
         *(
             (
                 {"priority": p},
-                rf"push_pull: priority={p!r}: allowed are integers from -2147483648 to "
+                rf"push_pull: priority={p!r}: expected an integer from -2147483648 to "
                 "2147483647".replace("**", "."),
             )
             for p in ("high", 1.5, None, True, 2**31, -(2**31) - 1, 2**70)
@@ -244,8 +244,8 @@ def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
         with pytest.raises(
             ConfigError,
             match=(
-                f"^{verb.split()[0]}: compression=.*: allowed are bpsx.torch.Compression.none and"
-                " .fp16, and"
+                f"^{verb.split()[0]}: compression=.*: expected bpsx.torch.Compression.none, .fp16,"
+                " or"
             ),
         ):
             call()
@@ -258,7 +258,7 @@ def test_what_is_no_handle(verb: Callable[[object], object], given: object) -> N
     with pytest.raises(
         ConfigError,
         match=(
-            f"{verb.__name__}: a handle is needed, as the _async verbs return it, not"
+            f"{verb.__name__}: expected a handle, as the _async verbs return it, not"
             f" {type(given).__name__}"
         ),
     ):

@@ -253,7 +253,7 @@ def test_changing_the_number_of_passes(fake: FakeSession) -> None:
     backward(model)
     assert len(fake.pushes) == 4
     for wrong in (0, -1, 1.5, "2"):
-        with pytest.raises(ConfigError, match="allowed are integers from 1"):
+        with pytest.raises(ConfigError, match="expected an integer from 1"):
             optimizer.set_backward_passes_per_step(wrong)
 
 

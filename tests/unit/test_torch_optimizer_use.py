@@ -134,7 +134,7 @@ def test_other_refusals(fake: FakeSession) -> None:
         with pytest.raises(
             ConfigError,
             match=(
-                f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers"
+                f"DistributedOptimizer: backward_passes_per_step={passes!r}: expected an integer"
                 " from 1"
             ),
         ):
@@ -149,7 +149,7 @@ def test_other_refusals(fake: FakeSession) -> None:
         sgd(model, sparse_as_dense="no")
     with pytest.raises(
         ConfigError,
-        match="DistributedOptimizer: optimizer is a Sequential; a torch.optim.Optimizer is needed",
+        match="DistributedOptimizer: optimizer is a Sequential; expected a torch.optim.Optimizer",
     ):
         bps.DistributedOptimizer(model)  # type: ignore[arg-type]
     replaced = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def test_other_refusals(fake: FakeSession) -> None:
 @pytest.mark.parametrize(
     "swapped, options, message",
     [
-        (True, {}, "CrossBarrier: optimizer is a Sequential; a torch.optim.Optimizer is needed"),
+        (True, {}, "CrossBarrier: optimizer is a Sequential; expected a torch.optim.Optimizer"),
         (
             False,
             {"named_parameters": 3},
@@ -175,7 +175,7 @@ def test_other_refusals(fake: FakeSession) -> None:
         (
             False,
             {"backward_passes_per_step": 0},
-            "CrossBarrier: backward_passes_per_step=0: allowed are integers from 1",
+            "CrossBarrier: backward_passes_per_step=0: expected an integer from 1",
         ),
     ],
 )

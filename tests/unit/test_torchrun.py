@@ -77,7 +77,7 @@ def test_bpsx_place_wins(monkeypatch, name):
     ],
 )
 def test_what_cannot_be_is_named(monkeypatch, name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value!r}|{name}={value}: allowed"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r}|{name}={value}: expected"):
         read(monkeypatch, **{name: value})
 
 

@@ -53,7 +53,7 @@ def check_priority(priority: Any, verb: str) -> None:
     number = integer(priority)
     if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
         raise ConfigError(
-            f"{verb}: priority={priority!r}: allowed are integers from {LEAST_URGENT} to"
+            f"{verb}: priority={priority!r}: expected an integer from {LEAST_URGENT} to"
             f" {MOST_URGENT}"
         )
 
@@ -65,7 +65,7 @@ def checked_root(root_rank: Any, verb: str, size: int) -> int:
     """
     rank = integer(root_rank)
     if rank is None or not 0 <= rank < size:
-        raise ConfigError(f"{verb}: root_rank={root_rank!r}: allowed are 0 to {size - 1}")
+        raise ConfigError(f"{verb}: root_rank={root_rank!r}: expected 0 to {size - 1}")
     return rank
 
 
@@ -74,7 +74,7 @@ def checked_passes(passes: Any, verb: str) -> int:
     number = integer(passes)
     if number is None or number < 1:
         raise ConfigError(
-            f"{verb}: backward_passes_per_step={passes!r}: allowed are integers from 1"
+            f"{verb}: backward_passes_per_step={passes!r}: expected an integer from 1"
         )
     return number
 
@@ -97,6 +97,5 @@ def check_handle(handle: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``handle`` has the methods of a handle."""
     if not (hasattr(handle, "done") and hasattr(handle, "wait")):
         raise ConfigError(
-            f"{verb}: a handle is needed, as the _async verbs return it, not"
-            f" {type(handle).__name__}"
+            f"{verb}: expected a handle, as the _async verbs return it, not {type(handle).__name__}"
         )

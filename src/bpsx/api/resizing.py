@@ -12,7 +12,7 @@ def check_size(num_workers: int, num_servers: int) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless a job may have that size."""
     for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
-            raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
+            raise errors.ConfigError(f"resume: {name}={value!r}; expected {least} to 65535")
 
 
 def resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Config:
@@ -26,7 +26,7 @@ def resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Conf
     if global_rank is not None:
         if not isinstance(global_rank, int) or not 0 <= global_rank < num_workers * now.local_size:
             raise errors.ConfigError(
-                f"resume: global_rank={global_rank!r}; allowed are 0 to"
+                f"resume: global_rank={global_rank!r}; expected 0 to"
                 f" {num_workers * now.local_size - 1}"
             )
         if global_rank % now.local_size != now.local_rank:

@@ -92,7 +92,7 @@ def compression(
     if params is None:
         return NONE
     if not isinstance(params, Mapping):
-        raise ConfigError(f"{what}: a mapping is needed, not {type(params).__name__}")
+        raise ConfigError(f"{what}: expected a mapping, not {type(params).__name__}")
     given = {
         k: v
         for k, v in params.items()
@@ -176,11 +176,11 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
     every = {*COMMON, *(known.keys if known else ())}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{key!r} is not a key; allowed are {', '.join(sorted(every))}")
+            raise ConfigError(f"{key!r} is not a key; expected one of {', '.join(sorted(every))}")
         if key in every:
             continue
         raise ConfigError(
-            f"{key}={value!r}: there is no such key; allowed are {', '.join(sorted(every))}"
+            f"{key}={value!r}: there is no such key; expected one of {', '.join(sorted(every))}"
         )
     if known is None:
         for key in ("ef", "momentum", "mu"):
@@ -195,14 +195,14 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
 def _factor(mu: Any) -> float:
     number = checked_number(mu)
     if number is None or not 0 < number < 1:
-        raise ConfigError(f"mu={mu!r}: allowed are numbers between 0 and 1")
+        raise ConfigError(f"mu={mu!r}: expected a number between 0 and 1")
     return float(number)
 
 
 def _seed(seed: Any) -> int:
     number = checked_number(seed)
     if not isinstance(number, int) or not 0 <= number <= _MASK:
-        raise ConfigError(f"seed={seed!r}: allowed are integers from 0 to {_MASK}")
+        raise ConfigError(f"seed={seed!r}: expected an integer from 0 to {_MASK}")
     return number
 
 

@@ -46,13 +46,13 @@ def check_saved(name: str, saved: Any) -> Saved:
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(
-            f"state of compression of {name!r}: a mapping is needed, not {type(saved).__name__}"
+            f"state of compression of {name!r}: expected a mapping, not {type(saved).__name__}"
         )
     for key, value in saved.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]):
             raise ConfigError(
-                f"state of compression of {name!r}: {key!r} is a {type(value).__name__}; allowed"
-                f" are {', '.join(f'{k} ({t.__name__})' for k, t in _TYPES.items())}"
+                f"state of compression of {name!r}: {key!r} is a {type(value).__name__}; expected"
+                f" {', '.join(f'{k} ({t.__name__})' for k, t in _TYPES.items())}"
             )
     return dict(saved)
 

@@ -162,13 +162,13 @@ class Config:
             )
         if (self.worker_id or 0) >= self.num_worker:
             yield (
-                f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1}"
+                f"DMLC_WORKER_ID={self.worker_id}: expected 0..{self.num_worker - 1}"
                 f" (DMLC_NUM_WORKER={self.num_worker})"
             )
         yield from self._gpu_faults()
         if self.local_rank >= self.local_size:
             yield (
-                f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1}"
+                f"BYTEPS_LOCAL_RANK={self.local_rank}: expected 0..{self.local_size - 1}"
                 " (BYTEPS_LOCAL_SIZE)"
             )
 
@@ -181,7 +181,7 @@ class Config:
         for root in self.reduce_roots or ():
             if root >= self.local_size:
                 yield (
-                    f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are"
+                    f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; expected"
                     f" 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
                 )
         if self.switch_size is not None and self.local_size % self.switch_size:
@@ -222,7 +222,7 @@ class Config:
         if self.mixed_mode and self.key_hash_fn != "balanced":
             yield (
                 f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: BYTEPS_ENABLE_MIXED_MODE=1 assigns"
-                " partitions by bytes; allowed is balanced"
+                " partitions by bytes; expected balanced"
             )
         if self.role in ("worker", None):
             yield from self._worker_faults()
@@ -302,7 +302,7 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
         # The message leaves out the value, which may be secret.
         raise ConfigError(f"{option.env}: not valid UTF-8") from None
     except ValueError as e:
-        why = f"{e}" if option.parse is folder else f"allowed is {option.allowed}"
+        why = f"{e}" if option.parse is folder else f"expected {option.allowed}"
         raise ConfigError(f"{option.env}={text!r}: {why}") from None
 
 

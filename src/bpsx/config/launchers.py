@@ -113,13 +113,13 @@ def place(variables: Mapping[str, str]) -> LaunchedPlace | None:
 def _number(name: str, variables: Mapping[str, str], most: int, least: int = 0) -> int:
     text = variables[name]
     if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        raise ConfigError(f"{name}={text!r}: allowed is {least}..{most}")
+        raise ConfigError(f"{name}={text!r}: expected {least}..{most}")
     return int(text)
 
 
 def _check_below(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if rank >= size:
-        raise ConfigError(f"{rank_name}={rank}: allowed are 0..{size - 1} ({size_name}={size})")
+        raise ConfigError(f"{rank_name}={rank}: expected 0..{size - 1} ({size_name}={size})")
 
 
 def _refuse_half(launcher: Launcher, variables: Mapping[str, str]) -> None:
@@ -184,9 +184,7 @@ def _local(
     if rank is not None and count is not None:
         _check_below(found.local_rank, rank, found.local_size or "SLURM_STEP_TASKS_PER_NODE", count)
     if count is not None and count > size:
-        raise ConfigError(
-            f"{found.local_size}={count}: allowed are 1..{size} ({found.size}={size})"
-        )
+        raise ConfigError(f"{found.local_size}={count}: expected 1..{size} ({found.size}={size})")
     return rank, count
 
 

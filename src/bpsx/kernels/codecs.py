@@ -88,8 +88,7 @@ def device_codec(name: str) -> DeviceCodec:
         if name not in _device_codecs:
             known = dict.fromkeys((*COMPRESSORS, *_device_codecs))
             raise ConfigError(
-                f"compressor={name!r} has no kernels for GPUs; allowed on GPUs are"
-                f" {', '.join(known)}"
+                f"compressor={name!r} has no kernels for GPUs; expected one of {', '.join(known)}"
             )
         return _device_codecs[name]
 
@@ -105,8 +104,8 @@ def codec(name: str) -> Codec:
         if name not in _codecs:
             known = [n for n in (*COMPRESSORS, *_codecs) if n != "half"]
             raise ConfigError(
-                f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}, and those of"
-                " the modules in BPSX_COMPRESSORS"
+                f"compressor={name!r}: expected one of {', '.join(dict.fromkeys(known))}, or a"
+                " compressor of the modules in BPSX_COMPRESSORS"
             )
         return _codecs[name]
 
@@ -167,7 +166,7 @@ def load_momentum(dtype: str) -> int:
 def checked_flag(key: str, value: Any) -> bool:
     """Return ``value``, a bool. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{key}={value!r}: allowed are True and False")
+        raise ConfigError(f"{key}={value!r}: expected True or False")
     return value
 
 
@@ -189,7 +188,7 @@ def checked_choice(key: str, value: Any, *allowed: str) -> str:
     Raises :class:`~bpsx.errors.ConfigError` for anything else.
     """
     if value not in allowed:
-        raise ConfigError(f"{key}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{key}={value!r}: expected one of {', '.join(map(repr, allowed))}")
     return str(value)
 
 
@@ -205,7 +204,7 @@ def checked_amount(key: str, value: Any) -> int | float:
         return int(number)
     wrong = f"{key} is missing" if value is None else f"{key}={value!r}"
     raise ConfigError(
-        f"{wrong}: allowed are an integer >= 1 (number of elements of each partition) and a"
+        f"{wrong}: expected an integer >= 1 (number of elements of each partition) or a"
         f" fraction, 0 < {key} < 1"
     )
 

@@ -13,7 +13,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else -1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed is {low}..{high}")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {low}..{high}")
         return value
 
     return parse
@@ -26,7 +26,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds, 0 or more")
     return value
 
 

@@ -45,7 +45,7 @@ def find(scheduler: str | None, job: int | None) -> Config:
     if scheduler is not None:
         host, _, port = scheduler.rpartition(":")
         if not host or not port.isascii() or not port.isdigit():
-            raise ConfigError(f"--scheduler {scheduler!r}: allowed is HOST:PORT")
+            raise ConfigError(f"--scheduler {scheduler!r}: expected HOST:PORT")
         return Config(child_environment(DMLC_PS_ROOT_URI=host.strip("[]"), DMLC_PS_ROOT_PORT=port))
     if job is None:
         here = Config()
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.merge is not None:
         return timeline.tell_merge(options.merge, options.output, "bpsx-run: error")
     if not 1 <= options.seconds <= 3600:
-        parser.error(f"--seconds {options.seconds:g}: allowed is 1..3600")
+        parser.error(f"--seconds {options.seconds:g}: expected 1..3600")
     with Observer(find(options.scheduler, options.job)) as observer:
         return _record(observer, math.ceil(options.seconds))
 

@@ -110,8 +110,8 @@ def quotas(config: Config, processes: int, cores: int) -> list[int]:
     each = each or cores // processes
     if each * others >= cores:  # the root needs a core, too
         raise ConfigError(
-            f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: {processes} processes share {cores} cores, so"
-            f" allowed are 0..{(cores - 1) // others}"
+            f"BYTEPS_NUMA_DEFAULT_QUOTA={each}: expected 0..{(cores - 1) // others}, because"
+            f" {processes} processes share {cores} cores"
         )
     return [each] * others + [cores - each * others]
 
@@ -141,13 +141,13 @@ def _explicit(given: str, processes: int, cores: Sequence[Core]) -> list[frozens
     if len(lists) != processes:
         raise ConfigError(
             f"BYTEPS_VISIBLE_CPU_CORES={given}: {len(lists)} lists for {processes} worker"
-            " processes; allowed is one per process, separated by colons"
+            " processes; expected one per process, separated by colons"
         )
     missing = frozenset().union(*lists) - _all(cores)
     if missing:
         raise ConfigError(
-            f"BYTEPS_VISIBLE_CPU_CORES={given}: this process may not use {text(missing)}; allowed"
-            f" are {text(_all(cores))}"
+            f"BYTEPS_VISIBLE_CPU_CORES={given}: this process may not use {text(missing)}; expected"
+            f" {text(_all(cores))}"
         )
     return lists
 

@@ -183,7 +183,7 @@ def local_size(config: Config) -> int:
     entries = [entry.strip() for entry in text.split(",")]
     if not all(entries):
         raise ConfigError(
-            f"NVIDIA_VISIBLE_DEVICES={text!r}: an entry is empty; allowed are all, none, void or"
+            f"NVIDIA_VISIBLE_DEVICES={text!r}: an entry is empty; expected all, none, void or"
             " names separated by commas"
         )
     if is_set("BYTEPS_LOCAL_SIZE") and size != len(entries):

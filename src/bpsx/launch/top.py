@@ -243,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if not 0.1 <= options.interval <= 3600:
-        parser.error(f"--interval {options.interval:g}: allowed is 0.1..3600")
+        parser.error(f"--interval {options.interval:g}: expected 0.1..3600")
     signal.signal(signal.SIGTERM, _end)
     last: list[str] = []
     try:

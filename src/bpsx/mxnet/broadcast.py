@@ -31,8 +31,8 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     verb = "broadcast_parameters"
     if not isinstance(params, (Mapping, mx.gluon.ParameterDict)):
         raise ConfigError(
-            f"{verb}: params is a {type(params).__name__}; a mapping from names to NDArrays or"
-            " Parameters is needed"
+            f"{verb}: params is a {type(params).__name__}; expected a mapping from names to"
+            " NDArrays or Parameters"
         )
     unnamed = [name for name in params if not isinstance(name, str)]
     if unnamed:

@@ -61,7 +61,7 @@ told = threading.Event()
 def check_array(array: Any, what: str) -> None:
     """Raise :class:`UnsupportedTensor` for anything but a dense NDArray."""
     if not isinstance(array, mx.nd.NDArray):
-        raise UnsupportedTensor(f"{what}: a mxnet.nd.NDArray is needed, not {type(array).__name__}")
+        raise UnsupportedTensor(f"{what}: expected a mxnet.nd.NDArray, not {type(array).__name__}")
     if array.stype != "default":
         raise UnsupportedTensor(
             f"{what}: an NDArray of stype {array.stype!r} cannot be sent; give"
@@ -262,7 +262,7 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     be the same on all workers. Raises :class:`~bpsx.errors.ConfigError`.
     """
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")
+        raise ConfigError(f"byteps_declare_tensor: name={name!r}: expected a string")
     params = dict(_said(key.removeprefix("byteps_"), value) for key, value in kwargs.items())
     return int(
         adapter.session().declare(

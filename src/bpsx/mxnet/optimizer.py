@@ -39,7 +39,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     def __init__(self, optimizer: mx.optimizer.Optimizer) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise ConfigError(
-                "DistributedOptimizer: an optimizer of MXNet is needed, not"
+                "DistributedOptimizer: expected an optimizer of MXNet, not"
                 f" {type(optimizer).__name__}; create one with mxnet.optimizer.create(name, ...)"
             )
         if isinstance(optimizer, DistributedOptimizer):

@@ -293,6 +293,6 @@ def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -
     verb = "broadcast_optimizer_state"
     if not isinstance(trainer, DistributedTrainer):
         raise ConfigError(
-            f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed"
+            f"{verb}: trainer is a {type(trainer).__name__}; expected a DistributedTrainer"
         )
     trainer.take_states(checked_root(root_rank, verb, adapter.session().size))

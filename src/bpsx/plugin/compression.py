@@ -70,8 +70,8 @@ def check_compression(compression: Any, verb: str, framework: Framework[Any]) ->
     if not (isinstance(compression, type) and issubclass(compression, Compressor)):
         plugin = framework.module
         raise ConfigError(
-            f"{verb}: compression={compression!r}: allowed are {plugin}.Compression.none and .fp16,"
-            f" and other classes derived from {plugin}.compression.Compressor"
+            f"{verb}: compression={compression!r}: expected {plugin}.Compression.none, .fp16,"
+            f" or another class derived from {plugin}.compression.Compressor"
         )
 
 

@@ -36,7 +36,7 @@ def choose(
         if wrong:
             raise ConfigError(
                 f"{verb}: compression_params maps parameters' names to mappings, but has"
-                f" {wrong!r}: allowed are mappings and None"
+                f" {wrong!r}: expected mappings or None"
             )
         said = dict(given)
     else:
@@ -56,7 +56,7 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
     """
     if isinstance(given, type):
         raise ConfigError(
-            f"{verb}: compression_params={given.__name__} is a class; allowed are a mapping and a"
+            f"{verb}: compression_params={given.__name__} is a class; expected a mapping or a"
             " function of a parameter's name. The classes of Compression convert tensors before"
             " the exchange"
         )
@@ -90,7 +90,7 @@ def _by_name(given: Any, verb: str) -> bool:
     """
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{verb}: compression_params is a {type(given).__name__}; allowed are a mapping and a"
+            f"{verb}: compression_params is a {type(given).__name__}; expected a mapping or a"
             " function of a parameter's name"
         )
     return any(isinstance(value, Mapping) for value in given.values())

@@ -81,9 +81,9 @@ class Encoder:
                 kind: [value.dtype.str, list(value.shape), self._put_aside(value.tobytes(), where)]
             }
         raise StateError(
-            f"{self._verb}: {where} is a {type(value).__name__}; allowed are tensors, NumPy "
-            "arrays and scalars, None, bool, int, float, complex, str, bytes, and tuples, "
-            "lists, sets, dicts of these"
+            f"{self._verb}: {where} is a {type(value).__name__}; expected a tensor, a NumPy "
+            "array or scalar, None, bool, int, float, complex, str, bytes, or a tuple, list, set "
+            "or dict of these"
         )
 
     def _put_aside(self, value: bytes | bytearray, where: str) -> int:

@@ -68,7 +68,7 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
         known = ReduceOp.Average if op is None else ReduceOp(op)
     except ValueError:
         allowed = ", ".join(f"hvd.{o.name}" for o in ReduceOp if o is not ReduceOp.Adasum)
-        raise ConfigError(f"{verb}: op={op!r}; allowed are {allowed}") from None
+        raise ConfigError(f"{verb}: op={op!r}; expected one of {allowed}") from None
     if known is ReduceOp.Adasum:
         raise ConfigError(
             f"{verb}: op=hvd.Adasum is not supported, because summation servers only add; use "
@@ -80,7 +80,7 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
 def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
     """Return ``op`` if it is a sum or an average. Raises :class:`ConfigError` otherwise."""
     if op not in _ADDING:
-        raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
+        raise ConfigError(f"{verb}: op=hvd.{op.name}; expected hvd.Average or hvd.Sum")
     return op
 
 
@@ -100,7 +100,7 @@ class ProcessSet:
         complete = isinstance(ranks, Sequence) and len(set(known)) == len(ranks)
         if ranks is not None and not complete:
             raise ConfigError(
-                f"ProcessSet: ranks={ranks!r}: allowed are a list of ranks from 0, each once, and "
+                f"ProcessSet: ranks={ranks!r}: expected a list of ranks from 0, each once, or "
                 "None for all workers"
             )
         self.ranks: list[int] | None = None if ranks is None else sorted(known)
@@ -357,8 +357,8 @@ def check_groups(
     for argument, count in counts:
         number = adapter.integer(count)
         if number is None or number < 0:
-            more = f" and lists of lists of {what}s" if argument == "groups" else ""
-            raise ConfigError(f"{verb}: {argument}={count!r}: allowed are integers from 0{more}")
+            more = f", or a list of lists of {what}s" if argument == "groups" else ""
+            raise ConfigError(f"{verb}: {argument}={count!r}: expected an integer from 0{more}")
     if listed:
         members = [m for group in groups for m in _members(group)]
         if not all(map(known, members)) or len({id(m) for m in members}) < len(members):

@@ -171,7 +171,7 @@ class Membership:
         if wrong:
             return f"invalid options: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
-            return f"role {m['role']!r}: allowed are worker and server"
+            return f"role {m['role']!r}: expected worker or server"
         if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
             return (
                 f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most"

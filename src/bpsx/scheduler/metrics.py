@@ -91,12 +91,14 @@ def _oldest_stall(node: Node) -> Iterable[Sample]:
 
 METRICS: tuple[Metric, ...] = (
     Metric("bpsx_up", "1 while the process is in the job, 0 after it has left or died.", _up),
-    Metric("bpsx_report_age_seconds", "How old this process's other figures are.", _age),
+    Metric("bpsx_report_age_seconds", "Age of this process's last report.", _age),
     Metric("bpsx_job_running", "1 while the job is complete and running.", "job_running"),
     Metric("bpsx_tensors", "Tensors declared in the job.", "job_tensors"),
     Metric("bpsx_push_pulls_total", "Push_pulls that a worker has completed.", "push_pulls"),
     Metric(
-        "bpsx_tensor_bytes_total", "Bytes of tensors that came home to a worker.", "tensor_bytes"
+        "bpsx_tensor_bytes_total",
+        "Bytes of tensors whose push_pull a worker has completed.",
+        "tensor_bytes",
     ),
     Metric(
         "bpsx_sent_bytes_total", "Bytes handed to the transport, headers included.", "bytes_sent"
@@ -110,28 +112,22 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "bpsx_received_messages_total", "Messages taken from the transport.", "messages_received"
     ),
-    Metric(
-        "bpsx_malformed_messages_total",
-        "Messages that made no sense and were dropped.",
-        "malformed",
-    ),
+    Metric("bpsx_malformed_messages_total", "Malformed messages, which were dropped.", "malformed"),
     Metric(
         "bpsx_repeated_pushes_total",
         "Pushes that a server had counted already and ignored.",
         "repeated",
     ),
     Metric(
-        "bpsx_busy_seconds_total", "Time in which a worker had push_pulls under way.", "busy_ns"
+        "bpsx_busy_seconds_total", "Time during which a worker had push_pulls under way.", "busy_ns"
     ),
     Metric("bpsx_outstanding_push_pulls", "Push_pulls under way on a worker.", "outstanding"),
     Metric(
-        "bpsx_queued_partitions",
-        "Partitions that wait in a worker for their turn to be sent.",
-        "queued",
+        "bpsx_queued_partitions", "Partitions queued in a worker, waiting to be sent.", "queued"
     ),
     Metric(
         "bpsx_in_flight_bytes",
-        "Bytes that a worker has handed to the transport and that are not written out yet.",
+        "Bytes that a worker has handed to the transport and that it has not written out yet.",
         "in_flight",
     ),
     Metric(
@@ -142,12 +138,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("bpsx_round_bytes_total", "Bytes of the results of closed rounds.", "bytes"),
     Metric(
         "bpsx_open_rounds",
-        "Rounds of which a server has the pushes of some workers only.",
+        "Rounds for which a server has pushes from some but not all workers.",
         "open_rounds",
     ),
     Metric(
         "bpsx_pending_messages",
-        "Messages that wait in a server for their turn (BYTEPS_SERVER_ENABLE_SCHEDULE).",
+        "Messages queued in a server (BYTEPS_SERVER_ENABLE_SCHEDULE).",
         "pending",
     ),
     Metric(
@@ -163,7 +159,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "bpsx_worker_late_seconds_total",
-        "Time that rounds waited for this worker alone, by server.",
+        "Time during which rounds waited for this worker alone, by server.",
         _late_seconds,
         ("worker",),
     ),
@@ -173,7 +169,9 @@ METRICS: tuple[Metric, ...] = (
         _stalled,
     ),
     Metric(
-        "bpsx_oldest_stall_seconds", "Age of the oldest of these; 0 without any.", _oldest_stall
+        "bpsx_oldest_stall_seconds",
+        "Age of the oldest stalled push_pull; 0 if none.",
+        _oldest_stall,
     ),
 )
 

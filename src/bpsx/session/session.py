@@ -331,7 +331,7 @@ class Session(Declarations):
         try:
             if not 0 <= root < self.size:
                 raise errors.ConfigError(
-                    f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}"
+                    f"{name!r}: root rank {root}; expected 0 to {self.size - 1}"
                 )
             dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
         except BaseException:

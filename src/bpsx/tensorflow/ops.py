@@ -31,7 +31,7 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
     """
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise UnsupportedTensor(
-            f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and"
+            f"{what}: a {type(value).__name__} cannot be sent; expected a dense tensor or"
             " tf.IndexedSlices"
         )
     adapter.check_unmasked(value, what)  # TensorFlow would drop the mask

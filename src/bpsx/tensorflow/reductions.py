@@ -32,14 +32,14 @@ def averages(op: Any, average: Any, verb: str) -> bool:
                 " them"
             )
         if not isinstance(average, bool):
-            raise ConfigError(f"{verb}: average={average!r}: allowed are True, False and None")
+            raise ConfigError(f"{verb}: average={average!r}: expected True, False or None")
         return average
     if op is None:
         return True
     if op == ReduceOps.Adasum:
-        raise ConfigError(f"{verb}: op=Adasum is not supported; allowed are Average and Sum")
+        raise ConfigError(f"{verb}: op=Adasum is not supported; expected Average or Sum")
     if op not in (ReduceOps.Average, ReduceOps.Sum):
-        raise ConfigError(f"{verb}: op={op!r}: allowed are Average and Sum")
+        raise ConfigError(f"{verb}: op={op!r}: expected Average or Sum")
     return bool(op == ReduceOps.Average)
 
 

@@ -63,7 +63,7 @@ def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Dis
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise ConfigError(
-            f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}"
+            f"DistributedGradientTape: expected a tf.GradientTape, not {type(gradtape).__name__}"
         )
     cls = type(gradtape)
     made: Any = object.__new__(type(cls.__name__, (kind, cls), {"__module__": cls.__module__}))

@@ -40,15 +40,15 @@ def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -
     check_scope(scope, "broadcast_variables")
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):
         raise ConfigError(
-            f"broadcast_variables: variables is a {type(variables).__name__}; a list of variables"
-            " is needed, as model.variables"
+            f"broadcast_variables: variables is a {type(variables).__name__}; expected a list of"
+            " variables, such as model.variables"
         )
     given = list(variables)
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
             raise ConfigError(
-                f"broadcast_variables: element {i} is a {type(variable).__name__}; a variable is"
-                " needed"
+                f"broadcast_variables: element {i} is a {type(variable).__name__}; expected a"
+                " variable"
             )
     values = [tf.convert_to_tensor(variable) for variable in given]
     names = [f"{scope}{PREFIX}{name}" for name in names_of(given)]

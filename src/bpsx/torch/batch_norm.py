@@ -67,8 +67,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         _check_group(process_group)
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(
-                f"convert_sync_batchnorm: module is a {type(module).__name__}; a torch.nn.Module is"
-                " needed"
+                f"convert_sync_batchnorm: module is a {type(module).__name__}; expected a"
+                " torch.nn.Module"
             )
         return cls._converted(module, "")
 
@@ -151,7 +151,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 def _check_group(process_group: object) -> None:
     if process_group is not None:
         raise ConfigError(
-            f"SyncBatchNorm: process_group={process_group!r}: allowed is None, all workers"
+            f"SyncBatchNorm: process_group={process_group!r}: expected None, all workers"
         )
 
 

@@ -71,7 +71,7 @@ def broadcast_optimizer_state(
     _check_prefix(prefix, verb)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed"
+            f"{verb}: optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer"
         )
     if ours.size == 1:
         return
@@ -110,7 +110,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
         entries = params
     else:
         raise ConfigError(
-            "broadcast_parameters: a state_dict or (name, tensor) pairs are needed, not"
+            "broadcast_parameters: expected a state_dict or (name, tensor) pairs, not"
             f" {type(params).__name__}"
         )
     pairs: dict[str, torch.Tensor] = {}

@@ -172,8 +172,8 @@ class Group:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
         if output.numel() != self.size * mine.numel():
             raise ConfigError(
-                f"{verb}: the output has {output.numel()} elements, but {self.size} workers x"
-                f" {mine.numel()} are needed"
+                f"{verb}: the output has {output.numel()} elements; expected {self.size} workers x"
+                f" {mine.numel()}"
             )
         stage, home = self._in_place(output, verb, read=False)
         begun = self.all_gather(_equal_parts(stage, self.size), mine, verb)
@@ -258,8 +258,8 @@ class Group:
         check_tensor(given, f"{verb}: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(
-                f"{verb}: the input is {given.numel()} x {dtype_name(given)}, but {self.size}"
-                f" workers x {output.numel()} {dtype_name(output)} are needed"
+                f"{verb}: the input is {given.numel()} x {dtype_name(given)}; expected {self.size}"
+                f" workers x {output.numel()} {dtype_name(output)}"
             )
         return self._keep_own(
             output, plain_copy(given).view(-1), self.rank * output.numel(), op, verb
@@ -291,8 +291,8 @@ class Group:
         for name, tensors in (("input", inputs), ("output", outputs)):
             if len(tensors) != self.size:
                 raise ConfigError(
-                    f"{verb}: got {len(tensors)} {name}s; one for each of {self.size} workers is"
-                    " needed"
+                    f"{verb}: got {len(tensors)} {name}s; expected one for each of the"
+                    f" {self.size} workers"
                 )
             for r, tensor in enumerate(tensors):
                 check_tensor(tensor, f"{verb}: {name} {r}")
@@ -347,7 +347,7 @@ class Group:
         """
         if len(parts) != self.size:
             raise ConfigError(
-                f"{verb}: got {len(parts)} tensors for {self.size} workers; one for each is needed"
+                f"{verb}: got {len(parts)} tensors for {self.size} workers; expected one for each"
             )
         for r, part in enumerate(parts):
             if part.dtype != mine.dtype or (

@@ -133,7 +133,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     _check_alone(optimizer)
     check_model(model)
     if not isinstance(num_steps, int) or num_steps < 1:
-        raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
+        raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: expected an integer from 1")
     config = adapter.session().config
     if config.asynchronous:
         raise ConfigError(

@@ -33,7 +33,7 @@ class DDPHookState:
         self, name: str | None = None, compression: type[Compressor] = Compression.none
     ) -> None:
         if name is not None and (not isinstance(name, str) or not name):
-            raise ConfigError(f"DDPHookState: name={name!r}; a string that is not empty is needed")
+            raise ConfigError(f"DDPHookState: name={name!r}; expected a string that is not empty")
         check_compression(compression, "DDPHookState")
         self.name, self.compression = name, compression
 

@@ -49,7 +49,7 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"CrossBarrier: model is a {type(model).__name__}; a torch.nn.Module is needed"
+            f"CrossBarrier: model is a {type(model).__name__}; expected a torch.nn.Module"
         )
     for name, module in model.named_modules():
         what = f"CrossBarrier: module {name!r}" if name else "CrossBarrier: the model"

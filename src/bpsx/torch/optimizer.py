@@ -153,7 +153,7 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
     """Raise :class:`ConfigError` for an optimizer that cannot be made distributed."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed"
+            f"{verb}: optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer"
         )
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigError(f"{verb}: this optimizer is distributed already")

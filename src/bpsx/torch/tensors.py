@@ -13,7 +13,7 @@ from bpsx.plugin.adapter import TensorView
 from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.torch.framework import SUMMED, TORCH
 
-_ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
+_ALLOWED = f"expected a dense tensor of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
 #: Name a tensor's dtype, and an operation that was given no name.
 dtype_name, unnamed = TORCH.dtype_of, TORCH.unnamed
 
@@ -24,7 +24,7 @@ def check_tensor(tensor: Any, what: str) -> None:
     ``what`` names the tensor in the message.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedTensor(f"{what}: a torch.Tensor is needed, not {type(tensor).__name__}")
+        raise UnsupportedTensor(f"{what}: expected a torch.Tensor, not {type(tensor).__name__}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = (
             "nested"
@@ -41,7 +41,7 @@ def check_rows(tensor: torch.Tensor, verb: str) -> None:
     """Raise :class:`UnsupportedTensor` unless ``tensor`` has at least one dimension."""
     if tensor.dim() == 0:
         raise UnsupportedTensor(
-            f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)"
+            f"{verb}: expected a tensor with at least one dimension; give tensor.reshape(1)"
         )
 
 

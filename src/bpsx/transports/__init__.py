@@ -77,7 +77,7 @@ def open_endpoint(config: Config) -> Endpoint:
     name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:
         raise TransportError(
-            f"transport {name!r} does not exist; allowed are {', '.join(sorted(_TABLE))}"
+            f"transport {name!r} does not exist; expected one of {', '.join(sorted(_TABLE))}"
         )
     module, cls = _TABLE[name]
     endpoint: Endpoint = getattr(_import(module), cls)(

@@ -57,7 +57,7 @@ cdef inline bytes state_of(Packed *p, bytes saved):
     if saved is not None:
         if len(saved) != len(found):
             raise ValueError(
-                f"the saved state of a partition has {len(saved)} bytes; {len(found)} are needed"
+                f"the saved state of a partition has {len(saved)} bytes; expected {len(found)}"
             )
         load_state(p, saved)
     save_state(p, found)

@@ -159,7 +159,7 @@ class Dithering(Codec):
             raise ConfigError(f"k is missing: dithering needs {allowed}")
         number = checked_number(k)
         if not isinstance(number, int) or not 1 <= number <= _MOST[partition]:
-            raise ConfigError(f"k={k!r}: allowed is {allowed}")
+            raise ConfigError(f"k={k!r}: expected {allowed}")
         return {"k": number, "partition": partition, "normalize": normalize}
 
     def shrinks(self, options: Mapping[str, Any]) -> bool:

@@ -88,7 +88,7 @@ def assignment(text: str) -> tuple[str, str]:
     """Split an ``--env`` argument into name and value; refuses the job secret."""
     match = re.fullmatch(r"([A-Za-z_]\w*)[=:](.*)", text, re.DOTALL | re.ASCII)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is NAME=VALUE or NAME:VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE or NAME:VALUE")
     if match[1] == "BPSX_SECRET":
         raise argparse.ArgumentTypeError(
             "every user of this machine can read BPSX_SECRET on a command line: export it before"

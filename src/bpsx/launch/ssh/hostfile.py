@@ -50,7 +50,7 @@ def _host(word: str, line: str) -> Host:
         or not (match[4] is None or 1 <= port <= 65535)
     ):
         raise ConfigError(
-            f"{line}: {word!r} is not a host; allowed is [user@]host[:port], with an IPv6 address"
+            f"{line}: {word!r} is not a host; expected [user@]host[:port], with an IPv6 address"
             " in brackets"
         )
     return Host(match[1] + (match[2] or match[3]), port, line)
@@ -70,7 +70,7 @@ def _lines(file: str) -> Iterable[tuple[str, list[str]]]:
 def _number(word: str, line: str) -> int:
     name, _, text = word.partition("=")
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise ConfigError(f"{line}: {word!r}: allowed is {name}=1..65535")
+        raise ConfigError(f"{line}: {word!r}: expected {name}=1..65535")
     return int(text)
 
 
@@ -103,7 +103,7 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
             roles = [w for w in words if not w.startswith("slots=")]
             if role and roles:
                 raise ConfigError(
-                    f"{line}: {roles[0]!r}: every host of this file is a {role}; allowed is"
+                    f"{line}: {roles[0]!r}: every host of this file is a {role}; expected"
                     " host[:port] slots=N"
                 )
             for word in [role] if role else roles or ["worker"]:
@@ -114,7 +114,7 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
                 elif word == "server" or word.startswith("server="):
                     servers += [host] * (1 if word == "server" else _number(word, line))
                 else:
-                    raise ConfigError(f"{line}: {word!r} is unknown; allowed is {_LINE}")
+                    raise ConfigError(f"{line}: {word!r} is unknown; expected {_LINE}")
             slots.update({_number(word, line): line for word in words if word.startswith("slots=")})
     if len(named) > 1:
         raise ConfigError(f"{named[1].line}: a second scheduler; the first is in {named[0].line}")
@@ -124,7 +124,7 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
             "all worker hosts need the same number of processes"
         )
     if not workers:
-        raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; allowed is {_LINE}")
+        raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; expected {_LINE}")
     # Servers run beside the workers: together their links carry as much as those of separate
     # machines.
     servers = servers or workers

@@ -143,8 +143,8 @@ def broadcast_(
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
             raise ConfigError(
-                f"broadcast_: variables: element {i} is not a variable; a list of variables is"
-                " needed"
+                f"broadcast_: variables: element {i} is not a variable; expected a list of"
+                " variables"
             )
     values = [checked_tensor("broadcast_", v, name) for v in given]
     wires = [f"broadcast_.{name + '.' if name else ''}{own}" for own in names_of(given)]
@@ -173,7 +173,7 @@ def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
         if static.rank not in (None, 1) or not splits.dtype.is_integer:
             raise ConfigError(
                 f"alltoall: splits is a tensor of shape {static} and "
-                f"{splits.dtype.name}; one dimension of integers is needed"
+                f"{splits.dtype.name}; expected one dimension of integers"
             )
         if tf.is_symbolic_tensor(splits):
             return _checked_later(tensor, tf.cast(splits, tf.int64), size)

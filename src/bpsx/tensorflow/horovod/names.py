@@ -30,7 +30,7 @@ def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False)
     dense = as_tensor(tensor, f"{verb} of {name!r}" if name else verb)
     if rows and dense.shape.rank == 0:
         raise UnsupportedTensor(
-            f"{verb}: a tensor of at least one dimension is needed, not a scalar"
+            f"{verb}: expected a tensor of at least one dimension, not a scalar"
         )
     return dense
 
@@ -39,7 +39,7 @@ def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
     """Return the names of a group's members. Raises :class:`ConfigError`."""
     check_name(name, verb)
     if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
-        raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
+        raise ConfigError(f"{verb}: expected a list of tensors, not {type(tensors).__name__}")
     return [f"{name}.{i}" if name else None for i in range(len(tensors))]
 
 

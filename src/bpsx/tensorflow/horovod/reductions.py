@@ -94,7 +94,7 @@ def _reduced_slices(
     """Return the rows of all workers. The gradient is Horovod's for allgather: the average."""
     if how.here:
         raise ConfigError(
-            f"{how.verb}: op=hvd.{how.op.name} is not possible for tf.IndexedSlices; allowed are"
+            f"{how.verb}: op=hvd.{how.op.name} is not possible for tf.IndexedSlices; expected"
             " hvd.Average and hvd.Sum, or give tf.convert_to_tensor(slices)"
         )
     check_name(name, how.verb)

@@ -192,7 +192,7 @@ def weights_of(name: str, layers: Any) -> list[Any]:
     ordered = isinstance(listed, Iterable) and not isinstance(listed, (str, bytes))
     if not ordered or not all(isinstance(layer, keras.layers.Layer) for layer in listed):
         raise ConfigError(
-            f"{name}: local_layers={layers!r}: a layer of Keras 3 is needed, or a list of layers"
+            f"{name}: local_layers={layers!r}: expected a layer of Keras 3, or a list of layers"
         )
     return [weight for layer in listed for weight in layer.trainable_weights]
 

@@ -108,7 +108,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 def check_number(verb: str, argument: str, value: Any, least: float, allowed: str) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless ``value`` is a number from ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= least:
-        raise ConfigError(f"{verb}: {argument}={value!r}: allowed are {allowed}")
+        raise ConfigError(f"{verb}: {argument}={value!r}: expected {allowed}")
 
 
 @public_methods
@@ -151,19 +151,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         what = type(self).__name__
         if not callable(multiplier):
             check_number(
-                what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch"
+                what, "multiplier", multiplier, 0, "a number from 0, or a function of the epoch"
             )
         if initial_lr is not None:
-            check_number(what, "initial_lr", initial_lr, 0, "numbers from 0, and None")
+            check_number(what, "initial_lr", initial_lr, 0, "a number from 0, or None")
         if steps_per_epoch is not None:
-            check_number(what, "steps_per_epoch", steps_per_epoch, 1, "numbers from 1, and None")
+            check_number(what, "steps_per_epoch", steps_per_epoch, 1, "a number from 1, or None")
         if end_epoch is not None:
             check_number(
                 what,
                 "end_epoch",
                 end_epoch,
                 start_epoch,
-                f"numbers from start_epoch={start_epoch}, and None",
+                f"a number from start_epoch={start_epoch}, or None",
             )
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -248,7 +248,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
         initial_lr: float | None = None,
     ) -> None:
-        check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
+        check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "a number from 0")
 
         def multiplier(epoch: float) -> float:
             size = adapter.session().size

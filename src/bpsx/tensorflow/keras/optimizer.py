@@ -302,7 +302,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
-            f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}"
+            f"{_VERB}: expected an optimizer of Keras 3, not {type(optimizer).__name__}"
         )
     if is_distributed(optimizer):
         raise ConfigError(f"{_VERB}: this {type(optimizer).__name__} is distributed already")

@@ -200,7 +200,7 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
     if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
         raise ConfigError(
             f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
-            f"{splits.dtype}; one dimension of integers is needed"
+            f"{splits.dtype}; expected one dimension of integers"
         )
     given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     return checked_splits(given, adapter.session().size, len(tensor), splits)

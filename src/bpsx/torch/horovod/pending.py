@@ -78,8 +78,7 @@ def synchronize(handle: Pending) -> Any:
 def _checked(handle: Any, verb: str) -> Pending:
     if not isinstance(handle, Pending):
         raise ConfigError(
-            f"{verb}: a handle is needed, as the _async verbs return it, not"
-            f" {type(handle).__name__}"
+            f"{verb}: expected a handle, as the _async verbs return it, not {type(handle).__name__}"
         )
     return handle
 
@@ -105,7 +104,7 @@ def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) ->
     """
     check_name(name, verb)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
+        raise ConfigError(f"{verb}: expected a list of tensors, not {type(tensors).__name__}")
     for i, tensor in enumerate(tensors):
         check_tensor(tensor, f"{verb}: tensor {i}")
     return [f"{name}.{i}" if name else None for i in range(len(tensors))]

@@ -319,7 +319,7 @@ def sparse_allreduce_async(
     check_name(name, verb)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         raise UnsupportedTensor(
-            f"{verb}: a torch.sparse_coo tensor is needed; for a dense one there is allreduce_async"
+            f"{verb}: expected a torch.sparse_coo tensor; for a dense one use allreduce_async"
         )
     check_sparse(tensor, verb)
     wire = f"{verb}.{name}" if name else unnamed(verb, tensor)

@@ -115,8 +115,8 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(
-                f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module"
-                " is needed"
+                f"DistributedDataParallel: module is a {type(module).__name__}; expected a"
+                " torch.nn.Module"
             )
         check_compression(compression, "DistributedDataParallel")
         adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
@@ -213,16 +213,14 @@ def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
     ] != list(devices):
         raise ConfigError(
             f"DistributedDataParallel: device_ids={device_ids!r}, but the module is on"
-            f" {', '.join(map(str, devices)) or 'no device'}; allowed are None and the one GPU"
+            f" {', '.join(map(str, devices)) or 'no device'}; expected None or the one GPU"
             " that holds the module"
         )
     for option, value in options.items():
         if option in _REFUSED and value is not None:
-            raise ConfigError(
-                f"DistributedDataParallel: {option} is not supported; allowed is None"
-            )
+            raise ConfigError(f"DistributedDataParallel: {option} is not supported; expected None")
         if option == "dim" and value != 0:
-            raise ConfigError(f"DistributedDataParallel: dim={value!r}; allowed is 0")
+            raise ConfigError(f"DistributedDataParallel: dim={value!r}; expected 0")
         if option not in _REFUSED | _CHANGE_NOTHING | {"dim", "init_sync"}:
             raise TypeError(f"DistributedDataParallel: unknown option {option!r}")
     init_sync = options.get("init_sync", True)

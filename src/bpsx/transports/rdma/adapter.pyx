@@ -98,7 +98,7 @@ cdef class Pair:
         number, psn, gid, lid, mtu = PAIR.unpack(other)
         cdef const unsigned char *there = gid
         if not 1 <= mtu <= 5:
-            raise TransportError(f"the peer sent the MTU code {mtu}; allowed are 1 to 5")
+            raise TransportError(f"the peer sent the MTU code {mtu}; expected 1 to 5")
         to, least = lid, min(a.mtu, mtu)
         with nogil:
             rc = connect_pair(

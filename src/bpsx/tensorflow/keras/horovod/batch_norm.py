@@ -21,7 +21,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise ConfigError(f"SyncBatchNormalization: fused={fused!r}: allowed is False")
+            raise ConfigError(f"SyncBatchNormalization: fused={fused!r}: expected False")
         super().__init__(**kwargs)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:

@@ -36,8 +36,8 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
         """Do not broadcast ``var``. Raises :class:`~bpsx.errors.ConfigError` for no variable."""
         if not hasattr(var, "assign"):
             raise ConfigError(
-                f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is not a variable; a"
-                " list of variables is needed"
+                f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is not a variable;"
+                " expected a list of variables"
             )
         self.keep(var)
 
@@ -66,7 +66,7 @@ class LearningRateScheduleCallback(ours.LearningRateScheduleCallback):
                 "multiplier",
                 decay,
                 0,
-                "numbers from 0, and functions of the epoch",
+                "a number from 0, or a function of the epoch",
             )
 
             def multiplier(epoch: float) -> float:
