@@ -1,4 +1,4 @@
-"""A library to be loaded before others, by which a function of theirs seems not to be there."""
+"""Preloaded library that hides one libc function from a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-#: In front of libc's: finds everything but the function that is named in HIDDEN.
+#: Source of a dlsym() that overrides libc's and finds every function except the one in HIDDEN.
 _SOURCE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ void *dlsym(void *library, const char *name)
 
 
 def made(folder: Path) -> Path:
-    """The library, compiled into ``folder``; skips the test where there is no C compiler."""
+    """Compile the library into ``folder`` and return its path; skip the test without ``cc``."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler, cc, to hide a function")
     (folder / "hides.c").write_text(_SOURCE)
@@ -44,7 +44,7 @@ def made(folder: Path) -> Path:
 
 
 def run(library: Path, hidden: str, script: str, **environment: str) -> list[str]:
-    """The lines that the script prints where that function is hidden."""
+    """Run the script with the ``hidden`` function missing; return the lines that it prints."""
     env = {**os.environ, **environment, "LD_PRELOAD": str(library), "HIDDEN": hidden}
     done = subprocess.run(
         [sys.executable, "-c", script],

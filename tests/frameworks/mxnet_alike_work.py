@@ -1,5 +1,5 @@
-"""What the workers of test_mxnet_alike.py do: optimizers that remember, after join(); half
-precision with a scaled loss.
+"""Worker functions of test_mxnet_alike.py: optimizers with state after join(), and half precision
+with a scaled loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _steps(parameter: Any, trainer: Any, first: int, last: int) -> None:
-    """With data of one's own."""
+    """Train ``parameter`` on data that differs between workers."""
     for step in range(first, last):
         x = np.random.default_rng([step, bps.rank()]).normal(size=(4, 6))
         with autograd.record():
@@ -38,8 +38,8 @@ def _steps(parameter: Any, trainer: Any, first: int, last: int) -> None:
 
 
 def job_join() -> Any:
-    """Worker 1 joins after two steps, worker 0 goes on for three; then both go on, from what worker
-    0 has.
+    """Worker 1 joins after two steps and worker 0 makes three more; then both continue from worker
+    0's state.
     """
     found = {}
     for case, options in CASES.items():
@@ -62,8 +62,9 @@ def job_join() -> Any:
 
 
 def job_half() -> Any:
-    """Gradients that half precision has only because the loss is scaled: (weights, what they should
-    be).
+    """Train with gradients that float16 can hold only because the loss is scaled.
+
+    Returns pairs (weights, expected weights).
     """
     wanted = np.array([1e-4, 2e-6, 1e-7])
     found = {}

@@ -1,5 +1,6 @@
-"""What the workers of test_mxnet_training.py do with arrays of mxnet.numpy, which npx.set_np()
-makes Parameters of, in the whole process.
+"""Worker functions of test_mxnet_training.py that use mxnet.numpy arrays.
+
+They are in a module of their own, because npx.set_np() changes the Parameters of the whole process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def _trainer(parameter: Any, **more: Any) -> Any:
 
 
 def _trained(dtype: str) -> np.ndarray:
-    """A weight with gradients of 1 and 3 on the workers; the second half by a trainer that has read
-    the first one's states.
+    """Train one weight with gradients 1 and 3 on the workers.
+
+    The second half uses a new trainer that has loaded the first trainer's states.
     """
     parameter = gluon.Parameter(f"{dtype}_weight", shape=(4,), dtype=dtype, init=mx.init.One())
     parameter.initialize()

@@ -1,4 +1,4 @@
-"""What the workers of test_mxnet_ops.py do."""
+"""Worker functions of test_mxnet_ops.py."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def job_sums() -> Any:
 
 
 def job_bfloat16() -> Any:
-    """Which NumPy does not have: MXNet shows it as a structure of one field."""
+    """NumPy has no bfloat16: MXNet represents it as a structure with one field."""
     x = given((3, 4)).astype(np.dtype([("bfloat16", np.uint16)]))
     bps.byteps_push_pull(x, is_average=False)
     return mx.nd.amp_cast(x, dtype="float32").asnumpy()
 
 
 def job_numpy_arrays() -> Any:
-    """mx.np's: also without elements, and without dimensions."""
+    """Exchange mx.np arrays, also an empty and a 0-dimensional one."""
     with mx.util.np_shape(True):
         arrays = [
             mx.np.array(values((2, 3), bps.rank())),
@@ -55,8 +55,9 @@ def job_numpy_arrays() -> Any:
 
 
 def job_in_flight() -> Any:
-    """One worker begins with the last: an operation that occupied a thread until it is over would
-    wait for ever.
+    """Start the exchanges in opposite orders on the two workers.
+
+    This would deadlock if an exchange occupied an engine thread until it ended.
     """
     arrays = [given((1000 + i,)) for i in range(IN_FLIGHT)]
     order = range(IN_FLIGHT) if bps.rank() == 0 else reversed(range(IN_FLIGHT))
@@ -66,7 +67,9 @@ def job_in_flight() -> Any:
 
 
 def job_dependencies() -> Any:
-    """Between two operations on one array, twice; a view; what goes out of scope."""
+    """Exchange an array between two other operations on it, twice; then a view, and an array that
+    goes out of scope.
+    """
     x = given((4, 3))
     for _ in range(2):
         x *= 2
@@ -82,7 +85,7 @@ def job_dependencies() -> Any:
 
 
 def job_layouts() -> Any:
-    """A convolution's output lies in MKL-DNN's own layout."""
+    """Exchange a convolution's output, which has MKL-DNN's own memory layout."""
     x, w = given((2, 8, 16, 16)), given((16, 8, 3, 3))
     y = mx.nd.Convolution(x, w, no_bias=True, kernel=(3, 3), num_filter=16)
     alone = y.asnumpy()
@@ -92,9 +95,7 @@ def job_layouts() -> Any:
 
 
 def job_one_name() -> Any:
-    """Ten operations of one name on arrays that have nothing to do with each other: the first waits
-    for a long computation.
-    """
+    """Exchange ten unrelated arrays under one name; the first depends on a long computation."""
     big = mx.nd.ones((1500, 1500))
     for _ in range(3):
         big = mx.nd.dot(big, big) / 1500
@@ -106,14 +107,16 @@ def job_one_name() -> Any:
 
 
 def job_threads() -> Any:
-    """Four threads, the same name and the same array: every sum is of like operations of both
-    workers, and none waits for another for ever.
+    """Exchange one array under one name from four threads.
+
+    Each sum must consist of matching operations of both workers, and no deadlock may occur.
     """
     x = mx.nd.ones((3,))
 
     def work() -> None:
         for _ in range(100):
-            bps.byteps_push_pull(x, name="threads")  # the average of what is alike
+            # both workers push equal values, so the average equals them
+            bps.byteps_push_pull(x, name="threads")
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -146,7 +149,7 @@ def job_broadcast() -> Any:
 
 
 def job_another_device() -> Any:
-    """As if the host's memory were a GPU's: copied here and back, in the engine's order."""
+    """Treat host memory like a GPU's: copied to the host and back, in the engine's order."""
     before, ops.HOST = ops.HOST, ()
     try:
         x = given((4, 3)) * 2
@@ -176,7 +179,7 @@ def job_arguments_that_reach_the_core() -> Any:
 
 
 def job_declared() -> Any:
-    """BytePS's keys and ours, as texts and as they are."""
+    """Declare with BytePS' string options and with bpsx's own options."""
     ours = bps.byteps_declare_tensor("declared", compressor="topk", k=2, ef="vanilla")
     again = bps.byteps_declare_tensor(
         "declared again",
@@ -214,7 +217,7 @@ def job_declared() -> Any:
 
 
 def job_compression_types() -> Any:
-    """A script's own way to send less."""
+    """Compression.none and Compression.fp16, called by the script itself."""
     found = []
     for compressor in (bps.Compression.none, bps.Compression.fp16):
         x = mx.nd.array([1.0, 2.0**-30, 3.0])
@@ -284,7 +287,7 @@ def job_refused() -> Any:
 
 
 def job_mismatch() -> Any:
-    """Raised where what is computed from the array is waited for, once; what comes later works."""
+    """Catch the error where a result of the failed exchange is read; a later exchange works."""
     bad = mx.nd.ones((3 + bps.rank(),))
     bps.byteps_push_pull(bad, name="bad")
     late = bad * 2
@@ -301,7 +304,7 @@ def job_mismatch() -> Any:
 
 
 def job_forks() -> Any:
-    """MXNet's handler of forks waits for its engine, with the GIL."""
+    """Fork during exchanges: MXNet's fork handler waits for its engine while it holds the GIL."""
     x = given((20_000,))
     for step in range(20):
         for i in range(10):

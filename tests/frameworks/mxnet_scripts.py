@@ -1,4 +1,4 @@
-"""Scripts that use bpsx.mxnet, run by bpsx-run, for tests of what they print and how they end."""
+"""Scripts that use bpsx.mxnet and run under bpsx-run, for tests of their output and exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = (
 
 
 def lines_of(output: str) -> dict[int, list[str]]:
-    """What each worker has printed."""
+    """Return the lines that each worker has printed, by rank."""
     found: dict[int, list[str]] = {}
     for rank, line in re.findall(r"^\[worker (\d+)\] (.*)$", output, re.MULTILINE):
         found.setdefault(int(rank), []).append(line)

@@ -1,4 +1,4 @@
-"""What the workers of test_mxnet_training.py do with files of a Trainer's states."""
+"""Worker functions of test_mxnet_training.py that save and load a Trainer's states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import bpsx.mxnet as bps
 
 
 def _trained(case: str, begin: int, end: int) -> list[np.ndarray]:
-    """From this worker's checkpoint if it does not begin at 0; leaves one after four steps."""
+    """Train from ``begin`` to ``end``, starting from this worker's checkpoint unless ``begin`` is
+    0.
+
+    Writes a checkpoint after four steps.
+    """
     net = network(f"{case}_", seed=begin)
     trainer = bps.DistributedTrainer(
         net.collect_params(), "sgd", {**SGD, "learning_rate": 0.1}, compression_params=RESUMED[case]
@@ -42,7 +46,9 @@ def job_second_half() -> Any:
 
 
 def job_plain_reads() -> Any:
-    """gluon's own Trainer reads files with our part; and ours reads files of gluon's."""
+    """gluon's own Trainer loads files that contain bpsx's part, and bpsx's trainer loads gluon's
+    files.
+    """
     found = []
     for case in RESUMED:
         file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))

@@ -1,5 +1,6 @@
-"""What the workers of test_mxnet_training.py do: gluon's Trainer and the Module API on two workers,
-and alone on the joined batch.
+"""Worker functions of test_mxnet_training.py: gluon's Trainer and the Module API.
+
+Each trains on two workers and, for comparison, alone on the joined batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def data(step: int, rank: int | None = None) -> tuple[Any, Any]:
-    """A worker's batch, or that of all."""
+    """Return the batch of worker ``rank``, or the joined batch for None."""
     rng = np.random.default_rng(step)
     x, y = (
         rng.normal(size=(WORKERS * ROWS, 1, 8, 8)).astype("f4"),
@@ -55,7 +56,7 @@ def weights(net: Any) -> list[np.ndarray]:
 
 
 def backward(net: Any, x: Any, y: Any) -> None:
-    """On each of the network's devices with its part."""
+    """Run forward and backward on each of the network's devices, with its part of the batch."""
     contexts = net.collect_params().list_ctx()
     for a, b in zip(
         gluon.utils.split_and_load(x, contexts),
@@ -70,7 +71,7 @@ def backward(net: Any, x: Any, y: Any) -> None:
 def alone(
     optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, every: int = 1
 ) -> list[np.ndarray]:
-    """On the joined batch, without bpsx."""
+    """Train on the joined batch without bpsx."""
     net = net or network("alone_")
     trainer = gluon.Trainer(net.collect_params(), optimizer, dict(options), kvstore=None)
     for step in range(steps):
@@ -133,8 +134,9 @@ def job_equality() -> Any:
 
 
 def job_deferred() -> Any:
-    """Shapes are known after the first forward pass; each worker begins with other weights, and all
-    go on with worker 1's.
+    """Train a network whose shapes are known only after the first forward pass.
+
+    The workers start with different weights, and all continue with worker 1's.
     """
     net = network("deferred_", seed=bps.rank(), deferred=True)
     trainer = bps.DistributedTrainer(
@@ -147,7 +149,7 @@ def job_deferred() -> Any:
 
 
 def job_parts() -> Any:
-    """allreduce_grads() and update(); grad_req null and add; clipping in between."""
+    """Call allreduce_grads(), clip, then update(), with the grad_req values null and add."""
     net, plain = network("parts_"), network("parts_alone_")
     for n in (net, plain):
         params = n.collect_params()
@@ -164,7 +166,9 @@ def job_parts() -> Any:
 
 
 def job_thawed() -> Any:
-    """A Parameter that is trained from the third step on; momentum is compression's for all."""
+    """Train a Parameter only from the third step on; compression holds the momentum of all
+    Parameters.
+    """
     found = []
     for i, params in enumerate(({"compressor": "onebit", "momentum": "nesterov"}, None)):
         net = network(f"thawed{i}_")
@@ -183,9 +187,9 @@ def job_thawed() -> Any:
 
 
 def job_uneven_batches() -> Any:
-    """Workers' batches of 3 and 5 pictures: each gradient is that of its worker's mean.
+    """Train with batches of different sizes; each worker's gradient is the mean over its own batch.
 
-    Momentum is compression's.
+    Compression holds the momentum.
     """
     net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="uneven_")
     net.initialize(mx.init.Zero())
@@ -202,7 +206,7 @@ def job_uneven_batches() -> Any:
 
 
 def job_stale() -> Any:
-    """A branch that only one worker uses, and one that nobody does."""
+    """Train with one branch that only one worker uses, and one that no worker uses."""
     found = []
     branches = [gluon.nn.Dense(2, in_units=3, prefix=f"branch{i}_") for i in range(3)]
     for branch in branches:
@@ -225,7 +229,7 @@ def job_stale() -> Any:
 
 
 def job_overflow() -> Any:
-    """As MXNet's loss scaling does: an infinity on one worker is one on all."""
+    """An infinity on one worker must reach all workers, as MXNet's loss scaling requires."""
 
     class Scaler:
         loss_scale = 1.0
@@ -256,8 +260,8 @@ def job_overflow() -> Any:
 
 
 def job_as_scripts_do() -> Any:
-    """Memory that hybridized blocks keep; processes that load data; states saved before the first
-    step, and an updater's.
+    """Use static memory of hybridized blocks and data-loading processes, and save states before the
+    first step, also those of an updater.
     """
     found = {"alone": alone("sgd", SGD)}
     net = network("static_")
@@ -295,8 +299,9 @@ def job_as_scripts_do() -> Any:
 
 
 def job_files_of_the_root() -> Any:
-    """A checkpoint that worker 0 alone writes before the first step; states are read by all,
-    weights by worker 0, in this order.
+    """Load a checkpoint that worker 0 wrote before the first step.
+
+    All workers load the states first; then worker 0 alone loads the weights.
     """
     net, other = network("root_", seed=bps.rank()), network("other_", seed=7)
     trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
@@ -320,8 +325,9 @@ def job_files_of_the_root() -> Any:
 
 
 def job_another_optimizer() -> Any:
-    """States of SGD, whose momentum compression has taken, read by a trainer that was made for
-    Adam: it goes on as SGD's.
+    """Load states of SGD, whose momentum compression holds, into a trainer made for Adam.
+
+    The trainer must continue as SGD.
     """
     taken = {"compressor": "topk", "k": 0.5, "momentum": "nesterov", "ef": "vanilla"}
 
@@ -349,7 +355,7 @@ def job_another_optimizer() -> Any:
 
 
 class Counting(mx.lr_scheduler.LRScheduler):  # type: ignore[misc]
-    """How often it is asked for the rate."""
+    """Scheduler that counts how often it is asked for the rate."""
 
     calls = 0
 
@@ -359,8 +365,8 @@ class Counting(mx.lr_scheduler.LRScheduler):  # type: ignore[misc]
 
 
 def job_schedules() -> Any:
-    """A scheduler that is asked as often as by gluon's Trainer; a frozen Parameter that
-    compression_params name.
+    """Check that the scheduler is called as often as by gluon's Trainer, and use compression_params
+    that name a frozen Parameter.
     """
     counts = []
     for kind in (gluon.Trainer, bps.DistributedTrainer):
@@ -386,7 +392,7 @@ def job_schedules() -> Any:
 
 
 def job_two_trainers() -> Any:
-    """Parameters of one name in two trainers, of other shapes."""
+    """Two trainers have Parameters of the same name with different shapes."""
     small, large = (gluon.nn.Dense(n, in_units=3, prefix="same_") for n in (2, 4))
     for net in (small, large):
         net.initialize(mx.init.One())
@@ -399,7 +405,7 @@ def job_two_trainers() -> Any:
 
 
 def job_module() -> Any:
-    """The Module API, alone and with DistributedOptimizer, also on two devices of each worker."""
+    """Use the Module API alone and with DistributedOptimizer, also on two devices per worker."""
 
     def fit(optimizer: Any, rank: int | None, devices: int = 1) -> dict[str, np.ndarray]:
         x = mx.sym.FullyConnected(
@@ -451,7 +457,7 @@ def job_module() -> Any:
     plain = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     optimizer = bps.DistributedOptimizer(inner)
-    # Devices divide by their own batches, and are summed.
+    # Each device divides by its own batch size, and their gradients are summed.
     two = bps.DistributedOptimizer(
         mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, rescale_grad=1 / 2)
     )
@@ -471,7 +477,7 @@ def job_module() -> Any:
 
 
 def job_loop() -> Any:
-    """A loop of one's own with an updater, and several indices in one call."""
+    """Use an updater in a training loop of the script, also with several indices per call."""
     found = []
     for several in (False, True):
         updater = mx.optimizer.get_updater(
@@ -504,7 +510,7 @@ RESUMED: dict[str, Any] = {
 
 
 def job_saved_at_once() -> Any:
-    """Right after a step, of which nothing has been waited for."""
+    """Save right after a step, before waiting for any of its results."""
     net = network("at_once_")
     trainer = bps.DistributedTrainer(
         net.collect_params(),
@@ -536,8 +542,8 @@ def job_saved_at_once() -> Any:
 
 
 def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
-    """Nesterov's momentum of the gradients of the joined batch, and one of weight decay, or
-    none.
+    """Compute training on the joined batch by hand, with Nesterov momentum of the gradients and, on
+    request, of weight decay.
     """
     net, rate, mu, wd = network("by_hand_"), SGD["learning_rate"], SGD["momentum"], SGD["wd"]
     now = weights(net)
@@ -556,8 +562,9 @@ def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
 
 
 def _half(params: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A float16 weight, which the optimizer has in float32, too, with gradients of 1 and 3 on the
-    workers; and what it should be.
+    """Train a float16 weight with a float32 master copy and gradients 1 and 3 on the workers.
+
+    Returns the weight and its expected value.
     """
     parameter = gluon.Parameter("half_weight", shape=(4,), dtype="float16", init=mx.init.One())
     parameter.initialize()
@@ -584,10 +591,9 @@ def _half(params: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def job_decay() -> Any:
-    """Compression that loses nothing, since tensors are too small for it: with onebit weight decay
-    has a momentum, too.
+    """Use compressors on tensors that are too small for them, so nothing is lost.
 
-    NAG is as MXNet has it.
+    With onebit, weight decay has a momentum, too. NAG is compared with MXNet's own.
     """
     params: dict[str, Any] = {"compressor": "onebit", "momentum": "nesterov"}
     plain = {**SGD, "wd": 0.0}
@@ -627,7 +633,9 @@ def job_decay() -> Any:
 
 
 def job_async() -> Any:
-    """Weights' changes are added up: gluon's Trainer, and an updater."""
+    """Train asynchronously: servers add changes of weights, from gluon's Trainer and from an
+    updater.
+    """
     net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="async_")
     net.initialize(mx.init.Constant(bps.rank() + 1.0))
     trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
@@ -699,8 +707,9 @@ def job_async() -> Any:
 
 
 def job_gradients() -> Any:
-    """A few steps of a small convolutional network with each compression: what each worker has
-    given, and what it got.
+    """Train a small convolutional network for a few steps with each compression.
+
+    Returns the gradients that each worker pushed, and the results that it got.
     """
     found = {}
     natural = {"compressor": "dithering", "k": 3, "partition": "natural", "normalize": "l2"}

@@ -1,4 +1,4 @@
-"""Models and data for tests of bpsx.tensorflow: small, and alike wherever they are made."""
+"""Small models and data for tests of bpsx.tensorflow, identical in every process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ BATCH = 8
 
 
 def data(steps: int = 4, workers: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, workers, BATCH, 6) and labels (steps, workers, BATCH) of three classes."""
+    """Return inputs of shape (steps, workers, BATCH, 6) and labels (steps, workers, BATCH) of three
+    classes.
+    """
     rng = np.random.default_rng(5)
     return rng.normal(size=(steps, workers, BATCH, 6)).astype(np.float32), rng.integers(
         0, 3, (steps, workers, BATCH)
@@ -18,7 +20,7 @@ def data(steps: int = 4, workers: int = 2) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mlp() -> Any:
-    """A Keras model of two layers, whose weights depend on nothing."""
+    """Return a Keras model of two layers with fixed initial weights."""
     import keras
 
     model = keras.Sequential(
@@ -32,8 +34,8 @@ def mlp() -> Any:
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
-    """The mean over the batch: so the average of two workers' gradients is that of the joined
-    batch.
+    """Return the mean loss over the batch, so that the average of two workers' gradients is the
+    gradient of the joined batch.
     """
     import tensorflow as tf
 
@@ -43,8 +45,8 @@ def loss_of(model: Any, x: Any, y: Any) -> Any:
 
 
 def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
-    """``compression_params`` that compress every gradient, and lose nothing: all values and their
-    places.
+    """Return ``compression_params`` that compress every gradient without loss: top-k with all
+    values.
     """
     from bpsx.tensorflow.names import own_names_of
 
@@ -55,7 +57,7 @@ def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
 
 
 def joined(steps: int = 4) -> list[np.ndarray]:
-    """The weights after training alone, on all workers' batches, with SGD and momentum."""
+    """Return the weights after training alone on all workers' batches, with SGD and momentum."""
     import keras
     import tensorflow as tf
 

@@ -1,7 +1,7 @@
-"""``python -m bench gpu`` runs, on the CPU with gloo, and reports what it says; its model trains as
-it should.
+"""``python -m bench gpu`` runs on the CPU with gloo and reports its cases; its model trains
+correctly.
 
-No figure is judged here.
+These tests judge no figures.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_links_are_as_slow_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     least = 1e3 * 4 * 399_578 * 8 / 50e6
     for k in (0, 2):
         plain, packed = cases[f"links-50mbit-k{k}-tiny"], cases[f"links-50mbit-k{k}-tiny-onebit"]
-        # A burst, 0.26 MB of 1.6, may go out at once.
+        # A burst of 0.26 of 1.6 MB is exempt from shaping.
         assert (
             plain["value"] > 0.8 * least and plain["peer"] > 0.8 * least and packed["value"] < least
         )

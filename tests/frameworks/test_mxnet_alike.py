@@ -1,4 +1,4 @@
-"""Workers stay alike where optimizers remember; what a worker alone, and half precision, do."""
+"""Workers keep equal weights with stateful optimizers, after join() and in half precision."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is()
 
 @pytest.mark.parametrize(("level", "said"), [("INFO", 1), ("WARNING", 0)])
 def test_what_the_import_did_is_said_at_level_info(level: str, said: int) -> None:
-    """Once init() has set up logging, which comes after the import."""
+    """The message appears after init() has set up logging, although the import came before."""
     done = alone(
         "import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level
     )

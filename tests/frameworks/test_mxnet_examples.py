@@ -1,5 +1,5 @@
-"""Every example of examples/mxnet at small sizes, once as its page says to start it, by bpsx-run;
-and a script for BytePS with the import changed.
+"""Every example of examples/mxnet, at small sizes, with the command that its page gives; and a
+BytePS script with only its import changed.
 """
 
 from __future__ import annotations

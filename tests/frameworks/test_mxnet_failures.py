@@ -1,4 +1,4 @@
-"""bpsx.mxnet when something dies, fails, or comes later."""
+"""bpsx.mxnet when a process dies, an exchange fails, or training is suspended."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ bps.shutdown()
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_suspend_and_resume(size: int) -> None:
-    """Also into another size: gradients are then divided by that; what compression has kept goes
-    on.
+    """Resume with the same and with another size: gradients are divided by the new size, and
+    compression keeps its state.
     """
     with Job(
         RESUMES, workers=2, servers=1, env={"BYTEPS_MIN_COMPRESS_BYTES": "0", "SIZE": str(size)}
@@ -108,8 +108,9 @@ def test_suspend_and_resume(size: int) -> None:
         if size == 2:
             job.workers[1].say("go")
         for _, (first, second) in job.results():
-            # One element of 1200 travels: the first, 1 and 2, halved; then another one, twice as
-            # large, of which nothing has gone yet. Alone all do.
+            # One element of 1200 travels. In the first step it is 1 and 2 on the workers, halved.
+            # The second step sends another element, twice as large because it has not been sent
+            # yet. A single worker sends all elements.
             assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (
                 first,
                 second,
@@ -137,7 +138,7 @@ def step(number, hear=True):
 
 
 def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
-    """A script that catches the error of its own computation and goes on would be a step behind."""
+    """A script that catches an error of its computation and continues would be one step behind."""
     status, told, output = run(
         BREAKS
         + """
@@ -195,8 +196,9 @@ if bps.rank() == 0:
 def test_what_comes_after_an_exchange_that_did_not_begin_is_not_added_to_other_steps(
     why: str,
 ) -> None:
-    """Where the script has given later ones to the engine before it hears: each step has an array
-    of its own, under one name.
+    """The script has queued later exchanges in the engine before it learns of the failure.
+
+    Each step uses a new array under the same name.
     """
     _, told, output = run(
         BREAKS
@@ -246,7 +248,7 @@ for number, x in enumerate(got):
 
 
 def test_weights_are_themselves_after_a_failure_of_asynchronous_training() -> None:
-    """Not what was on its way to the servers, their change."""
+    """The script must see the old weights, not the changes on their way to the servers."""
     with Job(
         HEAD
         + """
@@ -361,7 +363,7 @@ bps.shutdown()
 
 
 def test_alone_and_without_a_job() -> None:
-    """One process, no launcher: sums are what was pushed."""
+    """One process without a launcher gets back what it pushed."""
     script = (
         HEAD
         + """

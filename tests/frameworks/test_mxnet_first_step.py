@@ -1,5 +1,5 @@
-"""What workers find out in the first step: that they mean different things by a name, or begin with
-different weights.
+"""Errors found in the first step: workers use a name for different things, or start with different
+weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def tried(call, *args):
 
 @pytest.mark.parametrize("mode", ["0", "1"])
 def test_trainers_of_one_name_that_are_made_in_another_order(mode: str) -> None:
-    """Of two networks alike; both before the first step, and one after the other's first step; also
-    in asynchronous training.
+    """Two networks of the same shape, made in different orders on the workers.
+
+    Both are made before the first step, or the second one after the first network's first step;
+    also in asynchronous training.
     """
     source = (
         _START
@@ -112,7 +114,7 @@ for devices in 1, 2:
 
 @pytest.mark.parametrize("option", ["warn", "error", "off"])
 def test_weights_that_differ_before_the_first_step(option: str) -> None:
-    """With an updater that MXNet's C library calls, too."""
+    """Also with an updater that MXNet's C library calls."""
     with Job(_MODULE, workers=2, servers=1, env={"BPSX_CHECK_WEIGHTS": option}) as job:
         for worker in job.workers:
             assert worker.wait() == 0, worker.text()
@@ -146,8 +148,11 @@ def steps(read):
 
 
 def test_an_error_in_an_updater_is_raised_in_any_later_step() -> None:
-    """Where MXNet's C library calls the updater, which raises in vain. Nothing that bpsx asks the
-    engine takes the error away from the script, which reads an output in the fourth step only."""
+    """MXNet's C library calls the updater and drops its exception.
+
+    No engine call of bpsx may take the error away from the script, which reads an output only in
+    the fourth step.
+    """
     for said in run(_LOOP + "report(tried(steps, True))", env={"BPSX_CHECK_WEIGHTS": "error"}):
         assert isinstance(said[0], str) and "other weights than worker 0" in said[0]
 

@@ -1,4 +1,6 @@
-"""MXNet 1.9.1 with today's NumPy and Python, and what is said where it is not what bpsx needs."""
+"""MXNet 1.9.1 with current NumPy and Python, and the messages where something that bpsx needs is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def script(text: str, *options: str, **environment: str) -> subprocess.Completed
 
 @pytest.mark.parametrize("which", ["the one that is there", "one below 2"])
 def test_mxnet_works_with_numpy(which: str) -> None:
-    """All that Python and NumPy warn of would be an error. NumPy itself gains no name."""
+    """Warnings of Python and NumPy count as errors here. NumPy itself must not gain names."""
     path = os.environ.get("PYTHONPATH", "")
     if which == "one below 2":
         if not (OLD_NUMPY / "numpy").is_dir():

@@ -1,5 +1,5 @@
-"""The end of a job, of a process, and forks: what MXNet's engine has been given is finished, and
-what went wrong is told.
+"""The end of a job or process, and forks: exchanges queued in MXNet's engine are finished, and
+errors are reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if bps.rank() == 1:
     "end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"]
 )
 def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
-    """By one worker, whose script has no more to do; the other one waits for it."""
+    """Worker 0's script ends with an exchange still queued; worker 1 waits for its result."""
     status, told, output = run(
         LATE
         + """
@@ -55,7 +55,8 @@ bps.broadcast_parameters({"y": y}, root_rank=last)
 print(y.asscalar())
 """
     )
-    # With both 1, 2, 4; then worker 0 goes on alone: half of the average, and its own sum.
+    # With both workers: 1, 2, 4. Then worker 0 continues alone: half for the average, and its own
+    # value for the sum.
     assert status == 0 and told == {0: ["0.5 4.0 0", "4.0"], 1: ["1.0 4.0 0", "4.0"]}, output[
         -2000:
     ]
@@ -90,7 +91,7 @@ UNHEARD = r"exit status 1, because an exchange has failed.*: MismatchError: .*'x
     ids=["at the end", "in the job before", "two jobs"],
 )
 def test_an_error_of_any_job_is_heard_once(later: str) -> None:
-    """Also where init() was called before bpsx.mxnet was imported."""
+    """Also if init() was called before bpsx.mxnet was imported."""
     status, output = launch(
         [
             sys.executable,
@@ -165,7 +166,7 @@ bps.byteps_push_pull(mx.nd.ones((1 << 20,)), name="z")      # without a learning
 
 
 def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
-    """Python prints what is raised before a fork, and goes on."""
+    """Python only prints an exception that is raised in a before-fork hook, and continues."""
     with Job(
         HEAD
         + """
@@ -223,7 +224,7 @@ sys.exit(3)
 
 
 def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
-    """The others hear of it, and nobody ends as if all were well."""
+    """The other workers learn of it, and no process exits with status 0."""
     with Job(
         HEAD
         + """

@@ -1,4 +1,4 @@
-"""bpsx.mxnet's operations: what is summed, in which order, and what is refused."""
+"""bpsx.mxnet's operations: their sums, their order, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def total(shape: Any, dtype: str = "float32") -> np.ndarray:
 
 @pytest.fixture(scope="module", params=["", "NaiveEngine"], ids=lambda engine: engine or "threads")
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """With MXNet's engine as it is, and the one that executes each operation before the next is
-    given.
+    """Run the job with MXNet's default engine and with NaiveEngine, which executes each operation
+    at once.
     """
     naive = request.param == "NaiveEngine"
     jobs = [

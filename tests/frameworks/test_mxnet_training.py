@@ -1,6 +1,4 @@
-"""gluon and the Module API on two workers: equal to one worker on the joined batch, with what
-belongs to it.
-"""
+"""gluon and the Module API on two workers give the results of one worker on the joined batch."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 STATES = str(Path(__file__).with_name("mxnet_states_work.py"))
 NUMPY = str(Path(__file__).with_name("mxnet_numpy_work.py"))
-PARTITION = 8192  # of what is compressed: twice the others'
+PARTITION = 8192  # of compressed tensors: twice the size of others
 JOBS = [
     "job_equality",
     "job_deferred",
@@ -89,7 +87,9 @@ def test_gradients_and_updates_by_themselves(job: Finished) -> None:
 
 
 def test_batches_of_different_sizes(job: Finished) -> None:
-    """Gradients of 1 and 2: 1.5 on average, whatever the batches; Nesterov's momentum of it."""
+    """The gradients 1 and 2 average to 1.5 whatever the batch sizes; Nesterov momentum is applied
+    to that.
+    """
     first, second = each(job, "job_uneven_batches")
     assert np.array_equal(first, second) and np.allclose(
         first, -0.1 * (1.5 * 1.9 + 1.5 + 0.9 * (1.5 + 0.9 * 1.5))
@@ -97,8 +97,8 @@ def test_batches_of_different_sizes(job: Finished) -> None:
 
 
 def test_parameters_that_are_trained_later(job: Finished) -> None:
-    """With momentum (Nesterov's, so not the same as without compression), and alike on all
-    workers.
+    """Compression's Nesterov momentum makes the weights differ from uncompressed training, but all
+    workers must have the same.
     """
     (first, plain), (second, _) = each(job, "job_thawed")
     assert same(first, second) and all(
@@ -178,7 +178,7 @@ def test_momentum_and_weight_decay_are_handed_over(job: Finished) -> None:
 
 
 def test_arrays_of_mxnet_numpy(tmp_path: Path) -> None:
-    """Momentum and weight decay of theirs, too."""
+    """Include the momentum and weight decay of mxnet.numpy arrays."""
     finished = run_job(NUMPY, ["job_numpy_arrays"], tmp_path)
     assert finished.status == 0, finished.output[-3000:]
     for found in each(finished, "job_numpy_arrays"):
@@ -233,7 +233,7 @@ def _check(
     got: list[list[np.ndarray]],
     least: int,
 ) -> None:
-    """``given`` and ``got``: by worker and step."""
+    """Check the results ``got`` for the gradients ``given``, both indexed by worker and step."""
     shape, n = given[0][0].shape, given[0][0].size
     chosen = compression({**params, "mu": 0.9} if params and params.get("momentum") else params)
     small = not params or (chosen.compressor != "" and given[0][0].nbytes < least)

@@ -1,4 +1,4 @@
-"""Each plugin, and CONTRIBUTING.md's, satisfies the contract of ``plugin/framework.py``."""
+"""Each plugin, and CONTRIBUTING.md's example, fulfils the contract of ``plugin/framework.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.optional import OPTIONAL, why_missing
 from support.places import ROOT
 from support.plugins import PLUGINS, values_of, write_toy
 
-#: Files of a plugin in the package, in which the same things stand.
+#: Files that every plugin package has, with the same contents in each.
 FILES = {
     "framework",
     "ops",
@@ -30,7 +30,7 @@ FILES = {
     "names",
     "startup",
 }
-#: Verbs that a plugin hands on.
+#: Verbs that a plugin passes on unchanged.
 VERBS = {"init", "join", "rank", "shutdown", "size"}
 
 
@@ -42,7 +42,7 @@ def test_the_same_things_stand_in_files_of_the_same_name(plugin: str) -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_keeps_the_contract(plugin: str, tmp_path: Path) -> None:
-    """In a process of its own: no two frameworks belong in one."""
+    """Run the check in a process of its own, because two frameworks must not share one."""
     package = plugin.removeprefix("bpsx.")
     if package in OPTIONAL and (reason := why_missing(package)):
         pytest.skip(reason)
@@ -72,7 +72,7 @@ def assert_contract(plugin: str) -> None:
 
 
 def _only(module: ModuleType, base: str) -> Any:
-    """The object of the class derived from the contract's ``base`` that a module has."""
+    """Return the one object in a module whose class derives from the contract's class ``base``."""
     contract = getattr(importlib.import_module("bpsx.plugin.framework"), base)
     (found,) = [value for value in vars(module).values() if isinstance(value, contract)]
     return found

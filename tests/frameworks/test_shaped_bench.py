@@ -1,4 +1,4 @@
-"""``python -m bench shaped`` on emulated machines: it runs, and leaves nothing, however it ends."""
+"""``python -m bench shaped`` on emulated machines runs, and cleans up however it ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
     cases = {case["case"]: case for case in json.loads(out)["cases"]}
     assert set(cases) == {"tuned-k1", "defaults-k1", "gloo-k1"}
     assert all(len(case["samples"]) == 2 for case in cases.values())
-    # Nobody can be faster than the links, but by what a bucket of tokens holds at the start.
+    # Only the token bucket's initial burst can be faster than the link.
     assert cases["tuned-k1"]["ratio"] > 0.95 and cases["defaults-k1"]["ratio"] > 0.95
     assert cases["gloo-k1"]["value"] > 1.1
     drawn = picture.read_text(encoding="utf-8")

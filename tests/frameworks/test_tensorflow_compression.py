@@ -1,5 +1,5 @@
-"""compression_params of TensorFlow's optimizers and tapes: momentum in the optimizer's place,
-checkpoints.
+"""compression_params of TensorFlow's optimizers and tapes: momentum in place of the optimizer's
+own, and checkpoints.
 
 ``job_*`` functions run in the workers.
 """
@@ -32,11 +32,11 @@ if WORKER:
 WORKERS = 2
 STEPS = 6
 HALF = STEPS // 2
-#: With residuals on both sides and momentum.
+#: Compression with residuals on workers and servers, and with momentum.
 LOSSY = {"compressor": "topk", "k": 2, "ef": "vanilla", "momentum": "nesterov", "mu": 0.5}
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def weights(model: Any) -> list[np.ndarray]:
@@ -44,7 +44,9 @@ def weights(model: Any) -> list[np.ndarray]:
 
 
 def fit(model: Any, first: int = 0, last: int = STEPS, mine: bool = True) -> list[np.ndarray]:
-    """The weights after these of the steps, with this worker's batches or everybody's."""
+    """Train on the steps ``first`` to ``last`` with this worker's batches, or with all workers',
+    and return the weights.
+    """
     inputs, labels = (a[first:last] for a in data(STEPS))
     x, y = (inputs[:, bps.rank()], labels[:, bps.rank()]) if mine else (inputs, labels)
     model.fit(
@@ -58,13 +60,13 @@ def fit(model: Any, first: int = 0, last: int = STEPS, mine: bool = True) -> lis
 
 
 def first_mlp() -> Any:
-    """Its layers are called as in a process that makes no other."""
+    """Return a model whose layers have the names of the first model in a process."""
     keras.utils.clear_session()
     return mlp()
 
 
 def compiled(optimizer: Any, params: Any = None, **options: Any) -> Any:
-    """A model with that optimizer, distributed if there is something to compress with."""
+    """Return a compiled model; its optimizer is distributed if there are compression parameters."""
     model = first_mlp()
     if params is not None:
         params = params(model) if callable(params) else params
@@ -82,8 +84,8 @@ def sgd(**options: Any) -> Any:
 
 
 def job_momentum() -> Any:
-    """Keras's: what compression adds to gradients is what SGD with Nesterov's momentum does, and
-    SGD's own is off.
+    """Use Keras: compression's momentum must equal SGD's Nesterov momentum, with SGD's own momentum
+    off.
     """
     nesterov = {"momentum": 0.9, "nesterov": True}
     found = {
@@ -140,9 +142,10 @@ def job_v1() -> Any:
 
 
 def job_saved() -> Any:
-    """Half of the steps, saved, loaded, the other half; and without a break.
+    """Train half of the steps, save, load and train the rest; compare with training without a
+    break.
 
-    Each worker has a file of its own.
+    Each worker has its own file.
     """
 
     def model() -> Any:
@@ -157,7 +160,7 @@ def job_saved() -> Any:
         tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(
             str(Path(folder, "checkpoint"))
         )
-        fit(begun)  # what is kept is of something else by now
+        fit(begun)  # overwrites the state in memory with that of other training
         found["keras"] = fit(
             bpk.load_model(Path(folder, "all.keras"), compression_params=LOSSY), HALF
         )
@@ -189,7 +192,7 @@ def with_tape(model: Any, optimizer: Any, first: int, last: int) -> list[np.ndar
 
 
 def job_saved_tape() -> Any:
-    """A tape has nothing that is saved: a CompressionState is."""
+    """A tape has no state to save; a CompressionState has."""
 
     def parts() -> Any:
         model = first_mlp()
@@ -199,7 +202,7 @@ def job_saved_tape() -> Any:
     begin = state.serialize()
     found = {"straight": with_tape(model, optimizer, 0, STEPS)}
     bps.broadcast_variables(model.variables, 0)
-    state.deserialize(begin)  # of nothing
+    state.deserialize(begin)  # an empty state
     model.set_weights(first_mlp().get_weights())
     found["anew"] = with_tape(model, optimizer, 0, STEPS)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +221,9 @@ def job_saved_tape() -> Any:
 
 
 def job_made_again() -> Any:
-    """From a configuration, as Keras does when it copies a model: distributed, too."""
+    """Recreate the optimizer from its configuration, as Keras does to copy a model: it stays
+    distributed.
+    """
     optimizer = bpk.DistributedOptimizer(sgd(momentum=0.9), compression=bps.Compression.fp16)
     again = type(optimizer).from_config(optimizer.get_config())
     first, second = mlp(), mlp()
@@ -291,7 +296,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 def close(one: list[np.ndarray], other: list[np.ndarray]) -> bool:

@@ -1,4 +1,4 @@
-"""MirroredStrategy: two devices in each of two workers. ``job_*`` functions run in the workers."""
+"""MirroredStrategy with two devices in each of two workers. ``job_*`` functions run there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two_devices() -> list[str]:
 
 
 def job_fit() -> Any:
-    """Keras's fit: four parts of each batch on four devices."""
+    """Keras' fit on four devices, each with a quarter of the batch."""
     found = {}
     two_devices()
     ways = {
@@ -67,7 +67,7 @@ def job_fit() -> Any:
 
 
 def job_loop() -> Any:
-    """A loop of one's own; what one worker reduces for itself needs nobody."""
+    """A training loop of the script; a reduction within one worker does not involve the other."""
     strategy = MirroredStrategy(two_devices())
     with strategy.scope():
         v = tf.Variable([1.0, 2.0])
@@ -95,8 +95,8 @@ def job_loop() -> Any:
 
 
 def job_overflow() -> Any:
-    """mixed_float16: in the third of six steps a gradient overflows on worker 1's second device
-    only.
+    """mixed_float16: in the third of six steps a gradient overflows, only on worker 1's second
+    device.
     """
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -152,7 +152,7 @@ def test_fit_trains_as_one_device_does_on_the_joined_batch(job, way, tolerance):
 
 
 def test_a_loop_of_ones_own(job):
-    # the mean of 1 and 2 on worker 0, of 11 and 12 on worker 1
+    # The mean of 1 and 2 on worker 0, and of 11 and 12 on worker 1.
     for results, variable, alone in each(job, "job_loop"):
         assert results == [[6.5, 6.5]] * 2 and variable == [-5.5, -4.5] and alone == 2
 

@@ -1,5 +1,6 @@
-"""Every example of examples/tensorflow at small sizes, once as its page says to start it, by
-bpsx-run; and scripts for BytePS and Horovod with the import changed.
+"""Every example of examples/tensorflow, at small sizes, with the command that its page gives.
+
+Also BytePS and Horovod scripts with only their import changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MIGRATING = Path(__file__).parent / "migrating"
 
 
 def example(name: str, *arguments: str, by_bpsx_run: bool = True) -> str:
-    """What two workers print."""
+    """Run the example on two workers and return their output."""
     script = [str(EXAMPLES / name), *arguments]
     if by_bpsx_run:
         status, output = launch([sys.executable, *script], 2, 1, **QUIET)

@@ -1,4 +1,4 @@
-"""What the user of bpsx.tensorflow sees when somebody dies, and when calls are left behind."""
+"""Errors of bpsx.tensorflow when a process dies or calls are left unfinished."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_call_under_way_does_not_keep_a_process_from_ending(way):
         for worker in job.workers:
             worker.wait_for_line("under way")
         job.workers[0].wait(60)
-        if way == "shutdown":  # else the thread that calls ends somewhere on the way out
+        if way == "shutdown":  # otherwise the calling thread ends during the interpreter's exit
             assert (
                 "ShutdownError: bpsx was shut down while this operation was under way"
                 in job.workers[0].reports()[-1][0]
@@ -285,6 +285,6 @@ _FORKED = (
 
 
 def test_a_forked_child_is_told():
-    """The thread that begins calls is the parent's."""
+    """The thread that starts calls exists only in the parent."""
     with Job(_FORKED, workers=1, servers=0, alone=True, env=QUIET) as job:
         assert job.results() == [[[True] * 5]]

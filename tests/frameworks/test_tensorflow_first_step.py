@@ -1,5 +1,5 @@
-"""What workers find out in the first step: that they mean different things by a name, or begin with
-different weights.
+"""Errors found in the first step: workers use a name for different things, or start with different
+weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _START = '''
 
 
 def test_variables_out_of_a_set():
-    """Alike but for what is done with them, and in another order on each worker."""
+    """The variables differ only in their use, and come in another order on each worker."""
     source = (
         _START
         + """
@@ -59,10 +59,9 @@ def test_variables_out_of_a_set():
     ("mode", "ways"), [("0", "tape, function, optimizer, fit"), ("1", "optimizer, fit")]
 )
 def test_owners_of_one_name_that_come_in_another_order(mode, ways):
-    """Two models with the same names and weights, whose steps worker 1 makes in the other order:
-    the second is an error, on both workers.
+    """Two models have the same names and weights, and worker 1 steps them in the other order.
 
-    Also in asynchronous training.
+    The second step must fail on both workers. Also in asynchronous training.
     """
     source = (
         _START
@@ -209,7 +208,7 @@ def test_weights_that_differ_before_the_first_step(option, hows):
 
 @pytest.mark.parametrize("option", ["warn", "error", "off"])
 def test_weights_that_differ_in_a_session(option):
-    """Of TensorFlow 1. Broadcast or not, also behind the first step."""
+    """A TensorFlow 1 session with a broadcast before or after the first step, or with none."""
     source = (
         _START
         + """

@@ -1,4 +1,4 @@
-"""Horovod's names for TensorFlow between three workers: results against NumPy, and gradients.
+"""Horovod's API for TensorFlow on three workers: results compared with NumPy, and gradients.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -20,13 +20,13 @@ if WORKER:
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 3
 OPS = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}
-#: The types that servers sum, and those that can only be passed on, by NumPy's names.
+#: NumPy names of the dtypes that servers can sum, and of those that can be gathered and broadcast.
 SUMMED = ["float16", "float32", "float64", "uint8", "int8", "int32", "int64"]
 PASSED_ON = [*SUMMED, "uint16", "int16", "bool"]
 
 
 def given(rank: int, *shape: int, seed: int = 0) -> np.ndarray:
-    """Worker ``rank``'s array."""
+    """Return worker ``rank``'s array."""
     return np.random.default_rng(1000 * seed + rank).standard_normal(shape or (3, 4))
 
 
@@ -39,7 +39,7 @@ def mine(*shape: int, seed: int = 0) -> Any:
 
 
 def integers(rank: int) -> np.ndarray:
-    """Sums of these are negative in places, and do not divide."""
+    """Return integers whose sums are partly negative and not divisible by the number of workers."""
     return np.array([-7 - rank, 5 + rank, -1, 2 * rank])
 
 
@@ -50,11 +50,11 @@ def typed(rank: int, dtype: str) -> np.ndarray:
 
 
 def traced(function: Any) -> Any:
-    """What ``function`` returns from within a function that TensorFlow traces."""
+    """Return what ``function`` returns when tf.function traces it."""
     return tf.function(function, autograph=False)()
 
 
-#: No verb of losses() gives more rows.
+#: Upper bound of the rows that any verb of losses() returns.
 MOST = 40
 
 
@@ -98,7 +98,7 @@ def job_allreduce() -> Any:
 
 
 def job_slices() -> Any:
-    """IndexedSlices of as many rows as the rank, in eager code and in functions; a gradient."""
+    """Sum IndexedSlices with ``rank`` rows, eagerly and in functions; then a gradient."""
     rank = hvd.rank()
     rows = tf.constant(given(rank, rank, 2))
     slices = tf.IndexedSlices(rows, tf.range(rank), tf.constant([4, 2]))
@@ -117,7 +117,7 @@ def job_slices() -> Any:
 
 
 def job_unnamed() -> Any:
-    """Calls without names are matched by order, and make no new names without end."""
+    """Unnamed calls are matched by order, and do not create names without bound."""
     from bpsx.plugin import adapter
 
     declared = []
@@ -133,7 +133,7 @@ def job_unnamed() -> Any:
     return declared
 
 
-# ---- who has what
+# ---- gathers and broadcasts
 
 
 def job_gathers() -> Any:
@@ -153,7 +153,7 @@ def job_gathers() -> Any:
         even = mine(2 * WORKERS, 3)
         found["alltoall", way] = run(lambda e=even: hvd.alltoall(e, name="even"))
         splits = [(rank + r) % 3 for r in range(WORKERS)]
-        rows = mine(sum(splits) + 1, 2)  # the last one stays
+        rows = mine(sum(splits) + 1, 2)  # the last row is not sent
         pair = run(lambda r=rows, s=splits: hvd.alltoall(r, s, name="uneven"))
         found["uneven", way], found["received", way] = pair
         assert pair[1].dtype == tf.int32
@@ -179,7 +179,7 @@ def job_gathers() -> Any:
 
 
 def job_variables() -> Any:
-    """broadcast_variables and broadcast_, in eager code, in functions and in a v1 graph."""
+    """broadcast_variables and broadcast_ in eager code, in functions and in a v1 graph."""
     rank = float(hvd.rank())
     first, second = tf.Variable([rank, 1.0]), tf.Variable(hvd.rank())
     found = {}
@@ -249,7 +249,9 @@ def losses() -> list[Any]:
 
 
 def job_gradients() -> Any:
-    """Of sum(weights * verb(x)), with each worker's own weights, in eager code and in functions."""
+    """Gradients of sum(weights * verb(x)) with different weights on each worker, eagerly and in
+    functions.
+    """
     found: dict[str, list[Any]] = {"eager": [], "traced": []}
     weights = tf.constant(given(hvd.rank(), MOST, 2, seed=7))
     for verb in losses():
@@ -272,11 +274,13 @@ def job_gradients() -> Any:
     return found, str(said.value)
 
 
-# ---- failures, and the end
+# ---- failures and join
 
 
 def job_failure() -> Any:
-    """Workers differ: an error of both kinds, on all of them; functions raise TensorFlow's own."""
+    """The workers' shapes differ: every worker gets an error of both classes; functions raise
+    TensorFlow's class.
+    """
     told = []
     for kind in (hvd.HorovodInternalError, tf.errors.InvalidArgumentError, RuntimeError):
         with pytest.raises(kind) as caught:
@@ -288,7 +292,7 @@ def job_failure() -> Any:
 
 
 def job_join() -> Any:
-    """Worker 0 has more data than the others. Then they go on together."""
+    """Worker 0 has more data than the others; after join() all continue together."""
     if hvd.rank() == 0:
         total = hvd.allreduce(tf.ones(2), op=hvd.Sum, name="more")
         np.testing.assert_allclose(total, [1.0, 1.0])
@@ -311,7 +315,7 @@ def near(found: Any, expected: Any, tolerance: float = 1e-11) -> None:
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 def test_allreduce(job: Finished) -> None:
@@ -422,7 +426,7 @@ def expected_gradients(rank: int) -> list[np.ndarray]:
     parts = np.array_split(x, size)
     scattered = np.concatenate([all_weights[r, : len(part)] for r, part in enumerate(parts)])
     even[:size] = weights(size)[:, rank]
-    # of alltoall with splits: worker 0 gets 5 - r rows of each worker r, the last one r
+    # alltoall with splits: worker 0 gets 5 - r rows from each worker r, the last worker r rows.
     before, before_last = sum(5 - r for r in range(rank)), sum(range(rank))
     first, last = all_weights[0], all_weights[size - 1]
     back = np.concatenate(

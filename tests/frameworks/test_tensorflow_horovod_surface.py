@@ -1,7 +1,7 @@
-"""Horovod's names for TensorFlow and Keras: all are there, with their arguments; what is refused.
+"""Horovod's names for TensorFlow and Keras all exist with Horovod's arguments; rejected arguments.
 
-Functions named ``job_*`` run in two workers. What is refused is refused before anything is sent, so
-that nobody waits for it.
+Functions named ``job_*`` run in two workers. Arguments are rejected before anything is sent, so the
+other worker does not wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BOTH = words("""
     add_process_set remove_process_set Average Sum Adasum Compression DistributedOptimizer
     broadcast_global_variables allreduce allgather broadcast reducescatter
     """)
-#: What can be imported from horovod.tensorflow 0.28.1, but for modules and its own helpers.
+#: Names importable from horovod.tensorflow 0.28.1, except modules and its internal helpers.
 TENSORFLOW = [
     *BOTH,
     *words("""
@@ -52,7 +52,7 @@ TENSORFLOW = [
     DistributedGradientTape PartialDistributedGradientTape
     """),
 ]
-#: From horovod.keras and horovod.tensorflow.keras.
+#: Names importable from horovod.keras and horovod.tensorflow.keras.
 KERAS = [*BOTH, "PartialDistributedOptimizer", "load_model", "callbacks"]
 CALLBACKS = [
     "BroadcastGlobalVariablesCallback",
@@ -61,7 +61,7 @@ CALLBACKS = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
 ]
-#: Names in horovod.tensorflow that the page says are not here.
+#: Names of horovod.tensorflow that the documentation lists as unsupported.
 NOT_HERE = [
     "check_num_rank_power_of_2",
     "vars_to_refs",
@@ -152,7 +152,7 @@ SIGNATURES = {
 
 
 def signature_of(function: Any) -> str:
-    """Arguments and defaults, as Horovod has them."""
+    """Return arguments and defaults in Horovod's notation."""
     found = []
     for parameter in inspect.signature(function).parameters.values():
         name, default = parameter.name.rstrip("_"), parameter.default
@@ -342,7 +342,7 @@ def refused_training() -> list[Refusal]:
 
 
 def job_refusals() -> Any:
-    """What is not refused, or in other words; nothing has been sent."""
+    """Return the calls without the expected rejection; nothing may have been sent."""
     from bpsx.api.verbs import session
 
     before, wrong = session().counters()["push_pulls"], []
@@ -366,7 +366,7 @@ def job_refusals() -> Any:
 
 
 def job_later() -> Any:
-    """Splits that are known when a function is executed: refused then, before rows are sent."""
+    """Splits known only when a function runs are rejected then, before rows are sent."""
     function = tf.function(
         hvd.alltoall,
         input_signature=[tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)],
@@ -379,7 +379,9 @@ def job_later() -> Any:
 
 
 def job_error_classes() -> Any:
-    """Every error of bpsx's in the text of one of TensorFlow's becomes both; others stay."""
+    """Every bpsx error inside a TensorFlow error's text is raised as both classes; other errors
+    stay.
+    """
     from bpsx import errors
     from bpsx.tensorflow.horovod.errors import verb
 
@@ -418,7 +420,8 @@ def job_timeline() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    base = tmp_path_factory.getbasetemp()  # of one of several processes that share the job
+    # base folder of one of the pytest processes that share the job
+    base = tmp_path_factory.getbasetemp()
     traces = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "horovod-traces")
     jobs = ["job_surface", "job_refusals", "job_later", "job_error_classes", "job_timeline"]
     done = run_job(__file__, jobs, tmp_path_factory, BYTEPS_TRACE_DIR=traces)

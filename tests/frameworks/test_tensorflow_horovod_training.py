@@ -1,4 +1,4 @@
-"""Horovod's tapes, optimizers and callbacks on TensorFlow and Keras, against one process.
+"""Horovod's tapes, optimizers and callbacks on TensorFlow and Keras, compared with one process.
 
 Functions named ``job_*`` run in two workers.
 """
@@ -45,7 +45,7 @@ def sgd(**options: Any) -> Any:
 
 
 def trained(run_in_function: bool, **options: Any) -> list[np.ndarray]:
-    """The weights after STEPS steps of the loop of Horovod's examples."""
+    """Train for STEPS steps with the loop of Horovod's examples and return the weights."""
     model, optimizer = mlp(), sgd()
     if hvd.rank() == 1:
         model.set_weights([w + 1 for w in model.get_weights()])
@@ -77,7 +77,9 @@ def job_tape() -> Any:
 
 
 def job_local_sources() -> Any:
-    """Gradients of local sources are the worker's own, divided by two, or as they are."""
+    """Gradients of local sources stay on the worker; scale_local_gradients divides them by two or
+    not.
+    """
     shared, own, factor = tf.Variable([1.0]), tf.Variable([2.0]), hvd.rank() + 1.0
     found = []
     for scale in (True, False):
@@ -99,7 +101,7 @@ def job_local_sources() -> Any:
 
 
 def job_failing_tape() -> Any:
-    """Workers' variables differ: an error that hvd.HorovodInternalError catches."""
+    """The workers' variables differ: hvd.HorovodInternalError catches the error."""
     variable = tf.Variable(tf.ones([hvd.rank() + 1]), name="differs")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * variable)
@@ -125,7 +127,7 @@ def fit(
 
 
 def alone(optimizer: Any, model: Any = None) -> list[np.ndarray]:
-    """The weights after one epoch on the joined batches of both workers."""
+    """Train one epoch on the joined batches of both workers and return the weights."""
     model = model or mlp()
     model.compile(optimizer, LOSS)
     inputs, labels = data(STEPS)
@@ -158,7 +160,7 @@ def job_fit() -> Any:
 
 
 def job_partial() -> Any:
-    """The last layer is each worker's own, its copy as well; deep copies are refused."""
+    """The last layer is local to each worker, also in a shallow copy; deep copies are rejected."""
     model = mlp()
     local = model.layers[-1]
     optimizer = hvd_k.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[local])
@@ -171,7 +173,7 @@ def job_partial() -> Any:
 
 
 class Watch:
-    """What the learning rate was in each batch, and what Keras logs."""
+    """Record the learning rate of each batch and Keras' logs."""
 
     def __new__(cls) -> Any:
         class Watching(keras.callbacks.Callback):  # type: ignore[misc]
@@ -236,7 +238,7 @@ def job_verbs() -> Any:
 
 
 def job_batch_norm() -> Any:
-    """Statistics, outputs and gradients of the joined batch; saved and loaded."""
+    """Statistics, outputs and gradients equal those of the joined batch; also saved and loaded."""
     x = np.random.default_rng(3).normal(size=(WORKERS, 5, 3)).astype(np.float32)
     results = []
     for layer, given in (
@@ -264,11 +266,11 @@ def job_batch_norm() -> Any:
     return results
 
 
-# ---- optimizers of TensorFlow 1
+# ---- TensorFlow 1 optimizers
 
 
 def job_v1() -> Any:
-    """Sums and means of two passes, and a variable that is local."""
+    """Sums and means of two passes, with one local variable."""
     v1, found = tf.compat.v1, {}
     for name, options in (("sum", {}), ("mean", {"average_aggregated_gradients": True})):
         with tf.Graph().as_default(), v1.Session() as session:
@@ -317,7 +319,9 @@ def test_tapes_train_as_one_process(job: Finished) -> None:
 
 def test_local_sources(job: Finished) -> None:
     for rank, found in enumerate(each(job, "job_local_sources")):
-        own = rank + 1.0  # the gradient of the own variable, at 1; the others' is 2 (1 + 2)
+        # The gradient of the worker's own variable is rank + 1; that of the shared one is 2 (1 +
+        # 2).
+        own = rank + 1.0
         assert found == [[own / 2, 6.0], [own, 6.0], [own / 2, 1.5]]
 
 

@@ -29,7 +29,7 @@ if WORKER:
     LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc]
-        """What the learning rate and the metrics were."""
+        """Record the learning rate and the metrics."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -47,7 +47,7 @@ WORKERS = 2
 STEPS = 4
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def weights(model: Any) -> list[np.ndarray]:
@@ -66,7 +66,7 @@ def fit(
     epochs: int = 1,
     **options: Any,
 ) -> Any:
-    """One epoch of this worker's batches, in their order."""
+    """Train ``epochs`` epochs on this worker's batches, in order."""
     model = model or mlp()
     model.compile(optimizer, LOSS, **options)
     inputs, labels = data(steps)
@@ -78,8 +78,10 @@ def fit(
 
 
 def job_training() -> Any:
-    """fit, in a function and eagerly, several steps in one execution, from weights that differ;
-    alone on the joined batch.
+    """Train with fit from different weights: in a function, eagerly, several steps per execution,
+    compiled.
+
+    Compare with training alone on the joined batch.
     """
     found = {"alone": joined(STEPS)}
     ways = {
@@ -128,8 +130,9 @@ def alone_with(optimizer: Any, steps: int = STEPS) -> list[np.ndarray]:
 
 
 def job_accumulation() -> Any:
-    """Two steps' gradients in one: Keras's own option and upstream's, against one process; how many
-    gradients have travelled.
+    """Accumulate gradients of two steps with Keras' own option and with BytePS' option.
+
+    Compare with one process, and count the gradients that were exchanged.
     """
     found = {"alone": alone_with(sgd(gradient_accumulation_steps=2, clipnorm=0.5))}
     for name, make in (
@@ -151,8 +154,9 @@ def job_accumulation() -> Any:
 
 
 def job_overflow() -> Any:
-    """A loss scale: worker 1's gradients are infinite in one step, which then counts for nobody;
-    either order of wrapping, and compile's own.
+    """With a loss scale, worker 1's gradients overflow in one step, which all workers then skip.
+
+    The scale wraps the distributed optimizer, is wrapped by it, or comes from compile().
     """
     found = {}
     for name in ("outer", "inner", "compile"):
@@ -218,7 +222,10 @@ def job_embedding() -> Any:
 
 
 def job_saved() -> Any:
-    """Train, save, load on both, go on: as without a break. The file is one of Keras's own."""
+    """Train, save, load on both workers and continue: the result equals training without a break.
+
+    The file is a normal Keras file.
+    """
     model = fit(bpk.DistributedOptimizer(keras.optimizers.Adam(0.01)), epochs=2)
     straight = weights(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -283,8 +290,8 @@ def job_callbacks() -> Any:
 
 
 def job_auto() -> Any:
-    """What jit_compile="auto" comes to on a machine that has a GPU, for a distributed optimizer and
-    another.
+    """The meaning of jit_compile="auto" on a machine with a GPU, for a distributed and another
+    optimizer.
     """
     real = tf.config.list_physical_devices
     tf.config.list_physical_devices = lambda kind=None: [
@@ -361,7 +368,7 @@ NAMES = [
 
 
 def job_both_names() -> list[str]:
-    """Names that are not the same thing in bpsx.keras as in bpsx.tensorflow.keras."""
+    """Return the names whose objects differ between bpsx.keras and bpsx.tensorflow.keras."""
     differ = [name for name in bpk.__all__ if getattr(bpsx.keras, name) is not getattr(bpk, name)]
     same_callback = (
         bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
@@ -370,8 +377,8 @@ def job_both_names() -> list[str]:
 
 
 def job_upstreams_arguments() -> dict[str, tuple[str, list[str]]]:
-    """Upstream's functions and classes with their arguments, in their order (byteps/tensorflow,
-    byteps/keras); and ours.
+    """Compare the signatures of functions and classes with BytePS' (byteps/tensorflow,
+    byteps/keras).
     """
     upstream = {
         bps.push_pull: (
@@ -412,7 +419,7 @@ def job_upstreams_arguments() -> dict[str, tuple[str, list[str]]]:
 
 
 def job_upstreams_other_names() -> tuple[list[str], list[str], bool, str]:
-    """Those of upstream's names that are missing, and what some of them are."""
+    """Return BytePS names that are missing, and the identity of some others."""
     missing = [name for name in NAMES if not hasattr(bps, name)]
     return (
         missing,
@@ -432,7 +439,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray], tolerance: float = 1e-5) -> bool:
@@ -464,13 +471,14 @@ def test_accumulated_gradients_travel_once(job):
                 same(found[f"{name} {way}"], found["alone"])
                 for way in ("traced", "eager", "compiled")
             )
-            # once, the comparison of names
+            # The comparison of names happens once.
             assert (
                 found[f"{name} traced count"]
                 == found[f"{name} compiled count"]
                 == 4 * STEPS // 2 + 1
             )
-            # and a vector of who has which gradients; once, which of them are sparse
+            # Each exchange also sends a vector that says which gradients exist; once, workers
+            # exchange which are sparse.
             assert found[f"{name} eager count"] == 5 * STEPS // 2 + 2
 
 

@@ -1,5 +1,5 @@
-"""A TensorFlow that has not what bpsx needs: importing the plugin says so, and nothing else
-happens.
+"""Importing the plugin with an incompatible TensorFlow reports what is missing and has no other
+effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations, variables and optimizers of one name: what meets what.
+"""Operations, variables and optimizers that share a name: which of them are exchanged together.
 
 ``job_*`` functions run in the workers.
 """
@@ -35,12 +35,13 @@ if WORKER:
 WORKERS = 2
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def late(x: Any, who: int) -> tf.Tensor:
-    """``x``, which on worker ``who`` takes its time, by work that has no effect and could be done
-    in any order.
+    """Return ``x``, delayed on worker ``who`` by computation without effect.
+
+    The computation may run in any order.
     """
     if bps.rank() != who:
         return x
@@ -51,8 +52,10 @@ def late(x: Any, who: int) -> tf.Tensor:
 
 
 def job_order() -> Any:
-    """Two of one name in a function, where each worker is ready for another one first: in calls of
-    a function, in branches, in loops, beside them.
+    """Exchange two tensors of one name in a function while each worker is ready for the other one
+    first.
+
+    The exchanges are in calls of a function, in branches, in loops, and beside those.
     """
     w = tf.Variable([1.0], name="in order")
 
@@ -106,8 +109,8 @@ def job_order() -> Any:
 
 
 def job_compiled() -> Any:
-    """The same in what XLA compiles: functions that are compiled, called by one that is not; the
-    other way round; twice in one.
+    """The same with XLA: compiled functions called by an uncompiled one, the other way round, and
+    twice in one compiled function.
     """
     w = tf.Variable([1.0], name="compiled")
 
@@ -134,7 +137,7 @@ def job_compiled() -> Any:
 
 
 def job_overlap() -> Any:
-    """Calls of functions with different names are not ordered: worker 1 makes the second first."""
+    """Functions with different names are not ordered: worker 1 calls the second one first."""
     order: list[str] = []
 
     def seen(x: Any, name: str) -> Any:
@@ -151,8 +154,9 @@ def job_overlap() -> Any:
 
 
 def job_graph() -> Any:
-    """In a session: what is run is run, and nothing else; two optimizers of one variable, two
-    operations of one name.
+    """A v1 session runs only the operations that it is asked for.
+
+    Two optimizers share one variable, and two operations share one name.
     """
     found: dict[str, Any] = {}
     with tf.Graph().as_default(), v1.Session() as sess:
@@ -188,13 +192,13 @@ def job_graph() -> Any:
 
 
 def job_alike() -> Any:
-    """Variables of one name, with what compression leaves over: each has its own; a tape and an
-    optimizer of one variable share.
+    """Variables of one name keep separate residuals; a tape and an optimizer of one variable share
+    theirs.
     """
 
     def leftovers(names: tuple[str, str], with_tapes: bool) -> list[float]:
-        """What is left over of one must not reach the other, whose gradients are a hundred times as
-        large.
+        """Residuals of one variable must not reach the other, whose gradients are a hundred times
+        as large.
         """
         pair = [tf.Variable([0.0] * 8, name=name) for name in names]
         params = {"compressor": "topk", "k": 1, "ef": "vanilla"}
@@ -233,8 +237,9 @@ def job_alike() -> Any:
 
 
 def job_alike_v1() -> Any:
-    """Two variables of one name, whose gradients are added up over two passes; one of them has none
-    in the last, or on this worker.
+    """Two v1 variables of one name accumulate gradients over two passes.
+
+    One of them has no gradient in the last pass, or none on this worker.
     """
 
     def train(gradients: Any) -> list[float]:
@@ -258,8 +263,8 @@ def job_alike_v1() -> Any:
 
 
 def job_partly() -> Any:
-    """In eager code, gradients that only one worker has: dense ones, rows of an embedding, sums of
-    several steps.
+    """Eager gradients that only one worker has: dense ones, rows of an embedding, sums of several
+    steps.
     """
     found: dict[str, Any] = {}
     table, plain, nobodys = (
@@ -267,7 +272,7 @@ def job_partly() -> Any:
         tf.Variable([1.0], name="plain"),
         tf.Variable(1.0, name="nobody's"),
     )
-    # the kinds are known from the second on; in the third the other worker has rows
+    # Workers know the kinds from the second step on. In the third, the other worker has the rows.
     for step in range(3):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(plain)
@@ -296,7 +301,7 @@ def job_partly() -> Any:
         .ravel()
         .tolist()
     )
-    # dense on one worker, where gradients have been sparse so far
+    # Dense on one worker, after only sparse gradients.
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(table, [1, 1])) if bps.rank() == 0 else tf.reduce_sum(table)
     found["dense later"] = (
@@ -320,8 +325,8 @@ def job_partly() -> Any:
 
 
 def job_optimizers() -> Any:
-    """What is made of a distributed optimizer is one, too: copies, what a scale of the loss is put
-    around, twice even.
+    """Objects made from a distributed optimizer stay distributed: copies, and loss scales, even
+    nested ones.
     """
     found: dict[str, Any] = {}
     w = tf.Variable([0.0], name="of optimizers")
@@ -382,8 +387,8 @@ def job_optimizers() -> Any:
 
 
 def job_async() -> Any:
-    """Weights of one name, in optimizers of their own; where TensorFlow has a checkpoint of them;
-    what cannot be done.
+    """Asynchronous training with weights of one name in separate optimizers, with a TensorFlow
+    checkpoint, and with unsupported options.
     """
     pair = [tf.Variable([start], name="same") for start in (1.0, 100.0)]
     for variable in pair:
@@ -425,7 +430,9 @@ def job_async() -> Any:
 
 
 def horovod_in_async() -> list[str]:
-    """What Horovod's names refuse, where servers have weights and no sums."""
+    """Calls of the Horovod API that are rejected in asynchronous training, where servers hold
+    weights and no sums.
+    """
     local, passes = (
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), backward_passes_per_step=n)
         for n in (1, 2)
@@ -463,7 +470,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 @pytest.mark.parametrize(
@@ -543,7 +550,7 @@ def test_what_is_made_of_a_distributed_optimizer_is_distributed(job: Finished) -
     for name in ("copy", "deep copy", "pickle", "configuration", "class"):
         assert first[name] == second[name] == -3.0, name
     assert first["scaled"] == second["scaled"] == [-3.0] * 3
-    # the first step compares
+    # The first step compares the weights.
     assert first["compiled twice"] == second["compiled twice"] and first["compiled twice"][0] == [
         17,
         16,

@@ -1,4 +1,4 @@
-"""push_pull and broadcast as TensorFlow's operations. ``job_*`` functions run in the workers."""
+"""push_pull and broadcast as TensorFlow operations. ``job_*`` functions run in the workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def error_of(act: Any) -> str:
     return "none"
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def values(shape: tuple[int, ...], rank: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def values(shape: tuple[int, ...], rank: int) -> np.ndarray:
 
 
 def job_all_types_and_shapes() -> Any:
-    """Eager, traced with the shape known, and not: sums and averages."""
+    """Sums and averages: eagerly, and traced with known and unknown shapes."""
     found: dict[Any, Any] = {}
     for name in BY_NAME:
         for shape in SHAPES:
@@ -61,7 +61,7 @@ def job_all_types_and_shapes() -> Any:
 
 
 def job_inputs_are_left_alone() -> Any:
-    """The result may take an input's memory only if nobody can see it any more."""
+    """The result may reuse an input's memory only if nothing else refers to the input."""
     kept = tf.constant([1.0, 2.0]) + 0
     bps.push_pull(kept, name="kept")
     variable = tf.Variable([1.0, 2.0])
@@ -80,8 +80,10 @@ def job_inputs_are_left_alone() -> Any:
 
 
 def job_in_flight_at_once() -> Any:
-    """Worker 0's function has sixteen, worker 1 calls them one by one, the last first: who waits
-    for one before the next would wait for ever.
+    """Worker 0 starts sixteen exchanges in a function; worker 1 calls them singly, in reverse
+    order.
+
+    This deadlocks if worker 0 waits for one exchange before it starts the next.
     """
     names = [f"flight {i}" for i in range(16)]
     if bps.rank() == 1:
@@ -98,7 +100,7 @@ def job_in_flight_at_once() -> Any:
 
 
 def job_nothing_is_pruned_or_merged() -> Any:
-    """Four alike, of which nobody looks at two, and one of a constant: all run each time."""
+    """Each call runs all of four equal exchanges, two of them unused, and one of a constant."""
     before = session().counters()["push_pulls"]
 
     @tf.function
@@ -115,7 +117,7 @@ def job_nothing_is_pruned_or_merged() -> Any:
 
 
 def job_one_name_in_a_function() -> Any:
-    """Three of one name, whose inputs are there in another order on each worker."""
+    """Exchange three tensors of one name; their inputs become ready in different orders."""
 
     @tf.function
     def step(x: tf.Tensor) -> list[tf.Tensor]:
@@ -127,8 +129,8 @@ def job_one_name_in_a_function() -> Any:
 
 
 def job_loops_and_branches() -> Any:
-    """Iterations of which none needs the one before, and one worker's odd ones are slow; both
-    branches of a condition.
+    """Exchange in independent loop iterations, every other one slow, and in both branches of a
+    condition.
     """
 
     @tf.function
@@ -155,7 +157,7 @@ def job_loops_and_branches() -> Any:
 
 
 def job_gradients() -> Any:
-    """Of a sum, an average, a broadcast; of a gradient's gradient."""
+    """Differentiate a sum, an average and a broadcast; then a second derivative."""
     rank = bps.rank()
     x = tf.constant([1.0, 2.0]) + rank
     found = []
@@ -187,8 +189,9 @@ def job_gradients() -> Any:
 
 
 def job_gradients_in_a_session() -> Any:
-    """A session executes only what is asked for: the gradient of a broadcast is an exchange on
-    those for whom it is zero, too.
+    """A session executes only what is requested.
+
+    So the gradient of a broadcast is an exchange also on workers where it is zero.
     """
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as sess:
@@ -205,7 +208,9 @@ def job_gradients_in_a_session() -> Any:
 
 
 def job_without_names() -> Any:
-    """Eager calls by what they are; in functions by their place, whatever the order of tracing."""
+    """Unnamed eager calls are matched by kind, those in functions by position, whatever the order
+    of tracing.
+    """
 
     @tf.function
     def a(x: tf.Tensor) -> tf.Tensor:
@@ -227,16 +232,14 @@ def job_without_names() -> Any:
 
 
 def job_traced_again() -> Any:
-    """Names that are declared: none for a function that is traced again with the same shapes, one
-    meaning for each new shape.
-    """
+    """Count declared names: retracing with known shapes declares none, each new shape one."""
 
     def step(x: tf.Tensor, y: Any) -> tf.Tensor:
         return bps.push_pull(x, op=bps.Sum, name="again") * y
 
     counts, function = [], tf.function(step, reduce_retracing=False)
     for k in range(6):
-        # a Python number: traced for each
+        # A Python number is traced for each value.
         assert float(function(tf.constant(1.0), k)) == 2 * k
         counts.append(len(session().order))
     return counts, function.experimental_get_tracing_count()
@@ -262,7 +265,7 @@ def job_v1_session() -> Any:
 
 
 def job_saved_model() -> Any:
-    """A model that sums, saved and loaded."""
+    """Save and load a model that contains a sum."""
 
     class Model(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec((None,), tf.float32)])
@@ -275,9 +278,7 @@ def job_saved_model() -> Any:
 
 
 def job_sparse() -> Any:
-    """Rows of all workers: other numbers of them, none at all, in eager code and in a function that
-    is used for all.
-    """
+    """Sum rows of all workers with varying counts, also none, eagerly and in one function."""
     rank = bps.rank()
     function = tf.function(
         lambda v, i: bps.push_pull(
@@ -303,7 +304,7 @@ def job_sparse() -> Any:
 
 
 def job_broadcast() -> Any:
-    """Every type, as a value and into variables."""
+    """Broadcast every dtype, as a value and into variables."""
     rank = bps.rank()
     found = {}
     for name in [
@@ -333,9 +334,7 @@ def job_broadcast() -> Any:
 
 
 def job_refused() -> Any:
-    """What is wrong at the call, and what can only be known when it is executed; then the job goes
-    on.
-    """
+    """Reject arguments at the call, or at execution where only that can check; then continue."""
     rank = bps.rank()
     calls = [
         lambda: bps.push_pull(tf.constant(["text"])),
@@ -383,8 +382,8 @@ def job_refused() -> Any:
 
 
 def job_compiled() -> Any:
-    """In what XLA compiles: all types, values that nobody looks at, one name three times, a
-    broadcast, a gradient.
+    """In XLA-compiled code: all dtypes, unused results, one name three times, a broadcast, a
+    gradient.
     """
     rank, before = bps.rank(), session().counters()["push_pulls"]
 
@@ -422,14 +421,15 @@ def job_compiled() -> Any:
     try:
         unknown(tf.ones(2))
         told = []
-    except Exception as e:  # AutoGraph makes another of it, with its text
+    except Exception as e:  # AutoGraph raises another exception with the same text
         told = [str(e)]
     return found, count, [*told, error_of(different)]
 
 
 def job_unknown_callbacks() -> Any:
-    """If TensorFlow's callbacks were others: a call fails and says so, loading would, and nothing
-    is the worse for it.
+    """Pretend that TensorFlow's callbacks have another type.
+
+    A call fails with a clear error, the check at import would fail too, and later calls work.
     """
     from bpsx.tensorflow import _ops
 
@@ -453,7 +453,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -499,8 +499,8 @@ def test_gradients(job):
         for total, mean, broadcast in found:
             assert total.tolist() == [3, 30] and mean.tolist() == [1.5, 15]
             assert broadcast.tolist() == ([3, 30] if rank == 1 else [0, 0])
-        # d/dx of 2 * 3 x^2 on each worker: the inner gradient is the sum of ones, whose own
-        # derivative is nothing
+        # The inner gradient is 2 * 3 x^2 on each worker: it contains the workers' sum of ones,
+        # whose own derivative is zero.
         np.testing.assert_allclose(second, 12 * (np.array([1, 2]) + rank))
 
 

@@ -26,17 +26,17 @@ if WORKER:
 WORKERS = 2
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def data_of(worker: int | None, steps: int = 6) -> np.ndarray:
-    """(steps, rows, 6): this worker's, or all."""
+    """Return inputs of shape (steps, rows, 6), of one worker or of all."""
     inputs, _ = data(steps)
     return inputs.reshape(steps, -1, 6) if worker is None else inputs[:, worker]
 
 
 def in_graph(make: Any, worker: int | None, steps: int = 6, loss_of: Any = None) -> Any:
-    """The weights after minimizing in a v1 graph, and the number of steps that were counted."""
+    """Minimize in a v1 graph; return the weights and the number of steps counted."""
     with tf.Graph().as_default(), v1.Session() as sess:
         x = v1.placeholder(tf.float32, (None, 6))
         w = v1.get_variable("w", initializer=np.linspace(-1, 1, 6, dtype=np.float32))
@@ -98,7 +98,9 @@ def job_v1() -> Any:
 
 
 def job_passes() -> Any:
-    """Two passes a step: the sums of two batches' gradients, applied in every second call."""
+    """Two passes per step: the gradients of two batches are summed and applied in every second
+    call.
+    """
 
     def twice(worker: int | None) -> np.ndarray:
         whole = data_of(worker)
@@ -106,7 +108,8 @@ def job_passes() -> Any:
 
     rank = bps.rank()
     w, b = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32)), tf.Variable(np.float32(0.5))
-    optimizer = v1.train.MomentumOptimizer(0.2, 0.9)  # of the mean: half of the sum
+    # the mean over the joined rows is half of the sum of two passes
+    optimizer = v1.train.MomentumOptimizer(0.2, 0.9)
     for batch in twice(None):
         optimizer.minimize(
             lambda batch=batch: tf.reduce_mean(
@@ -138,8 +141,9 @@ def job_refused() -> Any:
 
 
 def job_async() -> Any:
-    """Every worker's steps are in the servers' weights once, whoever made them; all begin with
-    worker 0's.
+    """Each worker's steps reach the servers' weights exactly once, with every API.
+
+    All workers start from worker 0's weights.
     """
     found = {}
     for way in ("keras", "keras eager", "v1", "v1 eager"):
@@ -213,7 +217,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-5) -> bool:

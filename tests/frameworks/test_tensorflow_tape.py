@@ -19,11 +19,11 @@ if WORKER:
     import bpsx.tensorflow as bps
 
 WORKERS = 2
-#: Steps in which memory has to stay flat.
+#: Steps during which memory use must not grow.
 MANY = 10_000
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def _train(
@@ -67,9 +67,7 @@ def job_training() -> Any:
 
 
 def job_structures() -> Any:
-    """Sources in a structure, a persistent tape, a tape that is made distributed before and while
-    it records.
-    """
+    """Nested sources, a persistent tape, and tapes made distributed before and during recording."""
     a, b = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
     factor = bps.rank() + 1.0
     found = []
@@ -95,12 +93,12 @@ def job_structures() -> Any:
     with tf.GradientTape() as plain:
         loss = a * factor
     bps.DistributedGradientTape(plain)
-    found.append(plain.gradient(loss, a))  # the tape that was given is as it was
+    found.append(plain.gradient(loss, a))  # the original tape is unchanged
     return tf.nest.map_structure(lambda t: t.numpy(), found)
 
 
 def job_none() -> Any:
-    """Gradients that only one worker has, that nobody has; in a function, as it is traced."""
+    """Gradients that only one worker has, or none; also traced in a function."""
     used, ours, unused = (
         tf.Variable([1.0, 2.0], name="used"),
         tf.Variable([3.0, 4.0], name="ours"),
@@ -117,7 +115,7 @@ def job_none() -> Any:
 
 
 def job_sparse() -> Any:
-    """An embedding's gradient: as rows, and as a dense tensor."""
+    """Exchange the gradient of an embedding as rows and as a dense tensor."""
     table, bias = tf.Variable(tf.ones((6, 2)), name="table"), tf.Variable([0.0, 0.0], name="bias")
 
     def step(as_dense: bool) -> Any:
@@ -145,7 +143,7 @@ def job_sparse() -> Any:
 
 
 def job_sparse_join() -> Any:
-    """Worker 1 has two steps, worker 0 four: eagerly and in a function."""
+    """Worker 1 joins after two steps, worker 0 makes four: eagerly and in a function."""
     found = []
     for traced in (False, True):
         table = tf.Variable(tf.zeros((6, 2)), name=f"uneven_{traced}")
@@ -166,7 +164,7 @@ def job_sparse_join() -> Any:
 
 
 def job_same_names() -> Any:
-    """Variables of one name get gradients of their own, in both of two tapes in one function."""
+    """Variables of one name get their own gradients, from both of two tapes in one function."""
     variables = [tf.Variable([float(i)], name="same") for i in range(3)]
 
     @tf.function
@@ -183,7 +181,7 @@ def job_same_names() -> Any:
 
 
 def job_error_feedback() -> Any:
-    """What a step has not sent goes with the next, whose tape is another one."""
+    """Residuals of one step are sent in the next, although that uses another tape."""
     v = tf.Variable(tf.zeros(8), name="fed back")
 
     def step() -> tf.Tensor:
@@ -219,7 +217,7 @@ def job_refused() -> Any:
 
 
 def job_memory() -> Any:
-    """What the process has gained after many steps, traced and eager, in KiB."""
+    """Return the growth of the process over many steps, traced and eager, in KiB."""
     variables = [tf.Variable(tf.ones(2000), name=f"memory {i}") for i in range(4)]
 
     def step(x: tf.Tensor) -> Any:
@@ -248,7 +246,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-# ---- what is expected of it
+# ---- expected results
 
 
 @pytest.mark.parametrize(
@@ -313,7 +311,8 @@ def test_variables_of_one_name_get_gradients_of_their_own(job):
 
 
 def test_error_feedback_goes_on_from_tape_to_tape(job):
-    # 5 4 3 2 -> 5; 5 8 6 4 -> 8; 10 4 9 6 -> 10; 5 8 12 8 -> 12
+    # Gradient plus residual, then its largest element, which is sent: 5 4 3 2 -> 5; 5 8 6 4 -> 8;
+    # 10 4 9 6 -> 10; 5 8 12 8 -> 12.
     for found in each(job, "job_error_feedback"):
         assert found == [[5] + [0] * 7, [0, 8] + [0] * 6, [10] + [0] * 7, [0, 0, 12] + [0] * 5]
 

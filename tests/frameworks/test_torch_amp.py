@@ -1,4 +1,4 @@
-"""Gradient scaling, autocast, and who looks at gradients when, between real workers.
+"""Gradient scaling, autocast, and reading or writing gradients under way, on real workers.
 
 ``job_*`` functions run in the workers.
 """
@@ -38,7 +38,7 @@ def make(model: nn.Module, fused: bool = False, **options: Any) -> Any:
     return bps.DistributedOptimizer(base, model.named_parameters(), **options)
 
 
-#: The documented orders, each for (scaler, optimizer, model).
+#: The documented orders of calls, each a function of (scaler, optimizer, model).
 def order_plain(scaler: Any, optimizer: Any, model: nn.Module) -> None:
     scaler.step(optimizer)
 
@@ -73,7 +73,7 @@ ORDERS: dict[str, Any] = {
 
 
 def train(order: Any, fused: bool, model_zeroes: bool) -> Any:
-    """In one step one worker's gradient overflows."""
+    """Train; in one step the gradient of one worker overflows."""
     model = network()
     optimizer = make(model, fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -115,10 +115,10 @@ def job_autocast() -> Any:
 
 
 def job_looking() -> Any:
-    """Whoever reads param_groups sees averages; on one worker only, in this job."""
+    """Reading param_groups yields averaged gradients, also if only one worker reads."""
     rank, found = bps.rank(), {}
     layer = nn.Linear(2, 1, bias=False)
-    layer.weight.data.fill_(0.25)  # alike on all workers
+    layer.weight.data.fill_(0.25)  # the same on all workers
     optimizer: Any = bps.DistributedOptimizer(
         torch.optim.SGD(layer.parameters(), lr=0.5), layer.named_parameters()
     )
@@ -133,7 +133,8 @@ def job_looking() -> Any:
                 assert "lr: 0.5" in repr(optimizer)
             optimizer.step()
     found["weight"] = layer.weight.detach().clone()
-    # More of the same step after looking: the others would not have it.
+    # After reading, another backward of the same step must fail: other workers would not have its
+    # gradients.
     optimizer.zero_grad()
     layer(torch.ones(1, 2)).sum().backward()
     assert optimizer.param_groups
@@ -143,7 +144,7 @@ def job_looking() -> Any:
     ):
         layer(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
-    # A skipped step, then the model's zero_grad instead of the optimizer's: a new step.
+    # A skipped step, then the model's zero_grad() instead of the optimizer's, starts a new step.
     for set_to_none in (True, False):
         layer(torch.ones(1, 2)).sum().backward()
         assert optimizer.param_groups
@@ -151,7 +152,7 @@ def job_looking() -> Any:
     (layer(torch.ones(1, 2)).sum() * (rank + 1)).backward()
     optimizer.step()
     found["after"] = layer.weight.grad.clone()
-    # The worker that looks has no batch after a skipped step.
+    # The worker that reads param_groups has no batch after a skipped step.
     layer(torch.ones(1, 2)).sum().backward()
     assert optimizer.param_groups
     layer.zero_grad()
@@ -163,8 +164,10 @@ def job_looking() -> Any:
 
 
 def job_written() -> Any:
-    """Who writes to a gradient under way is told by step(), after all have ended; what bpsx writes
-    is no such thing.
+    """After user code writes to a gradient under way, step() raises an error once all exchanges
+    have ended.
+
+    Writes by bpsx itself must not raise it.
     """
     torch.manual_seed(0)
     found, model = [], nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -189,14 +192,16 @@ def job_written() -> Any:
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         model[1].weight.grad.mul_(2)
-        optimizer.zero_grad()  # thrown away: nothing to tell
+        optimizer.zero_grad()  # the gradients are discarded, so there is no error
         del optimizer
     return found
 
 
 def job_data_replaced() -> Any:
-    """Who sets ``grad.data`` under way loses what was set, as with any other change of ``grad``:
-    every worker gets the average of what left.
+    """A value assigned to ``grad.data`` during the exchange is lost, like any other change of
+    ``grad``.
+
+    Every worker gets the average of what was sent.
     """
     layer = nn.Linear(300, 300)
     optimizer: Any = bps.DistributedOptimizer(
@@ -211,8 +216,9 @@ def job_data_replaced() -> Any:
 
 
 def job_shared_memory() -> Any:
-    """Gradients that live in one flat tensor, or that autograd makes as views of one, share a
-    version: no false alarm.
+    """Gradients in one flat tensor, or views that autograd made of one, share a version counter.
+
+    That must not raise a false error.
     """
     model = network()
     flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
@@ -313,7 +319,7 @@ def alone(size: int, steps: Any = range(STEPS)) -> list[torch.Tensor]:
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_grad_scaler(job: Finished, order: str, fused: bool) -> None:
-    """The step in which one worker overflows is skipped by all, which go on with one scale."""
+    """All workers skip the step in which one overflows, and continue with the same scale."""
     expected = alone(len(job.results), [s for s in range(STEPS) if s != OVERFLOW])
     for found in each(job, "job_scaler"):
         weights, scales = found[order, fused]

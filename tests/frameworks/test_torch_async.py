@@ -57,11 +57,11 @@ def steps(optimizer: Any, model: nn.Module, how_many: int, rank: int = 0, first:
         optimizer.step()
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_alone() -> Any:
-    """A single worker: the servers' weights are its own, however often each sum is rounded."""
+    """With a single worker the servers' weights equal its own, apart from rounding in each sum."""
     found = {}
     for name, make in MAKERS.items():
         model, plain = network(), network()
@@ -75,10 +75,8 @@ def job_alone() -> Any:
 
 
 def job_turns() -> Any:
-    """Workers take turns, so that the result is known: that of one process which takes all steps,
-    one after the other.
-    """
-    model = network(seed=1 + bps.rank())  # the seeds differ: all begin with worker 0's
+    """Workers take turns, so the result must equal one process taking the steps in order."""
+    model = network(seed=1 + bps.rank())  # the seeds differ, but all start with worker 0's weights
     optimizer: Any = bps.DistributedOptimizer(
         MAKERS["sgd"](model.parameters()), model.named_parameters()
     )
@@ -86,7 +84,7 @@ def job_turns() -> Any:
     for turn in range(12):
         bps.barrier()
         if turn == 0 or turn % bps.size() == bps.rank():
-            # The first step needs everybody; with learning rate 0 it changes nothing. A step
+            # The first step involves all workers; with learning rate 0 it changes nothing. A step
             # without a gradient fetches the weights.
             optimizer.param_groups[0]["lr"] = 0.0 if turn == 0 else 0.05
             optimizer.zero_grad()
@@ -106,7 +104,7 @@ def job_turns() -> Any:
 
 def job_options() -> Any:
     """Frozen parameters, groups, a closure, clipping between synchronize() and step(), several
-    passes, a strided parameter.
+    passes per step, and a strided parameter.
     """
     model = network()
     frozen = model[2].bias
@@ -133,7 +131,7 @@ def job_options() -> Any:
     first = float(optimizer.step(closure))
     for _ in range(100):
         closure()
-        loss_of(model, 1, bps.rank()).backward()  # a second pass adds up
+        loss_of(model, 1, bps.rank()).backward()  # a second pass adds to the gradients
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize():
@@ -141,7 +139,7 @@ def job_options() -> Any:
     bps.barrier()
     found["last"], found["first"] = float(optimizer.step(closure)), first
     found["frozen"] = bool((frozen == before).all())
-    # on all workers, which meet at the next step
+    # On all workers, before the next step, which all take part in.
     frozen.requires_grad_(True)
     optimizer.step(closure)
     optimizer.step(closure)
@@ -161,7 +159,7 @@ def job_options() -> Any:
 
 
 def job_uneven() -> Any:
-    """The pattern of docs/train/uneven-and-elastic.md: worker r has 4 + 3 r batches an epoch."""
+    """The pattern of docs/train/uneven-and-elastic.md: worker r has 4 + 3 r batches per epoch."""
     model = network(seed=1 + bps.rank())
     optimizer: Any = bps.DistributedOptimizer(
         MAKERS["adam"](model.parameters()), model.named_parameters()

@@ -1,4 +1,4 @@
-"""push_pull and all_gather under autograd and torch.compile, between real workers.
+"""push_pull and all_gather under autograd and torch.compile, on real workers.
 
 ``job_*`` functions run in the workers.
 """
@@ -20,18 +20,19 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def inputs(size: int) -> torch.Tensor:
-    """A row for each worker, the same on all workers."""
+    """Return one row per worker, the same on all workers."""
     return torch.randn(size, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def total_loss(rows: torch.Tensor, average: bool) -> torch.Tensor:
-    """The total of all workers' losses, on every worker, as a function of all workers' inputs.
+    """Return the total of all workers' losses, on every worker, as a function of all workers'
+    inputs.
 
-    Worker r uses row r of ``rows`` only, and its loss is another function than the others'. The
-    outer push_pulls make a function of it that is the same on all workers: forward they change
-    nothing (an average of equal rows) or add up the losses; backward the first averages the
-    gradients over workers, which are ``size()`` times their part of the whole each, since every
-    worker's (equal) total counts as a loss.
+    Worker r uses only row r of ``rows``, and each worker has a different loss function. The outer
+    push_pulls make the total the same function on all workers. Forward, they change nothing (an
+    average of equal rows) or add up the losses. Backward, the first one averages the gradients over
+    the workers. Each of these is ``size()`` times the worker's part, because every worker's (equal)
+    total counts as a loss.
     """
     rank = bps.rank()
     mine = bps.push_pull(rows, average=True, name="in")[rank]
@@ -58,12 +59,13 @@ def alone(rows: torch.Tensor, average: bool) -> torch.Tensor:
 
 
 def job_gradcheck() -> Any:
-    """All workers run the check in lock step on the same numbers: each entry of each worker's input
-    is perturbed in turn, by all of them.
+    """All workers run the check in lock step on the same numbers.
+
+    Each entry of each worker's input is perturbed in turn, by all workers.
     """
     for average in (True, False):
         rows = inputs(bps.size()).requires_grad_()
-        # With more than two workers the order of arrival moves a last bit.
+        # With more than two workers the order of arrival can change the last bit.
         assert torch.autograd.gradcheck(
             lambda r, a=average: total_loss(r, a), (rows,), nondet_tol=1e-12
         )
@@ -72,8 +74,8 @@ def job_gradcheck() -> Any:
 
 
 def job_gradient() -> Any:
-    """What a user does: this worker's input, this worker's loss; and the gradient of the
-    gradient.
+    """Differentiate as users do: this worker's loss by this worker's input; then the second
+    derivative.
     """
     rank, rows, found = bps.rank(), inputs(bps.size()), {}
     for average in (True, False):
@@ -89,7 +91,7 @@ def job_gradient() -> Any:
 
 
 def job_tracking() -> Any:
-    """What requires a gradient and what does not; expanded gradients; fp16 on the wire; no name."""
+    """Results that require a gradient; expanded gradients; fp16 on the wire; unnamed calls."""
     x = torch.ones(4, requires_grad=True)
     with torch.no_grad():
         assert not bps.push_pull(x).requires_grad
@@ -100,7 +102,7 @@ def job_tracking() -> Any:
     bps.push_pull(half, compression=bps.Compression.fp16).sum().backward()
     both = torch.ones(2, requires_grad=True)
     y = bps.push_pull(both, name="twice")
-    (y * bps.push_pull(y, name="twice")).sum().backward()  # a name twice in a graph
+    (y * bps.push_pull(y, name="twice")).sum().backward()  # one name twice in a graph
     return x.grad, half.grad, both.grad
 
 
@@ -141,12 +143,12 @@ def job_all_gather() -> Any:
 
 
 def job_shapes_stay_few() -> Any:
-    """However the numbers of rows change, a name gets to mean few shapes: declarations are never
-    forgotten.
+    """Varying row counts must declare few shapes under a name, because declarations are never
+    removed.
     """
     from bpsx.plugin import adapter
 
-    declared = adapter.session()._declared  # no public way to count them
+    declared = adapter.session()._declared  # there is no public way to count them
     before = len(declared)
     for n in range(1, 60):
         assert len(bps.all_gather(torch.zeros(n + bps.rank(), 2), name="few")) == sum(
@@ -157,7 +159,7 @@ def job_shapes_stay_few() -> Any:
 
 
 class Net(nn.Module):
-    """With an exchange in the middle, as in a model-parallel layer."""
+    """Network with an exchange in the middle, like a model-parallel layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ def job_compile() -> Any:
     model = Net()
     eager = run_net(model, model)
     model = Net()
-    # one on each worker: inductor takes its time
+    # A different backend on each worker, because inductor is slow.
     backend = "inductor" if bps.rank() == 0 and shutil.which("gcc") else "aot_eager"
     compiled = run_net(torch.compile(model, backend=backend), model)
     found = max(float((a - b).abs().max()) for a, b in zip(eager, compiled, strict=True))
@@ -214,8 +216,10 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_gradcheck_of_the_total_over_workers(job: Finished) -> None:
-    """The numerical derivative of all losses' total, by every entry of every worker's input; once
-    more for the second derivative.
+    """Check against the numerical derivative of the total loss by every entry of every worker's
+    input.
+
+    Also for the second derivative.
     """
     assert all(each(job, "job_gradcheck"))
 
@@ -287,5 +291,6 @@ def test_shapes_stay_few(job: Finished) -> None:
 def test_compiled(job: Finished) -> None:
     if len(job.results) == 2:
         assert all(difference < 1e-12 for difference, _ in each(job, "job_compile"))
-        # x is 1 and 2: the sum of the doubles is 6, plus 2 and 3, added up
+        # x is 1 and 2: the doubled values sum to 6, and 2 or 3 is added to it; then both are
+        # summed.
         assert all(r.tolist() == [(6 + 2 + 6 + 3) * 3] * 3 for _, r in each(job, "job_compile"))

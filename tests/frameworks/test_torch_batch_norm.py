@@ -1,7 +1,7 @@
-"""SyncBatchNorm on several workers is BatchNorm on the joined batch: forward, backward, running
-statistics.
+"""SyncBatchNorm on several workers equals BatchNorm on the joined batch: forward, backward and
+running statistics.
 
-``job_*`` run in the workers.
+``job_*`` functions run in the workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOW = {"bfloat16": torch.bfloat16, "all bfloat16": torch.bfloat16, "float16": to
 
 
 def batch(case: str, rank: int, step: int) -> torch.Tensor:
-    """Other sizes on each worker, none on worker 1 in step 1."""
+    """Return a batch whose size differs between workers, and is 0 on worker 1 in step 1."""
     n = 0 if rank == 1 and step == 1 else rank + 2
     shape = (n, 3, 2 + rank, 4) if case == "images" else (n, 3)
     x = torch.randn(
@@ -43,9 +43,9 @@ def batch(case: str, rank: int, step: int) -> torch.Tensor:
 
 
 def module(kind: Any, case: str) -> Any:
-    """With weights that are no ones and zeros."""
+    """Return the module with weights other than ones and zeros."""
     made = kind(3, **OPTIONS[case])
-    if case not in ("bfloat16", "float16"):  # those have their weights in float32
+    if case not in ("bfloat16", "float16"):  # those keep their weights in float32
         made = made.to(LOW.get(case, torch.float64))
     if made.affine:
         with torch.no_grad():
@@ -148,10 +148,10 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_equals_batch_norm_on_the_joined_batch(job: Finished, case: str) -> None:
-    """Half types are compared with float64 on the same inputs: they are rounded once, to 8 or 11
-    bits, after a computation in float32.
+    """Half types are compared with float64 on the same inputs.
 
-    The gradient of the loss here depends on the rounded output, hence its wider bounds.
+    They are computed in float32 and rounded once, to 8 or 11 bits. The gradient of this loss
+    depends on the rounded output, hence its wider bounds.
     """
     size = len(job.results)
     norm = module(nn.BatchNorm2d if case == "images" else nn.BatchNorm1d, case).double()
@@ -165,7 +165,7 @@ def test_equals_batch_norm_on_the_joined_batch(job: Finished, case: str) -> None
     for step in range(3):
         parts = [batch(case, r, step).double().requires_grad_() for r in range(size)]
         norm.zero_grad()
-        # workers' pictures have other sizes: a picture's pixels are rows as well
+        # Picture sizes differ between workers, so the pixels become rows.
         if case == "images":
             rows = torch.cat([p.permute(0, 2, 3, 1).reshape(-1, 3) for p in parts])[
                 :, :, None, None

@@ -1,4 +1,4 @@
-"""``python -m bench torch`` runs, and reports what it says. No figure is judged here."""
+"""``python -m bench torch`` runs and reports its cases. These tests judge no figures."""
 
 from __future__ import annotations
 

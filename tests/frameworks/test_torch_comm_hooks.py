@@ -1,5 +1,6 @@
-"""Futures of the backend "bpsx" and PyTorch's communication hooks, which wait for futures in
-callbacks; compared with gloo.
+"""Futures of the backend "bpsx", and PyTorch's communication hooks, compared with gloo.
+
+The hooks wait for futures in callbacks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import bpsx.torch as bps
 from bpsx.torch.parallel import DistributedDataParallel
 from support.torch_job import run_job
 
-_Register = Callable[[Any, Any], None]  # of a model and a process group of all workers
+_Register = Callable[[Any, Any], None]  # takes a model and a process group of all workers
 
 
 def _power(hook: Any, **options: Any) -> _Register:
@@ -69,17 +70,17 @@ HOOKS: dict[str, _Register] = {
 }
 
 
-#: Those that cannot work with gloo on the CPU: they need NCCL, or read its futures' values. They
-#: are compared all the same.
+#: Hooks that fail with gloo on the CPU, because they need NCCL or read values as NCCL's futures
+#: hold them. They are compared anyway.
 NOT_WITH_GLOO = {"bf16 of allreduce", "batched PowerSGD", "quantized", "quantized by channel"}
 
-#: PyTorch 2.11's PowerSGD asks for the current GPU where there is one, also for tensors on the CPU.
+#: PyTorch 2.11's PowerSGD queries the current GPU if there is one, even for CPU tensors.
 if torch.cuda.is_available():
     NOT_WITH_GLOO |= {"PowerSGD", "PowerSGD without feedback", "fp16 of PowerSGD"}
 
 
 def _trained(register: _Register, group: Any) -> Any:
-    """The weights after some steps, or the text of what failed."""
+    """Train for a few steps; return the weights, or the text of the error."""
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
     model = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
@@ -91,7 +92,7 @@ def _trained(register: _Register, group: Any) -> Any:
             optimizer.zero_grad()
             model(torch.randn(8, 16)).square().mean().backward()
             optimizer.step()
-    # some of PyTorch's own hooks cannot work on the CPU: how they fail is compared, too
+    # Some of PyTorch's own hooks cannot work on the CPU; their errors are compared.
     except Exception as e:
         return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     return torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -113,7 +114,7 @@ def job_hooks() -> Any:
 
 
 def _ones(value: float = 1.0) -> Any:
-    """A future of a sum over all workers that is under way."""
+    """Return the future of a sum over all workers that is under way."""
     return dist.all_reduce(torch.full((5,), value), async_op=True).get_future()
 
 
@@ -167,7 +168,7 @@ def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> No
         found = result["job_hooks"]
         assert set(found) == {*HOOKS, "fp16 of bpsx"}
         for name, (ours, reference) in found.items():
-            # it reads a future's value as NCCL's are, nested, and fails with gloo
+            # This hook expects nested values in futures, as NCCL's are, and fails with gloo.
             if name == "quantized":
                 torch.testing.assert_close(ours, found["allreduce"][1], rtol=0, atol=0.02)
                 assert torch.equal(ours, results[0]["job_hooks"][name][0])
@@ -178,7 +179,7 @@ def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> No
                     reference,
                 )
             else:
-                # bpsx averages halves itself; else what is sent, and so every bit, is the same.
+                # bpsx averages float16 itself. All other hooks send the same bits as with gloo.
                 atol = 1e-6 if name == "fp16 of bpsx" else 0
                 torch.testing.assert_close(
                     ours,

@@ -1,5 +1,5 @@
-"""Training with compressed gradients: the same bits on all workers, and about the same result as
-without.
+"""Training with compressed gradients: equal bits on all workers, and about the result of
+uncompressed training.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and the classes that a fixed linear rule gives them."""
+    """Return rows and their classes by a fixed linear rule."""
     rule = torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
     rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * rank + step))
     return rows, (rows @ rule).argmax(1)
@@ -72,7 +72,7 @@ def job_train() -> Any:
 
 
 def job_too_many() -> Any:
-    """A k that one tensor has and another has not."""
+    """Use a k that is valid for one tensor and too large for another."""
     model = network()
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.2),

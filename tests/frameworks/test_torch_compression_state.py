@@ -1,5 +1,5 @@
-"""What belongs to compressed gradients besides the gradients: checkpoints, and the optimizer's own
-momentum and weight decay.
+"""State of compressed gradients: checkpoints, and the replaced momentum and weight decay of the
+optimizer.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -59,7 +59,7 @@ def distributed(
 
 
 def _trained(case: str, begin: int, end: int) -> list[torch.Tensor]:
-    """From a checkpoint of this worker's if it does not begin at 0; leaves one at HALF."""
+    """Train from this worker's checkpoint unless ``begin`` is 0; write a checkpoint at HALF."""
     folder, rank = Path(os.environ["CHECKPOINTS"]), bps.rank()
     model = network()
     momentum = 0.9 if RESUMED[case].get("momentum") else 0.0
@@ -112,7 +112,8 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path) -> N
         ):
             assert all(torch.equal(a, b) for a, b in zip(want[case], got[case], strict=True)), case
     assert "start from zero" not in resumed.output
-    # The same with worker 0's checkpoints everywhere: said, and all hold the same weights.
+    # All workers load worker 0's checkpoints: there is a warning, and all end with the same
+    # weights.
     for case in RESUMED:
         (tmp_path / f"{case}.1.pt").write_bytes((tmp_path / f"{case}.0.pt").read_bytes())
     shared = run_job(__file__, ["job_second_half"], tmp_path / "shared", **env)
@@ -137,8 +138,8 @@ def _ten_steps(prefix: str, params: Any, width: int = 64, **options: Any) -> lis
     return weights(model)
 
 
-#: Compression that loses nothing, all elements of the only tensor that is large enough, or of none;
-#: and the optimizer's options.
+#: Compression without loss, because it keeps all elements of the only tensor that is large enough
+#: or compresses none; and options of the optimizer.
 LOSSLESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all elements": ({"compressor": "topk", "k": 2048, **NESTEROV}, {}),
     "too small": ({"compressor": "onebit", **NESTEROV}, {"momentum": 0.8}),
@@ -167,8 +168,9 @@ def job_lossless() -> Any:
 
 
 def job_decay_of_others() -> Any:
-    """Without onebit weight decay has no momentum: what SGD would do with gradients that have
-    theirs already.
+    """Without onebit, weight decay has no momentum.
+
+    The result equals SGD without momentum on gradients that already include it.
     """
     with_params = _ten_steps(
         "others", {"compressor": "topk", "k": 2048, "momentum": "nesterov"}, weight_decay=0.1
@@ -191,7 +193,7 @@ def job_decay_of_others() -> Any:
 
 
 def job_second_optimizer() -> Any:
-    """Folds of a cross-validation: the same names each time."""
+    """Folds of a cross-validation reuse the same names."""
     onebit = {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV}
     folds = [
         _ten_steps("folds", onebit),
@@ -217,7 +219,7 @@ def job_second_optimizer() -> Any:
 
 
 def _used_in(prefix: str, used: list[bool]) -> list[torch.Tensor]:
-    """A layer that some steps do without, on all workers, or, where ``used`` is None, on one."""
+    """Train a layer that some steps leave out, on all workers; return its weights."""
     torch.manual_seed(4)
     model = nn.ModuleList([nn.Linear(32, 64), nn.Linear(32, 64)])
     params = {"compressor": "topk", "k": 0.1, "ef": "vanilla", **NESTEROV}
@@ -242,7 +244,7 @@ def job_unused() -> Any:
 
 
 def job_decay_without_momentum() -> Any:
-    """Groups without momentum of their own, and zero gradients: what is left is weight decay."""
+    """Groups without momentum, and zero gradients, so only weight decay changes the weights."""
     found = {}
     for case, params in {
         "uncompressed": None,
@@ -344,7 +346,7 @@ def job_refusals() -> Any:
         said[key] = _said(
             lambda entry=entry: optimizer.load_state_dict({**optimizer.state_dict(), "bpsx": entry})
         )
-    # of a run without compression
+    # state of a run without compression
     optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "bpsx"})
     embedding = nn.Embedding(500, 16, sparse=True)
     sparse = bps.DistributedOptimizer(
@@ -465,7 +467,7 @@ def test_refusals(refusals: list[dict[str, str]], case: str, texts: tuple[str, .
 
 
 def job_root_loads() -> Any:
-    """Worker 0 alone has a checkpoint, and broadcasts."""
+    """Only worker 0 has a checkpoint, and broadcasts it."""
     params = {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV}
     model = network()
     optimizer = distributed(model, sgd(model, weight_decay=0.1), "loads", params)

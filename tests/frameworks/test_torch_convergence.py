@@ -1,9 +1,7 @@
-"""Error feedback does what it is for: a small network on handwritten digits becomes as good as
-without compression.
+"""With error feedback a small network on handwritten digits becomes as accurate as without
+compression.
 
-Without feedback it does not.
-
-Functions named ``job_*`` run in the workers.
+Without feedback it does not. Functions named ``job_*`` run in the workers.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from support.torch_job import Finished, each, run_job
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, BATCH, LEARNING_RATE = 16, 32, 0.4
-#: Of test pictures, of which there are 360.
+#: One percentage point of accuracy; there are 360 test pictures.
 POINT = 0.01
 _ONEBIT: dict[str, Any] = {"compressor": "onebit", "scaling": True}
 _TOPK: dict[str, Any] = {"compressor": "topk", "k": 0.02}
@@ -37,15 +35,15 @@ CASES: dict[str, dict[str, Any]] = {
     "randomk sparse": {**_RANDOMK, "ef": "sparse"},
     "dithering linear": {**_DITHERING, "ef": "vanilla"},
     "dithering natural": {**_DITHERING, "partition": "natural", "ef": "vanilla"},
-    "dithering without feedback": _DITHERING,  # unbiased: its errors cancel out by themselves
+    "dithering without feedback": _DITHERING,  # unbiased: its errors cancel out
 }
-#: Biased (randomk: a twentieth of the step), so that these need it.
+#: Biased compressors, which need feedback; randomk sends a twentieth of each step.
 WITHOUT = {"onebit": _ONEBIT, "topk": _TOPK, "randomk": _RANDOMK}
 
 
 def _accuracy(name: str, params: dict[str, Any] | None) -> float:
-    """Of the network after training with these ``compression_params``; all begin alike, and see the
-    same.
+    """Return the accuracy after training with these ``compression_params``, always from the same
+    weights and on the same data.
     """
     sys.path.append(str(ROOT))
     from examples.pytorch.digits import Digits, accuracy
@@ -92,6 +90,6 @@ def test_as_good_as_without_compression(job: Finished, case: str) -> None:
 
 @pytest.mark.parametrize("case", WITHOUT)
 def test_not_so_without_feedback(job: Finished, case: str) -> None:
-    """The test above could fail."""
+    """Shows that the test above can fail."""
     for found in each(job, "job_train"):
         assert found[f"no {case}"] < found["plain"] - 2 * POINT

@@ -1,4 +1,4 @@
-"""CrossBarrier: the weights, bit for bit, that DistributedOptimizer makes, though updates come in
+"""CrossBarrier gives the same weights as DistributedOptimizer, bit for bit, although it updates in
 the next forward pass.
 
 Functions named ``job_*`` run in the workers. ``BPSX_FIXED_ORDER`` makes two runs comparable with
@@ -34,9 +34,11 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Mixed(nn.Module):
-    """Attention (whose output projection is never called), tied weights, a module called twice, a
-    frozen one, a branch that is not always used, a parameter of the model's own, some used by
-    another module than their owner, one of them before its owner is called.
+    """Model with the unusual uses of parameters.
+
+    It has attention whose output projection is never called, tied weights, a module called twice, a
+    frozen one, a branch that is not always used, and a parameter of the model itself. Some
+    parameters are used by another module than their owner, one of them before its owner is called.
     """
 
     def __init__(self) -> None:
@@ -54,12 +56,13 @@ class Mixed(nn.Module):
 
     def forward(self, tokens: torch.Tensor, side: bool = False) -> torch.Tensor:
         x = self.embed(tokens) + self.position
-        x = x * (1 + self.twice.bias)  # before its module is called
+        x = x * (1 + self.twice.bias)  # used before its module is called
         x = self.norm(x + self.attend(x, x, x, need_weights=False)[0])
         x = torch.tanh(self.frozen(self.twice(torch.tanh(self.twice(x)))))
         if side:
             x = x + self.side[0](x)
-        x = nn.functional.linear(x, self.direct.weight, self.direct.bias)  # without calling it
+        # used without calling its module
+        x = nn.functional.linear(x, self.direct.weight, self.direct.bias)
         return self.out(x)
 
 
@@ -82,7 +85,7 @@ def made(dtype: torch.dtype = torch.float64) -> Mixed:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Several groups with options of their own."""
+    """Return groups with different options."""
     small = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     large = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
     return [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 0.004}]
@@ -113,7 +116,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 def train(
     kind: str, optimizer: Any, model: nn.Module, steps: range = range(STEPS), zero: str = "before"
 ) -> None:
-    """``zero``: when zero_grad() is called."""
+    """Train; ``zero`` says when zero_grad() is called."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for step in steps:
         if zero == "before":
@@ -132,7 +135,7 @@ def train(
 def both(
     run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any
 ) -> tuple[Any, Any]:
-    """What ``run`` and the weights and state are with DistributedOptimizer and with
+    """Return the result of ``run``, the weights and the state, with DistributedOptimizer and with
     CrossBarrier.
     """
     found = []
@@ -152,7 +155,7 @@ def both(
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     if isinstance(a, torch.Tensor):
         return a.shape == b.shape and torch.equal(
             a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
@@ -167,12 +170,12 @@ def alike(a: Any, b: Any) -> bool:
 def outcome(
     run: Callable[[Any, nn.Module], Any], make: Make = MAKERS["momentum"], **options: Any
 ) -> tuple[bool, Any]:
-    """Whether both have led to the same, and the weights."""
+    """Return whether both optimizers gave the same results, and the weights."""
     plain, cross = both(run, make, **options)
     return alike(plain, cross), cross[1]
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_optimizers() -> Any:
@@ -198,8 +201,10 @@ def _passes(optimizer: Any, model: nn.Module) -> None:
 
 
 def _looks(optimizer: Any, model: nn.Module) -> Any:
-    """All that looks at the whole, between steps, on one worker only where that is allowed;
-    evaluation; synchronize() after step().
+    """Read and change the whole model and optimizer between steps, on one worker only where
+    allowed.
+
+    Also evaluates the model and calls synchronize() after step().
     """
     seen: list[Any] = []
     for step in range(2 * STEPS):
@@ -259,7 +264,7 @@ def _closure(optimizer: Any, model: nn.Module) -> Any:
 
 
 def _hooked(optimizer: Any, model: nn.Module) -> Any:
-    """A step hook sees averages and the weights after the step: such a step cannot be put off."""
+    """A step hook sees averages and the weights after the step, which cannot be deferred."""
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append(model.position.grad.clone()))
     optimizer.register_step_post_hook(lambda o, *_: seen.append(model.position.detach().clone()))
@@ -268,9 +273,7 @@ def _hooked(optimizer: Any, model: nn.Module) -> Any:
 
 
 def _scaled(optimizer: Any, model: nn.Module) -> Any:
-    """GradScaler looks at gradients before the step; an overflow on one worker leaves out the step
-    on all.
-    """
+    """GradScaler reads gradients before the step; an overflow skips the step on all workers."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -282,7 +285,7 @@ def _scaled(optimizer: Any, model: nn.Module) -> Any:
 
 
 def _exception(optimizer: Any, model: nn.Module) -> None:
-    """A forward that fails, on all workers, and training that goes on."""
+    """A forward pass fails on all workers, and training continues."""
     train("", optimizer, model, range(2))
     with contextlib.suppress(IndexError):
         model(torch.full((1, 5), 99))
@@ -290,8 +293,9 @@ def _exception(optimizer: Any, model: nn.Module) -> None:
 
 
 def _frozen(optimizer: Any, model: nn.Module) -> None:
-    """A parameter that is frozen while it has a gradient, of zeros, goes on with its momentum; one
-    worker looks at parameters before each step.
+    """A parameter that is frozen with a gradient of zeros still moves by its momentum.
+
+    One worker reads the parameters before each step.
     """
     for step in range(STEPS):
         model.direct.requires_grad_(step not in (2, 3))
@@ -336,7 +340,7 @@ def job_sparse() -> Any:
 
 
 def job_last_step() -> Any:
-    """The last of num_steps is not put off, nor are those that follow; before it, weights wait."""
+    """The last of num_steps and later steps are not deferred; earlier ones are."""
     model = made()
     optimizer: Any = CrossBarrier(
         model, MAKERS["sgd"](groups_of(model)), model.named_parameters(), num_steps=3
@@ -368,11 +372,11 @@ def _raised(act: Callable[[], Any]) -> str:
 
 
 class SAM(torch.optim.SGD):
-    """Known by its name."""
+    """Optimizer that CrossBarrier rejects by its name."""
 
 
 class Prodigal(torch.optim.SGD):
-    """Its options depend on all parameters."""
+    """Optimizer with an option that depends on all parameters."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["distance"] = float(
@@ -412,19 +416,19 @@ def job_refused() -> Any:
         else:
             said.append(_raised(lambda m=model: copy.deepcopy(m)))
             said.append(_raised(lambda m=model: pickle.dumps(m.norm)))
-            # not as in the first forward pass
+            # Uses the weight in another way than the first forward pass.
             out = nn.functional.linear(
                 torch.ones(2, 8, dtype=torch.float64), model.twice.weight
             ).sum()
-            # what backward has added to was to be the average
+            # Backward adds to a gradient whose average is still outstanding.
             said += [_raised(out.backward), _raised(optimizer.synchronize)]
     return said
 
 
 def job_ends() -> Any:
-    """shutdown() with updates pending: what has come home is applied afterwards.
+    """Call shutdown() with updates pending: averages that have arrived are applied afterwards.
 
-    The job's own shutdown finds nothing to do.
+    The job's own shutdown then has nothing to do.
     """
     model, plain = made(), made()
     optimizer: Any = CrossBarrier(
@@ -447,9 +451,7 @@ left: Any = None
 
 
 def job_left() -> None:
-    """Updates that are pending when the interpreter ends are nobody's any more; its end stays
-    quiet.
-    """
+    """Updates that are pending at the end of the interpreter are dropped without a message."""
     global left
     model = made()
     left = (
@@ -465,8 +467,8 @@ def job_left() -> None:
 
 
 def job_dropped() -> Any:
-    """The optimizer is let go of while its last update is pending; then another takes over the same
-    model and the same names.
+    """Delete the optimizer while its last update is pending; another one then takes over the same
+    model and names.
     """
     model, plain = made(), made()
     for which, name in ((model, "x"), (plain, "y")):
@@ -498,7 +500,7 @@ def job_dies() -> Any:
     if bps.rank() == 1:
         os._exit(3)
     optimizer.zero_grad()
-    # in a forward pass, as the next step() waits for nothing
+    # The error comes in a forward pass, because the next step() waits for nothing.
     said = [_raised(lambda: train("", optimizer, model, range(2, 4)))]
     return said, len(weights(model))
 
@@ -570,7 +572,7 @@ def test_sparse_gradients(job: Finished) -> None:
 
 def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -> None:
     for moved in each(job, "job_last_step"):
-        # moved in step(), moved in forward and backward: of steps 0 to 3
+        # Whether weights moved in step(), then in forward and backward, for steps 0 to 3.
         assert moved == [False, False, False, True, True, True, True, False]
 
 
@@ -588,7 +590,7 @@ def test_refusals_name_what_and_why(job: Finished) -> None:
         "'unseen.twice.weight' was changed",
     ]
     for said in each(job, "job_refused"):
-        if GRADIENTS_ARE_HELD and said[-1] == "nothing":  # what had been pushed was a copy
+        if GRADIENTS_ARE_HELD and said[-1] == "nothing":  # then the push sent a copy
             said[-1] = f"GradientOrderError: {names[-1]}"
         assert len(said) == len(names)
         for text, name in zip(said, names, strict=True):

@@ -1,4 +1,4 @@
-"""PyTorch's own DistributedDataParallel through bpsx: its communication hook, and the backend.
+"""PyTorch's own DistributedDataParallel through bpsx: communication hook and process group backend.
 
 ``job_*`` functions run in the workers.
 """
@@ -23,7 +23,7 @@ import bpsx.torch as bps
 from bpsx.errors import BpsxError
 from support.torch_job import run_job
 
-SMALL = 0.0005  # MB: several buckets
+SMALL = 0.0005  # MB, so that there are several buckets
 
 
 @contextmanager
@@ -35,13 +35,13 @@ def group(backend: str) -> Any:
         dist.destroy_process_group()
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_hook() -> Any:
-    """gloo sets up, bpsx averages.
+    """gloo is the backend, and bpsx averages the gradients.
 
-    Worker 1's weights are others before, and the buckets are made anew after the first step.
+    Worker 1 starts with other weights, and the buckets are rebuilt after the first step.
     """
     with group("gloo") as (rank, size):
         model = DDP(tanh_model(1 + rank), bucket_cap_mb=SMALL)
@@ -50,7 +50,7 @@ def job_hook() -> Any:
 
 
 def job_hook_moves_gradients() -> Any:
-    """It is bpsx that moves the gradients: its counters show their bytes."""
+    """bpsx's counters show that it sends the gradients."""
     from bpsx.api.verbs import session
 
     with group("gloo") as (rank, size):
@@ -71,7 +71,7 @@ def job_hook_fp16() -> Any:
 
 
 def job_hook_two_models() -> Any:
-    """Two models of one shape in one backward pass, whose buckets mix."""
+    """Two models of the same shape in one backward pass, with interleaved buckets."""
     with group("bpsx") as (rank, size):
         models = [DDP(tanh_model(i), bucket_cap_mb=SMALL) for i in (1, 2)]
         for i, model in enumerate(models):
@@ -149,10 +149,9 @@ def job_two_models() -> Any:
 
 
 def job_zero() -> Any:
-    """Each worker keeps the state of a part of the parameters, and broadcasts what it has
-    stepped.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of PyTorch's own affairs
+    """Each worker keeps the optimizer state of some parameters and broadcasts their new values."""
+    # its import warns about PyTorch internals
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with group("bpsx") as (rank, size):
         model = DDP(tanh_model(), bucket_cap_mb=SMALL)
@@ -167,7 +166,7 @@ def job_zero() -> Any:
 
 
 def job_buffers() -> Any:
-    """Running statistics are worker 0's at every forward."""
+    """Every forward pass uses worker 0's running statistics."""
     with group("bpsx") as (rank, size):
         model = DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double())
         for step in range(3):
@@ -180,8 +179,8 @@ def job_buffers() -> Any:
 
 
 def job_join() -> Any:
-    """Worker 0 has two batches, worker 1 three, and so on; an average is over those who still have
-    some.
+    """Worker 0 has two batches, worker 1 three, and so on; averages are over workers that still
+    have data.
     """
     with group("bpsx") as (rank, size):
         model = DDP(tanh_model(), bucket_cap_mb=SMALL)
@@ -209,7 +208,7 @@ def join_alone(size: int) -> list[torch.Tensor]:
 
 
 def job_shards() -> Any:
-    """fully_shard: parameters gathered before use, gradients reduced to their owners."""
+    """fully_shard gathers parameters before use and reduces gradients to their owners."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""The demo does what its output says, with bpsx and with gloo."""
+"""The demo's output is correct, with bpsx and with gloo."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bpsx(tmp_path: Path) -> None:
 
 
 def test_weights_that_differ_are_noticed(tmp_path: Path) -> None:
-    """The same main, with a model that worker 1 changes behind the optimizer's back."""
+    """Run the demo with a model that worker 1 changes without the optimizer."""
     spoiled = tmp_path / "spoiled.py"
     spoiled.write_text(
         f"import sys; sys.path.insert(0, {str(Path(SCRIPT).parent)!r})\nimport digits, torch\n"

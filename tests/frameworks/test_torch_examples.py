@@ -1,6 +1,6 @@
-"""Every example of examples/pytorch at small sizes, once as its page says to start it, by bpsx-run.
+"""Every example of examples/pytorch, at small sizes, with the command that its page gives.
 
-(The digits: test_torch_demo.py.)
+The example digits.py has its own module, test_torch_demo.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL = ["--quick", "--batch-size", "2", "--num-iters", "2"]
 
 
 def example(name: str, *arguments: str, by_bpsx_run: bool = True) -> str:
-    """What two workers print."""
+    """Run the example on two workers and return their output."""
     script = [str(EXAMPLES / name), *arguments]
     if by_bpsx_run:
         status, output = launch([sys.executable, *script], workers=2, servers=1)
@@ -55,7 +55,7 @@ def losses(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
 
 
-# ---- what all have
+# ---- all examples
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -81,7 +81,7 @@ def test_the_page_lists_all() -> None:
 
 
 def test_models_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their numbers of parameters."""
+    """Compare the numbers of parameters."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     models = __import__("models")
     published = {
@@ -104,13 +104,13 @@ def test_models_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
             assert out.shape == ((2, 5, 7) if kind.sequence else (2, 7)), name
 
 
-# ---- one by one
+# ---- single examples
 
 
 def test_ddp_hook() -> None:
-    """Under torchrun with the hook, under bpsx-run without: the same losses.
+    """The losses are the same under torchrun with the hook and under bpsx-run without it.
 
-    (With it under bpsx-run: test_torch_migrating.py.)
+    test_torch_migrating.py runs the hook under bpsx-run.
     """
     arguments = ["--epochs", "3", "--points", "600"]
     plain = example("ddp_hook.py", *arguments, "--plain")
@@ -150,7 +150,7 @@ def test_cross_barrier() -> None:
 
 
 def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """As if nothing had happened; and alone, without any launcher, it learns the same."""
+    """Training continues as if it had never stopped; without a launcher it learns the same."""
     straight = example("gpt.py", *GPT)
     found = losses(straight)
     assert len(found) == 12 and found[-1] < found[0] and "a sample:" in straight
@@ -176,7 +176,7 @@ def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
-    """Worker 0 alone reads it; both end at once."""
+    """Only worker 0 reads the file; both workers exit at once."""
     state = tmp_path / "state"
     state.write_text("nothing of the kind")
     script = [str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)]

@@ -1,4 +1,4 @@
-"""What the user sees when workers disagree or die, and jobs of a single worker.
+"""Errors when workers disagree or die, and jobs of a single worker.
 
 ``job_*`` functions run in the workers.
 """
@@ -28,11 +28,11 @@ def error_of(act: Any) -> str:
     return "none"
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_mismatch() -> Any:
-    """Shapes, then dtypes differ; then all agree again and the job goes on."""
+    """Shapes differ, then dtypes; then all workers agree again, and the job continues."""
     rank, found = bps.rank(), []
     found.append(error_of(lambda: bps.push_pull(torch.zeros(3 + rank), name="shape")))
     found.append(
@@ -49,9 +49,7 @@ def job_mismatch() -> Any:
 
 
 def job_step_mismatch() -> Any:
-    """The models differ in one layer: step() says so on both workers and leaves the weights
-    alone.
-    """
+    """The models differ in one layer: step() raises on both workers and keeps the weights."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + bps.rank()))
     optimizer: Any = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
@@ -63,9 +61,10 @@ def job_step_mismatch() -> Any:
 
 
 def job_optimizer_state() -> Any:
-    """The root has state that cannot travel: both hear of it.
+    """The root's optimizer state cannot be sent: all workers raise an error.
 
-    Then other groups: only the one that differs can know.
+    Then the parameter groups differ; only the worker with other groups than the root can detect
+    that.
     """
     weight, bias = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = torch.optim.SGD([weight, bias], lr=0.1)

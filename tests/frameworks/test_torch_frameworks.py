@@ -1,6 +1,6 @@
-"""Training frameworks for PyTorch under bpsx-run: one model, as under torchrun.
+"""Training frameworks for PyTorch under bpsx-run and torchrun give the same model.
 
-Each is optional.
+Each framework is optional.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from support.torch_job import launch
 from support.torchrun_job import Torchrun
 
-# No bpsx before PyTorch's own way has been gone: what a script that knows nothing of bpsx sees.
+# bpsx is imported only after PyTorch's own calls, as in a script that does not use bpsx.
 PLAIN = """
     import os, sys
     import torch, torch.distributed as dist
@@ -143,7 +143,7 @@ SCRIPTS = {"accelerate": ACCELERATE, "transformers": TRAINER, "lightning": LIGHT
     "shape", [{"workers": 2, "servers": 1}, {"workers": 1, "servers": 0, "processes": 2}]
 )
 def test_pytorchs_own_way_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) -> None:
-    """A script needs neither bpsx nor variables to meet at PyTorch's store."""
+    """A script needs neither bpsx nor variables to rendezvous at PyTorch's store."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PLAIN))
     status, output = launch([sys.executable, str(script)], **shape)
@@ -151,9 +151,7 @@ def test_pytorchs_own_way_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) 
 
 
 def test_a_machine_started_by_its_role(tmp_path: Path) -> None:
-    """Without scheduler and servers of the user's, the processes of the only machine have a store,
-    too.
-    """
+    """Processes of a single machine get a store even without a scheduler and servers."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PLAIN))
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}
@@ -198,7 +196,7 @@ def test_one_model_as_under_torchrun(tmp_path: Path, framework: str) -> None:
 
 
 def weights(output: str, backend: str) -> str:
-    """The digest of both workers' weights, which are equal."""
+    """Return the digest of the workers' weights, after checking that both are equal."""
     found = re.findall(rf"WEIGHTS (\d) 2 {backend} (\w+)", output)
     assert (
         sorted(rank for rank, _ in found) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""The torch.distributed backend "bpsx": every collective, compared with what its definition says.
+"""The torch.distributed backend "bpsx": every collective, compared with its definition.
 
 ``job_*`` functions run in the workers.
 """
@@ -42,7 +42,7 @@ FOLD = {
 
 
 def given(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """What worker ``rank`` brings; small whole numbers, of which sums and products are exact."""
+    """Return worker ``rank``'s input: small integers, so that sums and products are exact."""
     torch.manual_seed(17 * rank + len(shape))
     whole = torch.randint(1, 4, shape or (5,))
     return (
@@ -67,7 +67,7 @@ def error_of(act: Any, *args: Any, **more: Any) -> str:
 
 
 class Compared:
-    """Pairs of what came and what should have; only those that differ are kept."""
+    """Compares results with expectations and keeps only the pairs that differ."""
 
     def __init__(self) -> None:
         self.count, self.wrong = 0, []  # type: ignore[var-annotated]
@@ -86,7 +86,7 @@ class Compared:
         return self.count, self.wrong
 
 
-# ---- what the workers do, between init_process_group and destroy_process_group
+# ---- run in the workers, between init_process_group and destroy_process_group
 
 
 def job_reductions() -> Any:
@@ -124,8 +124,9 @@ def job_reductions() -> Any:
 
 
 def job_movements() -> Any:
-    """What only moves tensors, for any dtype: by lists and single tensors, with uneven lengths
-    where that is allowed.
+    """Collectives that only move tensors, for any dtype.
+
+    With lists and single tensors, and with uneven lengths where those are allowed.
     """
     found, rank, size = Compared(), dist.get_rank(), dist.get_world_size()
     for dtype in [*DTYPES, torch.float8_e4m3fn, *UINT16]:
@@ -186,7 +187,7 @@ def job_scatters() -> Any:
         found.check(
             "all_to_all_single", single, torch.stack([theirs[r][rank] for r in range(size)])
         )
-    # Worker r has a + 1 rows of r for worker a.
+    # Worker r sends a + 1 rows of value r to worker a.
     mine = torch.full((size * (size + 1) // 2, 2), float(rank))
     output = torch.empty(size * (rank + 1), 2)
     dist.all_to_all_single(output, mine, [rank + 1] * size, [a + 1 for a in range(size)])
@@ -199,8 +200,9 @@ def job_scatters() -> Any:
 
 
 def job_shapes() -> Any:
-    """Strided, negated, empty and 0-dimensional tensors; a leaf that requires a gradient; many
-    async at once, waited for in any order.
+    """Strided, negated, empty and 0-dimensional tensors, and a leaf that requires a gradient.
+
+    Also many asynchronous calls at once, waited for in any order.
     """
     found, rank, size = Compared(), dist.get_rank(), dist.get_world_size()
     strided = given(rank, torch.float32, 3, 4).t()
@@ -287,7 +289,7 @@ def job_objects() -> Any:
     mine = [None]
     dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
     found.check("scatter_object_list", mine, [f"for {rank}"])
-    known = adapter.session()._declared  # no public way to count them
+    known = adapter.session()._declared  # there is no public way to count them
     before, gathered = len(known), [None] * size
     for n in range(1, 100):
         dist.all_gather_object(gathered, "x" * (n + rank))
@@ -297,7 +299,7 @@ def job_objects() -> Any:
 
 
 def job_lengths_of_bytes() -> Any:
-    """They travel filled up, so that those who expect another number have to be told."""
+    """Bytes are padded for transport, so a wrong length must be detected explicitly."""
     expected = torch.zeros(100 + dist.get_rank() % 2, dtype=torch.uint8)
     work = dist.broadcast(expected, src=0, async_op=True)
     said = [error_of(work.wait), error_of(work.wait)]
@@ -309,7 +311,7 @@ def job_lengths_of_bytes() -> Any:
 
 
 def job_functional() -> Any:
-    """PyTorch's C++ side calls the group, too."""
+    """PyTorch's C++ code calls the group, too."""
     functional = functional_collectives
     found, rank, size = Compared(), dist.get_rank(), dist.get_world_size()
     ones = torch.ones(size, 2)
@@ -324,7 +326,7 @@ def job_functional() -> Any:
         functional.reduce_scatter_tensor(ones, "sum", 0, dist.group.WORLD) + 0,
         ones[:1] * size,
     )
-    if hasattr(functional, "broadcast"):  # it and the next came after PyTorch 2.1
+    if hasattr(functional, "broadcast"):  # this and the next function came after PyTorch 2.1
         found.check("broadcast", functional.broadcast(ones * rank, 1, dist.group.WORLD) + 0, ones)
         found.check(
             "all_to_all",
@@ -336,7 +338,7 @@ def job_functional() -> Any:
 
 
 def job_groups() -> Any:
-    """Groups of all and of one work; of some they are refused, by name, and nobody hangs."""
+    """Groups of all workers and of one worker work; calls on other groups raise and do not hang."""
     found, rank, size = Compared(), dist.get_rank(), dist.get_world_size()
     everyone = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
     tensor = torch.ones(2)
@@ -398,13 +400,14 @@ def job_refused() -> Any:
 
 
 def job_disagreement() -> Any:
-    """Lengths, then operations differ: an error on all workers, and the group goes on.
+    """Lengths differ, then operations: all workers raise, and the group continues.
 
-    Lengths that have been summed before, each, are a deadlock.
+    If both lengths have been summed before, they have names of their own, so the call is a
+    deadlock.
     """
     rank = dist.get_rank()
     length = error_of(dist.all_reduce, torch.ones(300 + (rank == 1)))
-    for count in (3, 4):  # what was refused before has made the group forget lengths
+    for count in (3, 4):  # the earlier error has cleared the group's known lengths
         dist.all_reduce(torch.ones(count))
     known = error_of(dist.all_reduce, torch.ones(3 + (rank == 1)))
     operation = error_of(dist.all_reduce, torch.ones(7), Op.AVG if rank == 1 else Op.SUM)
@@ -414,7 +417,7 @@ def job_disagreement() -> Any:
 
 
 def job_timeout() -> Any:
-    """Worker 0 calls what worker 1 does not, yet."""
+    """Worker 0 makes a call that worker 1 makes only later."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=1.5))
     text, future = "", ""
     tensor = torch.ones(3)
@@ -431,7 +434,7 @@ def job_timeout() -> Any:
 
 
 def job_again() -> Any:
-    """Other tests' group has been destroyed: bpsx is usable, and so is another group."""
+    """After the other tests' group is destroyed, bpsx still works and can open another group."""
     dist.destroy_process_group()
     total = bps.push_pull(torch.ones(2), average=False)
     found = [
@@ -444,7 +447,7 @@ def job_again() -> Any:
 
 
 def job_all() -> Any:
-    """All of the above in one group; it ends with the interpreter."""
+    """Run all functions above in one group, which ends with the interpreter."""
     dist.init_process_group("bpsx")
     return {
         name: function()
@@ -485,7 +488,7 @@ def assert_groups_of_all_and_of_one(results: list[dict[str, Any]]) -> None:
 
 
 def assert_what_is_refused_says_what_to_use(results: list[dict[str, Any]]) -> None:
-    # Before 2.14 PyTorch refuses all backends but gloo itself; since then it asks the backend.
+    # Before 2.14, PyTorch itself rejects all backends but gloo; since then it asks the backend.
     own = "GLOO" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) else "barrier()"
     for result in results:
         found, total = result["job_refused"]
@@ -564,9 +567,7 @@ def assert_a_destroyed_group_leaves_bpsx_and_can_be_made_again(
     ids=["2 workers", "4 workers on 2 machines"],
 )
 def test_the_backend(tmp_path: Path, workers: int, servers: int, processes: int) -> None:
-    """Collectives are what they are defined as, what is refused says what to use, disagreement and
-    timeouts are errors.
-    """
+    """Results match the definitions; rejections name an alternative; timeouts raise errors."""
     finished = run_job(
         __file__,
         ["job_all"],

@@ -1,6 +1,4 @@
-"""Whatever PyTorch asks a process group for beside collectives: the backend "bpsx" has an answer
-wherever gloo has one.
-"""
+"""Calls that PyTorch makes on a process group beside collectives, compared with gloo."""
 
 from __future__ import annotations
 

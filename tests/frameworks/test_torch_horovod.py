@@ -183,7 +183,7 @@ def job_sparse() -> Any:
     return [handle().to_dense(), hvd.synchronize(handle).to_dense(), average().to_dense()]
 
 
-# ---- who has what
+# ---- gathers and broadcasts
 
 
 def job_gathers() -> Any:
@@ -223,7 +223,7 @@ def job_gathers() -> Any:
     assert received.tolist() == [2] * size and received.dtype == torch.int32
     found["alltoall"] = [hvd.alltoall(even), output]
     splits = torch.tensor([(rank + r) % 3 for r in range(size)])
-    rows = mine(int(splits.sum()) + 1, 2)  # the last one stays
+    rows = mine(int(splits.sum()) + 1, 2)  # the last row is not sent
     pairs = [
         hvd.alltoall(rows, splits, name="uneven"),
         hvd.alltoall(rows, splits.numpy()),
@@ -252,12 +252,12 @@ def losses(size: int) -> list[Callable[[torch.Tensor], Any]]:
 
 
 def job_gradients() -> Any:
-    """Of sum(weights * verb(x)), with each worker's own weights."""
+    """Gradients of sum(weights * verb(x)) with different weights on each worker."""
     found = []
     for verb in losses(hvd.size()):
         x = mine(5, 2).requires_grad_()
         y = verb(x)
-        y.mul_(1.0)  # may be written to
+        y.mul_(1.0)  # the result is writable
         weights = mine(*y.shape, seed=7)
         (y * weights).sum().backward()
         found.append(x.grad)
@@ -347,7 +347,7 @@ def job_state() -> Any:
 
 
 def job_who() -> Any:
-    hvd.init()  # again: nothing
+    hvd.init()  # a repeated init() does nothing
     assert (
         hvd.is_initialized()
         and not any(getattr(hvd, q)() for q in QUESTIONS)
@@ -490,7 +490,7 @@ def assert_gathers(job: Finished) -> None:
 
 
 def expected_gradients(size: int, rank: int) -> list[np.ndarray]:
-    """What Horovod's derivatives are, in the order of :func:`losses`."""
+    """Return Horovod's derivatives, in the order of :func:`losses`."""
 
     def weights(*shape: int) -> np.ndarray:
         return everybody(size, *shape, seed=7)
@@ -504,7 +504,7 @@ def expected_gradients(size: int, rank: int) -> list[np.ndarray]:
     )
     even = np.zeros((5, 2))
     even[:size] = weights(size, 2)[:, rank]
-    # of alltoall with splits: worker 0 gets 5 - r rows of each worker r, the last one r
+    # alltoall with splits: worker 0 gets 5 - r rows from each worker r, the last worker r rows.
     first, last = (
         given(0, sum(5 - r for r in range(size)), 2, seed=7).numpy(),
         given(size - 1, sum(range(size)), 2, seed=7).numpy(),
@@ -563,7 +563,8 @@ def assert_state_and_objects(job: Finished) -> None:
         near(running_mean, np.full(2, 0.1 * np.mean(range(size))), 1e-6)
 
 
-#: By job. An optimizer's first step imports seconds of PyTorch, so that is left to two workers.
+#: Checks by job. The first step of an optimizer imports PyTorch modules for seconds, so only the
+#: job of two workers takes one.
 CHECKS = {
     "job_who": assert_who_and_join,
     "job_allreduce": assert_allreduce,
@@ -579,9 +580,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_each_verb_returns_what_its_definition_says(tmp_path: Path, workers: int) -> None:
-    """One test: cut into several, each of xdist's processes would start the job for its own share
-    of them.
-    """
+    """This is one test, because with several each pytest-xdist process would start its own job."""
     jobs = list(CHECKS)[: 9 if workers == 2 else 7]
     finished = run_job(__file__, jobs, tmp_path, workers)
     assert finished.status == 0, finished.output[-5000:]

@@ -1,5 +1,6 @@
-"""What Horovod's names take and refuse, without a job: whatever is refused is refused before
-anything is sent, so that nobody waits for it.
+"""Arguments of Horovod's functions, accepted and rejected, without a job.
+
+Arguments are rejected before anything is sent, so no other worker waits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Refusal = tuple[Callable[[], object], type[Exception], str]
 
 
 def refused_sets() -> list[Refusal]:
-    """Process sets of some workers."""
+    """Return calls with process sets of some workers, and the expected errors."""
     x, some = torch.ones(4), hvd.ProcessSet([0])
     subset = (
         r"process_set=ProcessSet\(\[0\]\).*not all \d workers.*new_group\(ranks, backend=\"gloo\"\)"
@@ -88,7 +89,7 @@ def made(**options: Any) -> Callable[[], object]:
 
 
 def refusals() -> list[Refusal]:
-    """Calls that no worker may wait for."""
+    """Return calls that must be rejected before they send anything."""
     x, scalar, adasum = (
         torch.ones(4),
         torch.ones(()),
@@ -238,12 +239,12 @@ def refusals() -> list[Refusal]:
 
 
 class Session(SimpleNamespace):
-    """As much of a session as refusals look at; owners of names refer to it weakly."""
+    """The attributes of a session that argument checks read; owners of names refer to it weakly."""
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Worker 0 of two, who cannot send anything."""
+    """Worker 0 of two, which cannot send anything."""
     session = Session(config=SimpleNamespace(asynchronous=False), size=2, rank=0)
     monkeypatch.setattr(adapter, "session", lambda: session)
     monkeypatch.setattr(verbs_module, "session", lambda: session)
@@ -382,7 +383,7 @@ def test_in_asynchronous_training(alone: SimpleNamespace) -> None:
 
 
 def test_one_worker_without_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script runs that nobody has launched."""
+    """A script without a launcher."""
     monkeypatch.setenv("BYTEPS_TRACE_DIR", str(tmp_path / "traces"))
     hvd.init()
     try:
@@ -409,7 +410,7 @@ def test_one_worker_without_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         hvd.allreduce(x, name="seen")
         hvd.stop_timeline()
         assert "allreduce.seen" in json.dumps(json.loads((tmp_path / "timeline.json").read_text()))
-        hvd.stop_timeline()  # nothing
+        hvd.stop_timeline()  # does nothing
     finally:
         hvd.shutdown()
     assert not hvd.is_initialized()

@@ -1,7 +1,7 @@
-"""Ctrl-C, or what else a signal's handler raises, while a worker waits for the others: it goes on,
-and nothing is paired with another step.
+"""Ctrl-C, or an exception from a signal handler, while a worker waits for others: training
+continues and no gradient is paired with another step.
 
-Worker 0's wait is interrupted in step 1; worker 1 lets it wait until then.
+Worker 0's wait is interrupted in step 1; worker 1 makes it wait until then.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SCENES = [
 
 
 class _Alarm(Exception):
-    """What a watchdog's signal handler raises."""
+    """Raised by a watchdog's signal handler."""
 
 
 class _Interruption:
-    """Raises ``what`` in the main thread as soon as that waits for a sum."""
+    """Raise ``what`` in the main thread as soon as that waits for a sum."""
 
     def __init__(self, what: type[BaseException]) -> None:
         self._what, self._main = what, threading.main_thread().ident
@@ -71,10 +71,9 @@ class _Interruption:
 def _interrupted(
     wait: Callable[[], object], scene: str, what: type[BaseException] = KeyboardInterrupt
 ) -> None:
-    """Worker 0 is interrupted in ``wait()``, then lets worker 1, which has pushed nothing of this
-    step yet, go on.
+    """Interrupt worker 0 in ``wait()``, then let worker 1 continue.
 
-    No-op on worker 1.
+    Worker 1 has pushed nothing of this step yet; on worker 1 this does nothing.
     """
     if bps.rank() == 0:
         with pytest.raises(what), _Interruption(what):
@@ -85,7 +84,7 @@ def _interrupted(
 
 def _held_back(scene: str, step: int) -> None:
     if bps.rank() == 1 and step == INTERRUPTED:
-        with Path(os.environ["FIFOS"], scene).open():  # until the other side is opened too
+        with Path(os.environ["FIFOS"], scene).open():  # blocks until worker 0 opens the FIFO, too
             pass
 
 
@@ -96,8 +95,8 @@ def _model() -> torch.nn.Module:
 
 
 def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """The gradient of each weight is 10 to the power of ``step``, times 1 or 3 by worker, so 2 on
-    the average.
+    """Return a loss with gradient 10**``step`` times 1 or 3 by worker, so an average of 2 *
+    10**``step``.
     """
     x = torch.ones(1, 3, dtype=torch.float64)
     total: torch.Tensor = sum(layer(x).sum() for layer in model) * 10.0**step * (1 + 2 * bps.rank())  # type: ignore[union-attr,misc]
@@ -152,15 +151,13 @@ def job_backward_is_refused() -> list[list[float]]:
     def act(optimizer: Any, model: torch.nn.Module) -> None:
         with pytest.raises(bps.GradientOrderError, match="interrupted"):
             _loss(model, 9).backward()
-        optimizer.zero_grad()  # what has been added counts for nothing
+        optimizer.zero_grad()  # discards the accumulated gradients
 
     return _train("backward_is_refused", act)
 
 
 def job_kinds() -> list[list[float]]:
-    """The workers do not know yet whether the gradients are sparse: the interruption meets the
-    question.
-    """
+    """The interruption comes while workers find out whether the gradients are sparse."""
     model = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
     optimizer: Any = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), [("kinds", model.weight)]
@@ -179,7 +176,7 @@ def job_kinds() -> list[list[float]]:
 
 
 def job_cross_barrier() -> tuple[list[float], list[float]]:
-    """Interrupted in the forward pass that waits for step 1."""
+    """Interrupt the forward pass that waits for step 1."""
     weights = []
     for crossing in (True, False):
         torch.manual_seed(7)

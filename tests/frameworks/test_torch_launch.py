@@ -1,5 +1,5 @@
-"""Scripts that say no more than ``init_process_group`` or ``init()``, under bpsx-run and under
-torchrun; and what is left when they die.
+"""Scripts with only ``init_process_group`` or ``init()``, under bpsx-run and torchrun; and cleanup
+when they die.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ DYING = """
 def assert_places(
     text: str, size: int, each: int, machines: int, servers: int, secret: bool = True
 ) -> None:
-    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of
-    names from turn 1, and after three refusals.
+    """Check that PLACES found ``size`` workers with the right places.
+
+    Turn 2 must keep the order of names of turn 1, and follows three rejected calls.
     """
     found = sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
     assert found == [
@@ -148,7 +149,7 @@ def test_init_process_group_alone_under_bpsx_run(tmp_path: Path) -> None:
 
 
 def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
-    """A user who has set them up under bpsx-run gets the store that they name."""
+    """A script that sets PyTorch's variables under bpsx-run gets the store that they name."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -187,8 +188,9 @@ def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
 
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
-    """Three times in a process, then as a backend: a scheduler for each, no server, and nothing is
-    left.
+    """Initialize three times in a process, then as a backend.
+
+    Each time there is one scheduler and no server, and no process remains.
     """
     with Torchrun(
         tmp_path,
@@ -211,7 +213,7 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
 
 
 def test_uneven_machines(tmp_path: Path) -> None:
-    """Each process becomes a machine of its own; rank() is RANK all the same."""
+    """Each process becomes a machine of its own; rank() is still RANK."""
     with Torchrun(tmp_path, PLACES, each=(2, 1), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0, 0], output[-20000:]
@@ -228,7 +230,9 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "running"])
 def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
-    """What they had started sees that by itself: before the job has begun, and after."""
+    """Scheduler and servers that workers have started exit by themselves, before and during the
+    job.
+    """
     with Torchrun(
         tmp_path, DYING, when, by_hand=True, BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info"
     ) as job:
@@ -241,7 +245,7 @@ def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
         assert len(job.left()) == 4, seen
         for process in job.processes:
             process.kill()
-        # to its end, which comes when scheduler and server, too, have closed it
+        # Read to end of file, which comes once scheduler and server have closed the pipe, too.
         rest = job.output.read()
         assert not job.left()
         assert (
@@ -261,7 +265,7 @@ def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_on_all(tmp_path: Path) -> None:
-    """The user's own scheduler: its variables are used, and have to fit torchrun's machines."""
+    """With a scheduler of the user, DMLC variables apply and must fit torchrun's machines."""
     with Torchrun(
         tmp_path,
         "import bpsx.torch as bps\nbps.init()",

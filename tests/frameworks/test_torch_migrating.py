@@ -1,4 +1,4 @@
-"""Scripts for BytePS, Horovod and DDP, and what they become: docs/start/migrating.md shows the
+"""Scripts for BytePS, Horovod and DDP before and after migration: docs/start/migrating.md shows the
 difference, and they train.
 
 ``PYTHONPATH=tests python tests/frameworks/test_torch_migrating.py`` writes the differences into the
@@ -28,9 +28,9 @@ from support.torch_job import launch
 pytestmark = pytest.mark.timeout(300)
 SCRIPTS = Path(__file__).parent / "migrating"
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "migrating.md"
-#: What the page has to show: <!-- BEFORE AFTER -->, and the difference behind it.
+#: A marker <!-- BEFORE AFTER --> in the page, and the difference that follows it.
 SHOWN = re.compile(r"<!-- (\S+) (\S+) -->\n(?:\n```diff\n.*?```\n)?", re.S)
-#: What can be imported from byteps.torch.
+#: Names importable from byteps.torch.
 BYTEPS = [
     "Compression",
     "DistributedOptimizer",
@@ -59,7 +59,7 @@ def difference(before: str, after: str) -> str:
 
 
 def written(text: str) -> str:
-    """The page as it has to be."""
+    """Return the page with up-to-date differences."""
     return SHOWN.sub(
         lambda m: f"<!-- {m[1]} {m[2]} -->\n\n```diff\n{difference(m[1], m[2])}```\n", text
     )
@@ -130,8 +130,9 @@ def test_what_has_got_into_the_place_of_average_is_refused() -> None:
 
 
 def losses(output: str, epochs: int = 3) -> list[float]:
-    """The loss before and after each epoch, once it is sure that it has fallen and that workers
-    have the same weights at the end.
+    """Return the loss before and after each epoch.
+
+    Asserts that the loss has fallen and that the workers end with the same weights.
     """
     found = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
     weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
@@ -140,8 +141,8 @@ def losses(output: str, epochs: int = 3) -> list[float]:
     return found
 
 
-#: Runs scripts one after another in one process, each as ``__main__``: importing PyTorch takes
-#: longer than what they do.
+#: Runs several scripts in one process, each as ``__main__``, because importing PyTorch takes longer
+#: than they do.
 RUN = """
 import gc, runpy, sys
 
@@ -169,7 +170,7 @@ AFTER = [
 
 
 def trained() -> dict[str, list[float]]:
-    """The losses of all scripts, with two workers."""
+    """Return the losses of all scripts, with two workers."""
     status, output = launch(
         [sys.executable, "-c", RUN, *(f"{SCRIPTS}/{line}" for line in AFTER)], workers=2, servers=1
     )
@@ -178,7 +179,7 @@ def trained() -> dict[str, list[float]]:
     script = {"0": "", "1": ""}
     for line in output.splitlines():
         match = re.fullmatch(r"\[worker (\d)\] (script \S*/(.*)|(epoch \d|worker \d): .*)", line)
-        assert match, output  # and nothing on the way out
+        assert match, output  # no other output, also at exit
         if match[3]:
             script[match[1]] = match[3]
         else:
@@ -187,7 +188,7 @@ def trained() -> dict[str, list[float]]:
 
 
 def trained_with_gloo() -> list[float]:
-    """The losses of the script for DDP as it was."""
+    """Return the losses of the original DDP script."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -213,13 +214,13 @@ def trained_with_gloo() -> list[float]:
     finally:
         for p in ranks:
             p.kill()
-    # Under load a rank, which has nothing of bpsx, has been seen to die at its very end, in
-    # PyTorch's C++: what it had to say is what counts.
+    # Under load, a rank without bpsx has crashed in PyTorch's C++ code at its exit, so only its
+    # output counts.
     return losses(output)
 
 
 def test_the_scripts_train() -> None:
-    """Those for one thing have the same losses, whatever way they go."""
+    """Scripts for the same task have the same losses, whatever API they use."""
     found, gloo = trained(), trained_with_gloo()
     module = found["byteps_after.py --way module"]
     assert found["byteps_after.py --way cross-barrier"] == module

@@ -1,5 +1,6 @@
-"""What two optimizers or models of one process push does not meet, and workers that mean different
-things by a name hear of it."""
+"""Gradients of two optimizers or models in a process do not mix, and workers that use a name for
+different things get an error.
+"""
 
 from __future__ import annotations
 
@@ -110,10 +111,10 @@ def test_two_ddp_models_with_the_default_hook(tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        # the same names and shapes, in another order: what counts the workers with a gradient goes
-        # by place
+        # The same names and shapes in another order. The count of workers with a gradient goes by
+        # position.
         "[('a', models[0].weight), ('b', models[1].weight)][::1 if rank == 0 else -1]",
-        # generated names, and a set whose order differs between workers
+        # Generated names, and a set whose order differs between workers.
         None,
     ],
 )

@@ -1,5 +1,5 @@
-"""torchrun's agents on machines of their own: a namespace each, with a host name and an /etc/hosts
-of its own.
+"""torchrun's agents on separate machines: network namespaces, each with its own host name and
+/etc/hosts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bench.network import Links, why_not
 _WHY_NOT = why_not() or ("" if shutil.which("unshare") else "not installed: unshare")
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(300)]
 MACHINES = ("alpha", "beta")
-#: Run with a host name, a file for /etc/hosts, and a command. Its mounts are its own: ``ip netns
-#: exec`` has seen to that.
+#: Takes a host name, a file to use as /etc/hosts, and a command. ``ip netns exec`` has already made
+#: a mount namespace.
 _AS_MACHINE = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 class Both(Links):
-    """Two machines, with IPv6 as well."""
+    """Two machines with IPv4 and IPv6."""
 
     def __init__(self) -> None:
         super().__init__(MACHINES)
@@ -34,8 +34,10 @@ class Both(Links):
             self._ip(name, "addr", "add", f"{address}/64", "dev", "net0", "nodad")
 
     def prefixes(self, folder: Path, family: dict[str, str]) -> list[list[str]]:
-        """One for each machine, which knows itself as a loopback address, as many systems do, and
-        the other by ``family``.
+        """Return a command prefix per machine.
+
+        As on many systems, each machine resolves its own name to a loopback address, and the
+        other's to an address in ``family``.
         """
         found = []
         for name in MACHINES:

@@ -1,4 +1,4 @@
-"""broadcast_object and all_gather_object between real workers, with a job secret and without.
+"""broadcast_object and all_gather_object on real workers, with and without a job secret.
 
 ``job_*`` functions run in the workers.
 """
@@ -30,14 +30,14 @@ class Colour(enum.IntEnum):
 
 
 class Unwilling:
-    """Cannot be pickled, and says so with an exception of its own."""
+    """Object whose pickling raises an exception of its own."""
 
     def __reduce__(self) -> Any:
         raise OSError("no copies of me")
 
 
 class Bomb:
-    """Whoever unpickles it writes a file."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Bomb:
 
 
 def plain(rank: int) -> dict[Any, Any]:
-    """One of everything, and something of each worker's own."""
+    """Return an object with every supported type, and some values that differ by ``rank``."""
     state = torch.nn.Linear(2, 2).state_dict()
     return {
         "rank": rank,
@@ -105,7 +105,7 @@ def job_plain() -> Any:
     assert bps.broadcast_object(mine, rank) is mine if size == 1 else True
     found = bps.all_gather_object(mine)
     assert all(alike(found[r], plain(r)) for r in range(size)) and found[rank] is mine
-    for n in (0, 1, 5, 100_000, 3):  # other sizes, and other types, under one name
+    for n in (0, 1, 5, 100_000, 3):  # different sizes and types under one name
         assert bps.broadcast_object("x" * n if rank == 0 else None, name="sizes") == "x" * n
         assert bps.all_gather_object(list(range(n * rank)), "sizes") == [
             list(range(n * r)) for r in range(size)
@@ -122,7 +122,7 @@ def job_plain() -> Any:
 
 
 def job_pickled() -> Any:
-    """In a job with a secret: ``--local`` makes one."""
+    """The job has a secret, which ``--local`` creates."""
     rank, size = bps.rank(), bps.size()
     arrived = bps.broadcast_object([Fraction(rank, 7), HTTPStatus.OK], root_rank=size - 1)
     assert arrived == [Fraction(size - 1, 7), 200] and arrived[1] is HTTPStatus.OK
@@ -158,8 +158,9 @@ def state_error(optimizer: Any, root: int) -> str:
 
 
 def job_states() -> Any:
-    """Optimizer states that cannot travel, and optimizers that are not alike, are an error on all
-    workers; then the job goes on.
+    """All workers raise for an optimizer state that cannot be sent, and for optimizers that differ.
+
+    The job then continues.
     """
     rank, size, found = bps.rank(), bps.size(), []
     endless: list[Any] = []

@@ -1,5 +1,5 @@
-"""Scripts that give ``init_process_group`` rank and world_size: a URL, a store, another backend's
-store.
+"""Scripts that pass rank and world_size to ``init_process_group``: with a URL, a store, or another
+backend's store.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def two(source: str, folder: Path, **environment: str) -> list[object]:
 
 @pytest.mark.parametrize("how", INIT)
 def test_two_meet_at_the_store(tmp_path, how):
-    """Also after suspend, and after shutdown, when the process group is gone."""
+    """Also after suspend, and after shutdown, when the process group no longer exists."""
     expected = [[[rank, 2, rank, 2, [2.0, 2.0]], [2.0], [2.0], 2] for rank in range(2)]
     assert two(WORK.replace("{init}", INIT[how]), tmp_path) == [
         report for worker in expected for report in worker
@@ -139,7 +139,7 @@ def test_what_the_script_says_wins_over_other_launchers(tmp_path):
 
 
 def test_a_job_of_one_under_a_group_of_two_is_refused(tmp_path):
-    """bpsx.torch.init() before init_process_group could not know."""
+    """bpsx.torch.init() ran before init_process_group, so it could not know the size."""
     for told in zip(*[iter(two(LATE, tmp_path))] * 2, strict=True):
         assert (
             "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has 2"
@@ -152,7 +152,7 @@ def test_a_job_of_one_under_a_group_of_two_is_refused(tmp_path):
 
 
 def test_spawned_by_the_script(tmp_path):
-    """What is started in the children's name ends with them."""
+    """Processes started by the children end with them."""
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}

@@ -1,8 +1,8 @@
-"""bpsx.torch.parallel.DistributedDataParallel: what ``backward()`` leaves in ``grad`` is what one
-process has with the joined batch.
+"""bpsx.torch.parallel.DistributedDataParallel: ``backward()`` leaves the gradients of the joined
+batch in ``grad``.
 
-Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs
-from one process, hence 1e-11.
+Functions named ``job_*`` run in the workers. In float64 only the order of additions differs from
+one process, hence 1e-11.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from bpsx.plugin import adapter
 from bpsx.torch.parallel import DistributedDataParallel
 from support.torch_job import Finished, each, run_job
 
-STEPS, BATCH = 6, 4  # BATCH: of one worker
-#: One worker's part of a step: (model, its rows, its targets, worker, step) -> backward has run.
+STEPS, BATCH = 6, 4  # BATCH: rows per worker
+#: One worker's part of a step: called with (model, its rows, its targets, worker, step), runs
+#: backward.
 Part = Callable[[nn.Module, torch.Tensor, torch.Tensor, int, int], None]
 
 
 class Branches(nn.Module):
-    """A trunk used twice, tied weights, a frozen layer, two heads of which a batch uses one, and a
-    layer that nobody uses.
+    """Model with a trunk used twice, tied weights, a frozen layer, two heads and an unused layer.
+
+    Each batch uses one of the heads.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ def network() -> nn.Module:
 
 
 def rows(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Worker ``rank``'s share of a step's batch."""
+    """Return worker ``rank``'s part of a step's batch."""
     source = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(BATCH, 6, generator=source, dtype=torch.float64)
     return x, torch.sin(x @ torch.ones(6, 3, dtype=torch.float64))
@@ -81,7 +83,7 @@ def mean_square(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, s
 
 
 def branches(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, step: int) -> None:
-    """Now all workers use head 0, now one of them another than the rest."""
+    """All workers use head 0, or one of them uses the other head."""
     (model(x, int(step % 2 == 1 and rank == step // 2 % 2)) - y).pow(2).mean().backward()
 
 
@@ -91,8 +93,8 @@ def two_forwards(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, 
 
 
 def two_passes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, step: int) -> None:
-    """Twice backward through one graph: each pass exchanges, the second adds to the average of the
-    first.
+    """Call backward twice on one graph: each pass exchanges, and the second adds to the first's
+    average.
     """
     loss = (model(x) - y).pow(2).mean()
     loss.backward(retain_graph=True)
@@ -100,7 +102,7 @@ def two_passes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, st
 
 
 def penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, step: int) -> None:
-    """autograd.grad() does not exchange; what is made of it does."""
+    """autograd.grad() does not exchange gradients; backward through its result does."""
     x = x.clone().requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -133,7 +135,7 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def found_in(model: nn.Module) -> list[torch.Tensor | None]:
-    """Weights, then gradients."""
+    """Return the weights, then the gradients."""
     both = [*model.parameters(), *(p.grad for p in model.parameters())]
     return [None if t is None else t.detach().clone() for t in both]
 
@@ -148,7 +150,7 @@ def same_bits(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> boo
     )
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_compiled() -> Any:
@@ -161,7 +163,7 @@ def job_models(*names: str) -> Any:
         part = MODELS[name][1]
         model = DistributedDataParallel(
             made(name, seed=1 + bps.rank())
-        )  # the seeds differ: construction has to help
+        )  # the seeds differ, so the constructor must broadcast
         optimizer = optimizer_for(name, model)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -172,9 +174,7 @@ def job_models(*names: str) -> Any:
 
 
 def job_no_sync() -> Any:
-    """Two passes of this worker's own, then one that exchanges; the branches differ by worker and
-    pass.
-    """
+    """Two local passes, then one that exchanges; the branches differ by worker and pass."""
     model = DistributedDataParallel(made("branches"))
     optimizer = optimizer_for("branches", model)
     for step in range(STEPS):
@@ -188,8 +188,9 @@ def job_no_sync() -> Any:
 
 
 def job_several() -> Any:
-    """Two models in one loss, in opposite orders on the workers; workers that use one, none, or
-    part of them.
+    """Two models in one loss, in opposite orders on the workers.
+
+    Then workers that use one model, none, or part of them.
     """
     a, b = DistributedDataParallel(made("plain")), DistributedDataParallel(made("plain", 7))
     rank, found = bps.rank(), []
@@ -206,14 +207,14 @@ def job_several() -> Any:
     if rank == 0:
         loss.backward()
     else:
-        a.synchronize()  # its loss has nothing to do with the model
-    a.synchronize()  # nothing more to do
+        a.synchronize()  # this worker's loss does not use the model
+    a.synchronize()  # a repeated call does nothing
     found.append(found_in(a))
     return found
 
 
 class Through(nn.Module):
-    """What it returns depends on the input's gradient, and on its parameter only if asked."""
+    """Output depends on the input's gradient, and on the parameter only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,9 +225,7 @@ class Through(nn.Module):
 
 
 def job_uses_nothing() -> Any:
-    """backward passes through a model on all workers, but worker 0's uses none of its
-    parameters.
-    """
+    """All workers run backward through a model, but worker 0 uses none of its parameters."""
     model = DistributedDataParallel(Through())
     found = []
     for use in (bps.rank() != 0, False):
@@ -251,8 +250,9 @@ class Buffered(nn.Module):
 
 
 def job_buffers() -> Any:
-    """Buffers are worker 0's before each forward; an own one in between; two forwards before
-    backward; none in eval and no_sync.
+    """Buffers are worker 0's before each forward pass, but not in eval and no_sync.
+
+    Includes a forward pass of the inner module, and two forward passes before backward.
     """
     torch.manual_seed(3)
     model = DistributedDataParallel(Buffered().double())
@@ -281,7 +281,7 @@ def job_buffers() -> Any:
 
 
 def job_checkpoint() -> Any:
-    """Half of the steps, state into new objects, the other half: as if nothing had been."""
+    """Load the state into new objects halfway: training continues unchanged."""
     model = DistributedDataParallel(made("plain", seed=1 + bps.rank()))
     optimizer = optimizer_for("plain", model)
     for step in range(STEPS):
@@ -315,9 +315,9 @@ def _raised(act: Callable[[], Any]) -> str:
 
 
 def job_failed_pass() -> Any:
-    """backward fails on worker 0 when gradients have left.
+    """backward fails on worker 0 after gradients have been sent.
 
-    It is told, takes part by synchronize(), and all go on.
+    Worker 0 gets an error, takes part with synchronize(), and training continues.
     """
     model = DistributedDataParallel(made("plain"))
     x, y = rows(0, bps.rank())
@@ -380,13 +380,13 @@ def job_worker_dies() -> Any:
     return _raised(lambda: mean_square(model, *rows(1, bps.rank()), bps.rank(), 1))
 
 
-# ---- what one process does instead
+# ---- the same in one process
 
 
 def alone(
     name: str, size: int, passes: Callable[[nn.Module, int, int], None]
 ) -> list[torch.Tensor | None]:
-    """The same steps, with the gradients of all workers' parts added up and divided."""
+    """Run the same steps with the averaged gradients of all workers' parts."""
     model = made(name)
     optimizer = optimizer_for(name, model)
     for step in range(STEPS):
@@ -401,7 +401,7 @@ def alone(
 
 
 def joined(model: nn.Module, size: int) -> nn.Module:
-    """``model`` with the gradients of the first step's joined batch."""
+    """Return ``model`` with the gradients of the first step's joined batch."""
     for rank in range(size):
         x, y = rows(0, rank)
         ((model(x) - y).pow(2).mean() / size).backward()
@@ -433,7 +433,7 @@ JOBS = [
 @pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2 workers", "4 workers"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     workers, servers = request.param
-    # torch.compile takes seconds to import: once is enough
+    # torch.compile takes seconds to import, so only one job uses it.
     finished = run_job(
         __file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory, workers, servers
     )
@@ -448,7 +448,7 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, name: str) -> Non
     if name == "compiled":
         if len(job.results) > 2:
             pytest.skip("compiled in the job of two")
-        # What the compiled module computes is the plain one's.
+        # The compiled module computes the same as the plain one.
         expected = alone(
             "plain", 2, lambda model, rank, step: part(model, *rows(step, rank), rank, step)
         )
@@ -509,13 +509,13 @@ def test_buffers(job: Finished) -> None:
     found = each(job, "job_buffers")
     for rank, f in enumerate(found):
         assert f["mask"].tolist() == [1.0] * 6  # worker 0's, from construction
-        assert f["seen"] == 5 + 1 + rank  # worker 0's 5, and the own forward
+        assert f["seen"] == 5 + 1 + rank  # worker 0's 5, plus the worker's own forward pass
         assert f["mine"] == f["seen"] + 2 * (1 + rank)
         assert f["seen again"] == 8 + 1 + rank
         assert f["not broadcast"] == 1 + rank
     x, _ = rows(
         2, 0
-    )  # worker 0's running mean after one forward in no_sync, then each worker's own
+    )  # worker 0's running mean after one forward pass in no_sync, then each worker's own
     mean = 0.9 * (0.1 * x.mean(0))
     for rank, f in enumerate(found):
         torch.testing.assert_close(f["mean"], mean + 0.1 * rows(2, rank)[0].mean(0))

@@ -1,4 +1,4 @@
-"""Workers that other launchers have started, told their places in other launchers' variables."""
+"""Workers started by other launchers, which set their own variables for rank and size."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MPI = "OMPI_COMM_WORLD_{}"
 
 
 class Servers(Job):
-    """The scheduler and the servers of a job whose workers somebody else starts."""
+    """Scheduler and servers of a job whose workers the test starts itself."""
 
     def start_worker(self, i: int, source: str | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def free_port() -> str:
@@ -40,7 +40,7 @@ def free_port() -> str:
 def run(
     places: Sequence[dict[str, str]], folder: Path, source: str = WORK, **environment: str
 ) -> list[Process]:
-    """A process of ``source`` for each of ``places``, which have ended."""
+    """Run ``source`` in one process for each of ``places`` and return the ended processes."""
     ours = ("DMLC_", "BYTEPS_", "BPSX_", "PS_", "SLURM_", "OMPI_", "PMI")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(ours) or k == "BPSX_CACHE_DIR"}
     shared = {
@@ -91,7 +91,7 @@ def slurm(rank: int, size: int, job: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("launcher", ["kubeflow", "mpi", "slurm"])
 def test_two_workers_of_another_launcher_join_one_job(tmp_path, launcher):
-    """Local ranks are found by the machine where the launcher does not tell them."""
+    """If the launcher does not set local ranks, they follow from the machine."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     places = {
         "kubeflow": [{"RANK": str(r), "WORLD_SIZE": "2", **store} for r in range(2)],
@@ -102,9 +102,7 @@ def test_two_workers_of_another_launcher_join_one_job(tmp_path, launcher):
 
 
 def test_processes_apart_are_machines_of_their_own(tmp_path):
-    """As the pods of one node, which do not share the folder in which processes of a machine
-    meet.
-    """
+    """Like pods on one node that do not share the folder in which a machine's processes meet."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     places = [
         {"RANK": str(r), "WORLD_SIZE": "2", **store, "BYTEPS_SOCKET_PATH": str(tmp_path / str(r))}
@@ -118,7 +116,7 @@ def test_a_place_without_a_store_is_refused(tmp_path, module):
     if module == "bpsx.tensorflow":
         find_spec("tensorflow") or pytest.skip(
             "no TensorFlow"
-        )  # not imported: PyTorch is in this process
+        )  # not imported, because this process has PyTorch
     (process,) = run(
         [mpi(0, 2, 0, 2)], tmp_path, f"import {module} as bps\nbps.init()\nreport(bps.size())"
     )
@@ -136,7 +134,7 @@ def test_a_place_without_a_store_is_refused(tmp_path, module):
 
 @pytest.mark.parametrize("module", ["bpsx", "bpsx.torch"])
 def test_a_place_and_a_scheduler_are_enough(tmp_path, module):
-    """mpirun with the scheduler and servers of the user's: nobody needs DMLC_NUM_WORKER and
+    """mpirun with a scheduler and servers of the user needs neither DMLC_NUM_WORKER nor
     DMLC_WORKER_ID.
     """
     source = f"""
@@ -161,9 +159,7 @@ report([bps.rank(), bps.size(), bpsx.push_pull(numpy.ones(2), name="x", average=
 
 
 def test_alone_where_one_is_meant(tmp_path):
-    """One task of srun, a batch script with many tasks to come, and a place that the user
-    overrules.
-    """
+    """One srun task, a batch script before its srun, and a place that DMLC_WORKER_ID overrides."""
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
     for place in (slurm(0, 1, "1"), batch, {**mpi(0, 2, 0, 2), "DMLC_WORKER_ID": "0"}):
         assert reports(run([place], tmp_path)) == [[0, 1, 0, 1, [1.0] * 3]]

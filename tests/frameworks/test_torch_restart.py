@@ -1,4 +1,4 @@
-"""Training under torchrun that restarts, or on machines of their own; and what is left of it."""
+"""Training under torchrun with restarts, also on separate machines, and cleanup afterwards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ LOOPBACK = ("--local-addr", "127.0.0.1")
 
 
 def train(folder: Path, faults: list[Any], **more: Any) -> dict[int, list[list[Any]]]:
-    """Run the training to its good end; what each attempt's workers said at its begin, by the step
-    from which it went on.
+    """Train to a successful end; return what workers reported at the start of each attempt.
+
+    The key is the step from which the attempt continued.
     """
     with Torchrun(folder, SOURCE, json.dumps(faults), **more) as job:
         statuses, output = job.wait()
@@ -43,9 +44,7 @@ def train(folder: Path, faults: list[Any], **more: Any) -> dict[int, list[list[A
 
 
 def test_a_machine_restarts_twice_and_goes_on(tmp_path: Path) -> None:
-    """The worker that had started the scheduler is killed; in the next attempt another one
-    raises.
-    """
+    """The worker that started the scheduler is killed; in the next attempt the other one raises."""
     begins = train(
         tmp_path,
         [[1, 0, "kill"], [3, 1, "raise"]],
@@ -56,7 +55,7 @@ def test_a_machine_restarts_twice_and_goes_on(tmp_path: Path) -> None:
     assert (first, second) == (0, 2) and third in (
         3,
         4,
-    )  # worker 0 may not have come to keep what worker 1 had done
+    )  # worker 0 may not have saved the step that worker 1 had completed
     for attempt in begins.values():
         assert [facts[:5] for facts in attempt] == [
             [rank, 2, 1, 0, "127.0.0.1"] for rank in range(2)
@@ -93,5 +92,5 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         assert statuses != [0] and not job.left(), output
 
 
-# PyTorch 2.1 warns of its own use of TypedStorage when it loads a checkpoint.
+# PyTorch 2.1 warns about its own use of TypedStorage when it loads a checkpoint.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:TypedStorage")]

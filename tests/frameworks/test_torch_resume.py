@@ -1,4 +1,4 @@
-"""suspend() and resume() with PyTorch: a distributed optimizer goes on with the new number of
+"""suspend() and resume() with PyTorch: a distributed optimizer continues with the new number of
 workers.
 """
 
@@ -66,12 +66,12 @@ def test_an_optimizer_goes_on_in_a_job_of_another_size(before: int, after: int):
             job.start_worker(rank, source(rank, True))
         for worker in job.workers:
             worker.wait_for_line("suspended")
-        job.servers_anew(after, left=before > 1)  # a single worker has not spoken to them
+        job.servers_anew(after, left=before > 1)  # a single worker has not contacted the servers
         for rank in range(before, after):
             job.start_worker(rank, source(rank, False))
         for worker in job.workers[: min(before, after)]:
             worker.say("go")
-        for worker in job.workers[after:]:  # not in the new job
+        for worker in job.workers[after:]:  # they are not in the new job
             worker.signal(9)
         assert [w.wait() for w in job.workers[:after]] == [0] * after, "\n".join(
             w.text() for w in job.workers

@@ -1,5 +1,5 @@
-"""A worker that takes its time between backward() and step(), as for a checkpoint, while another
-waits: no stall, and right sums.
+"""One worker saves a checkpoint between backward() and step() while another waits: no stall is
+reported, and sums are right.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_who_saves_between_backward_and_step_is_waited_for(beside, compressed):
     }
     with Job(source, env=env) as job:
         job.workers[0].wait_for_line("saves")
-        # Worker 1 is warned every two seconds, which is longer than a stall takes.
+        # Worker 1 warns every two seconds, which is longer than the deadlock limit.
         job.workers[1].wait_for_line("tensor 'metric'", count=2)
         job.workers[0].say("go on")
         found = job.results()

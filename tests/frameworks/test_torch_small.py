@@ -1,5 +1,4 @@
-"""Hundreds of small gradients: from the second step on each goes the short way, and all else stays
-as it is.
+"""Hundreds of small gradients take the fast path from the second step on, with unchanged results.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -21,7 +20,7 @@ TENSORS, ELEMENTS, STEPS = 200, 4, 6
 
 
 class Small(nn.Module):
-    """Many parameters, and two whose gradients autograd lays into one memory."""
+    """Model with many parameters, and two whose gradients autograd puts in one block of memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ def optimizer_for(model: nn.Module, what: str) -> Any:
 
 
 def calls_of_push_pull() -> list[str]:
-    """The names that go the long way from now on."""
+    """Return a list to which each later exchange on the slow path appends its name."""
     found: list[str] = []
     original = adapter.Session.push_pull
 
@@ -52,9 +51,9 @@ def calls_of_push_pull() -> list[str]:
 
 
 def job_train() -> tuple[list[torch.Tensor], list[list[str]]]:
-    """The weights at the end, and what went the long way, by step.
+    """Return the final weights, and the names on the slow path by step.
 
-    Memory is new in some steps, and the old one in others.
+    Gradients get new memory in some steps and keep it in others.
     """
     model, long_way = Small(), calls_of_push_pull()
     optimizer, steps = optimizer_for(model, "train"), []
@@ -68,7 +67,7 @@ def job_train() -> tuple[list[torch.Tensor], list[list[str]]]:
 
 
 def job_write() -> list[str]:
-    """What each step says; in the last but one somebody writes to a gradient that is under way."""
+    """Return the outcome of each step; in the last but one, a gradient under way is written to."""
     model = Small()
     optimizer, said = optimizer_for(model, "write"), []
     for step in range(STEPS):
@@ -85,8 +84,8 @@ def job_write() -> list[str]:
 
 
 def job_replace() -> list[float]:
-    """A gradient's memory is set to other memory while the sum is under way: the average comes to
-    where it was pushed from.
+    """Replace a gradient's memory while its sum is under way: the average arrives in the old
+    memory.
     """
     model = Small()
     optimizer = optimizer_for(model, "replace")
@@ -101,7 +100,7 @@ def job_replace() -> list[float]:
 
 
 def job_let_go() -> int:
-    """How many gradients outlive the step that has used them."""
+    """Return how many gradients outlive the step that used them."""
     model = Small()
     optimizer = optimizer_for(model, "let go")
     for _ in range(STEPS):

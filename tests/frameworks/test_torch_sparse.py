@@ -1,4 +1,4 @@
-"""Sparse tensors and gradients between real workers, against one process on the joined batch.
+"""Sparse tensors and gradients on real workers, compared with one process on the joined batch.
 
 ``job_*`` functions run in the workers.
 """
@@ -17,7 +17,7 @@ import bpsx.torch.horovod as hvd
 from bpsx.errors import MismatchError, PeerLostError
 from support.torch_job import Finished, each, run_job
 
-# PyTorch 2.11 warns of its own use when it loads a sparse tensor.
+# PyTorch 2.11 warns about its own code when it loads a sparse tensor.
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
@@ -26,7 +26,9 @@ STEPS, ROWS, WIDTH = 6, 12, 3
 
 
 def given(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Not coalesced; another number of values on each worker, none on the last of four."""
+    """Return an uncoalesced tensor; the number of values differs by worker, and is 0 on the last of
+    four.
+    """
     n = [3, 5, 1, 0][rank]
     source = torch.Generator().manual_seed(rank)
     indices = torch.randint(0, 4, (2, n), generator=source)
@@ -59,7 +61,7 @@ def job_tensors() -> Any:
 
 
 class Model(nn.Module):
-    """A sparse table, one that no worker uses in the first steps, and a dense layer."""
+    """Model with a sparse table, a second one unused in the first steps, and a dense layer."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -81,8 +83,9 @@ def words(step: int, rank: int) -> torch.Tensor:
 
 
 def uses_table(step: int, rank: int) -> bool:
-    """A worker without a gradient for the table, from the first step on; in step 3 nobody has
-    one.
+    """Return whether the worker uses the table.
+
+    Some worker has no gradient for it in each step; in step 3 no worker has one.
     """
     return step != 3 and (step + rank) % 2 == 0
 
@@ -144,7 +147,7 @@ def job_adam_as_dense_horovod() -> Any:
 
 
 def job_passes() -> Any:
-    """Sparse gradients of two backward passes are added up, then sent."""
+    """Sparse gradients of two backward passes are summed locally, then sent."""
     model = nn.Embedding(ROWS, WIDTH, sparse=True).double()
     nn.init.ones_(model.weight)
     optimizer: Any = bps.DistributedOptimizer(
@@ -161,9 +164,9 @@ def job_passes() -> Any:
 
 
 def job_one_is_dense() -> Any:
-    """In the first step; then in a later one, when it is known to be sparse.
+    """One worker's gradient is dense in the first step, then in a later step, after sparse ones.
 
-    Afterwards the job goes on.
+    Training then continues.
     """
     table = nn.Parameter(torch.ones(4, 2))
     other = nn.Parameter(torch.ones(3))
@@ -187,7 +190,7 @@ def job_one_is_dense() -> Any:
 
 
 def job_becomes_sparse() -> Any:
-    """Dense so far: it goes on as dense, on all workers."""
+    """A gradient that was dense in the first step is exchanged as dense on all workers."""
     table = nn.Parameter(torch.ones(4, 2))
     optimizer: Any = bps.DistributedOptimizer(
         torch.optim.SGD([table], lr=1.0), [("becoming", table)]
@@ -203,8 +206,10 @@ def job_becomes_sparse() -> Any:
 
 
 def job_becomes_dense() -> Any:
-    """Sparse in the first step, dense on all workers from the second on (a penalty on the weights),
-    sparse again on one in the last.
+    """A gradient that is sparse only in the first step, because of a penalty on the weights from
+    the second on.
+
+    In the last step it is sparse again on one worker.
     """
     table = nn.Parameter(torch.ones(ROWS, 2, dtype=torch.float64))
     optimizer: Any = bps.DistributedOptimizer(

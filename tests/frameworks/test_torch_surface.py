@@ -1,5 +1,5 @@
-"""Every optimizer of PyTorch's, and what else can be done with a distributed one, against one
-process on the joined batch.
+"""Every optimizer of PyTorch, and the uses of a distributed optimizer, compared with one process on
+the joined batch.
 
 Functions named ``job_*`` run in the workers.
 """
@@ -24,7 +24,7 @@ from support.torch_release import HAS_FUSED
 pytestmark = pytest.mark.timeout(300)
 STEPS, BATCH = 5, 4
 optim = torch.optim
-WEIGHTS_ONLY = "Muon"  # takes matrices only
+WEIGHTS_ONLY = "Muon"  # accepts only matrices
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD nesterov foreach": lambda p: optim.SGD(
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.05),
     "Muon": lambda p: optim.Muon(p, lr=0.02),
 }
-# Adafactor, Muon and fused steps on the CPU came later than PyTorch 2.1.
+# PyTorch 2.1 does not have Adafactor, Muon and fused steps on the CPU.
 OPTIMIZERS = {
     k: v
     for k, v in OPTIMIZERS.items()
@@ -103,7 +103,7 @@ def distributed(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
     return bps.DistributedOptimizer(optimizer, model.named_parameters())
 
 
-# ---- stories: told by one process with the joined batch, and by workers with their shares
+# ---- scenarios, run by one process on the joined batch and by workers on their parts
 
 
 def each_optimizer(name: str) -> Story:
@@ -120,8 +120,8 @@ def each_optimizer(name: str) -> Story:
 
 
 def groups_come_and_thaw(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """Two groups, a third later, layers frozen and thawed, a cosine schedule, closures in every
-    other step.
+    """Two groups and a third added later, layers frozen and unfrozen, a cosine schedule, and
+    closures in every other step.
     """
     model = network()
     model[2].requires_grad_(False)
@@ -227,7 +227,7 @@ STORIES: dict[str, Story] = {
 
 
 def frozen_after_backward(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """Between backward and step, on all workers, for one step: the gradient that has left still
+    """Freeze between backward and step, on all workers, for one step; the exchanged gradient still
     counts.
     """
     model = network()
@@ -243,8 +243,9 @@ def frozen_after_backward(size: int, mine: slice, distribute: Distribute) -> lis
 
 
 def unused_and_zeroed(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
-    """A part of the model that no worker uses any more has no gradient,
-    zero_grad(set_to_none=False) or not, so that no momentum moves it.
+    """A part of the model that no worker uses has no gradient, so momentum must not move it.
+
+    That holds with and without zero_grad(set_to_none=False).
     """
     model = network()
     optimizer = distribute(optim.Adam(model.parameters(), lr=0.02), model)
@@ -260,7 +261,7 @@ def unused_and_zeroed(size: int, mine: slice, distribute: Distribute) -> list[to
 
 
 def applied(optimizer: Any) -> None:
-    """CrossBarrier's update is due in the next forward pass, which does not come."""
+    """Apply CrossBarrier's update, which would otherwise wait for the next forward pass."""
     if isinstance(optimizer, _CrossBarrier):
         optimizer.synchronize()
 
@@ -285,7 +286,7 @@ def job_stories() -> Any:
 
 
 def job_passes() -> Any:
-    """The number of passes changes in the middle."""
+    """Change the number of passes during training."""
     model = network()
     optimizer = distributed(optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
     for step in range(6):
@@ -314,8 +315,9 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def job_checkpoint() -> Any:
-    """Saved by worker 0 in the middle; gone on with, by new optimizers: read by worker 0 and
-    broadcast, and read by all.
+    """Continue from worker 0's checkpoint with new optimizers.
+
+    Either worker 0 reads the checkpoint and broadcasts it, or all workers read it.
     """
     model = network()
     optimizer = distributed(optim.Adam(model.parameters(), lr=0.02), model)
@@ -342,10 +344,10 @@ def job_checkpoint() -> Any:
 
 
 def job_layouts() -> Any:
-    """Workers may lay the same tensor out differently: what travels is the elements in logical
+    """Workers may have different strides for the same tensor, because elements travel in logical
     order.
 
-    A result keeps its input's layout.
+    A result keeps the layout of its input.
     """
     rank, found = bps.rank(), []
     x = torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4)
@@ -382,9 +384,9 @@ def job_layouts() -> Any:
 
 
 def _frozen_somewhere(kind: str, when: int) -> tuple[str, list[torch.Tensor]]:
-    """The last worker freezes a parameter in step ``when``.
+    """Freeze a parameter on the last worker in step ``when``.
 
-    What all are told, and the weights after they have gone on together.
+    Returns the errors of all workers, and the weights after they have continued together.
     """
     torch.manual_seed(8)
     model: Any = nn.ModuleDict(
@@ -450,7 +452,7 @@ def assert_all_close(
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize("story", STORIES)
 def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> None:
-    """Muon orthogonalises in bfloat16, which makes a last bit larger."""
+    """Muon orthogonalises in bfloat16, which enlarges a difference in the last bit."""
     size = len(job.results)
     expected = STORIES[story](size, slice(None), plainly)
     assert_all_close(

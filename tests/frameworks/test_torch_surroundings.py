@@ -1,5 +1,5 @@
-"""What a script may do around bpsx: a default device, gradients of another dtype or in shared
-memory, layouts, compiled steps, parameters by hand.
+"""Settings of a script around bpsx: a default device, other gradient dtypes, shared gradient
+memory, layouts, compiled steps, and parameters updated by hand.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from support import torch_job
 
 
 def job_default_device() -> Any:
-    """All that makes tensors of its own, where tensors are made on another device unless told
-    otherwise.
-    """
+    """Everything that creates tensors works when the default device is another one."""
     mine = float(bps.rank() + 1)
     rows, values, model = torch.full((bps.rank() + 1, 2), mine), torch.tensor([mine]), tanh_model()
     x, y = torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
@@ -44,7 +42,7 @@ def job_default_device() -> Any:
 
 
 class OneEach(nn.Module):
-    """Has a layer for each worker, which uses that alone, in bfloat16 with gradients in float32."""
+    """Model with one layer per worker, used only by it, in bfloat16 with float32 gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +64,9 @@ def job_gradient_dtype() -> Any:
 
 
 def job_compiled_under_cross_barrier() -> Any:
-    """A model that is compiled after CrossBarrier has it: the hooks are not a part of it, nor is
-    the optimizer that they call.
+    """Compile a model that is already under CrossBarrier.
+
+    The compiled code must contain neither CrossBarrier's hooks nor its optimizer.
     """
     traced: list[str] = []
 
@@ -116,8 +115,10 @@ def _trained(way: str, inner: nn.Module, label: str) -> list[torch.Tensor]:
 
 
 class Summed(nn.Module):
-    """Two parameters whose sum through views autograd differentiates into one memory for both, here
-    a part of larger memory, with layers between.
+    """Model with two parameters whose sum autograd differentiates into one block of memory for
+    both.
+
+    The block is part of a larger one, and there are layers in between.
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ def job_gradients_in_one_memory() -> Any:
 
 
 class Images(nn.Module):
-    """Takes a row for an image, and is laid out channels-last."""
+    """Treats each row as an image, in channels-last layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def job_channels_last() -> Any:
 
 
 def job_compiled_step() -> Any:
-    """Forward, backward and step in one compiled function."""
+    """Compile forward, backward and step in one function."""
     model = tanh_model()
     optimizer: Any = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -211,9 +212,7 @@ def test_a_default_device_does_not_reach_what_travels(job: torch_job.Finished) -
 
 
 def test_gradients_of_another_dtype_than_the_weights(job: torch_job.Finished) -> None:
-    """A worker that has not used a parameter sends zeros of the dtype that the others' gradients
-    have.
-    """
+    """A worker that has not used a parameter sends zeros of the other workers' gradient dtype."""
     for gradients in torch_job.each(job, "job_gradient_dtype"):
         if gradients is None:
             pytest.skip("this PyTorch has no grad_dtype")

@@ -1,4 +1,4 @@
-"""push_pull and broadcasts between real workers: dtypes, layouts, handles, resuming.
+"""push_pull and broadcasts on real workers: dtypes, layouts, handles, resuming.
 
 ``job_*`` functions run in the workers.
 """
@@ -33,8 +33,8 @@ WORKERS = 3
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> torch.Tensor:
-    """Small enough for an 8-bit sum of all workers, negative ones among them where there are
-    any.
+    """Return values small enough for an 8-bit sum over all workers, with negative ones if the dtype
+    has them.
     """
     source = torch.Generator().manual_seed(rank)
     low = 0 if dtype == torch.uint8 else -40
@@ -54,7 +54,7 @@ def noncontiguous(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_dtypes() -> Any:
@@ -84,7 +84,7 @@ def job_noncontiguous() -> Any:
 
 
 def job_many_handles() -> Any:
-    """A hundred without a name, of one shape, waited for in another order than begun."""
+    """Start a hundred unnamed exchanges of one shape, and wait for them in reverse order."""
     handles = [
         bps.push_pull_async(torch.full((50,), float(i * (bps.rank() + 1))), average=False)
         for i in range(100)
@@ -95,8 +95,9 @@ def job_many_handles() -> Any:
 
 
 def job_data_is_replaced() -> Any:
-    """The memory under way is kept, whatever becomes of the tensor: nothing else may be found there
-    when the sum comes home.
+    """The memory of an exchange under way must stay allocated after the tensor has dropped it.
+
+    Otherwise the arriving sum would overwrite another tensor.
     """
     damage = 0.0
     for _ in range(3):
@@ -110,9 +111,7 @@ def job_data_is_replaced() -> Any:
 
 
 def job_dropped() -> Any:
-    """A module that nobody has any more takes its parameters along: hooks on them do not keep
-    them.
-    """
+    """A deleted module frees its parameters, despite the hooks on them."""
     model = DistributedDataParallel(nn.Linear(3, 3))
     model(torch.ones(1, 3)).sum().backward()
     memory = [weakref.ref(p) for p in model.parameters()]
@@ -138,7 +137,7 @@ def job_names() -> Any:
 
 
 def special(rank: int) -> dict[str, torch.Tensor]:
-    """On rank 1 what must arrive bit for bit, elsewhere something else."""
+    """Return, on rank 1, tensors that must arrive bit for bit, and other values elsewhere."""
     nan = (
         torch.tensor([0x7FC00001, 0x7F800001, 0x80000000 - 2**32, 0x3F800000], dtype=torch.int64)
         .to(torch.int32)
@@ -196,7 +195,7 @@ def checkpoint(make: Any) -> tuple[nn.Module, Any]:
 
 
 def job_resume() -> Any:
-    """Only worker 0 has read the checkpoint; then all train on, on equal batches."""
+    """Only worker 0 has read the checkpoint; then all train on equal batches."""
     found = {}
     for name, make in MAKERS.items():
         if bps.rank() == 0:
@@ -237,9 +236,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_shapes(job: Finished, dtype: torch.dtype) -> None:
-    """The sums are small integers: exact in every dtype.
+    """The sums are small integers, so they are exact in every dtype.
 
-    Integer averages round down; half types are divided in float32, then rounded.
+    Integer averages round down; half types are divided in float32 and then rounded.
     """
     for shape in SHAPES:
         total = sum(
@@ -312,8 +311,8 @@ def test_broadcast_parameters(job: Finished) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_all_workers_train_on_from_the_checkpoint_of_one(job: Finished, name: str) -> None:
-    """Equal batches: the averaged gradient is each worker's own up to a last bit (three times g
-    over three), hence 1e-12.
+    """With equal batches the averaged gradient is each worker's own up to the last bit (three times
+    g over three), hence 1e-12.
     """
     model, optimizer = checkpoint(MAKERS[name])
     state = str(optimizer.state_dict())

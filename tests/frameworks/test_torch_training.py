@@ -1,9 +1,9 @@
-"""Training with 2 and 4 workers, on machines of one process or two, is training in one process on
-the joined batch, with the same bits on all.
+"""Training with 2 and 4 workers equals training in one process on the joined batch, with the same
+bits on all workers.
 
-Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs
-from one process, hence 1e-11. In float32 the same costs about 1e-6 a step. fp16 on the wire rounds
-each gradient to 11 bits: 2e-3 after some steps.
+Machines have one process or two. Functions named ``job_*`` run in the workers. In float64 only the
+order of additions differs from one process, hence 1e-11. In float32 that costs about 1e-6 per step.
+fp16 on the wire rounds each gradient to 11 bits: 2e-3 after some steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 import bpsx.torch as bps
 from support.torch_job import Finished, run_job
 
-STEPS, BATCH = 8, 4  # BATCH: of one worker
+STEPS, BATCH = 8, 4  # BATCH: rows per worker
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -40,7 +40,7 @@ def network(dtype: torch.dtype = torch.float64, seed: int = 1) -> nn.Sequential:
 def batch(
     step: int, size: int, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The joined batch of a step; worker r has rows r * BATCH to (r + 1) * BATCH."""
+    """Return the joined batch of a step; worker r has rows r * BATCH to (r + 1) * BATCH."""
     source = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(size * BATCH, 6, generator=source, dtype=torch.float64)
     return x.to(dtype), torch.sin(x @ torch.ones(6, 3, dtype=torch.float64)).to(dtype)
@@ -84,13 +84,13 @@ def train_alone(
     return weights(model)
 
 
-# ---- what the workers do
+# ---- run in the workers
 
 
 def job_sgd() -> Any:
     return train_here(
         network(seed=1 + bps.rank()), OPTIMIZERS["sgd"]
-    )  # the seeds differ: broadcast_parameters has to help
+    )  # the seeds differ, so broadcast_parameters must work
 
 
 def job_momentum() -> Any:
@@ -120,8 +120,9 @@ def job_fp16_compression() -> Any:
 
 
 def job_passes() -> Any:
-    """Each worker adds up its batch in two halves; the loss is halved, as the passes are not
-    averaged.
+    """Each worker accumulates its batch in two halves.
+
+    The loss is halved, because passes are summed.
     """
     model = network()
     base = OPTIMIZERS["momentum"](model.parameters())
@@ -138,8 +139,9 @@ def job_passes() -> Any:
 
 
 class Branches(nn.Module):
-    """A trunk, two heads of which a batch uses one, a third that nothing uses, a frozen layer and a
-    layer used twice.
+    """Model with a trunk, two heads, an unused head, a frozen layer and a layer used twice.
+
+    Each batch uses one of the two heads.
     """
 
     def __init__(self) -> None:
@@ -160,14 +162,12 @@ class Branches(nn.Module):
 
 
 def head_of(rank: int, step: int) -> int:
-    """Now all workers use head 0, now one of them another than the rest."""
+    """Return the head: 0 on all workers, or 1 on one of them."""
     return int(step % 2 == 1 and rank == step // 2 % 2)
 
 
 def job_branches() -> Any:
-    """With weight decay and momentum, which move a parameter whose gradient is zero, and not one
-    that has none.
-    """
+    """Weight decay and momentum move a parameter with a zero gradient, but not one with none."""
     return branches(OPTIMIZERS["momentum"])
 
 
@@ -233,7 +233,7 @@ def job_scheduler_and_closure() -> Any:
     return weights(model)
 
 
-# ---- what one process does instead
+# ---- the same in one process
 
 
 def alone_branches(make: Callable[[Any], torch.optim.Optimizer], size: int) -> list[torch.Tensor]:
@@ -277,7 +277,7 @@ def alone_scheduler(size: int) -> list[torch.Tensor]:
     return weights(model)
 
 
-#: What the workers run -> (the same in one process, tolerance).
+#: Job function -> (the same in one process, tolerance).
 CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
     "job_sgd": (lambda n: train_alone(network(), OPTIMIZERS["sgd"], n), 1e-11),
     "job_momentum": (lambda n: train_alone(network(), OPTIMIZERS["momentum"], n), 1e-11),

@@ -1,6 +1,4 @@
-"""Small models in float64, an optimizer that counts, and their training on shares of a joined
-batch, for comparisons with one process.
-"""
+"""Small float64 models, a stateful optimizer, and their training on parts of a joined batch."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ROWS = 12  # of the joined batch: for 1, 2, 3 or 4 workers
+ROWS = 12  # of the joined batch, divisible by 1, 2, 3 and 4 workers
 STEPS = 4
 
 
@@ -23,7 +21,7 @@ def tanh_model(seed: int = 1) -> nn.Module:
 
 
 class Forked(nn.Module):
-    """Uses one of its branches, by the step."""
+    """Model that uses one of two branches, depending on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +36,9 @@ class Forked(nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """Counts steps in its groups and on itself, in numbers, in place in tensors and in a list;
-    where it goes depends on all of them.
+    """Optimizer that counts its steps and moves by a length that depends on all counts.
+
+    It counts in its groups and on itself, in numbers, in place in tensors, and in a list.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -63,7 +62,7 @@ class Counting(torch.optim.SGD):
 
 
 def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Worker ``rank``'s rows of step ``step``'s batch."""
+    """Return worker ``rank``'s rows of step ``step``'s batch."""
     torch.manual_seed(1000 + step)
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
     each = ROWS // size
@@ -81,7 +80,7 @@ def train(
     with_step: bool = False,
     no_sync: Callable[[], Any] = contextlib.nullcontext,
 ) -> list[torch.Tensor]:
-    """Train on this worker's rows; the parameters afterwards.
+    """Train on this worker's rows and return the parameters.
 
     ``passes``: backward passes, of as many steps' batches, per optimizer step.
     """
@@ -100,9 +99,7 @@ def train(
 def assert_all_close(
     finished: Any, workers: int, name: str, expected: list[torch.Tensor], tolerance: float = 1e-11
 ) -> None:
-    """Whether function ``name`` has given the same bits on all workers, and what one process
-    gets.
-    """
+    """Assert that all workers have the same bits for function ``name``, close to ``expected``."""
     first = finished.results[0][name]
     for rank in range(workers):
         for ours, theirs in zip(finished.results[rank][name], first, strict=True):

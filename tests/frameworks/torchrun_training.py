@@ -1,8 +1,7 @@
-"""A training that goes on from its checkpoint, for tests of torchrun; as a script it is the worker:
-``script.py FAULTS``.
+"""Training that continues from its checkpoint, for tests of torchrun.
 
-FAULTS is a JSON list of [step, rank, "kill" or "raise"]: each happens once, after that step on that
-rank.
+As a script it is the worker: ``script.py FAULTS``. FAULTS is a JSON list of [step, rank, "kill" or
+"raise"]: each happens once, after that step on that rank.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def take(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1
 ) -> None:
-    """One step on this worker's part of the step's batch."""
+    """Make one step on this worker's part of the step's batch."""
     batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[
         rank::size
     ]
@@ -41,7 +40,7 @@ def take(
 
 
 def reference() -> list[torch.Tensor]:
-    """The weights after the same training in one process."""
+    """Return the weights after the same training in one process."""
     model, optimizer = make()
     for step in range(STEPS):
         take(model, optimizer, step)
@@ -86,11 +85,12 @@ def main() -> None:
         config.root_uri,
         hashlib.sha256(str(config.secret).encode()).hexdigest(),
     ]
-    sys.stdout.write(f"BEGINS {json.dumps(facts)}\n")  # at once: torchrun's workers share a pipe
+    # in one write, because torchrun's workers share a pipe
+    sys.stdout.write(f"BEGINS {json.dumps(facts)}\n")
     sys.stdout.flush()
     outer = nn.parallel.DistributedDataParallel(model)
     for step in range(done, STEPS):
-        if step % 2:  # a group and a model of other names, in the middle
+        if step % 2:  # replace the group and the wrapping module during training
             dist.destroy_process_group()
             dist.init_process_group("bpsx")
             outer = nn.parallel.DistributedDataParallel(model)
