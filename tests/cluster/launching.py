@@ -49,8 +49,8 @@ link.send(e["DMLC_ROLE"][0].encode())
 me = int(e.get("DMLC_WORKER_ID", -1))
 """
 SERVER = JOIN + "link.recv(1)\n"
-#: Before RUN_JOB: once the launcher has found the end of a child, and before it reads the outputs,
-#: lets the workers pass the fifo GATE, and waits for the end of all children.
+#: Prepended to RUN_JOB. Once the launcher has seen a child's exit, and before it reads outputs,
+#: this lets the workers pass the FIFO GATE and waits until all children have ended.
 ALL_END_BEFORE_THE_READ = """
 import os
 from bpsx.launch.child import Child
@@ -66,7 +66,7 @@ def late(self, timeout):
     step(self, timeout)
 Child.begin, Pump.step = started, late
 """
-#: Not by print(): the handler of a signal that comes at once could not print within print().
+#: Does not use print(), because a signal handler that runs inside print() could not print.
 FOR_EVER = "__import__('os').write(1, b'ready\\n')\nwhile True: signal.pause()\n"
 DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"
 TELL = (
@@ -138,7 +138,7 @@ class Launcher:
         )
 
     def gate(self) -> Path:
-        """Make a fifo: whoever opens it for reading waits for a writer."""
+        """Make a FIFO; opening it for reading blocks until it has a writer."""
         fifo = self.folder.with_name("gate")
         os.mkfifo(fifo)
         return fifo

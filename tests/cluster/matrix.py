@@ -1,5 +1,5 @@
-"""Helpers of the failure matrix: workers that reach a named stage and report it, ways to strike a
-process, and the conditions that must hold afterwards.
+"""Helpers of the failure matrix: bring workers to a named stage, strike a process, and check what
+must hold afterwards.
 
 Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been
 started (init), has not pushed (pull, shutdown), or acts like the others (connect, push, idle). In
@@ -140,7 +140,7 @@ class Matrix:
         self.mark = f"BPSX_MATRIX_{uuid.uuid4().hex}"
         env = {
             "BYTEPS_LOG_LEVEL": "info",
-            "BPSX_TERM_GRACE": "0.5",  # instead of 30: nobody here saves anything after SIGTERM
+            "BPSX_TERM_GRACE": "0.5",  # instead of 30: no process here saves anything after SIGTERM
             "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1",
             "TMPDIR": str(self.places[0]),
             "XDG_RUNTIME_DIR": str(self.places[1]),
@@ -209,7 +209,7 @@ class Matrix:
         """Strike ``role``; after that has taken effect, the others continue as far as they can."""
         victim = self.victim(role)
         name = name_of(role, victim, self.job.port)
-        # who came early has named the scheduler already
+        # Workers may already have named the scheduler when they connected early.
         named = [sum(name in line for line in w.lines + w.errors) for w in self.job.workers]
         victim.signal(WAYS[way])
         if self.stage in ("connect", "push") and (
@@ -217,15 +217,16 @@ class Matrix:
         ):
             self.server.signal(signal.SIGCONT)
         if way == "stop" or role == "scheduler":
-            # It ends later or not at all. Calls of the others before they know could still succeed.
+            # The victim ends later or not at all. Until the other workers know, their calls could
+            # succeed.
             self.job.workers[0].wait_for_line(name, DEADLINE, named[0] + 1)
         else:
             victim.wait(DEADLINE)
-        # the worker behind has only its own push left, and waits for no other worker
+        # The worker behind has only its own push left, and waits for no other worker.
         if self.stage == "shutdown":
             self.job.workers[2].wait_for_line(name, DEADLINE, named[2] + 1)
         self.go(victim)
-        # the victim may already have completed the others' calls, so they call again
+        # The victim may already have completed the others' calls, so they call again.
         if self.stage == "connect":
             self.go(victim)
         return victim

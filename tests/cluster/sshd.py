@@ -102,7 +102,7 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
     if reason := _why_not():
         pytest.skip(reason)
     if os.getuid() == 0:
-        # path compiled into sshd; the system creates it when it starts its own sshd
+        # Path that is compiled into sshd; the system creates it when it starts its own sshd.
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     folder = tmp_path / "ssh"
     folder.mkdir(mode=0o700)

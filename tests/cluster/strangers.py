@@ -1,4 +1,4 @@
-"""Data that strangers without the job secret send to a port: nothing, arbitrary bytes, and the
+"""Data that a process without the job secret sends to a port: nothing, arbitrary bytes, and the
 beginnings of ZeroMQ's handshake.
 """
 

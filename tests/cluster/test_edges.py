@@ -1,5 +1,5 @@
-"""Whole jobs at their edges: leaving with work under way, names used anew, the interpreter's lock
-and exit, peers that come and go early.
+"""Edge cases of whole jobs: leaving with work under way, reused names, the GIL, interpreter exit,
+and peers that come and go early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.jobs import Job, run
 
 
 def test_after_a_stall_error_nobody_sums_what_was_given_up():
-    """Each worker abandons a push of its own; the next round of either name holds nothing of it."""
+    """Each worker abandons one push; the next round of either name must not contain it."""
     found = run(
         """
         import bpsx, numpy as np
@@ -137,7 +137,7 @@ def test_a_death_during_an_explicit_shutdown_is_not_status_0():
 
 
 def _killed_beside(job: Job) -> int:
-    """Kill worker 1 while worker 0 waits for a line, let worker 0 end; its status."""
+    """Kill worker 1 while worker 0 waits for a line, then let worker 0 end; return its status."""
     for worker in job.workers:
         worker.wait_for_line("running")
     job.workers[1].signal(signal.SIGKILL)
@@ -162,8 +162,9 @@ def test_exit_functions_run_once_and_the_status_tells():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
-    """What holds the session may go last of all, when modules have lost their names: a cycle that
-    hangs on a module which C code holds.
+    """The session may be destroyed last, when modules have lost their names.
+
+    Here a reference cycle holds it, on a module that C code keeps alive.
     """
     with Job(
         """
@@ -233,7 +234,7 @@ def test_ctrl_c_during_shutdown_still_leaves():
 
 
 def test_a_waiting_thread_without_the_gil_does_not_stop_the_exchange():
-    """Worker 0's waiting thread drives; then its main thread takes the GIL for good.
+    """Worker 0's waiting thread drives the core; then its main thread holds the GIL for good.
 
     Worker 1 must get its sums.
     """
@@ -320,7 +321,7 @@ def test_a_handle_of_the_parent_cannot_be_waited_for_in_a_forked_child():
 
 
 def _hello(port: int, **changes: object) -> None:
-    """Introduce a node to the scheduler and vanish."""
+    """Introduce a node to the scheduler and disconnect."""
     import zmq
 
     context = zmq.Context()
@@ -385,7 +386,9 @@ def test_a_node_that_dies_at_once_is_not_counted(changes):
 
 
 def test_a_connection_that_breaks_before_the_scheduler_is_there():
-    """Something accepts and closes at the scheduler's address first: a proxy, a former job."""
+    """Another program, such as a proxy, first accepts and closes connections at the scheduler's
+    address.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     job = Job(

@@ -1,4 +1,4 @@
-"""A server or a worker that cannot start says why to everybody, and nobody waits for it."""
+"""A server or worker that cannot start reports why to all processes, and none waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from support.jobs import Job
 
-#: Runs a module's main() in a process in which no thread of the named kind can be started.
+#: Runs a module's main() in a process that cannot start a thread of the given name.
 REFUSING = """
 import runpy, sys, threading
 start = threading.Thread.start
@@ -22,7 +22,7 @@ threading.Thread.start = refuse
 
 
 class OddJob(Job):
-    """A job whose server 0 cannot start a thread called ``refused``."""
+    """A job whose server 0 cannot start threads named ``refused``."""
 
     refused = ""
 
@@ -57,14 +57,14 @@ def test_a_server_without_a_thread_ends_and_says_why(thread: str) -> None:
             assert other.wait() == 1
             assert "this server cannot start: RuntimeError: can't start new thread" in other.text()
         for worker in job.workers:
-            with contextlib.suppress(BrokenPipeError):  # init() may have raised it already
+            with contextlib.suppress(BrokenPipeError):  # init() may have raised the error already
                 worker.say("")
             assert worker.wait() == 1
             assert "can't start new thread" in worker.text()
 
 
-#: What keeps a worker from starting before the scheduler has heard of it, by what it says. It is
-#: run in worker 1 alone.
+#: Failures before a worker contacts the scheduler, by their message. The code runs only in worker
+#: 1.
 EARLY = {
     "MemoryError: no room": (
         "from bpsx.session import entry\n"
@@ -90,7 +90,7 @@ except BaseException as e:
 
 @pytest.mark.parametrize("reason", EARLY)
 def test_a_worker_that_fails_before_the_scheduler_knows_of_it_is_heard_of(reason: str) -> None:
-    """Long before BPSX_RENDEZVOUS_TIMEOUT, here a minute."""
+    """The others fail long before BPSX_RENDEZVOUS_TIMEOUT, which is a minute here."""
     with Job(
         _INIT.format(early=EARLY[reason]),
         workers=3,
@@ -153,7 +153,7 @@ def test_a_worker_that_is_started_again_after_that_is_welcome() -> None:
 
 
 def test_a_worker_without_a_thread_is_heard_of() -> None:
-    """The scheduler knows of it, and the others have begun."""
+    """The scheduler already knows the worker, and the others have begun."""
     refuse = (
         "import threading\ndef refuse(_): raise RuntimeError(\"can't start new"
         ' thread")\nthreading.Thread.start = refuse'
@@ -165,12 +165,12 @@ def test_a_worker_without_a_thread_is_heard_of() -> None:
         job.workers[1].say("go on")
         assert job.workers[1].wait() == 3
         for worker in (job.workers[0], job.workers[2]):
-            assert worker.wait() in (1, 3)  # init() may have raised it already
+            assert worker.wait() in (1, 3)  # init() may have raised the error already
             assert "can't start new thread" in worker.text()
 
 
 def test_a_worker_whose_session_cannot_begin_is_heard_of() -> None:
-    """It is in the job by then, and closes all that it has opened."""
+    """The worker is in the job by then; it must close all that it has opened."""
     with Job(
         """
         import os, bpsx

@@ -1,5 +1,5 @@
-"""Whole jobs that go wrong: everybody concerned gets an exception that says who and what, and every
-process ends, with the right status.
+"""Whole jobs that fail: every process concerned raises an exception that names the cause, and ends
+with the right status.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bpsx.config import Config
 from bpsx.scheduler.sockets import open_socket
 from support.jobs import TRANSPORTS, Job
 
-# Steps until something happens; says what.
+# Push until something happens, then report it.
 _STEPPING = """
     import bpsx, numpy as np
     bpsx.init()
@@ -75,7 +75,7 @@ _COMPRESSING = _STEPPING.replace(
 
 @pytest.mark.parametrize("who", ["worker", "server"])
 def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
-    """20 partitions of 4 MB: the pool is at work all the time."""
+    """20 partitions of 4 MB keep the compression pool busy all the time."""
     with Job(_COMPRESSING, workers=2, servers=2) as job:
         started(job)
         job.workers[0].wait_for_line("running")
@@ -164,7 +164,7 @@ def test_a_worker_that_leaves_in_good_order_while_others_go_on(name):
 
 
 def test_a_failed_job_is_never_status_0():
-    """The script ends before any exception could tell it; its status still tells."""
+    """The script ends before an exception could reach it; its exit status must still be nonzero."""
     with Job("""
         import bpsx, numpy as np
         bpsx.init()
@@ -280,7 +280,8 @@ def test_who_is_missing_is_named_at_the_deadline():
     ) as job:
         assert job.workers[0].wait() == 5
         (text,) = job.workers[0].reports()
-        # Worker 0 and its server may be late, too: then the refusal says how the job has failed.
+        # Worker 0 and its server may be late, too; then they are refused because the job has
+        # failed.
         assert re.search(r"missing: (worker 0, )?worker 1, worker 2.* [12] of 2 servers", text)
         assert job.servers[0].wait() == 1 and job.scheduler.wait() == 1
 
@@ -345,7 +346,7 @@ def test_workers_configured_differently_are_told(env, text):
 def test_who_cannot_compile_says_why_and_the_others_who_it_was(
     workers, servers, processes, tmp_path
 ):
-    """The folder for compiled kernels is no folder."""
+    """The folder for compiled kernels is a file."""
     (tmp_path / "file").touch()
     with Job(
         "import bpsx\nbpsx.init()",
@@ -421,8 +422,8 @@ def _speak_zeromq_nonsense(ports: list[int]) -> None:
 
     context = zmq.Context()
     for port in ports:
-        # The control link's way of speaking: at the scheduler this gets in, and its nonsense with
-        # it; at a lane it is refused.
+        # A socket set up for the control link: the scheduler accepts it and gets its malformed
+        # messages; a lane refuses it.
         socket_ = open_socket(context, zmq.DEALER, Config({}))
         socket_.connect(f"tcp://127.0.0.1:{port}")
         for data in (

@@ -14,9 +14,9 @@ from support.jobs import Job, run
 
 
 def test_a_death_is_noticed_although_a_forked_child_lives_on():
-    """As a data loader's workers do after a kill -9 of the training script.
+    """Like data-loader workers after kill -9 of the training script.
 
-    The heartbeats here would need a minute.
+    Heartbeats alone would take a minute here.
     """
     with Job(
         """

@@ -1,5 +1,5 @@
-"""A framework's plugin that is no part of the package, the one that CONTRIBUTING.md shows: whole
-jobs of two workers, against what one process computes.
+"""A framework plugin outside the package, the one in CONTRIBUTING.md: jobs of two workers, compared
+with one process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
 
 
 def trained(begin: float, changes: list[float]) -> list[list[float]]:
-    """Two elements of a variable after each step."""
+    """Return two elements of a variable after each step."""
     return [[value] * 2 for value in (begin - np.cumsum(changes)).tolist()]
 
 
@@ -74,7 +74,7 @@ def test_workers_step_on_averages_from_the_roots_weights(
 
 
 def test_in_asynchronous_training_the_servers_hold_the_weights(outside: dict[str, str]) -> None:
-    """A step after all others sees what both workers have pushed."""
+    """A last step with zero changes reads what both workers have pushed."""
     source = TRAINS.replace("bps.shutdown()", "").replace("report(len(optimizer.state()))", "")
     source += """
 bps.join()

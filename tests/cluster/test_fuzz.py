@@ -1,6 +1,6 @@
-"""A live job among mutated messages: every sum stays right, nobody dies, nothing grows.
+"""A running job among mutated messages: sums stay right, no process dies, and memory does not grow.
 
-``--fuzz N`` sends N messages; ``make fuzz`` ten million.
+``--fuzz N`` sends N messages; ``make fuzz`` sends ten million.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bpsx.scheduler.sockets import open_socket
 from support.jobs import Job
 
 ROUNDS = 50
-# Two workers check every sum of theirs; the third takes part and sends the garbage.
+# Two workers check each of their sums; the third takes part and sends malformed messages.
 _WORK = """
     sys.path.insert(0, {root!r})
     if os.environ["DMLC_WORKER_ID"] == "2":
@@ -39,7 +39,7 @@ _WORK = """
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of a process."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
@@ -67,7 +67,7 @@ def test_mutated_messages_to_a_live_server(request):
 
 
 def _nonsense(rng: random.Random) -> bytes:
-    """Something like a control message."""
+    """Return a random control message with invalid fields."""
     message = {
         "type": rng.choice(["HELLO", "DECLARE", "WAITING", "BYE", "LOST", "", "END"]),
         "protocol": rng.choice([2, -1, 2**70, "x"]),
@@ -93,7 +93,7 @@ def _nonsense(rng: random.Random) -> bytes:
 
 
 def test_mutated_messages_to_a_live_scheduler():
-    """From somebody who knows the secret, and is no member."""
+    """The sender knows the secret, but is not a member of the job."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng, env = random.Random(seed), {"BPSX_SECRET": "the fuzzer knows it, too"}
@@ -124,7 +124,7 @@ def test_mutated_messages_to_a_live_scheduler():
         before = 0
         for i in range(10_000):
             s.send(_nonsense(rng))
-            if i % 100 == 99:  # what has not been read yet is memory, too
+            if i % 100 == 99:  # unread messages use memory, too
                 s.send_json(
                     {
                         "type": "HELLO",

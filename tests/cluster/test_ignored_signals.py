@@ -1,5 +1,5 @@
-"""Signals that our caller ignores: a script's background jobs ignore SIGINT, nohup's ignore
-SIGHUP.
+"""Signals that the parent process ignores: background jobs of a script ignore SIGINT, nohup's
+ignore SIGHUP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLD = (
     "import signal; print([signal.getsignal(s) is signal.SIG_IGN for s in"
     f" {[*map(int, IGNORABLE)]}])"
 )
-#: Starts the module that it is given as a script's background job.
+#: Starts the given module like a background job of a script.
 IGNORES = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -59,7 +59,7 @@ def test_a_pytest_started_with_ignored_signals_passes_the_tests_above(test: str)
 
 
 class Background(Job):
-    """Scheduler and servers ignore SIGINT."""
+    """A job whose scheduler and servers ignore SIGINT."""
 
     def command(self, name: str, words: list[str]) -> list[str]:
         if name.startswith("worker"):

@@ -1,4 +1,4 @@
-"""join() with real processes: uneven data, and everything that can go wrong meanwhile."""
+"""join() with real processes: uneven data, and failures in the meantime."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LANES = {"BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"}
     ids=["plain", "fixed", "scheduled", "shared memory"],
 )
 def test_uneven_steps_again_and_again(env):
-    """Each worker knows how many steps the others take, and so each sum.
+    """Each worker knows how many steps the others take, and so every expected sum.
 
-    Gatherings follow each other at once, so a mark that outlived its gathering would give a sum
-    that lacks somebody. Names appear that joined workers have never declared.
+    Joins follow each other at once: a stale mark of an earlier one would leave a worker out of a
+    sum. Some names are first used after another worker has joined.
     """
     found = run(
         """
@@ -196,7 +196,7 @@ def test_a_joined_worker_is_not_blamed_for_a_stall():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_ends_a_join(victim):
-    """Worker 0 has joined, worker 1 has not; either dies."""
+    """Worker 0 has joined, worker 1 has not; one of them dies."""
     with Job(
         """
         import bpsx, numpy as np
@@ -293,7 +293,7 @@ def test_a_single_worker_and_an_asynchronous_job():
         env={"BYTEPS_ENABLE_ASYNC": "1"},
     ) as job:
         job.workers[2].wait_for_line("here")
-        # the survivors' gathering is complete without it
+        # The survivors' join is complete without it.
         job.workers[2].signal(signal.SIGKILL)
         assert [w.wait() for w in job.workers[:2]] == [0, 0] and [
             w.reports() for w in job.workers[:2]
@@ -302,9 +302,10 @@ def test_a_single_worker_and_an_asynchronous_job():
 
 @pytest.mark.parametrize("processes, servers", [(1, 1), (3, 0)])
 def test_what_the_others_have_given_up_is_given_up_by_who_has_joined_too(processes, servers):
-    """Or it would push the old declaration some day, and the others the new one.
+    """Otherwise the joined worker would later push with the old declaration, and the others with
+    the new one.
 
-    With ``processes`` the one that has joined adds for the others.
+    With ``processes``, the joined worker also sums for others on its machine.
     """
     found = run(
         """

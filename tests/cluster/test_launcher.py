@@ -1,4 +1,4 @@
-"""bpsx-run --local: whole jobs of stand-ins that end well, fail, are stopped and killed."""
+"""bpsx-run --local with stand-ins: jobs that succeed, fail, are stopped or are killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-# A job that ends well
+# ---- successful jobs
 
 
 def test_every_process_speaks_under_its_name(launcher: Launcher) -> None:
@@ -104,7 +104,7 @@ def test_a_given_port(launcher: Launcher) -> None:
     )
 
 
-# Output
+# ---- output
 
 
 def test_much_output_of_all_at_once_arrives_whole(launcher: Launcher) -> None:
@@ -199,8 +199,8 @@ def test_a_reader_that_stalls_does_not_keep_sigterm_away(
 ) -> None:
     fifo = tmp_path / "full"
     os.mkfifo(fifo)
-    # Says over the FIFO when its pipe, our backlog and the launcher's pipe are full, so that
-    # nothing moves any more.
+    # Reports over the FIFO when its own pipe, the launcher's buffer and the launcher's output pipe
+    # are full, so that nothing moves.
     worker = f"""
 import select
 os.set_blocking(1, False); poll = select.poll(); poll.register(1, select.POLLOUT)
@@ -219,7 +219,7 @@ signal.pause()
     assert b"worker 0 was killed by SIGTERM" in err
 
 
-# A job that fails
+# ---- failing jobs
 
 
 def test_the_worst_status_wins_and_the_first_is_named_first(launcher: Launcher) -> None:
@@ -253,7 +253,7 @@ def test_a_server_that_fails(launcher: Launcher) -> None:
 def test_after_a_failure_the_others_get_sigterm(launcher: Launcher) -> None:
     job = launcher.job(TELL + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.3)
     status, out, err = finish(job)
-    assert status == 1  # not that of those whom the launcher ended
+    assert status == 1  # not the status of a process that the launcher ended
     assert "[worker 0] got 15" in out
     assert err[0].startswith("bpsx-run: worker 1 exited with status 1; ")
     assert (
@@ -273,7 +273,7 @@ def test_and_sigkill_if_they_are_deaf(launcher: Launcher) -> None:
 
 
 def test_who_ends_within_the_grace_is_left_alone(launcher: Launcher) -> None:
-    # Worker 0 sees through the hub's end, which worker 1's failure brings about, that it is over.
+    # Worker 0 notices the end of the job by the hub's end, which worker 1's failure causes.
     hub = HUB.replace(
         "for link in workers: link.recv(1)",
         "import select; select.select(workers, [], []); raise SystemExit(1)",
@@ -338,7 +338,7 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, tmp_path: Path) -> Non
     ]
 
 
-# Signals
+# ---- signals
 
 
 @pytest.mark.parametrize(
@@ -367,8 +367,8 @@ def test_a_signal_reaches_the_workers_whom_the_others_outlive(
 
 
 def test_workers_have_their_time_after_sigterm(launcher: Launcher, tmp_path: Path) -> None:
-    # Worker 1 ends at once, with a status. Worker 0 sees that and goes on saving, beyond the grace
-    # of failures.
+    # Worker 1 exits at once with a status. Worker 0 sees that and keeps saving for longer than the
+    # grace time of failures.
     os.mkfifo(fifo := tmp_path / "alive")
     save = f"""
 import queue
@@ -386,7 +386,7 @@ held.read(); signal.sigtimedwait([], 0.5); print("saved")
     _, out, err = finish(job)
     assert out == ["[worker 0] saved"]
     assert "worker 1 exited with status 3" in err[-1]
-    # it has ended well; what it needed no more was ended without grace
+    # Worker 0 ended by itself; the processes that it no longer needed were ended without grace.
     assert "worker 0" not in err[-1]
 
 
@@ -404,8 +404,7 @@ def test_that_time_is_an_option(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_batch_systems_warning_ends_no_helper(launcher: Launcher, number: signal.Signals) -> None:
-    # As a batch system does it: to every process of the job, also to those that have just been
-    # started.
+    # Like a batch system: signal every process of the job, including ones that have just started.
     told = f"signal.signal({number}, lambda *_: (print('warned', flush=True), os._exit(0)))\n"
     strike = f"import os, signal\nos.kill(os.getpid(), {number})\nprint('struck', flush=True)\n"
     job = launcher.job(told + FOR_EVER, workers=1, scheduler=strike + HUB, server=strike + SERVER)
@@ -487,14 +486,15 @@ def test_children_die_with_a_killed_launcher(launcher: Launcher, tmp_path: Path)
     job = launcher.job(
         hold + DEAF + FOR_EVER, scheduler=hold + HUB, server=hold + JOIN + DEAF + FOR_EVER
     )
-    with open(fifo, "rb") as alive:  # ends when the last of them is dead
+    with open(fifo, "rb") as alive:  # ends when the last writer is dead
         wait_for(job, "[worker 0] ready", "[worker 1] ready", "[server 0] ready")
         job.kill()
         assert alive.read() == b""
 
 
 def test_children_that_end_while_another_is_read_are_seen(launcher: Launcher) -> None:
-    # The launcher finds the scheduler's end. Then all others end before it reads the outputs.
+    # The launcher notices the scheduler's end. All other processes then end before it reads their
+    # outputs.
     job = launcher.job(
         "link.close(); open(e['GATE']).close()",
         workers=2,

@@ -1,5 +1,5 @@
-"""The command line of bpsx-run: mistakes, the worker's role, and jobs with the real scheduler and
-server.
+"""The command line of bpsx-run: wrong arguments, the worker role, and jobs with the real scheduler
+and server.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> Non
 
 
 def test_it_starts_quickly_and_with_one_thread(launcher: Launcher) -> None:
-    """Heavy modules would start threads, and then nothing may run between fork and exec."""
+    """Heavy modules would start threads, which makes code between fork and exec unsafe."""
     look = (
         "import bpsx.launch.__main__, bpsx.launch.job, os, sys;print(*{'numpy', 'zmq', 'torch',"
         " 'numba', 'asyncio'} & set(sys.modules), len(os.listdir('/proc/self/task')))"
@@ -163,7 +163,7 @@ def test_a_worker_dies_with_a_killed_launcher(launcher: Launcher) -> None:
     wait_for(job, "ready")
     job.kill()
     assert job.stdout
-    assert job.stdout.read() == b""  # ends when the last holder is dead
+    assert job.stdout.read() == b""  # ends when the last process that has the pipe open is dead
 
 
 def test_a_terminals_ctrl_c_reaches_the_worker_once(launcher: Launcher) -> None:
@@ -198,7 +198,7 @@ def test_a_terminals_ctrl_c_reaches_the_worker_once(launcher: Launcher) -> None:
         os.close(ours)
 
 
-# The real roles
+# ---- real roles
 
 SUM = (
     "import sys, numpy, bpsx; bpsx.init(); a = numpy.full(3000, bpsx.rank() + 1,"
@@ -238,7 +238,7 @@ def test_a_whole_job_with_a_worker_that_dies(launcher: Launcher) -> None:
 def test_a_job_that_can_no_longer_form_is_ended_at_once(
     launcher: Launcher, text: str, status: int
 ) -> None:
-    # The grace is longer than the test may take.
+    # The grace time is longer than the test's time limit.
     script = (
         "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
     )
@@ -249,7 +249,7 @@ def test_a_job_that_can_no_longer_form_is_ended_at_once(
         and "was still waiting for the job to form, got SIGTERM and " in line
         for line in err
     )
-    # What we do ourselves is no error of the scheduler's.
+    # A process that the launcher itself ends must not be reported as a scheduler error.
     assert not any(line.startswith("[scheduler]") for line in err), err
     none = (
         "bpsx-run: no worker called bpsx.init(): all exited with status 0 without joining the job; "

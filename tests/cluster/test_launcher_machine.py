@@ -1,4 +1,4 @@
-"""bpsx-run as a worker machine: several processes, their cores, gdb."""
+"""bpsx-run on a worker machine: several processes, their cores, gdb."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ sys.exit(
 
 
 def test_a_machine_on_its_own_brings_a_scheduler(launcher: Launcher) -> None:
-    # the stand-in counts machines, and here two processes come
+    # The stand-in counts machines, but two processes connect.
     hub = HUB.replace('int(e["DMLC_NUM_WORKER"])', "2")
     show = (
         JOIN + "print(e['DMLC_NUM_SERVER'], e['DMLC_PS_ROOT_URI'], e['DMLC_NODE_HOST'],"
@@ -220,8 +220,8 @@ def test_who_has_servers_gets_no_scheduler(launcher: Launcher) -> None:
 def test_a_machine_on_its_own_sums_without_servers_and_scheduler_of_the_users(
     launcher: Launcher,
 ) -> None:
-    """What BytePS' readme begins with: one machine, two GPUs, and an address at which nobody
-    listens.
+    """The first example in BytePS' readme: one machine, two GPUs, and an address without a
+    listener.
     """
     total = (
         "import numpy, bpsx; bpsx.init(); print(bpsx.push_pull(numpy.full(3, bpsx.rank() + 1.0),"
@@ -294,7 +294,7 @@ def test_local_makes_a_secret_unless_there_is_one(launcher: Launcher) -> None:
     assert given == (0, ["[worker 0] mine, and long enough"], [])
 
 
-# Cores
+# ---- cores
 
 
 def affinity(launcher: Launcher, environment: dict[str, str]) -> list[set[int]]:
@@ -363,7 +363,7 @@ def test_who_runs_where_is_said_to_those_who_ask(launcher: Launcher) -> None:
     ]
 
 
-# gdb
+# ---- gdb
 
 
 @gdb

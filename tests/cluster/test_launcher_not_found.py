@@ -1,4 +1,4 @@
-"""bpsx-run with a command that cannot be run ends with the status that a shell has for it."""
+"""bpsx-run with a command that cannot run ends with the status that a shell uses."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def without_capabilities() -> None:
-    """Between fork and exec: root loses its right to search any folder."""
+    """Drop root's right to search any folder, between fork and exec."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails where there is nothing to lose
+        # PR_CAPBSET_DROP; fails if the process does not have the capability
+        prctl(24, capability, 0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", [words, local_words], ids=["worker", "local"])
 def test_a_folder_of_path_that_may_not_be_searched(
     launcher: Launcher, tmp_path: Path, kind: Callable[..., list[str]]
 ) -> None:
-    """Not found, as a shell says: the folder's own status, 126, would send the user looking
-    there.
+    """As in a shell the command is not found (127).
+
+    The folder's own status, 126, would lead the user to look in that folder.
     """
     (closed := tmp_path / "closed").mkdir(mode=0)
     environment = {**WORKER, "PATH": f"{closed}{os.pathsep}{os.environ['PATH']}"}

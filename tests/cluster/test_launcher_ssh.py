@@ -1,4 +1,4 @@
-"""bpsx-run --hostfile: jobs over a real ssh to a private sshd on loopback."""
+"""bpsx-run --hostfile: jobs over real ssh to a private sshd on loopback."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     file = launcher.folder.parent / "hosts"
     file.write_text(hosts.replace("HOST", f"127.0.0.1:{server.port}"))
-    # The mark lets the far processes be found; their temporary files go where the test looks.
+    # The mark identifies remote processes; their temporary files go where the test looks.
     mine = ["--env", launcher.mark, "--env", f"TMPDIR:{launcher.folder}"]
     return launcher.start(
         words("--hostfile", str(file), "--ssh", server.ssh, *mine, *rest), environment, **options
@@ -196,7 +196,7 @@ def test_a_far_folder_that_is_not_there(launcher: Launcher, server: Sshd) -> Non
 def test_a_signal_reaches_the_far_end(
     launcher: Launcher, server: Sshd, number: signal.Signals
 ) -> None:
-    # a second one would be told, too
+    # A second warning would appear, too.
     once = (
         TELL.replace("os._exit(5)", "end()")
         + "def end(): import time; time.sleep(0.3); os._exit(5)\n"
@@ -230,12 +230,11 @@ def test_a_killed_launcher_takes_the_far_processes_along(
         + FOR_EVER
     )
     job = start(launcher, server, "HOST server\nHOST\nHOST", PY, "-c", worker)
-    with open(fifo, "rb") as alive:  # ends when the last of them is dead
+    with open(fifo, "rb") as alive:  # ends when the last writer is dead
         wait_for(job, "[worker 0 127.0.0.1] ready", "[worker 1 127.0.0.1] ready")
         job.kill()
         assert alive.read() == b""
-    # The folder of the scheduler's port goes with the scheduler's runner, which is the last to
-    # know.
+    # The folder of the scheduler's port is removed by the scheduler's runner, the last to exit.
     for _ in range(600):
         if not launcher.left() and not list(launcher.folder.iterdir()):
             break
@@ -301,8 +300,7 @@ def test_hosts_without_a_server_have_one_beside_each_worker(
 
 
 def test_a_connection_that_breaks(launcher: Launcher, server: Sshd) -> None:
-    # The worker ends the sshd that serves it: its parent's parent's ... up to the process whose
-    # parent is the listening sshd.
+    # The worker kills the sshd that serves it: the ancestor whose parent is the listening sshd.
     cut = (
         INIT
         + """

@@ -1,5 +1,5 @@
-"""Several worker processes on one machine: they sum in shared memory first, and one of them speaks
-to the servers.
+"""Several worker processes on one machine sum in shared memory first; one of them communicates with
+the servers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_broadcasts_barriers_and_empty_tensors(workers, servers):
 
 @SHAPES
 def test_thousands_under_way_in_another_order_on_each(workers, servers):
-    """More than a ring between two processes holds."""
+    """More exchanges are under way than the ring between two processes holds."""
     run(
         """
         import bpsx, numpy as np
@@ -283,8 +283,9 @@ def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root
 
 
 def test_rounds_do_not_overtake_each_other():
-    """Results lie in one process's share; it may have begun the next round while others still
-    copy.
+    """Results are in one process's share of the memory.
+
+    That process may have begun the next round while others still copy.
     """
     run(
         """
@@ -404,8 +405,10 @@ def test_limits_that_leave_no_room_for_shares_are_named():
 
 
 class _Cramped(Job):
-    """Few descriptors may be open in a process, and so few on their way between processes; not even
-    root may exceed that.
+    """Limit the descriptors that may be open in a process, and so also those in transit between
+    processes.
+
+    Not even root may exceed the limit.
     """
 
     def command(self, name: str, words: list[str]) -> list[str]:
@@ -420,8 +423,9 @@ class _Cramped(Job):
 
 
 def test_many_processes_meet_with_few_descriptors():
-    """16 processes hand 480 descriptors about: Linux lets a user have as many on their way as a
-    process may have open.
+    """16 processes pass 480 descriptors to each other.
+
+    Linux limits a user's descriptors in transit to the number that one process may have open.
     """
     if (
         os.geteuid() == 0
@@ -500,7 +504,7 @@ _UNEVEN = """
 def test_uneven_numbers_of_steps_with_join(workers, processes, servers):
     rng = random.Random(workers)
     rounds = [rng.sample(range(workers + 2), workers) for _ in range(2)]
-    # a root that joins first, and one that goes on alone
+    # A root that joins first, and one that continues alone.
     rounds += [[5] * (workers - 1) + [0], [0] * (workers - 1) + [3]]
     found = run(
         _UNEVEN,

@@ -1,6 +1,6 @@
-"""The failure matrix: every role, at every stage, struck in every way.
+"""The failure matrix: each role is struck in each way at each stage.
 
-Everybody else is told who, ends, and leaves nothing behind.
+All other processes name the victim, end, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def test_a_failure_is_named_and_ends_everything(role, stage, way):
                 continue
             assert statuses[worker.name] != 0, worker.text()
             if stage == "shutdown" and worker.name == "worker 0":
-                # shutdown() does not raise: the log and the status tell
+                # shutdown() does not raise, so the log and the status must tell.
                 assert name in worker.text()
             elif way == "exit":
                 assert "worker 1" in matrix.told(worker)  # an orderly goodbye
             else:
                 assert name in matrix.told(worker), worker.text()
         if way == "stop":
-            victim.signal(signal.SIGCONT)  # it wakes up alone, and ends
+            victim.signal(signal.SIGCONT)  # it continues alone, and ends
             matrix.go()
             statuses |= matrix.ended()
         assert statuses[victim.name] != 0, victim.text()
@@ -52,7 +52,7 @@ def test_a_short_stop_of_anybody_is_survived_with_right_sums(stage):
         for role in ROLES:
             victim = matrix.victim(role)
             victim.signal(signal.SIGSTOP)
-            time.sleep(1)  # what is tried here: several heartbeats go unanswered
+            time.sleep(1)  # tested here: several heartbeats go unanswered
             victim.signal(signal.SIGCONT)
         if stage == "init":
             matrix.job.start_worker(2)

@@ -1,5 +1,5 @@
-"""A share of the failure matrix through ``bpsx-run --local``: the worst status is its own, and
-nothing is left of the job.
+"""Part of the failure matrix through ``bpsx-run --local``: its exit status is the worst one, and
+nothing remains of the job.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FAST = {
 
 
 def role_pids(launcher: Launcher) -> dict[str, int]:
-    """The processes of the job by role and worker id, from what their environments say."""
+    """Return the job's processes by role and worker id, as their environments say."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

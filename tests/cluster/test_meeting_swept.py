@@ -1,4 +1,6 @@
-"""Sockets that a killed job left where the processes of a machine meet."""
+"""Sockets that a killed job has left in the folder where the processes of a machine meet are
+removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers on workers' machines, and elsewhere: who sums how much, in a real job.
+"""Shares of the servers on workers' machines and on other machines, in a real job.
 
 Machines are addresses of loopback.
 """
@@ -33,7 +33,7 @@ _SUMS = """
 
 
 class Machines(Job):
-    """A job whose processes say that they are on these machines; ``weights`` are the servers'."""
+    """A job whose processes claim to run on these machines; servers have these ``weights``."""
 
     def __init__(
         self, workers: str, servers: str, weights: tuple[int, ...] = (), **env: str
@@ -58,7 +58,7 @@ class Machines(Job):
         return ["env", *variables, *words]
 
     def shares(self) -> list[float]:
-        """What part of the bytes each server has had, in the order in which they were started."""
+        """Return each server's share of the bytes, in the order in which servers were started."""
         had = [
             sum(int(n) for n in re.findall(r"key \d+ is .* (\d+) bytes", server.text()))
             for server in self.servers

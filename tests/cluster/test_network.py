@@ -1,6 +1,6 @@
-"""Networks that are cut without a word, or slow.
+"""Networks that are cut silently, or slow.
 
-Nothing says that a cut peer is gone but its silence.
+Only its silence shows that a cut peer is gone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ def test_a_cut_is_noticed_by_silence_named_and_ends_everything(who):
             worker.wait_for_line("running")
         began = time.time()
         network.cut(who)
-        statuses = {p.name: p.wait(40) for p in job.processes}  # those who are cut off, too
+        statuses = {p.name: p.wait(40) for p in job.processes}  # including those that are cut off
         assert all(statuses.values()), "\n".join(p.text() for p in job.processes)
         for worker in job.workers:
             kind, text, when = worker.reports()[-1]
             assert kind == "PeerLostError"
-            if worker.name != who:  # who is cut off itself loses everybody
+            if worker.name != who:  # the process that is cut off loses all others
                 assert who in text and network.address[who] in text, text
-            assert when - began < 2.5 + 5 + 10  # silence, the promise, and a busy machine
+            # heartbeat time-out, promised time, and slack for a busy machine
+            assert when - began < 2.5 + 5 + 10
 
 
 def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
@@ -53,14 +54,14 @@ def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
     ) as (network, job):
         for name in ("worker 1", "server 0"):
             network.cut(name)
-            # what is tried here: several heartbeats and retransmissions are lost
+            # Tested here: several heartbeats and retransmissions are lost.
             time.sleep(1)
             network.mend(name)
         for worker in job.workers:
             worker.wait_for_line("some")
         network.cut("worker 1")
         for worker in job.workers:
-            worker.say("go")  # pushes go into the cut
+            worker.say("go")  # its pushes are lost in the cut network
         time.sleep(1)
         network.mend("worker 1")
         assert [r[-1] for r in job.results()] == ["done", "done"]
@@ -140,8 +141,8 @@ def test_what_stays_in_the_machine_goes_in_its_turn(tmp_path):
         for step in (2, 3)
     ]
     assert len(beside) == 16 and all(len(of) == 32 for of in pushed)
-    # in the order of the tensor, which is that of urgency: nothing beside comes before what has to
-    # leave the machine
+    # In the tensor's order, which is the order of urgency. A local exchange must not overtake one
+    # that leaves the machine.
     for of in pushed:
         assert all(
             of[far] <= of[near]

@@ -1,6 +1,4 @@
-"""Memory of servers and workers where each push has a shape that was never there before, as with
-batches whose lengths differ.
-"""
+"""Memory of servers and workers when each push has a new shape, as with varying batch lengths."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import pytest
 
 from support.jobs import TRANSPORTS, Job, Process
 
-#: Shapes that are pushed before memory is looked at for the first time, and for the second.
+#: Shapes pushed before the first measurement of memory, and before the second.
 FIRST, LAST = 20, 120
-#: Four tensors. They grow by 4 MiB at most; a server that could not use freed places again grew by
-#: 34 to 180.
+#: Room for four tensors. Processes grow by 4 MiB at most; a server that could not reuse freed
+#: memory grew by 34 to 180 MiB.
 MOST_BYTES = 16 << 20
 
 WORK = f"""
@@ -33,7 +31,7 @@ bpsx.shutdown()
 
 
 def private(process: Process) -> int:
-    """Bytes of the process in memory that are its own."""
+    """Return the process's private resident bytes."""
     found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.popen.pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10

@@ -1,5 +1,5 @@
-"""NumPy arrays of any byte order, layout and alignment: sums are right, or an error says what
-cannot be.
+"""NumPy arrays of any byte order, layout and alignment give right sums, or an error that says why
+not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTPUTS = [
 ]
 ORDERS = ["<", ">"]
 
-#: Arrays of a shape whose memory lies as asked.
+#: Creates arrays of a given shape with the requested memory layout.
 WORK = """
 import bpsx, json, ml_dtypes, numpy as np, os, tempfile
 
@@ -139,7 +139,7 @@ report("right")
 
 
 def two(values: list[str]) -> st.SearchStrategy[tuple[str, str]]:
-    """For each worker one of ``values``."""
+    """Draw one of ``values`` for each worker."""
     return st.tuples(st.sampled_from(values), st.sampled_from(values))
 
 
@@ -156,7 +156,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-# A failure says which case it was; making the list smaller would cost a job each time.
+# A failure prints its case. Shrinking the list would cost a job per attempt.
 @settings(
     max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
@@ -183,8 +183,8 @@ def test_any_memory_gives_what_numpy_gives(
 
 
 def test_what_the_report_of_users_had() -> None:
-    """Big-endian arrays, without a name and with one; another order on the other worker; orders
-    within structures.
+    """Big-endian arrays with and without a name, another byte order on the other worker, and byte
+    orders within structures.
     """
     found = run("""
         import bpsx, numpy as np
@@ -226,7 +226,7 @@ def test_what_the_report_of_users_had() -> None:
 
 
 def test_broadcast_of_another_type_is_a_mismatch() -> None:
-    """Elements of one size: their bytes would be taken for numbers that they are not."""
+    """Elements have the same size, so their bytes would be misread as other numbers."""
     for found in run("""
         import bpsx, numpy as np
         bpsx.init()

@@ -1,5 +1,5 @@
-"""Looking at real jobs: metrics, top, recording from outside, debug prints; and that looking
-changes nothing.
+"""Observing real jobs: metrics, top, recording from outside, and debug output; observing changes
+nothing in the job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from support.exposition import parse
 from support.jobs import DEADLINE, Job, run
 from support.traces import load
 
-# Worker 1 is slow. Runs until told to end, by a line to worker 0, and all in the same step.
+# Worker 1 is slow. Runs until worker 0 gets a line; then all workers stop in the same step.
 LOOP = """
 import numpy as np, bpsx, select, time
 bpsx.init()
@@ -135,7 +135,7 @@ def test_an_observer_that_is_killed_leaves_the_job_alone():
             o.kill()
             o.communicate()
         steps = len(job.workers[0].lines)
-        said(launcher(job, "top", "--once"))  # and another one may come
+        said(launcher(job, "top", "--once"))  # a new observer still gets a reply
         deadline = time.monotonic() + DEADLINE
         while len(job.workers[0].lines) <= steps and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -421,7 +421,7 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
     assert ours() == []
 
 
-# ---- prints
+# ---- debug output
 
 
 def test_a_key_is_found_by_name_and_its_values_are_printed():
@@ -580,7 +580,7 @@ def test_verbose_two_tells_of_every_message_and_one_of_connections():
         "worker 0 (127.0.0.1, pid" in line and line.endswith("has connected")
         for line in job.scheduler.errors
     )
-    # A good end breaks no connection.
+    # An orderly end breaks no connection.
     assert not any("is gone" in line for p in job.processes for line in p.errors)
 
 

@@ -1,5 +1,5 @@
-"""Ports: blocked ones are named by everybody within seconds, BPSX_PORTS pins them, and top and
-doctor try them.
+"""Ports: every process names a blocked port within seconds, BPSX_PORTS selects ports, and top and
+doctor test them.
 """
 
 from __future__ import annotations

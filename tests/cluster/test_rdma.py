@@ -1,5 +1,6 @@
-"""Whole jobs over RDMA: where there is an adapter (tests/machine has an emulated machine with one),
-and where there is none.
+"""Whole jobs over RDMA, with an adapter and without one.
+
+tests/machine has an emulated machine with an adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from support.jobs import Job, run
 
 
 def why_not() -> str:
-    """Why there is no RDMA here; empty: there is."""
+    """Return why RDMA cannot be used here; empty if it can."""
     if importlib.util.find_spec("bpsx.transports.rdma.endpoint") is None:
         return "bpsx was built without libibverbs' headers"
     try:
@@ -37,7 +38,7 @@ WHY_NOT = why_not()
 with_rdma = pytest.mark.skipif(bool(WHY_NOT), reason=f"no RDMA here: {WHY_NOT}")
 RDMA = {"DMLC_ENABLE_RDMA": "1", "BPSX_RDMA_INBOX_MB": "8"}
 
-# Two layers, plain NumPy: what a framework's plugin would push.
+# Two layers in plain NumPy that push what a framework's plugin would push.
 TRAINING = """
 import bpsx, hashlib, numpy as np
 
@@ -70,11 +71,9 @@ report(hashlib.sha256(b"".join(w.tobytes() for w in weights.values())).hexdigest
 @with_rdma
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_sums_of_all_sizes(lanes: int) -> None:
-    """The last is larger than what goes in one message, in one partition; with two lanes partitions
-    are of a page.
-    """
+    """The last size exceeds one message per partition; with two lanes partitions are one page."""
     cases = [(dtype, n, n % 2) for dtype in ("float32", "float16") for n in (0, 1, 1023, 20_000)]
-    # 8 MiB are the most for a software adapter
+    # 8 MiB is the maximum of a software adapter.
     cases += [("float32", 2_200_000, 1)] if lanes == 1 else []
     found = run(
         SUMS,
@@ -99,8 +98,8 @@ def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
     assert one[0][1] < 0.8 * one[0][0] and one[1] == other[1] == by_tcp[1]
 
 
-# What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed
-# with a neighbour's in memory of both.
+# Reports the bytes that the transport copies in rounds of one partition: plain, compressed (40 KB),
+# or summed in memory shared with another process.
 COPIES = """
 import bpsx, hashlib, numpy as np
 from bpsx.api.verbs import session
@@ -120,9 +119,9 @@ def rounds(name, compression=None):
 
 @with_rdma
 def test_sums_in_memory_of_a_machines_processes_are_copied_by_nobody() -> None:
-    """Bit for bit what TCP brings.
+    """The sums equal those over TCP bit for bit.
 
-    Two processes of a machine sum in memory of theirs, and the second speaks for both.
+    Two processes of a machine sum in their shared memory, and the second communicates for both.
     """
     found, by_tcp = (
         run(COPIES + "rounds('g')", 4, 1, processes=2, env=env)
@@ -175,7 +174,7 @@ def test_a_death_is_named(who: str) -> None:
 
 @with_rdma
 def test_forked_children_leave_the_adapter_alone() -> None:
-    """One ends as Python does, one is killed; their parent goes on over the same connections."""
+    """One child ends normally, one is killed; their parent continues over the same connections."""
     run(
         """
         import bpsx, gc, numpy as np, os, signal
@@ -202,7 +201,7 @@ def test_forked_children_leave_the_adapter_alone() -> None:
 
 @with_rdma
 def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
-    """By a worker; of a user without the right to lock more, which root has."""
+    """A worker reports it. The user must not have the right to lock more, which root has."""
     source = """
         import bpsx, resource
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
@@ -243,7 +242,7 @@ def test_an_adapter_that_is_not_there_is_named_with_those_that_are() -> None:
 
 
 def _alone(**more: str) -> subprocess.CompletedProcess[str]:
-    """A server that is asked for RDMA, with a scheduler."""
+    """Start a scheduler, and a server that is configured for RDMA."""
     job = Job("", workers=1, servers=1)
     try:
         job.start_scheduler()

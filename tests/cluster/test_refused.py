@@ -1,5 +1,5 @@
-"""Who is turned away while the job gathers: the others hear of it soon, unless it is a stranger,
-who can end nothing.
+"""Processes refused while the job gathers: the others learn of it soon, except if it is a stranger,
+which cannot end the job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUM = (
 
 @contextmanager
 def gathering(**env: str) -> Iterator[Job]:
-    """A job of two workers in which the scheduler, the server and worker 0 have come."""
+    """A job of two workers whose scheduler, server and worker 0 have arrived."""
     job = Job(_SUM, env={"BPSX_SECRET": SECRET, **env})
     try:
         job.start_scheduler()
@@ -92,8 +92,9 @@ def test_who_comes_again_with_the_right_options_is_let_in():
 
 
 def test_a_stranger_ends_nothing():
-    """The grace is over long before the right worker comes: who has not proven the secret is not
-    missed.
+    """The grace time is over long before the right worker arrives.
+
+    A process that has not proven the secret does not count as lost.
     """
     with gathering(BPSX_GATHER_GRACE="0") as job:
         start_worker_1(job, BPSX_SECRET="another secret, long enough")

@@ -1,4 +1,4 @@
-"""Who does not know the job secret learns nothing, changes nothing, and costs next to nothing."""
+"""A process without the job secret learns nothing, changes nothing, and costs next to nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNTIL_TOLD = """
 
 
 def ports_of(job: Job) -> list[int]:
-    """Where the job listens: the scheduler and the lanes."""
+    """Return the ports on which the scheduler and the lanes listen."""
     lanes = job.servers[0].wait_for_line("server 0: ").split("server 0: ")[1].split(", ")
     return [int(job.port), *(int(lane.rsplit(":", 1)[1]) for lane in lanes)]
 
@@ -62,7 +62,7 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
         assert all(
             SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes
         )
-        assert "arrived: worker 1" not in job.scheduler.text()  # it has not got in
+        assert "arrived: worker 1" not in job.scheduler.text()  # it was not admitted
 
 
 @pytest.mark.parametrize("theirs", [{"BPSX_SECRET": "another secret, long enough"}, {}])
@@ -89,13 +89,13 @@ def test_who_looks_on_without_the_secret_is_told_so(theirs):
 def test_encryption_on_one_side_only_is_told():
     with Job(_SUM, env={"BPSX_SECRET": SECRET}, worker_env={1: {"BPSX_ENCRYPT": "1"}}) as job:
         assert job.workers[1].wait(60) == 1
-        # It is turned away, or, if it came first, hears that the others were.
+        # The worker is refused, or, if it came first, learns that the others were.
         differs = "BPSX_ENCRYPT=(1 on this worker, 0|0 on this (worker|server), 1) on a"
         assert re.search(differs, job.workers[1].text())
 
 
 def _other_address() -> str:
-    """An address of this machine that is not loopback."""
+    """Return an address of this machine that is not loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             s.connect(("192.0.2.1", 9))
@@ -157,7 +157,7 @@ def test_a_port_scan_does_not_disturb_a_job():
         rounds = job.results()
         assert rounds[0] == rounds[1] and rounds[0][1] > 0
         assert all(b - a < 32 << 20 for a, b in zip(before, after)), (before, after)
-        assert "malformed 0" in job.servers[0].text()  # nothing of it reached a lane
+        assert "malformed 0" in job.servers[0].text()  # no message of it reached a lane
 
 
 @pytest.mark.timeout(300)
@@ -179,7 +179,7 @@ def test_ten_thousand_half_open_connections_do_not_disturb_a_job():
                 any(descriptors(pid) > n + 10 for pid, n in zip(pids, at_rest))
                 and time.monotonic() < end
             ):
-                time.sleep(0.2)  # a wait for what the processes do by themselves
+                time.sleep(0.2)  # waits for what the processes do by themselves
             print(
                 f"opened in {seconds:.1f} s; descriptors {at_rest} -> {most}; bytes each"
                 f" {[(h - b) // 5000 for h, b in zip(held, before)]}; gone after"
@@ -197,7 +197,7 @@ def test_ten_thousand_half_open_connections_do_not_disturb_a_job():
 
 
 def test_files_are_private(tmp_path):
-    """What the roles write is for this user, whatever the umask allows."""
+    """Only this user can read what the roles write, whatever the umask allows."""
     job = Job(
         _SUM, env={"BPSX_CACHE_DIR": str(tmp_path / "cache"), "BYTEPS_SOCKET_PATH": str(tmp_path)}
     )

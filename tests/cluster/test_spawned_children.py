@@ -1,5 +1,5 @@
-"""Children that multiprocessing spawns import their parent's script: an init() at its top level is
-refused, with the cause and the remedy.
+"""Children spawned by multiprocessing import their parent's script: init() at its top level fails
+with the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ runpy.run_path({path!r}, run_name="__main__")
 
 
 def told(lines: list[str], rank: int) -> str:
-    """What the child of worker ``rank`` has said."""
+    """Return the message of worker ``rank``'s child."""
     return next(line for line in lines if line.startswith(f"child: JobOverError: worker {rank}:"))
 
 
@@ -60,8 +60,8 @@ def test_at_the_top_of_a_script(method: str, tmp_path: Path) -> None:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """There a child of worker 0's would call for another job at torchrun's store, and wait for
-    it.
+    """Under torchrun, a child of worker 0 would otherwise start another job at torchrun's store,
+    and wait for it.
     """
     with Torchrun(
         tmp_path, SCRIPT.format(framework=".torch", method="spawn"), each=(2,), by_hand=True
@@ -74,7 +74,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_in_the_work_of_a_child(tmp_path: Path) -> None:
-    """It is past the import: there the guard would not help."""
+    """The import is over by then, so the guard would not help."""
     script = tmp_path / "train.py"
     script.write_text("""
 import bpsx, multiprocessing, sys

@@ -1,5 +1,5 @@
-"""Workers that wait for each other: what counts as a stall, how soon and how often it is told, and
-how the job is left.
+"""Workers that wait for each other: what counts as a stall, how soon and how often it is reported,
+and how the job ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ FAST = {"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "0.5"}
 
 
 def test_what_is_under_way_and_not_waited_for_is_no_stall():
-    """Worker 0 has begun a push_pull, and does something else for longer than a stall takes; also
-    from a background thread.
+    """Worker 0 starts a push_pull and does other work for longer than the stall limit.
+
+    Also from a background thread.
     """
     found = run(
         """
@@ -80,14 +81,15 @@ def test_any_number_of_tensors_is_a_stall_in_time_and_a_warning_for_each_worker(
                 continue
             more = re.search(r"'parameter 0' round 0 and (\d+) more", warnings[-1])
             assert more, warnings
-            # The first warning may come while some of many are still being submitted. The second
+            # The first warning may come while some of many are still being submitted; the second
             # comes eight seconds later.
             assert len(warnings) == 2 and int(more[1]) == count - 1, warnings
 
 
 def test_workers_that_leave_wait_for_a_scheduler_that_is_slow():
-    """Its silence is shorter than what counts as death; goodbyes that it has not read are read
-    before the ends of connections.
+    """The scheduler is silent for less than the heartbeat time-out.
+
+    It must process unread goodbyes before the ends of their connections.
     """
     with Job("""
         import bpsx, numpy as np

@@ -1,5 +1,5 @@
-"""Strangers on the machine and on the network: names that they hold, descriptors that they use up,
-greetings that they overhear.
+"""Foreign processes on the machine and the network: they occupy names, use up descriptors, and
+replay overheard greetings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
     with socket.socket(socket.AF_UNIX) as squatter, contextlib.ExitStack() as stack:
         squatter.bind(f"\0bpsx-lane {address}")
         squatter.listen(0)
-        for _ in range(4):  # until nobody more fits into its queue
+        for _ in range(4):  # until its queue is full
             waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
             waiting.setblocking(False)
             if waiting.connect_ex(f"\0bpsx-lane {address}"):
@@ -60,16 +60,16 @@ def test_a_greeting_that_was_overheard_is_of_no_use():
         )
         near, far = socket.socketpair()
         with near, far:
-            # the worker's side, up to what it says
+            # The worker's side of the greeting, up to its proof.
             far.sendall(worker.recv(32, socket.MSG_WAITALL))
             gate.greet(near, _KEY, 7, address, 3)
             overheard = far.recv(4096)
         thief.recv(32, socket.MSG_WAITALL)
         thief.sendall(overheard)
-        assert thief.recv(1) == b""  # turned away, though it came first
+        assert thief.recv(1) == b""  # refused, although it came first
         assert taken == []
         worker.sendall(overheard)
-        assert worker.recv(1) == b"" and taken == [3]  # `taken` closes what it gets
+        assert worker.recv(1) == b"" and taken == [3]  # `taken` closes each socket that it gets
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def opened_gate(taken: list[int]) -> object:
 
 
 def readable(*sockets: socket.socket) -> bool:
-    """Whether one has something to read or is closed. Descriptors may exceed select's 1024."""
+    """Return whether a socket has data or is closed. Descriptors may exceed select's 1024."""
     asked = select.poll()
     for s in sockets:
         asked.register(s, select.POLLIN)
@@ -103,16 +103,16 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
             s.bind((f"127.0.{1 + i % 2}.7", 0))
             s.connect(("127.0.0.1", port))
             strangers.append(s)
-        # 128 at most, of which each address has 32: those of the others are closed, the oldest
+        # At most 128 connections, 32 of each address: those of other addresses are closed, oldest
         # first.
         for s in strangers[: 200 - 64]:
             s.settimeout(20)
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and s.recv(1) == b""
-        # and what the gate itself needs
+        # And the gate's own descriptors.
         assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64 + 8
         for s in strangers[200 - 64 :]:
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and not readable(s)
-        gate.dial(address, _KEY, 7, 5).close()  # a worker gets in all the same
+        gate.dial(address, _KEY, 7, 5).close()  # a worker is admitted nevertheless
         end = time.monotonic() + 60
         while not taken and time.monotonic() < end:
             time.sleep(0.01)
@@ -132,7 +132,7 @@ def test_clients_of_the_metrics_port_are_capped():
                 stack.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 20))
                 for _ in range(100)
             ]
-            for s in idle[:68]:  # the oldest are closed, long before their own time-out of 10 s
+            for s in idle[:68]:  # the oldest are closed long before their time-out of 10 s
                 assert s.recv(1) == b""
             assert not readable(*idle[-10:])
             with socket.create_connection(("127.0.0.1", exporter.port), 20) as fine:
@@ -162,7 +162,7 @@ def test_a_handshake_of_many_mebibytes_is_not_kept_by_the_scheduler():
         head, body = greeting(3, b"CURVE") + command(b"HELLO", b"", 40 << 20), bytes(1 << 20)
         for _ in range(5):
             s = stack.enter_context(socket.create_connection(("127.0.0.1", int(job.port)), 20))
-            with contextlib.suppress(OSError):  # cut off as soon as the size is known
+            with contextlib.suppress(OSError):  # the connection closes as soon as the size is known
                 s.sendall(head)
                 for _ in range(39):
                     s.sendall(body)

@@ -1,5 +1,5 @@
-"""Whole jobs: what goes out comes home summed, whatever the dtype, size, number of workers and
-servers, and partition size.
+"""Whole jobs return right sums for every dtype, size, number of workers and servers, and partition
+size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from support.jobs import TRANSPORTS, Job, run
 
-# Each worker draws its values from a generator seeded by (case, rank), so that every worker can
-# compute what all have pushed.
+# Each worker draws its values from a generator seeded by (case, rank), so every worker can compute
+# what all have pushed.
 SUMS = """
 import bpsx, json, ml_dtypes, numpy as np, os
 from bpsx.dtypes import BY_NAME
@@ -269,9 +269,7 @@ def test_several_processes_of_one_machine_are_workers_of_their_own():
 
 
 def test_again_after_shutdown():
-    """init and shutdown in one process, job after job: the second job has a scheduler of its
-    own.
-    """
+    """Call init and shutdown repeatedly in one process; the second job has its own scheduler."""
     source = """
         import bpsx, numpy as np
 
@@ -302,7 +300,7 @@ def test_again_after_shutdown():
 
 
 def test_a_script_that_holds_the_gil_does_not_stop_the_exchange():
-    """Worker 0 submits, then stays in one long C call; worker 1 gets the sums meanwhile."""
+    """Worker 0 submits, then stays in one long C call; worker 1 must get its sums meanwhile."""
     source = """
         import bpsx, numpy as np, ctypes
         bpsx.init()

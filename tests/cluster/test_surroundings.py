@@ -1,6 +1,6 @@
-"""Odd surroundings: no home, no writeable folder, few descriptors, bytes that are no text.
+"""Unusual environments: no home, no writable folder, few descriptors, and bytes that are not text.
 
-Each works, or an error names what to set.
+Each works, or an error names the variable to set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ US = f"bpsx-{os.getuid()}"
 def test_a_runtime_folder_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after su: the variable is the login's, the folder is gone."""
+    """As after su: the variable belongs to the login, and its folder is gone."""
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     absent, there = tmp_path / "run" / "1000", tmp_path / "there"
     there.mkdir()
@@ -66,7 +66,7 @@ def test_no_writeable_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
 def test_few_descriptors(role: str, tmp_path: Path) -> None:
-    """libzmq would wait for ever, and Numba fail in its depths."""
+    """Without a check, libzmq would wait for ever and Numba would fail internally."""
     modules = {
         "scheduler": ["-m", "bpsx.scheduler"],
         "server": ["-m", "bpsx.server"],
@@ -101,7 +101,7 @@ def test_few_descriptors(role: str, tmp_path: Path) -> None:
 
 
 def test_a_few_more_descriptors_are_enough() -> None:
-    """For the smallest job, by the way that needs most."""
+    """For the smallest job, with the transport that needs the most."""
     with Job(
         """
         import os, resource

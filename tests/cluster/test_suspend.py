@@ -1,4 +1,4 @@
-"""Leaving a job and joining another one of a different size, in the same process."""
+"""Leave a job and join one of a different size, in the same process."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ NEWCOMER = """
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the new scheduler", "after it"])
 def test_a_job_grows_and_its_workers_change_ranks(early):
-    """With `early` the old scheduler may still be there when resume asks, and for a while nobody
-    is.
-    """
+    """With `early`, resume() finds the old scheduler or, for a while, none."""
     with Job(SURVIVOR, workers=2) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
@@ -175,9 +173,7 @@ for cycle in range(20):
 
 
 def test_many_lives_of_one_process_leave_no_thread_and_no_descriptor():
-    """20 jobs, each with a scheduler and a server of its own, all in one process; half of them are
-    entered by resume().
-    """
+    """20 jobs in one process, each with its own scheduler and server; half begin by resume()."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -202,7 +198,6 @@ def test_many_lives_of_one_process_leave_no_thread_and_no_descriptor():
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and len(counts) == 20, done.stdout + done.stderr
     assert len({(python, descriptors) for python, _, descriptors in counts[2:]}) == 1, counts
-    # A thread that has been joined may be seen for a moment more; growth by one each time would
-    # show.
+    # A joined thread may be visible for a moment longer; growth by one per job would show.
     tasks = [tasks for _, tasks, _ in counts]
     assert min(tasks[10:]) <= min(tasks[2:10]), counts

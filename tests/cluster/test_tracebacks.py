@@ -1,6 +1,4 @@
-"""Tracebacks of errors that bpsx raises, and of Ctrl-C, show the script and not bpsx's own
-frames.
-"""
+"""Tracebacks of bpsx errors and of Ctrl-C show the script's frames and not bpsx's own."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from launching import PY, launching, local_words
 from support import optional
 from support.jobs import Job
 
-#: By framework: what a script begins with, how it waits for a push_pull, and one that is refused.
+#: By framework: the head of a script, a call that waits for a push_pull, and a rejected call.
 VERBS = {
     "numpy": (
         "import numpy as np, bpsx as bps",
@@ -63,8 +61,9 @@ def needs(framework: str) -> None:
 
 
 def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tuple[int, list[str]]:
-    """Status of a job of two that Ctrl-C ends while worker 0 waits for worker 1, and its lines on
-    stderr from then on.
+    """Interrupt a job of two with Ctrl-C while worker 0 waits for worker 1.
+
+    Returns its exit status, and its stderr lines from then on.
     """
     head, wait, _ = verbs
     script = tmp_path / "train.py"
@@ -86,7 +85,8 @@ def interrupted(verbs: tuple[str, str, str], tmp_path, **environment: str) -> tu
         job = launcher.start(
             # TensorFlow removes its files only if it is not killed before.
             local_words("--workers", "2", "--servers", "1", "--grace", "60", PY, str(script)),
-            # TensorFlow would leave compiled files of a graph's functions in the temporary folder.
+            # Otherwise TensorFlow would leave compiled files of a graph's functions in the
+            # temporary folder.
             {**QUIET, "PYTHONDONTWRITEBYTECODE": "1", **environment},
         )
         assert job.stderr is not None
@@ -160,7 +160,7 @@ _STEP = """
 
 
 def test_frames_of_the_users_below_bpsx_stay():
-    """A closure that an optimizer calls, and a hook that autograd calls."""
+    """Frames of a closure that an optimizer calls, and of a hook that autograd calls."""
     with Job(_STEP, 1, 0, env={"BYTEPS_FORCE_DISTRIBUTED": "1", "DMLC_NUM_SERVER": "1"}) as job:
         job.start_server(0)
         ((closure, twice, refused),) = job.results()

@@ -1,5 +1,5 @@
-"""Timelines of real jobs: written however the job ends, on the scheduler's clock, and only when
-asked for.
+"""Timelines of real jobs are written however the job ends, use the scheduler's clock, and appear
+only on request.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def step(*sizes):
 
 
 def tracing(folder: Path, start: int = 1, end: int = 20, workers: int = 2, **more: str) -> dict:
-    """Arguments for a job whose processes trace into ``folder``: worker i below worker-i, as
-    bpsx-run --local has it.
+    """Return arguments for a job whose processes write timelines below ``folder``.
+
+    Worker i uses worker-i, as with bpsx-run --local.
     """
     env = {
         "BYTEPS_TRACE_ON": "1",
@@ -118,7 +119,7 @@ def test_off_by_default(tmp_path):
 
 
 def test_the_file_is_there_while_the_job_runs_on(tmp_path):
-    """Also for a tensor that never gets to the window's end."""
+    """Also for a tensor that never reaches the end of the window."""
     with Job(
         STEPS + "step(77)\nfor _ in range(4):"
         " step()\nreport('traced')\nsys.stdin.readline()\nstep()\nbpsx.shutdown()\n",
@@ -134,7 +135,7 @@ def test_the_file_is_there_while_the_job_runs_on(tmp_path):
 
 
 def test_two_machines_that_share_a_folder_do_not_overwrite_each_other(tmp_path):
-    """Their local ranks are equal; a second job in the same folder begins anew."""
+    """Their local ranks are equal; a second job in the same folder starts new files."""
     env = {**tracing(tmp_path)["env"], "BYTEPS_TRACE_DIR": str(tmp_path)}
     for _ in range(2):
         with Job(STEPS + "step(); step()\n", env=env) as job:
@@ -211,8 +212,8 @@ def test_servers_trace_on_sigterm(tmp_path):
 
 
 def test_merged_the_order_of_events_makes_sense_across_processes(tmp_path):
-    """What has been pushed is summed afterwards, what has been sent comes home afterwards; up to
-    the clocks' error, which the files tell.
+    """Sums follow their pushes and arrivals follow their sends, within the clock error that the
+    files give.
     """
     large = 200_000
     run(STEPS + f"for _ in range(5): step(10, {large})\nbpsx.shutdown()\n", **tracing(tmp_path))
@@ -337,7 +338,7 @@ def test_where_a_timeline_cannot_be_written_the_log_says_so_and_the_job_goes_on(
 
 
 def test_a_forked_child_that_is_terminated_writes_nothing(tmp_path):
-    """As data loaders do: they inherit the handler, and a lock that may be held."""
+    """The child inherits the signal handler and a lock that may be held, as in data loaders."""
     source = (
         STEPS
         + """

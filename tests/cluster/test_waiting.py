@@ -1,5 +1,5 @@
-"""What processes say while they wait for a scheduler, and what a scheduler says whose address
-others cannot reach.
+"""Messages of processes that wait for a scheduler, and of a scheduler whose address others cannot
+reach.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_a_role_started_by_hand_says_what_it_is_and_for_whom_it_waits():
             "bpsx server: joining the job of 1 worker machine and 1 server at the scheduler"
             f" 127.0.0.1:{port}"
         )
-        # After ten seconds both sides say that others cannot reach a loopback address.
+        # After ten seconds, both sides report that others cannot reach a loopback address.
         roles[0].wait_for_line(
             "(the scheduler listens on loopback, DMLC_PS_ROOT_URI=127.0.0.1, which other machines"
             " cannot reach)",
