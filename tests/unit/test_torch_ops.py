@@ -147,7 +147,7 @@ def test_refusals_say_whose_what_and_what_is_allowed(
         verb(REFUSED[message](), name="w")  # type: ignore[operator]
     assert isinstance(caught.value, BpsxError)
     assert isinstance(caught.value, (UnsupportedDType, bps.UnsupportedTensor))
-    assert "needed" in message or "float32" in str(caught.value)
+    assert "expected" in message or "float32" in str(caught.value)
     assert not fake.pushes
 
 
