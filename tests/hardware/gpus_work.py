@@ -1,4 +1,4 @@
-"""What the workers of tests/hardware do: jobs on real GPUs, several machines imitated on one.
+"""Worker functions of tests/hardware: jobs on real GPUs, with several machines imitated on one.
 
 See test_gpus.py.
 """
@@ -18,7 +18,7 @@ import bpsx.torch as bps
 
 
 def begin() -> torch.device:
-    """The GPU of this process: machines share the GPUs if there are too few for all processes."""
+    """Select this process's GPU and return it: machines share GPUs if these are too few."""
     local, size = (int(os.environ[f"BYTEPS_LOCAL_{name}"]) for name in ("RANK", "SIZE"))
     machine = int(os.environ.get("DMLC_WORKER_ID", "0"))
     index = (machine * size + local) % torch.cuda.device_count()
@@ -44,7 +44,7 @@ def model_of(device: torch.device) -> torch.nn.Module:
 
 
 def batch(device: torch.device, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The joined batch of a step, the same on all."""
+    """Return the joined batch of a step, the same on all workers."""
     made = torch.Generator().manual_seed(step)
     x, y = (
         torch.randn(4 * size, 3, 8, 8, generator=made, dtype=torch.float64),
@@ -68,8 +68,9 @@ def reference(device: torch.device, steps: int, size: int) -> list[torch.Tensor]
 
 
 def trained(device: torch.device, how: str, steps: int = 12) -> float:
-    """The largest difference between weights trained by all workers on their parts, and by one on
-    all.
+    """Return the largest difference between weights trained by all workers and by one.
+
+    Workers train on their parts of the batch, the one process on all of it.
     """
     r, n = bps.rank(), bps.size()
     model = model_of(device)
@@ -108,7 +109,7 @@ def trained(device: torch.device, how: str, steps: int = 12) -> float:
         loss_of(run, x[r::n], y[r::n]).backward()
         optimizer.step()
     if how == "CrossBarrier":
-        model.state_dict()  # what looks at the whole gets the whole
+        model.state_dict()  # reading the whole state applies pending updates
     return max(
         float((a.detach() - b).abs().max())
         for a, b in zip(model.parameters(), reference(device, steps, n), strict=True)
@@ -116,7 +117,7 @@ def trained(device: torch.device, how: str, steps: int = 12) -> float:
 
 
 def sums(device: torch.device) -> list[str]:
-    """What is wrong in sums and averages of all types and many sizes."""
+    """Return the errors found in sums and averages of all types and many sizes."""
     r, n = bps.rank(), bps.size()
     wrong = []
     for dtype in (
@@ -152,8 +153,9 @@ def sums(device: torch.device) -> list[str]:
 
 
 def averages_under_way_together(device: torch.device) -> list[str]:
-    """What is wrong in averages that NCCL may put into one group, of integers, which are divided
-    after it, and floats.
+    """Return the errors found in averages that NCCL may put into one group.
+
+    Integers are divided after the group, floats before it.
     """
     r, n = bps.rank(), bps.size()
     wrong = []
@@ -182,7 +184,9 @@ def averages_under_way_together(device: torch.device) -> list[str]:
 
 
 def streams(device: torch.device) -> float:
-    """Made on one stream, used on another, nobody waits on the host: the largest error."""
+    """Create on one stream and use on another, without waiting on the host; return the largest
+    error.
+    """
     n = bps.size()
     first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
     a, total = torch.randn(2048, 2048, device=device), torch.zeros(1 << 20, device=device)
@@ -202,8 +206,10 @@ def streams(device: torch.device) -> float:
 
 
 def odd_gradients(device: torch.device) -> float:
-    """One that shares its memory when its batch begins, since the next is made on another stream:
-    the largest error of the weights.
+    """Let one gradient share its memory when its batch starts, while the other is on another
+    stream.
+
+    Returns the largest error of the weights.
     """
     r, n = bps.rank(), bps.size()
     side = torch.cuda.Stream(device)
@@ -216,7 +222,7 @@ def odd_gradients(device: torch.device) -> float:
     for _ in range(5):
         kept.clear()
         side.wait_stream(torch.cuda.current_stream(device))
-        torch.cuda._sleep(50_000_000)  # so that nothing is right by luck
+        torch.cuda._sleep(50_000_000)  # makes sure that missing waits show
         with torch.cuda.stream(side):
             first = (other * (r + 2.0)).sum()
         second = (odd * (r + 1.0)).sum()
@@ -232,7 +238,7 @@ def odd_gradients(device: torch.device) -> float:
 
 
 def both_kinds(device: torch.device) -> bool:
-    """Tensors on the host and on the GPU, under their own names and under one."""
+    """Exchange tensors on the host and on the GPU, under separate names and under one."""
     n = bps.size()
     ok = True
     for step in range(3):
@@ -252,7 +258,7 @@ def both_kinds(device: torch.device) -> bool:
 
 
 def graph_refused(device: torch.device) -> str:
-    """What a push_pull in a captured CUDA graph is told."""
+    """Return the error of a push_pull in a captured CUDA graph."""
     x = torch.ones(1000, device=device)
     bps.push_pull(x, name="graph")
     torch.cuda.synchronize()
@@ -269,7 +275,7 @@ def graph_refused(device: torch.device) -> str:
 
 
 def compressed(device: torch.device) -> list[str]:
-    """Where compression on the GPU and on the host differ."""
+    """Return the differences between compression on the GPU and on the host."""
     r = bps.rank()
     wrong = []
     for name, params in {
@@ -282,12 +288,12 @@ def compressed(device: torch.device) -> list[str]:
             for place in ("gpu", "host"):
                 bpsx.declare(f"{name}.{dtype}.{place}", compression=params)
             for step in range(3):
-                # Whole numbers: the machine's sum is the same however it is made.
+                # With integers the machine's sum does not depend on the order.
                 made = torch.Generator().manual_seed(100 * r + step)
                 g = torch.randint(-50, 50, (1_500_000,), generator=made).to(dtype)
                 there = bps.push_pull(g.to(device), average=False, name=f"{name}.{dtype}.gpu").cpu()
                 here = bps.push_pull(g, average=False, name=f"{name}.{dtype}.host")
-                # Who draws at random draws by name, which are two here.
+                # randomk and dithering draw by name, and the two names differ.
                 if name in ("onebit", "topk") and not torch.allclose(
                     there.double(), here.double(), rtol=1e-3, atol=1e-4
                 ):
@@ -330,7 +336,7 @@ def others(device: torch.device) -> list[str]:
 
 
 def killed() -> str:
-    """What a process is told when the last one is killed in the middle of a backward pass."""
+    """Return the error that a process gets when the last one is killed in its backward pass."""
     device = begin()
     r, n = bps.rank(), bps.size()
     model = model_of(device)
@@ -359,7 +365,7 @@ def killed() -> str:
 
 
 def all_of_it() -> dict[str, Any]:
-    """The result of each, by name; an exception's text where there was one."""
+    """Return each function's result by name, or the text of its exception."""
     device = begin()
     dist.init_process_group("bpsx")
     found: dict[str, Any] = {}

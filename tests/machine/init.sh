@@ -1,6 +1,8 @@
 #!/bin/busybox sh
-# What the virtual machine runs first: modules, the host's files under an overlay, the RDMA link, the job; then it is switched off.
-# Words on the kernel's command line come as variables: SHARE and KERNELS, folders of the host that can be written to, by the host's names.
+# First process of the virtual machine: loads modules, mounts the host's files under an overlay,
+# sets up the RDMA link and runs the job; then the machine is switched off.
+# Words on the kernel's command line are variables here: SHARE and KERNELS are writable folders of
+# the host, by their names on the host.
 export PATH=/bin
 fail() { echo "init: $1"; reboot -f; }
 mount -t proc proc /proc
@@ -8,7 +10,8 @@ mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 while read -r module parameters; do insmod "/modules/$module" $parameters || echo "init: no $module"; done < /modules/order
 
-# Read-only and nobody else's concern while this runs, so it is cached without asking again. Overlayfs would ask for attributes at each look-up.
+# Read-only, and unchanged while this runs, so it is cached without revalidation. Overlayfs would
+# query attributes at each look-up.
 common=trans=virtio,version=9p2000.L,msize=512000
 mount -t 9p -o "ro,$common,cache=loose,noxattr" host /host || fail "cannot mount the host's files"
 mount -t tmpfs -o size=75% changes /changes

@@ -1,4 +1,5 @@
-/* The pretend libcuda.so.1 but for streams and events, which are in streams.c: calls, devices, contexts, memory. */
+/* The pretend libcuda.so.1: calls, devices, contexts and memory. Streams and events are in
+ * streams.c. */
 #include "pretend.h"
 
 struct context { int ordinal, retained; };
@@ -9,7 +10,7 @@ struct call { char name[48]; long count, skip; int code; };
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 long delay_us;
-static int state;       /* 0 before cuInit, 1 after it, -1 in a child forked after it: there CUDA is of no use any more */
+static int state;       /* 0 before cuInit, 1 after it, -1 in a child forked after it, where CUDA cannot be used */
 static struct context contexts[MAX_GPUS];
 static struct range *ranges;
 static struct call calls[MAX_NAMES];
@@ -21,7 +22,7 @@ static int number(const char *name, int otherwise) { const char *text = getenv(n
 static int gpus(void) { int n = number("PRETEND_GPUS", 1); return n < 0 ? 0 : n > MAX_GPUS ? MAX_GPUS : n; }
 int locked(int code) { pthread_mutex_unlock(&lock); return code; }
 
-/* ---- calls: counted by name, made to fail on demand ---- */
+/* ---- calls: counted by name, and failed on demand ---- */
 
 static struct call *call_named(const char *name) {
     struct call *c = calls;
@@ -30,7 +31,7 @@ static struct call *call_named(const char *name) {
     return c;
 }
 
-/* Counts a call; what it returns is the error that a test wants. nccl.c has its calls counted here too. */
+/* Counts a call and returns the error that a test requests, or 0. Also counts the calls of nccl.c. */
 int pretend_call(const char *name) {
     pthread_mutex_lock(&lock);
     struct call *c = call_named(name);
@@ -47,7 +48,7 @@ long pretend_count(const char *name) {
     return count;
 }
 
-/* After `skip` more calls of `name`, one does nothing and returns `code`. */
+/* Makes one call of `name`, after `skip` more of them, do nothing and return `code`. */
 void pretend_fail(const char *name, long skip, int code) {
     pthread_mutex_lock(&lock);
     struct call *c = call_named(name);
@@ -83,7 +84,7 @@ int cuGetErrorString(int code, const char **text) { return cuGetErrorName(code, 
 
 /* ---- devices and contexts ---- */
 
-/* Threads of the parent are not in the child, and nobody knows who had the lock. */
+/* The parent's threads do not exist in the child, and the lock's owner is unknown. */
 static void forked(void) {
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&changed, NULL);
@@ -131,7 +132,7 @@ int cuDeviceGetPCIBusId(char *id, int bytes, int device) {
     return OK;
 }
 
-/* What a large GPU says; 0 for all that nobody has asked for yet. */
+/* Attributes of a large GPU; 0 for those that no test has needed yet. */
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER(INITIALIZED);
     if (device < 0 || device >= gpus()) return INVALID_DEVICE;
@@ -139,7 +140,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 33: *value = bus(device); break;   /* PCI_BUS_ID */
     case 40: *value = 3; break;             /* ASYNC_ENGINE_COUNT */
     case 75: *value = 9; break;             /* COMPUTE_CAPABILITY_MAJOR */
-    case 19: case 31: case 41: case 78: case 91: case 99: *value = 1; break;    /* it maps, registers, shares host memory; priorities */
+    case 19: case 31: case 41: case 78: case 91: case 99: *value = 1; break;    /* maps, registers and shares host memory; priorities */
     default: *value = 0;
     }
     return OK;
@@ -171,7 +172,7 @@ static int is_context(void *handle) {
 
 int current(void) { return depth && stack[depth - 1] ? stack[depth - 1]->ordinal : -1; }
 
-/* The same for nccl.c, and where that GPU is on the bus. */
+/* The same for nccl.c, with the GPU's place on the bus. */
 int pretend_gpu(int *where) {
     if (current() >= 0) *where = bus(current());
     return current();
@@ -192,7 +193,8 @@ int cuCtxPopCurrent_v2(void **context) {
     return OK;
 }
 
-/* Nothing is ever captured into a graph here: the mode is only kept, so that tests see that it is put back. */
+/* Nothing is captured into a graph; the mode is only stored, so tests can check that it is
+ * restored. */
 int cuThreadExchangeStreamCaptureMode(int *mode) {
     ENTER(INITIALIZED);
     static __thread int now;
@@ -214,7 +216,7 @@ int cuCtxGetCurrent(void **context) { ENTER(INITIALIZED); *context = depth ? sta
 
 int cuCtxGetDevice(int *device) { ENTER(CONTEXT); *device = current(); return OK; }
 
-/* ---- memory: which addresses are what ---- */
+/* ---- memory: kinds of address ranges ---- */
 
 static struct range *range_at(uintptr_t address) {
     struct range *r = ranges;
@@ -228,7 +230,7 @@ static void add(uintptr_t start, size_t bytes, enum kind kind) {
     ranges = r;
 }
 
-/* Takes the range that begins at `start` out. */
+/* Removes the range that begins at `start`. */
 static int take(uintptr_t start, enum kind kind) {
     struct range **at = &ranges;
     while (*at && ((*at)->start != start || (*at)->kind != kind)) at = &(*at)->next;
@@ -239,7 +241,8 @@ static int take(uintptr_t start, enum kind kind) {
     return 1;
 }
 
-/* How many ranges hold all of it; 0 where none holds anything, -1 where they hold a part. */
+/* Number of ranges that cover all of it; 0 if no range covers any byte, -1 if only a part is
+ * covered. */
 static int pieces(uintptr_t start, size_t bytes) {
     uintptr_t end = start + bytes, at = start;
     int found = 0;
@@ -249,10 +252,11 @@ static int pieces(uintptr_t start, size_t bytes) {
     return 0;
 }
 
-/* Whether the driver knows all of it: a GPU could read it. */
+/* Whether the driver knows all of it, so that a GPU could read it. */
 int pretend_known(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); return locked(!bytes || pieces(start, bytes) > 0); }
 
-/* From now on it is memory of this thread's GPU (the first one's without a context), until forgotten. Tests' arrays live there. */
+/* Declares it memory of this thread's GPU (without a context: of the first one) until it is
+ * forgotten. Tests' arrays are in such memory. */
 void pretend_device_memory(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); add(start, bytes, DEVICE); pthread_mutex_unlock(&lock); }
 int pretend_forget_memory(uintptr_t start) { pthread_mutex_lock(&lock); return locked(take(start, DEVICE) ? OK : INVALID_VALUE); }
 
@@ -260,13 +264,13 @@ static int allocate(void **memory, size_t bytes, enum kind kind) {
     if (!bytes) return INVALID_VALUE;
     *memory = aligned_alloc(4096, (bytes + 4095) & ~(size_t)4095);
     if (!*memory) return OUT_OF_MEMORY;
-    memset(*memory, 0xA5, bytes);       /* nobody shall find zeros there by luck */
+    memset(*memory, 0xA5, bytes);       /* so that no test finds zeros by luck */
     pthread_mutex_lock(&lock);
     add((uintptr_t)*memory, bytes, kind);
     return locked(OK);
 }
 
-/* CUDA waits for all streams before it takes memory away. */
+/* Like CUDA, waits for all streams before it frees memory. */
 static int give_back(void *memory, enum kind kind) {
     pthread_mutex_lock(&lock);
     sit_out();
@@ -320,7 +324,7 @@ static void copy(void *argument) {
     free(c);
 }
 
-/* With the lock. CUDA's rule is: all of a copy's memory is known, or, for pageable memory, nothing of it. */
+/* With the lock. CUDA's rule: either all memory of a copy is known, or, for pageable memory, none. */
 static int look_at(uintptr_t start, size_t bytes) {
     int n = pieces(start, bytes);
     pageable += n == 0;
@@ -354,7 +358,8 @@ int cuMemsetD8Async(void *to, unsigned char value, size_t bytes, void *stream) {
     return r ? queue_copy((struct copy){to, NULL, bytes, value}, stream) : INVALID_VALUE;
 }
 
-/* Kernels are functions of this library with these arguments. There is one: integers divided, rounding down. */
+/* Kernels are functions of this library with these arguments. The only one divides integers,
+ * rounding down. */
 struct launch { void (*kernel)(void *, uint64_t, int64_t); void *at; uint64_t count; int64_t divisor; };
 
 static int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
@@ -387,12 +392,13 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     return locked(code);
 }
 
-/* ---- what tests ask ---- */
+/* ---- queries by tests ---- */
 
 long pretend_pageable(void) { pthread_mutex_lock(&lock); long n = pageable; pthread_mutex_unlock(&lock); return n; }
 long pretend_straddling(void) { pthread_mutex_lock(&lock); long n = straddling; pthread_mutex_unlock(&lock); return n; }
 
-/* How many of them there are now: "streams", "events", "registered", "pinned", "device", "contexts" (retained, not released). */
+/* The present number of "streams", "events", "registered", "pinned", "device" or "contexts"
+ * (retained, not released). */
 long pretend_alive(const char *what) {
     static const char *const kinds[] = {"device", "pinned", "registered"};
     pthread_mutex_lock(&lock);

@@ -1,8 +1,9 @@
-/* A pretend libnccl.so.2 for the pretend libcuda.so.1: collectives are operations on its streams, and exchange what they add through shared memory.
- *
- * The ranks of a communicator meet in a memory file that ncclGetUniqueId opens; the id says where it is in /proc: no name is left anywhere.
- * In it each rank has a slot for all others, and one for each other. Nobody writes but to its own words: a rank that dies leaves no lock behind.
- * Each says what it was asked for, and all compare: where ranks differ, which in reality hangs or adds up rubbish, all say so and abort. */
+/* A pretend libnccl.so.2 for the pretend libcuda.so.1. Collectives are operations on its streams
+ * and exchange their data through shared memory. The ranks of a communicator share a memory file
+ * that ncclGetUniqueId creates; the id contains its path in /proc, so no file name remains. Each
+ * rank has a slot for all others, and one for each other rank. A rank writes only its own words, so
+ * a dead rank holds no lock. Each rank publishes its arguments, and all compare them: if ranks
+ * differ, which in reality hangs or sums garbage, all report it and abort. */
 #define _GNU_SOURCE
 #include "reduce.h"
 #include <dlfcn.h>
@@ -25,16 +26,16 @@ enum what { ALL_REDUCE, REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER, SEND, REC
 enum { RANKS = 16, CHUNK = 1 << 18, SIZES_KEPT = 4096 };
 static const char *const names[] = {"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclReduceScatter", "ncclAllGather", "ncclSend", "ncclRecv"};
 
-/* ---- what is shared ---- */
+/* ---- shared memory ---- */
 
-struct call { uint64_t number, count; int what, type, op, root; };      /* root: of REDUCE and BROADCAST; the other of SEND and RECV */
+struct call { uint64_t number, count; int what, type, op, root; };      /* root of REDUCE and BROADCAST; peer of SEND and RECV */
 struct slot { _Atomic uint64_t posted, taken[RANKS]; struct call call; _Alignas(64) char data[CHUNK]; };
 struct meeting {
-    _Atomic uint32_t bell, n, came;     /* bell: another number whenever anything here has changed */
-    _Atomic uint32_t seats[RANKS], differ;                  /* differ: 1 once how two ranks do is in `how`, for those who wait */
+    _Atomic uint32_t bell, n, came;     /* bell: changes whenever anything here has changed */
+    _Atomic uint32_t seats[RANKS], differ;                  /* differ: 1 once `how` describes the difference of two ranks, for those that wait */
     char how[400];
     int gpus[RANKS];
-    _Alignas(64) struct slot slots[RANKS][RANKS + 1];       /* of a rank, for another; the last is for all */
+    _Alignas(64) struct slot slots[RANKS][RANKS + 1];       /* of a rank, for another one; the last is for all */
 };
 
 struct id { char path[128]; };
@@ -44,7 +45,7 @@ struct comm {
     uint32_t n;
     int rank, gpu, references, error;
     _Atomic int aborted;
-    uint64_t queued, done, number;      /* units queued, and over: they run in the order of the calls, whatever their streams; collectives so far */
+    uint64_t queued, done, number;      /* units queued and completed, which run in the order of the calls on all streams; collectives so far */
 };
 struct item { struct call call; const char *send; char *recv; uint64_t moved; int written, over; };
 struct unit { struct comm *comm; void *stream; uint64_t ticket; int n; struct item *items; };
@@ -84,10 +85,10 @@ static void doze(struct meeting *m, uint32_t heard) {
     if (m->differ == 1) fall(m->how);
     syscall(SYS_futex, &m->bell, FUTEX_WAIT, heard, &some, NULL, 0);
 }
-/* Until it is so, or the communicator is aborted: then it returns from the function. */
+/* Waits for the condition; returns from the function if the communicator is aborted. */
 #define UNTIL(c, so) for (uint32_t heard; heard = atomic_load(&(c)->meeting->bell), !(so); doze((c)->meeting, heard)) if ((c)->aborted) return
 
-/* ---- what runs on a stream ---- */
+/* ---- operations on a stream ---- */
 
 static void describe(char *text, size_t room, const struct call *c) {
     char number[24] = "", op[16] = "", root[24] = "";
@@ -102,7 +103,7 @@ static void differ(struct meeting *m, int a, const struct call *x, int b, const 
     describe(first, sizeof first, a < b ? x : y);
     describe(second, sizeof second, a < b ? y : x);
     snprintf(how, sizeof how, "rank %d queued <%s>, rank %d <%s>", a < b ? a : b, first, a < b ? b : a, second);
-    if (atomic_compare_exchange_strong(&m->differ, &(uint32_t){0}, 2)) {      /* the first who sees it says it to the others */
+    if (atomic_compare_exchange_strong(&m->differ, &(uint32_t){0}, 2)) {      /* the first rank to see it informs the others */
         memcpy(m->how, how, sizeof how);
         m->differ = 1;
         ring(m);
@@ -119,7 +120,8 @@ static int all_taken(struct slot *s, uint32_t n) {
     return 1;
 }
 
-/* Whether each rank has put its next part into its slot. Looks at all of them: a rank that differs is seen although another is not there yet. */
+/* Whether each rank has put its next part into its slot. Examines all ranks, so a difference is
+ * found even while another rank is missing. */
 static int all_posted(struct comm *c, const struct call *mine) {
     uint32_t there = 0;
     for (uint32_t r = 0; r < c->n; r++) {
@@ -148,7 +150,8 @@ static void get(struct comm *c, const struct item *i, uint64_t at, uint64_t some
     else if (k->what != REDUCE || k->root == c->rank) reducers[k->type](to, from, c->n, some, k->op);
 }
 
-/* Part by part: put the own one, wait for all, take theirs. A part is read before it is written, so in-place is like any other. */
+/* Part by part: put the own part, wait for all, take theirs. A part is read before it is written,
+ * so in-place calls need no special case. */
 static void collect(struct comm *c, struct item *i) {
     struct slot *own = &c->meeting->slots[c->rank][RANKS];
     uint32_t parts = i->call.what == REDUCE_SCATTER ? c->n : 1;
@@ -168,7 +171,7 @@ static void collect(struct comm *c, struct item *i) {
     } while (at < i->call.count);
 }
 
-/* One step of a send or receive, if there is one to do. */
+/* One step of a send or receive, if one is possible. */
 static int step(struct comm *c, struct item *i) {
     int other = i->call.root, sends = i->call.what == SEND;
     struct slot *s = sends ? &c->meeting->slots[c->rank][other] : &c->meeting->slots[other][c->rank];
@@ -176,7 +179,7 @@ static int step(struct comm *c, struct item *i) {
     size_t size = type_sizes[i->call.type];
     uint64_t left = i->call.count - i->moved, some = left < CHUNK / size ? left : CHUNK / size;
     if ((*taken == s->posted) != sends) return 0;
-    if (sends && i->written && !left) return i->over = 1;       /* also the last part has been taken */
+    if (sends && i->written && !left) return i->over = 1;       /* the last part has been taken, too */
     if (sends) put(s, i, i->moved, some, 1);
     else {
         if (s->call.count != i->call.count || s->call.type != i->call.type) differ(c->meeting, c->rank, &i->call, other, &s->call);
@@ -190,7 +193,8 @@ static int step(struct comm *c, struct item *i) {
     return 1;
 }
 
-/* All sends and receives of a unit at once, but those of one direction between two ranks in turn. How many steps were done; -1: the end. */
+/* All sends and receives of a unit at once, but those of one direction between two ranks in turn.
+ * Returns the number of steps made; -1 at the end. */
 static int steps(struct unit *u) {
     int done = 0, open = 0;
     for (int i = 0; i < u->n; i++) {
@@ -255,7 +259,7 @@ const char *ncclGetErrorString(int code) {
     return code >= 0 && code < 8 ? texts[code] : "unknown result code";
 }
 
-/* As in reality, the process that has this id has to be there until all ranks have come. */
+/* As in reality, the process that created this id must exist until all ranks have arrived. */
 int ncclGetUniqueId(struct id *id) {
     ENTER;
     int file = memfd_create("pretend-nccl", MFD_CLOEXEC);
@@ -278,7 +282,7 @@ static void close_id(const struct id *id) {
     if (sscanf(id->path, "/proc/%d/fd/%d", &pid, &file) == 2 && pid == getpid()) close(file);
 }
 
-/* Sits down, and waits for the others: for ever, as in reality. */
+/* Takes a seat and waits for the others, for ever, as in reality. */
 static int meet(struct meeting *m, int n, int rank, int where) {
     uint32_t nobody = 0, free = 0;
     if (!atomic_compare_exchange_strong(&m->n, &nobody, (uint32_t)n) && nobody != (uint32_t)n)
@@ -311,7 +315,7 @@ int ncclCommInitRank(struct comm **out, int n, struct id id, int rank) {
     return OK;
 }
 
-/* The options are looked at as NCCL does, and mean nothing here. */
+/* The options are checked like NCCL does, and have no effect. */
 int ncclCommInitRankConfig(struct comm **out, int n, struct id id, int rank, const void *config) {
     struct { size_t size; unsigned magic, version; } head;
     memcpy(&head, config, sizeof head);
@@ -331,7 +335,8 @@ static void leave(struct comm *c, int aborts) {
     let_go(c);
 }
 
-/* What is queued is still done after a destroy; after an abort it ends at once, and has left anything in its output. Neither waits for it. */
+/* After a destroy, queued operations still run. After an abort they end at once and leave their
+ * outputs undefined. Neither call waits for them. */
 int ncclCommDestroy(struct comm *c) { ENTER_WITH(c); leave(c, 0); return OK; }
 int ncclCommAbort(struct comm *c) { ENTER_WITH(c); leave(c, 1); return OK; }
 int ncclCommGetAsyncError(struct comm *c, int *error) { ENTER_WITH(c); *error = c->error; return OK; }
@@ -373,7 +378,7 @@ int ncclGroupEnd(void) {
     int wanted = cuda_call(__func__);
     if (!group.depth) return wrong(INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
     if (--group.depth) return wanted;
-    int code = wanted ? wanted : group.code;        /* of a call in the group: then nothing of it is queued */
+    int code = wanted ? wanted : group.code;        /* error of a call in the group: then nothing of the group is queued */
     for (int i = 0; i < group.n; i++) {
         if (!code) code = queue(&group.units[i]);
         else free(group.units[i].items);
@@ -389,7 +394,7 @@ int ncclGroupEnd(void) {
     return code;
 }
 
-/* How many groups that had calls there were, and, in `to`, how many each had, the first ones first. */
+/* Number of groups with calls, and, in `to`, the number of calls in each, the first groups first. */
 long pretend_groups(long *to, long room) {
     pthread_mutex_lock(&lock);
     long n = groups;

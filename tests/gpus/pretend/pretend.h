@@ -1,9 +1,9 @@
-/* What the two halves of the pretend libcuda.so.1 share: cuda.c (calls, contexts, memory) and streams.c (streams, events).
- *
- * GPU memory is host memory, and each stream is a thread that runs what was queued, in order. Signatures are cuda.h's, and a call needs a current
- * context where cuda.h lists CUDA_ERROR_INVALID_CONTEXT among its errors. Where CUDA lets a mistake pass, or crashes, this says an error if it can,
- * so that tests see it.
- * All state is behind one lock; whatever changes wakes all who wait: there are few threads, and it is plainly right. */
+/* Declarations shared by cuda.c (calls, contexts, memory) and streams.c (streams, events). GPU
+ * memory is host memory, and each stream is a thread that runs its queue in order. Signatures are
+ * those of cuda.h, and a call needs a current context if cuda.h lists CUDA_ERROR_INVALID_CONTEXT
+ * among its errors. Where CUDA accepts a mistake or crashes, this returns an error if it can, so
+ * that tests see it. One lock protects all state, and every change wakes all waiting threads: there
+ * are few threads, and this is simple. */
 #pragma once
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -20,7 +20,8 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALI
 enum { MAX_GPUS = 16, MAX_DEPTH = 32, MAX_NAMES = 128 };
 
 
-/* Before anything is done, a call that cannot succeed has returned its error: one that a test wants, or no cuInit, or no context. */
+/* First part of a call: returns the error that a test requests, or that of a missing cuInit or
+ * context. */
 enum need { NOTHING, INITIALIZED, CONTEXT };
 #define ENTER(need) do { int code_ = enter(__func__, need); if (code_) return code_; } while (0)
 
@@ -30,9 +31,9 @@ extern pthread_cond_t changed;
 extern long delay_us;
 int enter(const char *name, enum need need);
 int current(void);                  /* the GPU whose context is current on this thread, -1 for none */
-int locked(int code);               /* the end of what held the lock: lets it go, and returns code */
-int queue_on(void *handle, void (*run)(void *), void *argument);    /* with the lock: run(argument) as the stream's next operation, or an error */
-void sit_out(void);                 /* with the lock: until no stream has anything to do */
+int locked(int code);               /* releases the lock and returns code */
+int queue_on(void *handle, void (*run)(void *), void *argument);    /* with the lock: queues run(argument) as the stream's next operation, or returns an error */
+void sit_out(void);                 /* with the lock: waits until no stream has anything to do */
 long alive_streams(void);
 long alive_events(void);
 #pragma GCC visibility pop

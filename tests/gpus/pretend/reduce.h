@@ -1,4 +1,4 @@
-/* What the pretend NCCL computes. Types and operations have NCCL's numbers. */
+/* Arithmetic of the pretend NCCL. Types and operations have NCCL's numbers. */
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -37,7 +37,8 @@ static uint16_t to_bfloat(float x) {
 }
 
 #define SAME(x) (x)
-/* Adds up what n ranks have, in the order of ranks: integers wrap in their own type, small floats are added as float32. */
+/* Sums the parts of n ranks in the order of ranks: integers wrap in their own type, small floats
+ * are added as float32. */
 #define REDUCER(name, type, wide, floating, FROM, TO, KEEP)                                                         \
     static void name(char *to, char *const *from, uint32_t n, size_t count, int op) {                               \
         wide share = floating ? (wide)1 / (wide)n : 1;                                                              \

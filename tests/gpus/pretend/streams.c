@@ -4,7 +4,8 @@
 
 struct op { struct op *next; void (*run)(void *); void *argument; };      /* run is NULL for a record, its argument */
 struct stream { struct stream *next; struct op *first, *last; int ordinal, capturing, closed; unsigned long long number; long queued, done, held, released; };
-/* One record of an event: the event has its last one; operations that make one or wait for it keep it when the event has another, or is gone. */
+/* One record of an event. The event refers to its last record; operations that make a record or
+ * wait for it keep it if the event has a newer one or is destroyed. */
 struct record { int done, references; };
 struct event { struct event *next; struct record *record; int ordinal; };
 
@@ -24,7 +25,7 @@ static void *work(void *argument) {
         if (us) usleep((useconds_t)us);
         if (op->run) op->run(op->argument);
         pthread_mutex_lock(&lock);
-        if (!op->run) {         /* here, so that a stream whose last event has come is idle */
+        if (!op->run) {         /* here, so that a stream is idle once its last event has completed */
             ((struct record *)op->argument)->done = 1;
             let_go(op->argument);
         }
@@ -46,7 +47,7 @@ static struct stream *make_stream(int ordinal) {
     s->ordinal = ordinal;
     s->number = __sync_fetch_and_add(&made, 1);
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);     /* the process's signals are for its own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);     /* signals go to the process's own threads */
     int failed = pthread_create(&thread, NULL, work, s);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failed) { free(s); return NULL; }
@@ -54,7 +55,8 @@ static struct stream *make_stream(int ordinal) {
     return s;
 }
 
-/* With the lock. NULL, the legacy stream (1) and the thread's own (2) are one default stream per GPU here; it needs a context that says of which. */
+/* With the lock. NULL, the legacy stream (1) and the per-thread stream (2) are one default stream
+ * per GPU here; it needs a context, which determines the GPU. */
 static struct stream *stream_of(void *handle) {
     if ((uintptr_t)handle <= 2) {
         if (current() < 0) return NULL;
@@ -66,7 +68,8 @@ static struct stream *stream_of(void *handle) {
     return s;
 }
 
-/* With the lock. A capturing stream takes nothing here: there are no graphs, and what would vanish into one shall be seen. */
+/* With the lock. A capturing stream accepts no operation: there are no graphs, and tests must
+ * notice what would be captured. */
 static int queue(struct stream *s, void (*run)(void *), void *argument) {
     if (s->capturing) return CAPTURE_UNSUPPORTED;
     struct op *op = malloc(sizeof *op);
@@ -83,7 +86,8 @@ int queue_on(void *handle, void (*run)(void *), void *argument) {
     return s ? queue(s, run, argument) : INVALID_HANDLE;
 }
 
-/* `run(argument)` as the stream's next operation; argument is run's to free, if this returns 0. */
+/* Queues `run(argument)` as the stream's next operation. If this returns 0, run must free the
+ * argument. */
 int pretend_enqueue(void *handle, void (*run)(void *), void *argument) {
     pthread_mutex_lock(&lock);
     return locked(queue_on(handle, run, argument));
@@ -99,7 +103,7 @@ void sit_out(void) { while (busy()) pthread_cond_wait(&changed, &lock); }
 long alive_streams(void) { long n = 0; for (struct stream *s = streams; s; s = s->next) n++; return n; }
 long alive_events(void) { long n = 0; for (struct event *e = events; e; e = e->next) n++; return n; }
 
-/* ---- what tests do to streams ---- */
+/* ---- control by tests ---- */
 
 struct hold { struct stream *stream; long ticket; };
 
@@ -138,7 +142,7 @@ int pretend_capture(void *handle, int on) {
 
 void pretend_delay(long us) { pthread_mutex_lock(&lock); delay_us = us; pthread_mutex_unlock(&lock); }
 
-/* ---- streams as CUDA has them ---- */
+/* ---- CUDA's streams ---- */
 
 static int create(void **handle, unsigned flags) {
     if (flags > 1) return INVALID_VALUE;
@@ -153,7 +157,8 @@ static int create(void **handle, unsigned flags) {
 int cuStreamCreate(void **handle, unsigned flags) { ENTER(CONTEXT); return create(handle, flags); }
 int cuStreamCreateWithPriority(void **handle, unsigned flags, int priority) { ENTER(CONTEXT); (void)priority; return create(handle, flags); }
 
-/* Returns at once; what is queued is still done, and a hold that nobody could end any more ends. */
+/* Returns at once. Queued operations still run, and a hold that no call could release any more
+ * ends. */
 int cuStreamDestroy_v2(void *handle) {
     ENTER(CONTEXT);
     pthread_mutex_lock(&lock);
@@ -174,7 +179,7 @@ int cuStreamSynchronize(void *handle) {
     struct stream *s = stream_of(handle);
     if (!s) return locked(INVALID_HANDLE);
     if (s->capturing) return locked(CAPTURE_UNSUPPORTED);
-    long until = s->queued;     /* what others queue meanwhile is not waited for */
+    long until = s->queued;     /* does not wait for what other threads queue meanwhile */
     while (s->done < until) pthread_cond_wait(&changed, &lock);
     return locked(OK);
 }
