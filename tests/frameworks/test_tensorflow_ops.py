@@ -575,7 +575,7 @@ def test_refused(job):
             "scope=3: must be a string",
             "scope=None: must be a string",
             "is a ResourceVariable; expected a list of variables",
-            "is a object; a list",
+            "is a object; expected a list",
             "cannot convert list to a tensor",
             "root_rank='a': expected 0 to 1",
             "sparse_as_dense must be True or False, not 'no'",

@@ -449,7 +449,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         "rmsprop": ("the momentum of RMSprop", "group 0: 0.9"),
         "fused": ("group 0 with fused=True",),
         "mu 0": ("mu=0.0", "between 0 and 1"),
-        "neither": ("'2.weight': 3", "mappings and None"),
+        "neither": ("'2.weight': 3", "mappings or None"),
         "dampening": ("group 0 has dampening=0.5",),
         "some": ("group 0", "not of '0.bias', '2.weight', '2.bias'"),
         "k": ("k=2049", "320 elements", "Gradient.k.2.weight"),
