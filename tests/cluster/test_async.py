@@ -133,7 +133,7 @@ def test_it_converges_with_one_worker_ten_times_slower():
     assert all(e["distance"] < 1e-9 and e["before"] < 1e-6 for e in ends), ends
 
 
-def test_nobody_waits_for_a_worker_that_does_nothing():
+def test_no_worker_waits_for_an_idle_worker():
     with Job(
         LEAST_SQUARES
         + """
@@ -258,7 +258,7 @@ def test_half_types_add_in_float32_and_round_once_per_push(dtype):
     assert found == [[13.5, 13.5]] * 3
 
 
-def test_average_divides_what_is_pushed():
+def test_average_divides_the_push():
     found = run(
         """
         import bpsx, numpy as np
@@ -315,7 +315,7 @@ def test_a_server_that_differs_is_refused():
         )
 
 
-def test_what_makes_no_sense_is_refused_by_name():
+def test_seed_and_a_job_without_servers_are_refused_by_name():
     found = run("""
         import bpsx, numpy as np
         bpsx.init()

@@ -16,7 +16,7 @@ from support.jobs import Job, run
 
 
 @pytest.mark.parametrize("module", ["bpsx", "bpsx.torch"])
-def test_dir_shows_what_is_public(module: str) -> None:
+def test_dir_lists_the_public_names(module: str) -> None:
     loaded = importlib.import_module(module)
     public = {name for name in dir(loaded) if not name.startswith("_")}
     assert public == set(loaded.__all__) and all(hasattr(loaded, name) for name in public)
@@ -34,7 +34,7 @@ def test_python_m_bpsx_is_the_launcher() -> None:
     assert done.returncode == 0 and "--workers" in done.stdout
 
 
-def test_errors_say_in_attributes_whom_they_are_about() -> None:
+def test_errors_have_the_process_in_attributes() -> None:
     with Job("""
         import bpsx, numpy as np, os, signal
         bpsx.init()
@@ -64,7 +64,7 @@ def test_a_mismatch_says_which_tensor() -> None:
     )
 
 
-def test_texts_that_name_others_or_nobody() -> None:
+def test_error_attributes_come_from_the_text_and_are_none_without_a_process() -> None:
     lost = PeerLostError("the scheduler at 10.0.0.1:9000 is gone: its connection broke")
     assert (lost.role, lost.rank, lost.address) == ("scheduler", None, "10.0.0.1:9000")
     lost = PeerLostError("server 3 (fd00::1, pid 7) has failed")
@@ -95,7 +95,7 @@ def test_speed_asked_twice_is_the_same() -> None:
     assert later[1] == 6.0 and Speedometer().read(dict.fromkeys(counters, 0))[1] == 0.0
 
 
-def test_type_checkers_know_what_a_distributed_optimizer_has(tmp_path: Path) -> None:
+def test_type_checkers_know_the_attributes_of_a_distributed_optimizer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nimport bpsx.torch as bps\n"

@@ -128,7 +128,7 @@ def test_the_second_sigterm_ends_a_helper_at_once(role: str) -> None:
         assert struck.wait() == 1
 
 
-def test_a_scheduler_that_is_ended_while_the_job_gathers_has_refused_nobody() -> None:
+def test_a_scheduler_ended_while_the_job_gathers_does_not_report_refusals() -> None:
     with Job(
         "import bpsx\nbpsx.init()",
         workers=1,

@@ -525,7 +525,7 @@ def spread(one, *more):
 @pytest.mark.parametrize(
     ("framework", "what"), [(f, what) for f, (_, cases) in REFUSED.items() for what in cases]
 )
-def test_what_a_plugin_refuses_on_one_worker_shifts_nothing(framework, what):
+def test_an_argument_refused_on_one_worker_does_not_shift_later_calls(framework, what):
     if framework in optional.OPTIONAL and (why := optional.why_missing(framework)):
         pytest.skip(why)
     head, cases = REFUSED[framework]
@@ -551,7 +551,7 @@ report(any("has to end" in text or "no worker can continue" in text for text in 
 
 
 @pytest.mark.parametrize("how", OUT_OF_STEP)
-def test_workers_that_are_not_at_the_same_point_hear_that_the_job_has_to_end(how):
+def test_workers_out_of_step_get_an_error_that_the_job_has_to_end(how):
     with Job(
         _CAUGHT + textwrap.dedent(OUT_OF_STEP[how]) + "report('the job has to end' in told[-1])",
         env=FAST,

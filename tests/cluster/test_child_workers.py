@@ -56,7 +56,7 @@ def test_a_child_that_returns_has_left_in_good_order(tmp_path: Path, method: str
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_an_exception_in_a_child_is_told_to_all(tmp_path: Path, method: str) -> None:
+def test_an_exception_in_a_child_is_reported_to_all(tmp_path: Path, method: str) -> None:
     with job(tmp_path, method, "raise") as run:
         assert run.workers[1].wait() == 1
         assert run.scheduler is not None
@@ -73,7 +73,9 @@ def test_a_childs_own_status_is_a_good_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_that_nobody_told_of_the_failure_has_status_1(tmp_path: Path, method: str) -> None:
+def test_a_child_that_did_not_learn_of_the_failure_has_status_1(
+    tmp_path: Path, method: str
+) -> None:
     with job(tmp_path, method, "untold") as run:
         run.workers[0].wait_for_line("waiting")
         run.servers[0].signal(signal.SIGKILL)

@@ -106,7 +106,7 @@ def environment(folder: Path, device: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_worker_on_a_gpu_and_nobody_else(tmp_path: Path, device: str) -> None:
+def test_one_worker_on_a_gpu_beside_workers_on_cpus(tmp_path: Path, device: str) -> None:
     if device == "gpu" and why_no_gpu():
         pytest.skip(f"no GPU: {why_no_gpu()}")
     run(WORKER, 2, 1, env=environment(tmp_path, ""))

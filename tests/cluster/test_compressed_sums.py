@@ -294,7 +294,7 @@ def test_machines_of_two_processes_compress_the_sum_of_both(tmp_path: Path) -> N
                 assert (got[0] == want).all(), (case, step)
 
 
-def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> None:
+def test_few_bytes_are_sent(outputs: tuple[int, Path, list[list[Any]]]) -> None:
     workers, _, reports = outputs
     for (name, _, n, _, _), *sent in zip(CASES, *reports, strict=True):
         for _, nbytes in sent:
@@ -372,7 +372,7 @@ bpsx.shutdown()
 """
 
 
-def test_what_is_on_the_wire_is_counted_and_shown(tmp_path: Path) -> None:
+def test_bytes_on_the_wire_are_counted_and_reported(tmp_path: Path) -> None:
     folders = {i: {"BYTEPS_TRACE_DIR": str(tmp_path / str(i))} for i in range(2)}
     for plain, packed, stages in run(SPEED, 2, 2, worker_env=folders):
         rate, sent, received, *same = plain

@@ -133,7 +133,7 @@ def folder(first: tuple[Path, list[list[Any]]], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "early", ["", "1"], ids=["while tensors are in use", "before the first push"]
 )
-def test_a_job_goes_on_where_another_has_ended(folder: Path, early: str) -> None:
+def test_a_job_continues_from_the_state_of_an_earlier_one(folder: Path, early: str) -> None:
     part(folder, HALF, STEPS, EARLY=early)
     for name in CASES:
         assert differing(folder, name, HALF, 2) == []
@@ -147,7 +147,7 @@ def test_worker_0_speaks_for_the_servers(first: tuple[Path, list[list[Any]]]) ->
 
 
 @pytest.mark.parametrize("lost", ["all of worker 1", "the servers' part"])
-def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) -> None:
+def test_without_the_saved_state_the_results_differ(folder: Path, lost: str) -> None:
     """Without this, the test above could not fail."""
     path = folder / f"{1 if lost == 'all of worker 1' else 0}.{HALF}.pickle"
     state = pickle.loads(path.read_bytes())
@@ -176,7 +176,7 @@ def test_the_state_of_another_worker_gives_counters_only_and_all_agree(folder: P
     assert differing(folder, "without residual", HALF, 2) == [], "nothing of it belongs to a worker"
 
 
-def test_suspended_jobs_go_on_in_the_next_one(folder: Path) -> None:
+def test_compression_state_survives_suspend_and_resume(folder: Path) -> None:
     with Job(WORKER, 2, 2, env=environment(folder, 0, STEPS, EARLY="1", SUSPEND=str(HALF))) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
@@ -235,7 +235,7 @@ bpsx.shutdown()
 """
 
 
-def test_what_is_no_state_or_that_of_something_else() -> None:
+def test_invalid_or_foreign_compression_state_is_refused() -> None:
     with Job(REFUSALS, 1, 1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
         names, in_use, texts, *sums = job.results()[0]
         log = job.workers[0].text()

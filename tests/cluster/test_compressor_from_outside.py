@@ -141,7 +141,7 @@ def expected(name: str) -> list[np.ndarray]:
     return found
 
 
-def test_a_job_with_it_gives_what_its_oracle_says(outside: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_with_it_equals_its_oracle(outside: dict[str, str], tmp_path: Path) -> None:
     cases = json.dumps(CASES, default=int)
     run(
         PUSHES,
@@ -170,7 +170,7 @@ def test_a_job_with_it_gives_what_its_oracle_says(outside: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     "processes", [1, 2], ids=["two machines", "four processes of two machines"]
 )
-def test_a_server_without_it_says_so_to_all_workers_and_lives(
+def test_a_server_without_it_reports_that_to_all_workers_and_survives(
     outside: dict[str, str], processes: int
 ) -> None:
     workers = 2 * processes
@@ -194,7 +194,9 @@ def test_a_server_without_it_says_so_to_all_workers_and_lives(
         assert len(logged) == 1, "once for each key"
 
 
-def test_a_worker_without_it_is_told_what_there_is(outside: dict[str, str]) -> None:
+def test_a_worker_without_it_gets_an_error_that_lists_the_known_compressors(
+    outside: dict[str, str],
+) -> None:
     """declare() raises before anything is sent; the other worker gets the error that it left."""
     found = run(
         """
@@ -251,7 +253,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_imported_is_said_at_the_start(
+def test_a_module_that_cannot_be_imported_is_reported_at_the_start(
     outside: dict[str, str], tmp_path: Path, fault: str
 ) -> None:
     source, named = FAULTS[fault]
@@ -338,7 +340,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     yield from workers(request.param)
 
 
-def test_its_kernels_for_gpus_do_what_those_for_cpus_do(
+def test_its_gpu_kernels_equal_its_cpu_kernels(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in (("means", blocks()[0]), ("means_cuda", blocks()[2])):

@@ -49,7 +49,7 @@ def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp"])
-def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transport):
+def test_a_lane_reports_a_lost_worker_that_the_scheduler_does_not_report(transport):
     with Job(
         """
         import bpsx, numpy as np, os, socket

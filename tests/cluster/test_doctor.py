@@ -95,7 +95,7 @@ def test_doctor_names_a_scheduler_that_does_not_answer(launcher: Launcher) -> No
     )
 
 
-def test_a_push_pull_that_fails_is_told(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_failing_push_pull_is_reported(launcher: Launcher, tmp_path: Path) -> None:
     # An import of numba in the server's process gets this module instead.
     (tmp_path / "numba.py").write_text("raise ImportError('broken numba of the test')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

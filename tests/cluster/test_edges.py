@@ -16,7 +16,7 @@ from bpsx.scheduler.sockets import open_socket
 from support.jobs import Job, run
 
 
-def test_after_a_stall_error_nobody_sums_what_was_given_up():
+def test_after_a_stall_error_abandoned_pushes_are_not_summed():
     """Each worker abandons one push; the next round of either name must not contain it."""
     found = run(
         """
@@ -45,7 +45,7 @@ def test_after_a_stall_error_nobody_sums_what_was_given_up():
     assert found == [["stalled", {"left": 3.0, "right": 3.0}]] * 2
 
 
-def test_three_workers_go_on_together_after_a_mismatch():
+def test_three_workers_continue_together_after_a_mismatch():
     found = run(
         """
         import bpsx, numpy as np
@@ -161,7 +161,7 @@ def test_exit_functions_run_once_and_the_status_tells():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
+def test_a_session_that_lives_to_the_interpreters_end_ends_without_output(processes: int):
     """The session may be destroyed last, when modules have lost their names.
 
     Here a reference cycle holds it, on a module that C code keeps alive.
@@ -283,7 +283,7 @@ def test_a_name_that_cannot_be_is_refused_at_once(name):
     """) == [[True], [True]]
 
 
-def test_going_back_to_an_earlier_shape_declares_nothing_anew():
+def test_returning_to_an_earlier_shape_declares_nothing():
     assert run("""
         import bpsx, numpy as np
         from bpsx.api.verbs import session

@@ -37,7 +37,7 @@ class OddJob(Job):
 
 
 @pytest.mark.parametrize("thread", ["bpsx-control", "bpsx-lane-0", "bpsx-lane-1"])
-def test_a_server_without_a_thread_ends_and_says_why(thread: str) -> None:
+def test_a_server_that_cannot_start_a_thread_ends_with_the_reason(thread: str) -> None:
     class This(OddJob):
         refused = thread
 
@@ -89,7 +89,7 @@ except BaseException as e:
 
 
 @pytest.mark.parametrize("reason", EARLY)
-def test_a_worker_that_fails_before_the_scheduler_knows_of_it_is_heard_of(reason: str) -> None:
+def test_a_worker_that_fails_before_the_scheduler_knows_it_is_reported(reason: str) -> None:
     """The others fail long before BPSX_RENDEZVOUS_TIMEOUT, which is a minute here."""
     with Job(
         _INIT.format(early=EARLY[reason]),
@@ -111,7 +111,7 @@ def test_a_worker_that_fails_before_the_scheduler_knows_of_it_is_heard_of(reason
         assert "does not know the job secret" not in job.scheduler.text()
 
 
-def test_a_server_that_fails_before_the_scheduler_knows_of_it_is_heard_of() -> None:
+def test_a_server_that_fails_before_the_scheduler_knows_it_is_reported() -> None:
     with Job(
         "import bpsx\nbpsx.init()",
         workers=2,
@@ -152,7 +152,7 @@ def test_a_worker_that_is_started_again_after_that_is_welcome() -> None:
         assert job.workers[0].reports() == job.workers[2].reports() == [2.0]
 
 
-def test_a_worker_without_a_thread_is_heard_of() -> None:
+def test_a_worker_that_cannot_start_a_thread_is_reported() -> None:
     """The scheduler already knows the worker, and the others have begun."""
     refuse = (
         "import threading\ndef refuse(_): raise RuntimeError(\"can't start new"
@@ -169,7 +169,7 @@ def test_a_worker_without_a_thread_is_heard_of() -> None:
             assert "can't start new thread" in worker.text()
 
 
-def test_a_worker_whose_session_cannot_begin_is_heard_of() -> None:
+def test_a_worker_whose_session_cannot_begin_is_reported() -> None:
     """The worker is in the job by then; it must close all that it has opened."""
     with Job(
         """

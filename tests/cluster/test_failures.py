@@ -145,7 +145,7 @@ def test_an_exception_in_one_worker_reaches_the_others():
 
 
 @pytest.mark.parametrize("name", ["'known'", "'new'"])
-def test_a_worker_that_leaves_in_good_order_while_others_go_on(name):
+def test_a_worker_that_leaves_early_in_good_order_is_named(name):
     with Job(f"""
         import bpsx, numpy as np
         bpsx.init()
@@ -191,7 +191,7 @@ def test_a_failed_job_is_never_status_0():
         ("np.ones(4, np.float32)", "np.ones(4, np.int32)", ["float32", "int32"]),
     ],
 )
-def test_a_mismatch_names_both_and_the_job_goes_on(first, second, text):
+def test_a_mismatch_names_both_workers_and_the_job_continues(first, second, text):
     with Job(f"""
         import bpsx, numpy as np
         bpsx.init()
@@ -264,7 +264,7 @@ def test_a_slow_worker_is_reported_not_ended():
         job.results()
 
 
-def test_who_is_missing_is_named_at_the_deadline():
+def test_missing_processes_are_named_at_the_deadline():
     with Job(
         """
         import bpsx
@@ -311,7 +311,7 @@ def test_no_scheduler_at_all_is_named():
         assert "no reply from the scheduler at 127.0.0.1:" in text
 
 
-def test_two_with_the_same_id_are_told():
+def test_two_processes_with_the_same_id_are_refused():
     with Job(
         _STEPPING,
         workers=2,
@@ -334,7 +334,7 @@ def test_two_with_the_same_id_are_told():
         ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER"),
     ],
 )
-def test_workers_configured_differently_are_told(env, text):
+def test_workers_with_different_options_are_refused(env, text):
     with Job(
         _STEPPING, workers=2, worker_env={1: env}, env={"BPSX_RENDEZVOUS_TIMEOUT": "8"}
     ) as job:
@@ -343,7 +343,7 @@ def test_workers_configured_differently_are_told(env, text):
 
 
 @pytest.mark.parametrize(("workers", "servers", "processes"), [(2, 1, 1), (2, 0, 2)])
-def test_who_cannot_compile_says_why_and_the_others_who_it_was(
+def test_a_process_that_cannot_compile_gives_the_reason_and_the_others_name_it(
     workers, servers, processes, tmp_path
 ):
     """The folder for compiled kernels is a file."""
@@ -464,7 +464,7 @@ def test_ctrl_c_ends_a_wait():
         assert job.workers[0].reports()[-1] == "interrupted"
 
 
-def test_a_forked_child_is_told_and_does_no_harm():
+def test_verbs_fail_in_a_forked_child_without_harm_to_the_job():
     assert_good = """
         import bpsx, numpy as np, os
         bpsx.init()

@@ -61,7 +61,7 @@ def test_a_death_is_noticed_although_a_forked_child_lives_on():
         "bpsx.shutdown(); bpsx.shutdown(); assert not bpsx_is_up(); sys.exit(4)",
     ],
 )
-def test_however_a_forked_child_ends_the_job_goes_on(ending):
+def test_the_job_continues_however_a_forked_child_ends(ending):
     found = run(f"""
         import bpsx, numpy as np, signal
         def bpsx_is_up():
@@ -83,7 +83,7 @@ def test_however_a_forked_child_ends_the_job_goes_on(ending):
     assert found == [["done"], ["done"]]
 
 
-def test_init_in_a_forked_child_is_refused_with_a_reason_and_the_parent_goes_on():
+def test_init_in_a_forked_child_is_refused_with_a_reason_and_the_parent_continues():
     found = run("""
         import bpsx, numpy as np
         bpsx.init()
@@ -118,7 +118,7 @@ def test_a_forked_child_may_have_a_job_of_its_own():
     assert found == [[2.0], [2.0]]
 
 
-def test_a_pool_of_forked_processes_serves_while_sums_go_on():
+def test_a_pool_of_forked_processes_works_during_sums():
     found = run("""
         import multiprocessing
         import bpsx, numpy as np
@@ -138,7 +138,7 @@ def test_a_pool_of_forked_processes_serves_while_sums_go_on():
     assert found == [["done"], ["done"]]
 
 
-def test_a_forked_process_is_told_why_the_verbs_fail():
+def test_the_verbs_fail_in_a_forked_process_with_the_reason():
     found = run("""
         import multiprocessing
         import bpsx, numpy as np

@@ -121,7 +121,7 @@ def test_the_first_step_compares(
         assert said in found and "DistributedOptimizer: 2 variables" in found
 
 
-def test_what_cannot_be_sent_is_refused_and_unnamed_calls_match(outside: dict[str, str]) -> None:
+def test_unsupported_tensors_are_refused_and_unnamed_calls_match(outside: dict[str, str]) -> None:
     source = """
     import numpy as np, bpsx_toy as bps
     bps.init()

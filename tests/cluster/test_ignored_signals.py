@@ -32,19 +32,19 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def test_processes_of_the_tests_ignore_nothing() -> None:
+def test_processes_of_the_tests_ignore_no_signal() -> None:
     done = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)
     assert done.stdout == "[False, False, False]\n"
 
 
-def test_pytest_hears_ctrl_c() -> None:
+def test_pytest_receives_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
 
 
 @pytest.mark.parametrize(
-    "test", ["test_processes_of_the_tests_ignore_nothing", "test_pytest_hears_ctrl_c"]
+    "test", ["test_processes_of_the_tests_ignore_no_signal", "test_pytest_receives_ctrl_c"]
 )
 def test_a_pytest_started_with_ignored_signals_passes_the_tests_above(test: str) -> None:
     done = subprocess.run(
@@ -68,7 +68,7 @@ class Background(Job):
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
-def test_helpers_go_on_when_they_are_to_ignore_ctrl_c(role: str) -> None:
+def test_helpers_continue_when_ctrl_c_is_ignored(role: str) -> None:
     source = """
         import numpy as np
         import bpsx

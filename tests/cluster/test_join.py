@@ -73,7 +73,7 @@ def test_uneven_steps_again_and_again(env):
     assert len({str(w[0][1]) for w in found}) == 1 and {0, 1, 2, 3} >= set(found[0][0][1])
 
 
-def test_the_last_to_join_is_told_to_all_and_work_under_way_ends_first():
+def test_join_returns_the_last_rank_on_all_workers_after_exchanges_under_way():
     with Job(
         """
         import bpsx, numpy as np
@@ -103,7 +103,7 @@ def test_the_last_to_join_is_told_to_all_and_work_under_way_ends_first():
         assert [w[1] for w in job.results()] in ([[r, True, True]] * 3 for r in range(3))
 
 
-def test_the_rest_meet_at_barriers_and_broadcast_and_hear_of_a_joined_root():
+def test_the_remaining_workers_use_barriers_and_broadcasts_but_a_joined_root_is_an_error():
     found = run(
         """
         import bpsx, numpy as np
@@ -134,7 +134,7 @@ def test_the_rest_meet_at_barriers_and_broadcast_and_hear_of_a_joined_root():
         )
 
 
-def test_who_has_joined_cannot_push_until_all_have():
+def test_a_joined_worker_cannot_push_until_all_have_joined():
     with Job("""
         import bpsx, numpy as np, threading
         bpsx.init()
@@ -244,7 +244,7 @@ def test_leaving_without_joining_ends_the_others_join():
         )
 
 
-def test_ctrl_c_ends_a_join_and_the_job_hears_why():
+def test_ctrl_c_ends_a_join_and_the_job_gets_the_reason():
     with Job("""
         import bpsx, numpy as np
         bpsx.init()
@@ -301,7 +301,7 @@ def test_a_single_worker_and_an_asynchronous_job():
 
 
 @pytest.mark.parametrize("processes, servers", [(1, 1), (3, 0)])
-def test_what_the_others_have_given_up_is_given_up_by_who_has_joined_too(processes, servers):
+def test_a_joined_worker_also_drops_a_declaration_that_the_others_have_dropped(processes, servers):
     """Otherwise the joined worker would later push with the old declaration, and the others with
     the new one.
 

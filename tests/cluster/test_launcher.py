@@ -69,7 +69,7 @@ def test_the_environment_of_each_role(launcher: Launcher) -> None:
     )
 
 
-def test_a_single_worker_needs_nobody(launcher: Launcher) -> None:
+def test_a_single_worker_needs_no_other_process(launcher: Launcher) -> None:
     job = launcher.job(
         python("import os; print(os.environ['BYTEPS_FORCE_DISTRIBUTED'])"),
         workers=1,
@@ -272,7 +272,7 @@ def test_and_sigkill_if_they_are_deaf(launcher: Launcher) -> None:
     )
 
 
-def test_who_ends_within_the_grace_is_left_alone(launcher: Launcher) -> None:
+def test_a_process_that_ends_within_the_grace_time_is_not_killed(launcher: Launcher) -> None:
     # Worker 0 notices the end of the job by the hub's end, which worker 1's failure causes.
     hub = HUB.replace(
         "for link in workers: link.recv(1)",
@@ -413,7 +413,7 @@ def test_a_batch_systems_warning_ends_no_helper(launcher: Launcher, number: sign
     assert finish(job) == (0, ["[worker 0] warned"], [])
 
 
-def test_a_signal_reaches_what_the_children_started(launcher: Launcher) -> None:
+def test_a_signal_reaches_the_processes_that_children_started(launcher: Launcher) -> None:
     worker = (
         "import subprocess\nsubprocess.call([sys.executable, '-c', 'import os, signal\\n' + %r])"
         % (TELL + FOR_EVER)
@@ -437,7 +437,7 @@ def test_the_second_ctrl_c_kills(launcher: Launcher) -> None:
     assert "worker 0 was killed by SIGKILL" in err[-1]
 
 
-def test_who_does_not_heed_the_signal_is_ended(launcher: Launcher) -> None:
+def test_a_process_that_ignores_the_signal_is_killed(launcher: Launcher) -> None:
     job = launcher.job(DEAF + FOR_EVER, workers=1, grace=0.1)
     wait_for(job, "[worker 0] ready")
     job.send_signal(signal.SIGINT)
@@ -504,7 +504,7 @@ def test_children_that_end_while_another_is_read_are_seen(launcher: Launcher) ->
     assert finish(job) == (0, [], [])
 
 
-def test_what_children_leave_behind_is_ended(launcher: Launcher) -> None:
+def test_processes_that_children_leave_behind_are_ended(launcher: Launcher) -> None:
     stray = (
         "import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('stray',"
         " flush=True); signal.pause()"

@@ -284,7 +284,7 @@ def test_a_worker_that_ends_well_without_joining_is_named_first(launcher: Launch
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
     ],
 )
-def test_the_last_line_begins_with_who_failed_the_job(
+def test_the_last_line_begins_with_the_process_that_failed_the_job(
     launcher: Launcher, end: str, status: int, story: str
 ) -> None:
     script = (

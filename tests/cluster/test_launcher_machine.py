@@ -209,7 +209,7 @@ def test_a_machine_on_its_own_brings_a_scheduler(launcher: Launcher) -> None:
     assert finish(job) == (0, [f"[worker 0.{i}] 0 127.0.0.1 127.0.0.1 True" for i in (0, 1)], [])
 
 
-def test_who_has_servers_gets_no_scheduler(launcher: Launcher) -> None:
+def test_a_machine_with_servers_starts_no_scheduler(launcher: Launcher) -> None:
     job = launcher.start(
         words(*python("import os; print(os.environ['DMLC_PS_ROOT_PORT'])")),
         {**ALONE, "NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_FORCE_DISTRIBUTED": "1"},
@@ -239,9 +239,7 @@ def test_a_machine_on_its_own_sums_without_servers_and_scheduler_of_the_users(
     assert finish(job) == (0, ["[worker 0.0] 3.0", "[worker 0.1] 3.0"], [])
 
 
-def test_a_command_that_does_not_use_bpsx_is_no_failure_on_a_machine_on_its_own(
-    launcher: Launcher,
-) -> None:
+def test_a_command_without_bpsx_succeeds_on_a_single_machine(launcher: Launcher) -> None:
     job = launcher.start(words(*python(SHOW)), {**ALONE, "NVIDIA_VISIBLE_DEVICES": "0,1"})
     assert finish(job)[:2] == (0, ["[worker 0.0] 0 2", "[worker 0.1] 1 2"])
     failing = launcher.start(
@@ -325,7 +323,7 @@ def test_processes_are_bound_to_different_cores(launcher: Launcher) -> None:
 
 
 @two_cores
-def test_processes_are_bound_as_told(launcher: Launcher) -> None:
+def test_processes_are_bound_to_the_configured_cores(launcher: Launcher) -> None:
     low, high, *_ = sorted(OURS)
     lists = {"NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_VISIBLE_CPU_CORES": f"{high}:{low},{high}"}
     assert affinity(launcher, lists) == [{high}, {low, high}]
@@ -341,12 +339,12 @@ def test_processes_are_bound_as_told(launcher: Launcher) -> None:
     ) == [{high}]
 
 
-def test_a_single_process_keeps_what_we_have(launcher: Launcher) -> None:
+def test_a_single_process_keeps_the_launchers_affinity(launcher: Launcher) -> None:
     assert affinity(launcher, {}) == [OURS]
 
 
 @two_cores
-def test_who_runs_where_is_said_to_those_who_ask(launcher: Launcher) -> None:
+def test_the_log_says_at_level_info_which_cores_a_process_has(launcher: Launcher) -> None:
     low, high, *_ = sorted(OURS)
     job = launcher.start(
         words(*python("pass")),

@@ -225,7 +225,7 @@ def test_another_operation_on_one_machine_is_an_error_on_all():
 
 @SHAPES
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, leaver):
+def test_a_process_that_leaves_in_good_order_is_named_to_waiting_ones(workers, servers, leaver):
     source = f"""
         import bpsx, numpy as np, sys
         bpsx.init()
@@ -257,7 +257,7 @@ def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, l
 
 
 @pytest.mark.parametrize("workers, servers", [(3, 0), (6, 1)])
-def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root(workers, servers):
+def test_a_round_begun_after_a_neighbour_has_left_fails_though_the_root_is_idle(workers, servers):
     source = """
         import bpsx, numpy as np, sys
         bpsx.init()
@@ -517,7 +517,7 @@ def test_uneven_numbers_of_steps_with_join(workers, processes, servers):
 
 
 @pytest.mark.parametrize("absent", [0, 1, 3])
-def test_a_broadcast_from_who_has_joined_is_an_error_on_all(absent):
+def test_a_broadcast_from_a_joined_worker_is_an_error_on_all(absent):
     found = run(
         f"""
         import bpsx, numpy as np

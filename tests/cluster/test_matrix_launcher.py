@@ -111,7 +111,7 @@ def test_one_that_is_stopped_for_good_is_ended_too(tmp_path, role):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stage", ["init", "pull", "idle"])
-def test_a_launcher_that_is_told_to_stop_leaves_nothing(tmp_path, stage, number):
+def test_a_stopped_launcher_leaves_nothing(tmp_path, stage, number):
     with launching(tmp_path) as launcher:
         process = begin(launcher, tmp_path, stage, "--grace", "2")
         process.send_signal(number)

@@ -20,7 +20,7 @@ def left(folder: Path, name: str, age: float) -> tuple[Path, socket.socket]:
     return path, made
 
 
-def test_only_what_nobody_listens_on_is_removed() -> None:
+def test_only_sockets_without_a_listener_are_removed() -> None:
     source = "import bpsx\nhear()\nbpsx.init()\nreport(bpsx.local_size())"
     with Job(source, workers=2, servers=0, processes=2) as job:
         folder = Path(job._folder.name) / f"bpsx-{os.getuid()}"

@@ -97,7 +97,7 @@ def test_over_a_slow_link_the_urgent_overtakes():
         assert job.results() == [[True], [True]]
 
 
-def test_what_stays_in_the_machine_goes_in_its_turn(tmp_path):
+def test_pushes_within_the_machine_wait_for_more_urgent_ones(tmp_path):
     env = {
         "BYTEPS_PARTITION_BYTES": "131072",
         "BYTEPS_FORCE_DISTRIBUTED": "1",

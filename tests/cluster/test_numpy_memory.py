@@ -165,7 +165,7 @@ CASES = st.fixed_dictionaries(
     st.sampled_from([4096, 4_096_000]),
     st.sampled_from([1, 2]),
 )
-def test_any_memory_gives_what_numpy_gives(
+def test_sums_equal_numpys_for_any_memory_layout(
     cases: list[dict[str, Any]], partition_bytes: int, processes: int
 ) -> None:
     assert (
@@ -182,7 +182,7 @@ def test_any_memory_gives_what_numpy_gives(
     )
 
 
-def test_what_the_report_of_users_had() -> None:
+def test_byte_orders_may_differ_between_workers_and_within_structures() -> None:
     """Big-endian arrays with and without a name, another byte order on the other worker, and byte
     orders within structures.
     """
@@ -263,7 +263,7 @@ def test_seeds_of_asynchronous_training() -> None:
     )
 
 
-def test_what_cannot_be_is_an_error_that_names_it() -> None:
+def test_impossible_arrays_raise_an_error_that_names_them() -> None:
     ((told,),) = run(
         """
         import bpsx, numpy as np

@@ -319,7 +319,7 @@ def test_a_running_job_is_recorded_from_outside(tmp_path):
 # ---- records of local jobs
 
 
-def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path):
+def test_a_local_job_is_found_and_its_record_is_removed_at_its_end(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import sys, os, time\ndef report(x): print(x, flush=True)\n"
@@ -386,7 +386,7 @@ input()
 """
 
 
-def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_path, monkeypatch):
+def test_a_record_ends_with_its_launcher_and_several_jobs_are_distinguished(tmp_path, monkeypatch):
     from bpsx.errors import ConfigError
     from bpsx.launch.job_view import find
 

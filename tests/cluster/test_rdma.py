@@ -118,7 +118,7 @@ def rounds(name, compression=None):
 
 
 @with_rdma
-def test_sums_in_memory_of_a_machines_processes_are_copied_by_nobody() -> None:
+def test_sums_in_memory_shared_by_a_machines_processes_are_not_copied() -> None:
     """The sums equal those over TCP bit for bit.
 
     Two processes of a machine sum in their shared memory, and the second communicates for both.
@@ -132,9 +132,7 @@ def test_sums_in_memory_of_a_machines_processes_are_copied_by_nobody() -> None:
 
 
 @with_rdma
-def test_compressed_bytes_are_copied_only_where_memory_cannot_be_registered_and_that_is_said() -> (
-    None
-):
+def test_compressed_bytes_are_copied_only_if_memory_cannot_be_registered_with_a_warning() -> None:
     source = (
         COPIES
         + """
@@ -200,7 +198,7 @@ def test_forked_children_leave_the_adapter_alone() -> None:
 
 
 @with_rdma
-def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
+def test_too_small_a_limit_of_locked_memory_is_reported_with_the_limit() -> None:
     """A worker reports it. The user must not have the right to lock more, which root has."""
     source = """
         import bpsx, resource
@@ -275,7 +273,7 @@ def _alone(**more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not WHY_NOT, reason="there is RDMA here")
-def test_without_an_adapter_that_is_said() -> None:
+def test_a_missing_adapter_is_reported() -> None:
     done = _alone()
     assert done.returncode == 1 and re.search(
         "this machine has no RDMA adapter|bpsx was built without RDMA", done.stderr
@@ -314,7 +312,7 @@ sys.meta_path.insert(0, Finder())
     ],
     ids=["without headers", "without the library"],
 )
-def test_where_bpsx_cannot_have_rdma_it_says_what_to_install(
+def test_without_libibverbs_the_error_says_what_to_install(
     error: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_ABSENT.replace("ERROR", error))

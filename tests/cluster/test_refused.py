@@ -50,7 +50,7 @@ def start_worker_1(job: Job, **env: str) -> None:
     ],
 )
 @pytest.mark.parametrize("secret", [SECRET, ""])
-def test_who_waits_hears_who_was_refused_and_why(env, why, secret):
+def test_waiting_processes_report_who_was_refused_and_why(env, why, secret):
     with gathering(BPSX_SECRET=secret) as job:
         begun = time.monotonic()
         start_worker_1(job, **env)
@@ -81,7 +81,7 @@ def test_a_server_that_was_refused_is_named_too():
         )
 
 
-def test_who_comes_again_with_the_right_options_is_let_in():
+def test_a_refused_process_may_return_with_the_right_options():
     with gathering(BPSX_GATHER_GRACE="60") as job:
         start_worker_1(job, BPSX_ENCRYPT="1")
         refused = job.workers.pop()
@@ -91,7 +91,7 @@ def test_who_comes_again_with_the_right_options_is_let_in():
         refused.end()
 
 
-def test_a_stranger_ends_nothing():
+def test_a_stranger_cannot_end_the_job():
     """The grace time is over long before the right worker arrives.
 
     A process that has not proven the secret does not count as lost.
@@ -105,7 +105,7 @@ def test_a_stranger_ends_nothing():
         stranger.end()
 
 
-def test_strangers_are_told_of_to_those_who_wait_in_vain():
+def test_waiting_processes_report_refused_strangers():
     with gathering(BPSX_RENDEZVOUS_TIMEOUT="8") as job:
         start_worker_1(job, BPSX_SECRET="another secret, long enough")
         assert job.workers[1].wait() == 1 and job.workers[0].wait() == 1

@@ -47,7 +47,7 @@ def test_a_job_with_a_secret_sums(encrypt):
 
 
 @pytest.mark.parametrize("theirs", ["another secret, long enough", ""])
-def test_another_secret_is_told_soon_and_never_shown(theirs):
+def test_a_different_secret_is_reported_soon_and_never_shown(theirs):
     with Job(_SUM, env={"BPSX_SECRET": SECRET}, worker_env={1: {"BPSX_SECRET": theirs}}) as job:
         begun = time.monotonic()
         assert job.workers[1].wait(30) == 1
@@ -66,7 +66,7 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
 
 
 @pytest.mark.parametrize("theirs", [{"BPSX_SECRET": "another secret, long enough"}, {}])
-def test_who_looks_on_without_the_secret_is_told_so(theirs):
+def test_an_observer_without_the_secret_gets_an_error(theirs):
     with Job(_UNTIL_TOLD, env={"BPSX_SECRET": SECRET}) as job:
         job.workers[0].wait_for_line("running")
         env = {k: v for k, v in job._env.items() if k != "BPSX_SECRET"} | theirs
@@ -86,7 +86,7 @@ def test_who_looks_on_without_the_secret_is_told_so(theirs):
         job.results()
 
 
-def test_encryption_on_one_side_only_is_told():
+def test_encryption_on_one_side_only_is_refused():
     with Job(_SUM, env={"BPSX_SECRET": SECRET}, worker_env={1: {"BPSX_ENCRYPT": "1"}}) as job:
         assert job.workers[1].wait(60) == 1
         # The worker is refused, or, if it came first, learns that the others were.
@@ -105,7 +105,7 @@ def _other_address() -> str:
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
-def test_beyond_loopback_without_a_secret_nobody_starts(role):
+def test_beyond_loopback_no_process_starts_without_a_secret(role):
     where = (
         {"DMLC_PS_ROOT_URI": _other_address()}
         if role != "server"

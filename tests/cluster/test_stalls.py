@@ -15,7 +15,7 @@ from support.jobs import Job, run
 FAST = {"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "0.5"}
 
 
-def test_what_is_under_way_and_not_waited_for_is_no_stall():
+def test_an_exchange_that_no_thread_waits_for_is_no_stall():
     """Worker 0 starts a push_pull and does other work for longer than the stall limit.
 
     Also from a background thread.

@@ -25,7 +25,7 @@ from support.jobs import Job
 _KEY = b"a secret for these tests"
 
 
-def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
+def test_an_occupied_name_that_accepts_no_connection_does_not_delay_a_worker(caplog):
     address = f"127.0.0.1:{os.getpid()}-held"
     with socket.socket(socket.AF_UNIX) as squatter, contextlib.ExitStack() as stack:
         squatter.bind(f"\0bpsx-lane {address}")

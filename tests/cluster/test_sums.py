@@ -218,7 +218,7 @@ def test_numpy_verbs():
     """) == [["good"], ["good"]]
 
 
-def test_one_worker_needs_nobody():
+def test_one_worker_needs_no_other_process():
     code = """
 import bpsx, numpy as np
 bpsx.init()

@@ -116,7 +116,7 @@ def test_a_few_more_descriptors_are_enough() -> None:
 
 
 @pytest.mark.parametrize("variable", ["BPSX_SECRET", "DMLC_PS_ROOT_URI", "DMLC_INTERFACE"])
-def test_what_is_no_text(variable: str) -> None:
+def test_bytes_that_are_not_utf8_are_refused(variable: str) -> None:
     value = os.fsdecode(b"secret-\xff\xfe-of-more-than-16-bytes")
     with pytest.raises(ConfigError, match=f"^{variable}: not valid UTF-8$") as told:
         Config({variable: value})

@@ -66,7 +66,7 @@ def test_a_job_grows_and_its_workers_change_ranks(early):
     assert found[2] == [[0, 3], 6.0]
 
 
-def test_a_job_shrinks_to_one_that_needs_nobody():
+def test_a_job_shrinks_to_a_single_worker():
     with Job("""
         import bpsx, numpy as np
 
@@ -83,7 +83,7 @@ def test_a_job_shrinks_to_one_that_needs_nobody():
         assert job.results()[1] == [[0, 1, 1.0]]
 
 
-def test_what_fits_nothing_is_refused_by_name():
+def test_wrong_arguments_of_resume_are_refused_by_name():
     found = run(
         """
         import bpsx
@@ -121,7 +121,7 @@ def test_what_fits_nothing_is_refused_by_name():
     assert len(rest) == len(named) and all(part in text for part, text in zip(named, rest))
 
 
-def test_resume_says_who_is_missing():
+def test_resume_names_missing_processes():
     with Job(
         """
         import bpsx

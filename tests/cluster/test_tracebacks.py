@@ -113,7 +113,7 @@ def test_ctrl_c_shows_where_each_script_was(framework, tmp_path):
     assert len(lines) <= 22, "\n".join(lines)
 
 
-def test_all_frames_are_there_for_who_asks(tmp_path):
+def test_full_tracebacks_show_all_frames(tmp_path):
     _, lines = interrupted(VERBS["torch"], tmp_path, BPSX_FULL_TRACEBACKS="1")
     assert sum(bool(_PACKAGE.search(line)) for line in lines) > 3
 
@@ -170,7 +170,7 @@ def test_frames_of_the_users_below_bpsx_stay():
 
 
 @pytest.mark.parametrize("framework", VERBS)
-def test_what_is_refused_shows_the_call(framework, tmp_path):
+def test_a_refused_argument_shows_the_call(framework, tmp_path):
     needs(framework)
     head, _, refused = VERBS[framework]
     source = f"    {head}\n    bps.init()\n    def call():\n        {refused}\n    call()\n"

@@ -324,7 +324,7 @@ bpsx.shutdown()
         assert {e["args"]["step"] for e in load(Path(reports[2]))} == {5}
 
 
-def test_where_a_timeline_cannot_be_written_the_log_says_so_and_the_job_goes_on(tmp_path):
+def test_a_timeline_that_cannot_be_written_is_logged_and_the_job_continues(tmp_path):
     (tmp_path / "file").write_text("")
     with Job(
         STEPS + "step()\nbpsx.trace_start()\nstep()\nreport(bpsx.trace_stop())\nbpsx.shutdown()\n",

@@ -68,7 +68,7 @@ def nobody() -> Any:
     ],
 )
 @pytest.mark.parametrize("role", ["worker", "server"])
-def test_a_scheduler_that_does_not_answer_is_told_apart(role, what, said):
+def test_a_scheduler_that_does_not_reply_has_a_message_of_its_own(role, what, said):
     command = {"worker": ["-c", "import bpsx; bpsx.init()"], "server": ["-m", "bpsx.server"]}[role]
     with what() as port:
         done = subprocess.run(
@@ -85,7 +85,7 @@ def test_a_scheduler_that_does_not_answer_is_told_apart(role, what, said):
     ), done.stderr
 
 
-def test_a_role_started_by_hand_says_what_it_is_and_for_whom_it_waits():
+def test_a_role_started_by_hand_says_what_it_is_and_what_it_waits_for():
     with nobody() as port:
         pass
     roles = [

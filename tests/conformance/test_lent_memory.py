@@ -24,7 +24,7 @@ def rdma_planes(rdma):
     return worker, lane, w, s
 
 
-def test_over_rdma_what_has_been_lent_is_copied_by_nobody(rdma):
+def test_over_rdma_lent_memory_is_not_copied(rdma):
     """The push is sent from lent memory and the reply is written there; other memory is copied."""
     worker, lane, w, s = rdma_planes(rdma)
     memory, other = C.create_string_buffer(1 << 20), C.create_string_buffer(1 << 20)
@@ -56,7 +56,7 @@ def test_over_rdma_what_has_been_lent_is_copied_by_nobody(rdma):
     s.release(m)
 
 
-def test_over_rdma_nobody_writes_where_nothing_was_lent(rdma):
+def test_over_rdma_a_write_outside_lent_memory_fails(rdma):
     worker, _, w, s = rdma_planes(rdma)
     landing = w.lend(C.create_string_buffer(1 << 20))
     w.send(0, b"h" * 64, bytes(1 << 20), landing=landing)

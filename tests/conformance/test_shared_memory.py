@@ -119,7 +119,7 @@ def test_messages_go_through_memory(make: Any) -> None:
     assert there.lane.neighbours == 2 and all(w.neighbours == 1 for w in there.workers.values())
 
 
-def test_an_answer_that_lies_in_what_was_pushed_is_not_copied(make: Any) -> None:
+def test_a_reply_in_the_memory_of_the_push_is_not_copied(make: Any) -> None:
     """Two workers read the same bytes, also bytes that are written after the reply was sent. The
     lane gets its memory back when both have released it.
     """
@@ -149,7 +149,7 @@ def test_memory_that_was_given_back_is_used_again(make: Any) -> None:
     assert len(places) == 1
 
 
-def test_a_worker_that_leaves_gives_back_what_it_was_told_of(make: Any) -> None:
+def test_a_leaving_worker_returns_its_blocks(make: Any) -> None:
     there = make(3)
     done: list[int] = []
     call = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)(lambda data, hint: done.append(hint))
@@ -183,7 +183,7 @@ def test_a_lane_may_hold_more_than_there_are_tokens(make: Any) -> None:
     assert there.s.receive() == (3, b"on", b"and on")
 
 
-def test_what_finds_no_token_goes_through_the_network(make: Any) -> None:
+def test_messages_without_a_free_token_go_through_the_network(make: Any) -> None:
     there = make(3)
     for i in range(_TOKENS + 100):
         assert there.w[3].send(0, i.to_bytes(4, "little")) == 0
@@ -195,7 +195,7 @@ def test_what_finds_no_token_goes_through_the_network(make: Any) -> None:
     assert got == {i.to_bytes(4, "little") for i in range(_TOKENS + 100)}
 
 
-def test_what_is_too_large_goes_through_the_network(make: Any) -> None:
+def test_too_large_messages_go_through_the_network(make: Any) -> None:
     there = make(3)
     there.w[3].other, there.s.other = there.s, there.w[3]
     body = bytes((1 << 28) + 1)
@@ -270,7 +270,7 @@ def test_without_a_slot_a_worker_comes_through_the_network(make: Any) -> None:
     assert there.lane.neighbours == 1 and there.workers[5].neighbours == 0
 
 
-def test_what_a_forked_child_closes_is_its_own(make: Any) -> None:
+def test_a_forked_child_closes_only_its_own_copies(make: Any) -> None:
     there = make(3)
     pid = os.fork()
     if pid == 0:

@@ -167,7 +167,7 @@ def test_every_done_callback_runs_once(pair):
     assert sorted(w.done) == sorted([*range(1, 21), *range(1001, 1021)])
 
 
-def test_close_runs_the_done_callbacks_of_what_was_never_sent(pair):
+def test_close_runs_the_done_callbacks_of_unsent_messages(pair):
     w, s, worker, lane = pair
     for token in range(1, 11):
         w.send(0, b"h", bytes(4_000_000), token)
@@ -300,7 +300,7 @@ def other():
     yield from made_by(other_endpoint)
 
 
-def test_a_stranger_is_not_heard(zeromq):
+def test_messages_of_a_stranger_are_dropped(zeromq):
     """A lane rejects a peer of another job or secret, a second peer of a rank, and a peer without a
     token. It drops and counts nonsense from a peer with a token, and serves the right peer.
     """
@@ -341,7 +341,7 @@ def test_a_stranger_is_not_heard(zeromq):
     context.destroy(0)
 
 
-def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
+def test_messages_of_a_stranger_are_dropped_on_plain_sockets(tcp):
     """As above, but a peer with a token that sends nonsense loses its connection."""
     lane, friend = tcp(most_bytes=1000), tcp()
     lane.join(77, 0)
@@ -480,7 +480,7 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     lanes[2].close()
 
 
-def test_an_address_that_nobody_has_and_one_of_another_job_are_named():
+def test_an_unreachable_address_and_one_of_another_job_are_named():
     lane, worker = LoopbackEndpoint(), LoopbackEndpoint()
     lane.join(7, 0)
     worker.join(8, 0)

@@ -208,7 +208,7 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
     h_good.wait(60)
 
 
-def test_close_ends_what_is_under_way(rig):
+def test_close_ends_exchanges_under_way(rig):
     r = rig()
     handle = push_pull(r.core, r.tensor("x", 16), array(16), array(16))
     r.core.close()
@@ -236,7 +236,7 @@ def test_wait_times_out_and_can_be_repeated(rig):
     handle.wait(60)
 
 
-def test_nobody_waits_and_it_still_comes_home(rig):
+def test_a_result_arrives_while_no_thread_waits(rig):
     r = rig()
     out = array(16, 0.0)
     handle = push_pull(r.core, r.tensor("x", 16), array(16), out)
@@ -315,7 +315,7 @@ def test_wrong_sizes_are_refused(rig, source, target):
         push_pull(r.core, r.tensor("x", 16), array(source), array(target))
 
 
-def test_waiting_names_what_is_old(rig):
+def test_waiting_lists_old_exchanges(rig):
     r = rig()
     handle = push_pull(r.core, r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
@@ -332,7 +332,7 @@ def test_waiting_names_what_is_old(rig):
 
 
 @pytest.mark.parametrize("size", [16, BIG])
-def test_who_cannot_be_reached_makes_all_wait_for_the_word_of_who_is_gone(rig, size):
+def test_after_a_lane_is_unreachable_handles_wait_until_the_lost_process_is_known(rig, size):
     """While a lane is unreachable, no handle ends before the core is told which process is gone.
 
     The transport reports broken connections to another part. Until its report arrives, the core

@@ -133,7 +133,7 @@ def test_a_push_that_is_repeated_changes_nothing(listened) -> None:
     assert sorted(answered(r, heard)) == [(0, 0x1000), (1, 0x3000)]
 
 
-def test_what_a_lane_keeps_is_not_answered_to_where_a_push_was(listened) -> None:
+def test_a_reply_with_compression_state_has_no_landing(listened) -> None:
     """A reply with a lane's compression state has no landing.
 
     The memory of the earlier push may have been reused.
@@ -174,7 +174,7 @@ def test_a_users_tensor_is_not_lent(worker) -> None:
     assert heard.lent == [] and heard.sent == [(0, w.PUSH, 0, 0)] * 2
 
 
-def test_what_compression_makes_is_lent_and_answers_are_wanted_there(worker) -> None:
+def test_compressed_output_is_lent_and_receives_replies(worker) -> None:
     r, heard = worker
     n, given = 40_000, compression({"compressor": "half"})
     r.core.open_pool(1)

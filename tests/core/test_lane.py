@@ -249,7 +249,7 @@ def test_a_repeated_push_is_counted_not_summed(rig):
         {"length": 8, "body": bytes(8)},
     ],
 )
-def test_a_push_that_fits_nothing_is_refused_and_the_round_goes_on(rig, change):
+def test_an_invalid_push_is_refused_and_the_round_continues(rig, change):
     r = rig(2)
     r.register(0, 4)
     one = np.float32([1]).tobytes()
@@ -330,7 +330,7 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
         )
 
 
-def test_rounds_that_lack_a_worker_who_left_fail(rig):
+def test_rounds_that_lack_a_departed_worker_fail(rig):
     r = rig(3)
     r.register(0, 4)
     r.register(1, 4)

@@ -102,9 +102,7 @@ def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_does_not_decode_fails_the_round_by_name_and_the_next_one_is_right(
-    rig, name: str
-) -> None:
+def test_undecodable_data_fails_the_round_by_name_and_the_next_one_is_right(rig, name: str) -> None:
     params, wire = CODECS[name]
     r = rig()
     register(r, 0, params)
@@ -198,7 +196,7 @@ def test_the_learning_rate_must_be_one(rig) -> None:
     assert_round_is_right(r, 0, np.float64(0.5).tobytes() + wire, 1)
 
 
-def test_what_is_not_announced_is_refused(rig) -> None:
+def test_unannounced_data_is_refused(rig) -> None:
     """Pushes that do not match the registration are refused.
 
     Cases: a plain push for a compressed key, a compressed push for a plain key, an unknown

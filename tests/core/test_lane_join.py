@@ -18,7 +18,7 @@ ONE = np.float32([1]).tobytes()
     ("workers", "joined"), [(2, [0]), (2, [1]), (3, [1]), (3, [0, 2]), (5, [0, 3]), (5, [4])]
 )
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES])
-def test_who_has_joined_counts_as_zeros_in_sums_and_averages(
+def test_a_joined_worker_counts_as_zeros_in_sums_and_averages(
     rig, dtype, workers, joined, fixed_order
 ):
     r = rig(workers, fixed_order=fixed_order)
@@ -68,7 +68,7 @@ def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, sche
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
-def test_rounds_are_counted_per_worker_and_go_on_after_all_have_joined(rig, fixed_order):
+def test_rounds_are_counted_per_worker_and_continue_after_all_have_joined(rig, fixed_order):
     r = rig(3, fixed_order=fixed_order)
     r.register(0, 4)
     r.lane.joined(1)
@@ -136,7 +136,7 @@ def test_different_operations_fail_at_the_end_of_a_round_that_lacks_the_joined(r
     assert r.take(1)[0].body == r.take(2)[0].body == np.float32([2]).tobytes()
 
 
-def test_who_has_joined_and_then_left_has_left(rig):
+def test_a_worker_that_left_after_joining_counts_as_left(rig):
     r = rig(2)
     r.register(0, 4)
     r.lane.joined(1)
@@ -148,7 +148,7 @@ def test_who_has_joined_and_then_left_has_left(rig):
     assert (e.kind, e.divisor, e.slot) == (w.ERROR, 3, 1)
 
 
-def test_what_was_held_is_let_go_when_a_round_is_abandoned(rig):
+def test_held_pushes_are_freed_when_a_round_is_abandoned(rig):
     r: Rig = rig(3, fixed_order=True)
     r.register(0, BIG)
     r.push(2, 0, bytes(BIG))  # held back: it is rank 0's turn

@@ -194,7 +194,7 @@ def test_a_share_may_come_before_the_root_knows_the_tensor(make):
     assert (first.wait(60) == 2).all() and (second.wait(60) == 2).all()
 
 
-def test_who_has_left_is_named_whichever_side_it_was(make):
+def test_a_departed_process_is_named_whether_root_or_not(make):
     for leaver in (0, 1):
         ours = make()
         stays = 1 - leaver
@@ -323,7 +323,7 @@ def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
             handle.wait(60)
 
 
-def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
+def test_a_round_that_lacks_a_neighbour_fails_at_once(make):
     """A round that lacks a local process fails at once.
 
     Cases: a round that begins later, and one that was posted to an idle root.

@@ -28,7 +28,7 @@ def test_most_urgent_first_then_oldest(rig):
         h.wait(60)
 
 
-def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
+def test_credit_bounds_the_bytes_handed_over_and_returns_without_replies(rig):
     r = rig(credit=2 * BIG, hold_done=True)
     tensors = [r.tensor(f"c{i}", BIG) for i in range(5)]
     handles = [push_pull(r.core, t, array(BIG), array(BIG)) for t in tensors]
@@ -45,7 +45,7 @@ def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
         h.wait(60)
 
 
-def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
+def test_lanes_of_a_server_share_the_limit_of_its_link(rig):
     # Lanes 0 and 2 belong to the first server.
     r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles, pushes = [], []
@@ -107,7 +107,7 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
         h.wait(60)
 
 
-def test_what_stays_in_the_machine_goes_in_its_turn(rig):
+def test_pushes_within_the_machine_wait_for_more_urgent_ones(rig):
     # Room for one partition at the first server, and for seven at the server on the same machine.
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})
     order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]  # (lane, priority)
@@ -163,7 +163,7 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
         h.wait(60)
 
 
-def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
+def test_a_small_partition_does_not_pass_a_large_urgent_one_on_another_lane_of_the_server(rig):
     r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles = [push_pull(r.core, r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = [(0, r.pushes(1)[0])]

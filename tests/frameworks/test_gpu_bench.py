@@ -60,7 +60,7 @@ def test_one_machine_and_two_imitated_ones() -> None:
     ]
 
 
-def test_links_are_as_slow_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_have_the_given_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     if reason := importlib.import_module("bench.network").why_not():
         pytest.skip(reason)

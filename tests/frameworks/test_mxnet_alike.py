@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_alike_work.py"))
 
 
-def test_after_join_all_go_on_with_what_one_remembers(tmp_path: Path) -> None:
+def test_after_join_all_continue_with_one_workers_optimizer_state(tmp_path: Path) -> None:
     finished = run_job(WORK, ["job_join"], tmp_path, BYTEPS_MIN_COMPRESS_BYTES="0")
     assert finished.status == 0, finished.output[-3000:]
     one, two = each(finished, "job_join")
@@ -90,7 +90,7 @@ def alone(script: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is() -> None:
+def test_a_single_worker_compresses_nothing_and_keeps_its_optimizer() -> None:
     done = alone(ALONE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -100,7 +100,7 @@ def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is()
 
 
 @pytest.mark.parametrize(("level", "said"), [("INFO", 1), ("WARNING", 0)])
-def test_what_the_import_did_is_said_at_level_info(level: str, said: int) -> None:
+def test_the_import_logs_its_changes_at_level_info(level: str, said: int) -> None:
     """The message appears after init() has set up logging, although the import came before."""
     done = alone(
         "import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level

@@ -57,7 +57,7 @@ def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> N
     assert sorted(weights) == ["0", "1"] and weights["0"] == weights["1"], output
 
 
-def test_digits_refuses_what_it_does_not_show() -> None:
+def test_digits_refuses_unsupported_options() -> None:
     status, output = train([str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1")
     assert status == 1 and "BYTEPS_ENABLE_ASYNC=1 is not supported: byteps_push_pull" in output, (
         output[-3000:]

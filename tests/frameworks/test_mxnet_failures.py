@@ -165,7 +165,7 @@ for number in range(3):
     assert status == 3
 
 
-def test_what_has_made_the_engine_leave_one_out_is_named_where_nobody_has_waited() -> None:
+def test_the_cause_of_a_skipped_exchange_is_named_if_the_script_has_not_waited() -> None:
     status, told, output = run(
         BREAKS
         + """
@@ -193,9 +193,7 @@ if bps.rank() == 0:
 
 
 @pytest.mark.parametrize("why", ["left out", "refused"])
-def test_what_comes_after_an_exchange_that_did_not_begin_is_not_added_to_other_steps(
-    why: str,
-) -> None:
+def test_exchanges_after_one_that_did_not_begin_are_not_added_to_other_steps(why: str) -> None:
     """The script has queued later exchanges in the engine before it learns of the failure.
 
     Each step uses a new array under the same name.

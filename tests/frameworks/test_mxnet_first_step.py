@@ -157,7 +157,7 @@ def test_an_error_in_an_updater_is_raised_in_any_later_step() -> None:
         assert isinstance(said[0], str) and "other weights than worker 0" in said[0]
 
 
-def test_an_error_in_an_updater_that_nobody_waits_for_is_no_success() -> None:
+def test_an_error_in_an_updater_without_a_wait_fails_the_process() -> None:
     with Job(
         _LOOP + "steps(False)", workers=2, servers=1, env={"BPSX_CHECK_WEIGHTS": "error"}
     ) as job:

@@ -27,7 +27,7 @@ if bps.rank() == 1:
 @pytest.mark.parametrize(
     "end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"]
 )
-def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
+def test_queued_exchanges_are_finished_before_the_end(end: str) -> None:
     """Worker 0's script ends with an exchange still queued; worker 1 waits for its result."""
     status, told, output = run(
         LATE
@@ -41,7 +41,7 @@ if bps.rank() == 0:
     assert status == 0 and "Error" not in output and told[0] == ["2.0"], output[-2000:]
 
 
-def test_join_finishes_what_the_engine_has_not_begun() -> None:
+def test_join_first_finishes_queued_exchanges() -> None:
     status, told, output = run(
         LATE
         + """
@@ -62,7 +62,7 @@ print(y.asscalar())
     ]
 
 
-def test_an_operation_whose_peer_does_not_come_does_not_hold_up_the_end() -> None:
+def test_an_operation_without_its_peer_does_not_delay_the_end() -> None:
     _, _, output = run(
         """
 bps.init()
@@ -90,7 +90,7 @@ UNHEARD = r"exit status 1, because an exchange has failed.*: MismatchError: .*'x
     ["", "bps.shutdown()\nalone()", "bps.shutdown()\nalone()\nbps.shutdown()"],
     ids=["at the end", "in the job before", "two jobs"],
 )
-def test_an_error_of_any_job_is_heard_once(later: str) -> None:
+def test_an_error_of_each_job_is_reported_once(later: str) -> None:
     """Also if init() was called before bpsx.mxnet was imported."""
     status, output = launch(
         [
@@ -126,7 +126,7 @@ bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
     assert output.count("alone [1.0, 1.0, 1.0]") == (2 if later else 0), output[-2000:]
 
 
-def test_an_error_is_heard_though_one_of_the_job_before_was() -> None:
+def test_an_error_is_reported_after_one_of_an_earlier_job_was() -> None:
     with Job(
         HEAD
         + """
@@ -204,7 +204,7 @@ else:
         assert "ignored" not in forks.text()
 
 
-def test_an_error_that_nobody_has_waited_for_is_not_status_0() -> None:
+def test_an_error_without_a_wait_is_not_status_0() -> None:
     status, _, output = run("""
 bps.init()
 bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")

@@ -131,7 +131,7 @@ def test_arrays_on_another_device_are_copied_here_and_back(job: Finished) -> Non
         assert (x == 2 * total((4, 3)) + 1).all()
 
 
-def test_what_reaches_the_core(job: Finished) -> None:
+def test_arguments_reach_the_core(job: Finished) -> None:
     for told in found_in(job, "job_arguments_that_reach_the_core"):
         assert sorted(told) == [("rate", 0, False, 0.5), ("told", -7, True, -1.0)]
 

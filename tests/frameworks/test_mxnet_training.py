@@ -123,7 +123,7 @@ def test_an_overflow_on_one_worker_is_one_on_all(job: Finished) -> None:
         )
 
 
-def test_what_scripts_do_besides(job: Finished) -> None:
+def test_static_memory_data_loaders_and_updaters_work(job: Finished) -> None:
     for found in each(job, "job_as_scripts_do"):
         assert close(found["alone"], found["static"])
         assert found["updater"] == ["DistributedOptimizer", "SGD", 0.9, [0]]
@@ -190,7 +190,7 @@ def test_arrays_of_mxnet_numpy(tmp_path: Path) -> None:
             )
 
 
-def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
+def test_saved_states_contain_compressions_state(tmp_path: Path) -> None:
     env = {"CHECKPOINTS": str(tmp_path), "BYTEPS_MIN_COMPRESS_BYTES": "200"}
     whole = run_job(STATES, ["job_whole"], tmp_path / "whole", **env)
     resumed = run_job(STATES, ["job_second_half", "job_plain_reads"], tmp_path / "resumed", **env)

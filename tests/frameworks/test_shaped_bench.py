@@ -63,7 +63,7 @@ def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_ended_leaves_no_namespace(number: signal.Signals) -> None:
+def test_an_ended_benchmark_leaves_no_namespace(number: signal.Signals) -> None:
     bench = start("--rate", "10mbit", "--spare", "0")
     assert bench.stderr is not None
     for line in bench.stderr:

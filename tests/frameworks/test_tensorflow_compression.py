@@ -321,14 +321,14 @@ def test_momentum_is_taken_over_from_v1(job: Finished) -> None:
 
 
 @pytest.mark.parametrize("way", ["keras", "weights", "checkpoint"])
-def test_what_is_kept_is_saved_with_an_optimizer(job: Finished, way: str) -> None:
+def test_compressions_state_is_saved_with_an_optimizer(job: Finished, way: str) -> None:
     for found in each(job, "job_saved"):
         assert equal(found[way], found["straight"])
         assert not equal(found["forgotten"], found["straight"])
         assert found["plain"]
 
 
-def test_what_is_kept_of_a_tape_is_saved_by_itself(job: Finished) -> None:
+def test_compressions_state_of_a_tape_is_saved_separately(job: Finished) -> None:
     for found in each(job, "job_saved_tape"):
         assert equal(found["checkpoint"], found["straight"])
         assert equal(found["anew"], found["straight"])
@@ -389,7 +389,7 @@ _RESUMED = """
 """
 
 
-def test_what_is_kept_survives_suspend_and_resume() -> None:
+def test_compressions_state_survives_suspend_and_resume() -> None:
     with Job(_RESUMED, 2, 1, env={**QUIET, "BYTEPS_MIN_COMPRESS_BYTES": "0"}) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")

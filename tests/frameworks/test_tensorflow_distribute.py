@@ -151,7 +151,7 @@ def test_fit_trains_as_one_device_does_on_the_joined_batch(job, way, tolerance):
         np.testing.assert_allclose(a, alone, rtol=tolerance, atol=tolerance)
 
 
-def test_a_loop_of_ones_own(job):
+def test_a_training_loop_of_the_script(job):
     # The mean of 1 and 2 on worker 0, and of 11 and 12 on worker 1.
     for results, variable, alone in each(job, "job_loop"):
         assert results == [[6.5, 6.5]] * 2 and variable == [-5.5, -4.5] and alone == 2

@@ -85,7 +85,7 @@ def test_keras_fit(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] and (tmp_path / "digits.keras").exists()
 
 
-def test_keras_fit_says_before_it_trains_that_it_cannot_save(tmp_path: Path) -> None:
+def test_keras_fit_reports_before_training_that_it_cannot_save(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "keras_fit.py", "--save", tmp_path / "digits"],
         env={**os.environ, **QUIET},

@@ -185,7 +185,7 @@ _RESUMED = """
 """
 
 
-def test_a_function_goes_on_in_a_job_of_another_size():
+def test_a_traced_function_works_in_a_job_of_another_size():
     def source(rank: int, elastic: bool) -> str:
         return _RESUMED.replace("ELASTIC", str(elastic)).replace("RANK", str(rank))
 
@@ -284,7 +284,7 @@ _FORKED = (
 )
 
 
-def test_a_forked_child_is_told():
+def test_calls_in_a_forked_child_raise():
     """The thread that starts calls exists only in the parent."""
     with Job(_FORKED, workers=1, servers=0, alone=True, env=QUIET) as job:
         assert job.results() == [[[True] * 5]]

@@ -117,7 +117,7 @@ def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path) -> None:
     assert "DoneCallback that is a std::function" in other
 
 
-def test_the_packages_in_it_need_no_import_of_their_own() -> None:
+def test_its_subpackages_need_no_separate_import() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PACKAGES],
         env={**os.environ, **QUIET},

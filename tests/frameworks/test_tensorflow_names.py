@@ -509,7 +509,7 @@ def test_operations_of_other_names_have_no_order(job: Finished) -> None:
     assert first == [1.5, 1.5] and second == [1.5, 1.5]
 
 
-def test_sessions_run_what_they_are_asked_for(job: Finished) -> None:
+def test_sessions_run_only_requested_operations(job: Finished) -> None:
     for found in each(job, "job_graph"):
         assert found["alone"] == [3.5, 1.5] and found["push_pulls"] == 2
         assert found["steps"] == [1.0, -5.0, -5.0, -5.0, -7.0, -13.0]
@@ -517,7 +517,7 @@ def test_sessions_run_what_they_are_asked_for(job: Finished) -> None:
 
 
 @pytest.mark.parametrize("way", ["tapes", "optimizers"])
-def test_variables_of_one_name_have_residuals_of_their_own(job: Finished, way: str) -> None:
+def test_variables_of_one_name_have_separate_residuals(job: Finished, way: str) -> None:
     for found in each(job, "job_alike"):
         assert found[way][0] == found[way][1]
 
@@ -545,7 +545,7 @@ def test_gradients_that_only_one_worker_has(job: Finished) -> None:
         assert found["accumulated"] == (-2.0, -3.0)
 
 
-def test_what_is_made_of_a_distributed_optimizer_is_distributed(job: Finished) -> None:
+def test_copies_and_wrappers_of_a_distributed_optimizer_are_distributed(job: Finished) -> None:
     first, second = each(job, "job_optimizers")
     for name in ("copy", "deep copy", "pickle", "configuration", "class"):
         assert first[name] == second[name] == -3.0, name

@@ -516,7 +516,7 @@ def test_without_names(job):
         assert [t.tolist() for t in eager] == [2, [2, 4], 4]
 
 
-def test_a_function_that_is_traced_again_declares_nothing_anew(job):
+def test_a_retraced_function_declares_nothing_new(job):
     for counts, traces in each(job, "job_traced_again"):
         assert traces == 6 and set(counts) == {counts[0]}
 

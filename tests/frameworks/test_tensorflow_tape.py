@@ -282,7 +282,7 @@ def test_structures_and_tapes(job):
         assert plain.tolist() == [rank + 1.0] * 2
 
 
-def test_gradients_that_are_none(job):
+def test_missing_gradients_are_zeros_or_none(job):
     for eager, traced in each(job, "job_none"):
         assert [None if g is None else g.tolist() for g in eager] == [[1, 1], [1, 1], None]
         assert [None if g is None else g.tolist() for g in traced] == [[1, 1], [2, 2], None]
@@ -304,13 +304,13 @@ def test_a_worker_that_has_joined_has_no_rows(job):
     assert second == [(0, [-1, -1, 0, 0, 0, 0])] * 2
 
 
-def test_variables_of_one_name_get_gradients_of_their_own(job):
+def test_variables_of_one_name_get_separate_gradients(job):
     for (one, two), names in each(job, "job_same_names"):
         assert one == [0, 2, 4] and two == [0, 1, 2]
         assert names == {"Gradient.same:0", "Gradient.same:0#2", "Gradient.same:0#3"}
 
 
-def test_error_feedback_goes_on_from_tape_to_tape(job):
+def test_residuals_carry_over_from_tape_to_tape(job):
     # Gradient plus residual, then its largest element, which is sent: 5 4 3 2 -> 5; 5 8 6 4 -> 8;
     # 10 4 9 6 -> 10; 5 8 12 8 -> 12.
     for found in each(job, "job_error_feedback"):

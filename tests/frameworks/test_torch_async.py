@@ -205,7 +205,7 @@ def test_steps_in_turn_are_those_of_one_process(tmp_path: Path, workers: int):
     )
 
 
-def test_what_else_an_optimizer_has(tmp_path: Path):
+def test_groups_closures_clipping_and_passes_work(tmp_path: Path):
     job = run_job(__file__, ["job_options"], tmp_path, **ASYNC)
     assert job.status == 0, job.output
     found = [job.results[r]["job_options"] for r in range(2)]

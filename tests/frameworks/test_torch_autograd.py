@@ -236,7 +236,7 @@ def test_gradients_are_those_of_the_total(job: Finished, average: bool) -> None:
         torch.testing.assert_close(found[average][1], second[rank], rtol=1e-11, atol=1e-11)
 
 
-def test_what_is_tracked(job: Finished) -> None:
+def test_gradients_are_tracked_where_autograd_records(job: Finished) -> None:
     size = float(len(job.results))
     for ones, half, twice in each(job, "job_tracking"):
         assert (

@@ -160,7 +160,7 @@ def job_no_hook_here() -> Any:
     return "none"
 
 
-def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> None:
+def test_every_hook_of_pytorch_works_as_with_gloo(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_hooks"], tmp_path, workers=2)
     results = finished.results
     assert len(results) == 2, finished.output[-4000:]

@@ -410,7 +410,7 @@ def test_a_second_optimizer_has_nothing_of_the_first(job: Finished) -> None:
         )
 
 
-def test_steps_that_do_without_a_parameter_leave_what_is_kept_of_it(job: Finished) -> None:
+def test_steps_without_a_parameter_keep_its_compression_state(job: Finished) -> None:
     for some, every in each(job, "job_unused"):
         assert all(torch.equal(a, b) for a, b in zip(some, every, strict=True))
 
@@ -497,9 +497,7 @@ def job_after_shutdown() -> Any:
         return sorted(optimizer.state_dict())
 
 
-def test_what_workers_have_alike_is_broadcast_and_state_can_be_had_after_the_end(
-    tmp_path: Path,
-) -> None:
+def test_common_state_is_broadcast_and_state_dict_works_after_shutdown(tmp_path: Path) -> None:
     finished = run_job(
         __file__,
         ["job_root_loads", "job_after_shutdown"],

@@ -576,7 +576,7 @@ def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -
         assert moved == [False, False, False, True, True, True, True, False]
 
 
-def test_refusals_name_what_and_why(job: Finished) -> None:
+def test_refusals_name_the_cause(job: Finished) -> None:
     names = [
         "SAM",
         "LBFGS",

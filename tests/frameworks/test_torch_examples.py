@@ -149,7 +149,7 @@ def test_cross_barrier() -> None:
     ), output
 
 
-def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_gpt_continues_from_a_checkpoint(tmp_path: Path) -> None:
     """Training continues as if it had never stopped; without a launcher it learns the same."""
     straight = example("gpt.py", *GPT)
     found = losses(straight)
@@ -175,7 +175,7 @@ def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert losses(alone.stdout) == pytest.approx(found, abs=2e-3)
 
 
-def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+def test_gpt_refuses_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     """Only worker 0 reads the file; both workers exit at once."""
     state = tmp_path / "state"
     state.write_text("nothing of the kind")

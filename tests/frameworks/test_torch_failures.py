@@ -114,7 +114,7 @@ def job_alone() -> Any:
 # ---- tests
 
 
-def test_disagreement_is_an_error_on_both_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_disagreement_is_an_error_on_both_workers_and_the_job_continues(tmp_path: Path) -> None:
     finished = run_job(
         __file__, ["job_mismatch", "job_step_mismatch", "job_optimizer_state"], tmp_path
     )

@@ -579,7 +579,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_each_verb_returns_what_its_definition_says(tmp_path: Path, workers: int) -> None:
+def test_each_verb_follows_its_definition(tmp_path: Path, workers: int) -> None:
     """This is one test, because with several each pytest-xdist process would start its own job."""
     jobs = list(CHECKS)[: 9 if workers == 2 else 7]
     finished = run_job(__file__, jobs, tmp_path, workers)

@@ -249,7 +249,7 @@ def test_the_question_whether_gradients_are_sparse_is_asked_once(job: Finished) 
     assert each(job, "job_kinds") == [[[5.0, 5.0, 0.0, 0.0], [50.0, 50.0, 0.0, 0.0]]] * 2
 
 
-def test_a_forward_pass_that_has_been_interrupted_goes_on_with_the_update(job: Finished) -> None:
+def test_an_interrupted_forward_pass_continues_with_the_update(job: Finished) -> None:
     assert job.status == 0, job.output
     for crossing, plain in each(job, "job_cross_barrier"):
         assert crossing == plain

@@ -264,7 +264,7 @@ def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
         assert not job.left()
 
 
-def test_what_does_not_fit_is_refused_on_all(tmp_path: Path) -> None:
+def test_variables_that_do_not_fit_are_refused_on_all_workers(tmp_path: Path) -> None:
     """With a scheduler of the user, DMLC variables apply and must fit torchrun's machines."""
     with Torchrun(
         tmp_path,

@@ -74,7 +74,7 @@ def test_the_page_shows_the_differences() -> None:
     assert {m[2] for m in SHOWN.finditer(text)} == {p.name for p in SCRIPTS.glob("*_after*.py")}
 
 
-def test_the_page_names_what_there_is() -> None:
+def test_the_page_names_all_functions() -> None:
     text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.S)
     named = {
         (module, name)
@@ -112,7 +112,7 @@ def test_only_the_import_differs_from_horovod() -> None:
     )
 
 
-def test_what_has_got_into_the_place_of_average_is_refused() -> None:
+def test_a_wrong_value_of_average_is_refused() -> None:
     for wrong in (None, "loss", torch.distributed.ReduceOp.SUM):
         for verb in (
             bps.push_pull,

@@ -29,7 +29,7 @@ _MODELS = """
 """
 
 
-def test_models_whose_backward_passes_come_in_another_order():
+def test_backward_passes_of_two_models_may_come_in_another_order():
     source = (
         _MODELS
         + """

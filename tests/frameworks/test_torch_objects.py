@@ -240,7 +240,7 @@ WITHOUT = """
 
 
 @pytest.mark.parametrize("secret", ["", "a secret that is long enough"])
-def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None:
+def test_an_unproven_object_is_not_unpickled(tmp_path: Any, secret: str) -> None:
     source = WITHOUT.replace("FOLDERS", repr([str(HERE), str(HERE.parent)])).replace(
         "BOMB", repr(str(tmp_path / "bomb"))
     )
@@ -282,7 +282,7 @@ def job_replayed() -> Any:
     return said
 
 
-def test_what_was_proven_for_one_call_is_refused_in_another(tmp_path: Any) -> None:
+def test_a_proof_for_one_call_is_refused_in_another(tmp_path: Any) -> None:
     finished = run_job(__file__, ["job_replayed"], tmp_path)
     assert finished.status == 0, finished.output[-5000:]
     ours, theirs = (finished.results[rank]["job_replayed"] for rank in range(2))

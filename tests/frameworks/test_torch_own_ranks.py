@@ -127,7 +127,7 @@ def test_two_meet_at_the_store(tmp_path, how):
     ]
 
 
-def test_what_the_script_says_wins_over_other_launchers(tmp_path):
+def test_the_scripts_arguments_override_other_launchers(tmp_path):
     """As in PyTorch's imagenet example, where RANK counts machines."""
     assert two(WORK.replace("{init}", INIT["tcp"]), tmp_path, RANK="0", WORLD_SIZE="1")[0] == [
         0,

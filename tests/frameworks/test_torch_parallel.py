@@ -549,7 +549,7 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
     )
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:
+def test_unsupported_arguments_are_refused_by_name(job: Finished) -> None:
     for refused, shape in each(job, "job_refused"):
         names = (
             "device_ids",
@@ -578,7 +578,7 @@ def test_a_dead_worker_is_an_exception_in_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_worker_needs_nobody_and_asynchronous_training_is_refused(
+def test_one_worker_works_alone_and_asynchronous_training_is_refused(
     monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)

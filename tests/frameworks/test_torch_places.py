@@ -101,7 +101,7 @@ def test_two_workers_of_another_launcher_join_one_job(tmp_path, launcher):
     assert reports(run(places, tmp_path)) == [[rank, 2, rank, 2, [3.0] * 3] for rank in range(2)]
 
 
-def test_processes_apart_are_machines_of_their_own(tmp_path):
+def test_processes_without_a_common_folder_are_separate_machines(tmp_path):
     """Like pods on one node that do not share the folder in which a machine's processes meet."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     places = [

@@ -43,7 +43,7 @@ def train(folder: Path, faults: list[Any], **more: Any) -> dict[int, list[list[A
     return begins
 
 
-def test_a_machine_restarts_twice_and_goes_on(tmp_path: Path) -> None:
+def test_a_machine_restarts_twice_and_continues(tmp_path: Path) -> None:
     """The worker that started the scheduler is killed; in the next attempt the other one raises."""
     begins = train(
         tmp_path,
@@ -63,7 +63,7 @@ def test_a_machine_restarts_twice_and_goes_on(tmp_path: Path) -> None:
     assert len({facts[-1] for attempt in begins.values() for facts in attempt}) == 3  # secrets
 
 
-def test_two_machines_restart_and_go_on(tmp_path: Path) -> None:
+def test_two_machines_restart_and_continue(tmp_path: Path) -> None:
     begins = train(
         tmp_path,
         [[2, 1, "kill"]],

@@ -48,7 +48,7 @@ RESUMED = """
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 2), (2, 1)])
-def test_an_optimizer_goes_on_in_a_job_of_another_size(before: int, after: int):
+def test_an_optimizer_continues_in_a_job_of_another_size(before: int, after: int):
     def source(rank: int, elastic: bool) -> str:
         return (
             RESUMED.replace("ELASTIC", str(elastic))

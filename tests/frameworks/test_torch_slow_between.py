@@ -59,7 +59,7 @@ _TRAIN = """
 
 @pytest.mark.parametrize("beside", [False, True], ids=["main thread", "background thread"])
 @pytest.mark.parametrize("compressed", [False, True], ids=["", "compressed"])
-def test_who_saves_between_backward_and_step_is_waited_for(beside, compressed):
+def test_others_wait_for_a_worker_that_saves_between_backward_and_step(beside, compressed):
     params = {"compressor": "onebit", "ef": "vanilla", "scaling": True} if compressed else None
     source = _TRAIN.replace("COMPRESSED", repr(params)).replace("BESIDE", repr(beside))
     env = {

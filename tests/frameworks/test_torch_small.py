@@ -135,7 +135,7 @@ def test_weights_are_those_of_averaged_gradients(finished: Finished) -> None:
             torch.testing.assert_close(ours, expected.detach())
 
 
-def test_only_what_shares_its_memory_goes_the_long_way(finished: Finished) -> None:
+def test_only_gradients_with_shared_memory_take_the_slow_path(finished: Finished) -> None:
     for result in finished.results.values():
         _, steps = result["job_train"]
         assert len(steps[0]) > TENSORS
@@ -145,9 +145,7 @@ def test_only_what_shares_its_memory_goes_the_long_way(finished: Finished) -> No
             assert len(gradients) <= 2
 
 
-def test_a_write_to_a_gradient_under_way_is_told_and_the_next_step_goes_on(
-    finished: Finished,
-) -> None:
+def test_a_write_to_a_gradient_under_way_raises_and_the_next_step_works(finished: Finished) -> None:
     for result in finished.results.values():
         said = result["job_write"]
         assert "many.7" in said.pop(STEPS - 2)

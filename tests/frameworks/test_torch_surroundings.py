@@ -199,7 +199,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch_job.Finished
     yield finished
 
 
-def test_a_default_device_does_not_reach_what_travels(job: torch_job.Finished) -> None:
+def test_a_default_device_does_not_affect_exchanges(job: torch_job.Finished) -> None:
     for gathered, total, first, second, root, *momenta in torch_job.each(job, "job_default_device"):
         assert gathered.tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
         assert total.tolist() == [1.0, 2.0, 0.0, 0.0]

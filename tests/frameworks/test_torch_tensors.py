@@ -310,7 +310,7 @@ def test_broadcast_parameters(job: Finished) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_all_workers_train_on_from_the_checkpoint_of_one(job: Finished, name: str) -> None:
+def test_all_workers_continue_from_one_workers_checkpoint(job: Finished, name: str) -> None:
     """With equal batches the averaged gradient is each worker's own up to the last bit (three times
     g over three), hence 1e-12.
     """

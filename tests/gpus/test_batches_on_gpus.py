@@ -168,7 +168,7 @@ def test_nothing_begins_on_a_stream_that_is_captured(pretend: Path) -> None:
     )
 
 
-def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
+def test_a_tensor_that_cannot_begin_has_its_error_in_its_place(pretend: Path) -> None:
     run(
         BATCH,
         """

@@ -164,9 +164,7 @@ def test_gradients_go_together(
     )
 
 
-def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_be(
-    pretend: Path,
-) -> None:
+def test_an_error_of_one_gradient_is_raised_and_the_others_are_right(pretend: Path) -> None:
     run(
         TORCH,
         """
@@ -202,7 +200,7 @@ def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_b
     )
 
 
-def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> None:
+def test_an_error_of_one_gradient_is_raised_after_all_have_arrived(pretend: Path) -> None:
     """The parameter has new memory by then, and the gradient does not fit into it."""
     run(
         TORCH,
@@ -234,7 +232,7 @@ def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> N
     )
 
 
-def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
+def test_an_interrupted_wait_continues_later(pretend: Path) -> None:
     run(
         TORCH,
         """
@@ -343,7 +341,7 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(
     )
 
 
-def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Path) -> None:
+def test_two_optimizers_of_one_parameter_both_sum_its_gradient(pretend: Path) -> None:
     run(
         TORCH,
         """
@@ -372,7 +370,7 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
     )
 
 
-def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
+def test_an_arrived_gradient_stays_valid_after_its_group_is_released(pretend: Path) -> None:
     """A group's sums share an event, which is reused after the last of them is released."""
     run(
         TORCH,

@@ -47,13 +47,13 @@ bpsx.shutdown()
     ],
     ids=["alone", "2x2", "switches"],
 )
-def test_join_while_others_go_on(
+def test_join_while_others_continue(
     shape: tuple[int, int, int], env: dict[str, object], counts: list[list[int]], pretend: Path
 ) -> None:
     gpu_run(UNEVEN, pretend, *shape, env={**env, "COUNTS": str(counts)})
 
 
-def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
+def test_a_process_that_joins_before_its_first_tensor_is_named(pretend: Path) -> None:
     """NCCL cannot start without the joined process; after all have joined it can."""
     gpu_run(
         """

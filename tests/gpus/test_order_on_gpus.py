@@ -133,7 +133,7 @@ def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Pa
     )
 
 
-def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -> None:
+def test_tensors_and_names_may_move_between_host_and_gpu(pretend: Path) -> None:
     """A name moves from the host's memory to the GPU, and is in the host's memory on one machine
     and on the GPU on the other.
     """
@@ -202,7 +202,7 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
         assert all(repr("xb"[i % 2]) in text for i, text in enumerate(said)), said
 
 
-def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Path) -> None:
+def test_a_round_follows_the_one_before_without_a_wait(pretend: Path) -> None:
     """The next round in place sums the result of the round before, not the buffer's content during
     its copy to the GPU.
     """

@@ -103,7 +103,7 @@ def test_nccl_refuses_one_gpu_twice(pretend: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ranks_that_differ_abort_and_say_how(
+def test_ranks_that_differ_abort_with_the_difference(
     name: str, n: int, told: str, pretend: Path, tmp_path: Path
 ) -> None:
     """Also operations that only wait for one of them."""

@@ -36,8 +36,6 @@ assert not cuda.alive("pinned") and not cuda.alive("registered")
 
 @with_rdma
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s))
-def test_over_rdma_pinned_memory_is_copied_by_nobody(
-    shape: tuple[int, int, int], pretend: Path
-) -> None:
+def test_over_rdma_pinned_memory_is_not_copied(shape: tuple[int, int, int], pretend: Path) -> None:
     found = gpu_run(SUMS, pretend, *shape, env=RDMA)
     assert found == [[0]] * (shape[0] * shape[1])

@@ -18,7 +18,7 @@ WITHOUT_CUPY = os.pathsep.join(
 )
 
 
-def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
+def test_mistakes_of_a_script_are_refused_by_name(pretend: Path) -> None:
     gpu_run(
         """
         bpsx.init()

@@ -62,7 +62,7 @@ def test_streams_are_ordered_without_the_host(job: Finished) -> None:
     assert max(each(job, "streams")) == 0
 
 
-def test_a_gradient_that_cannot_go_with_others_goes_on_its_own_stream(job: Finished) -> None:
+def test_a_gradient_outside_the_batch_is_exchanged_on_its_own_stream(job: Finished) -> None:
     assert max(each(job, "odd_gradients")) < 1e-5
 
 

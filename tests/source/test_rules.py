@@ -137,7 +137,7 @@ def test_nogil_code_compiles_without_hints(path, tmp_path):
     assert "performance hint" not in said and "warning" not in said, said
 
 
-def test_header_is_what_the_tests_speak():
+def test_the_header_equals_the_tests_definition():
     """The message header equals the tests' own definition, field by field.
 
     The scripted peers of the tests were written from the wire format.

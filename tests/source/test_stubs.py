@@ -93,5 +93,5 @@ def test_docstrings_are_in_the_module_and_not_in_its_stub(path: Path) -> None:
     assert not explained, [getattr(node, "name", "module") for node in explained]
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (SOURCE / "py.typed").exists()

@@ -64,7 +64,7 @@ def test_own_address():
         ("no.such.invalid:5", False),
     ],
 )
-def test_what_is_on_this_machine(address, here):
+def test_addresses_of_this_machine_are_recognised(address, here):
     assert is_here(address) is here
 
 

@@ -48,7 +48,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     ],
     ids=repr,
 )
-def test_what_is_an_integer(value: Any, expected: int | None) -> None:
+def test_integers_of_python_and_numpy_are_recognised(value: Any, expected: int | None) -> None:
     found = integer(value)
     assert found == expected and type(found) is type(expected)
 
@@ -112,7 +112,7 @@ def test_broadcast(alone: Session) -> None:
     assert bpsx.broadcast(ARRAY, np.int64(0)).tolist() == [1, 1, 1]  # type: ignore[arg-type]
 
 
-def test_what_belongs_to_a_framework_is_said_to():
+def test_the_error_for_a_frameworks_name_says_where_it_is():
     with pytest.raises(
         AttributeError,
         match=(

@@ -93,7 +93,7 @@ def test_the_verdict_says_on_which_links_compression_pays(bench: ModuleType) -> 
     )
 
 
-def test_nothing_is_said_after_too_little_training(bench: ModuleType) -> None:
+def test_there_is_no_verdict_after_too_little_training(bench: ModuleType) -> None:
     short = dict.fromkeys(bench.LINKS, {way: run(bench, 0.1, [0.5]) for way in WAYS})
     assert [line[:10] for line in bench.verdict(short)] == ["too little"]
     assert not [c for c in bench.report(short) if c.case.startswith("until")]
@@ -111,7 +111,7 @@ def test_an_unknown_compressor_is_named(bench: ModuleType) -> None:
         bench.cases("zip", quick=True)
 
 
-def test_what_is_missing_for_a_plot_is_said_before_anything_is_measured(
+def test_a_package_missing_for_a_plot_is_reported_before_measuring(
     bench: ModuleType,
     main: Callable[[list[str]], int],
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ def test_a_plot_is_drawn(bench: ModuleType, tmp_path: Path) -> None:
         plot.draw(about, cases[-1:], str(tmp_path / "a.svg"))
 
 
-def test_what_was_printed_is_drawn_again(
+def test_printed_figures_can_be_drawn_again(
     bench: ModuleType,
     main: Callable[[list[str]], int],
     monkeypatch: pytest.MonkeyPatch,

@@ -93,7 +93,7 @@ def test_servers_are_beside_workers_or_on_machines_of_their_own(bench: ModuleTyp
     assert names[3:] == [f"server {i}" for i in range(4)] and not beside
 
 
-def test_who_is_beside_another_has_its_address(bench: ModuleType) -> None:
+def test_a_process_beside_another_has_its_address(bench: ModuleType) -> None:
     names, beside = bench.places_of(2, 0)
     links = bench.network.Links(names, beside=beside)
     assert links.address["server 1"] == links.address["worker 1"] != links.address["worker 0"]
@@ -171,7 +171,7 @@ def test_steps_are_compared_with_ddp(bench: ModuleType) -> None:
         (4, 4, 0.75, False),
     ],
 )
-def test_on_links_the_bound_is_what_counts(
+def test_on_links_the_target_is_the_bound(
     bench: ModuleType, workers: int, extra: int, seconds: float, met: bool
 ) -> None:
     plain, packed = bench.link_cases(
@@ -247,7 +247,7 @@ def test_wrong_options_are_named_before_anything_is_measured(
         bench.run(_options(**given))
 
 
-def test_what_is_missing_is_said_before_anything_is_measured(
+def test_missing_requirements_are_reported_before_measuring(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = ModuleType("torch")

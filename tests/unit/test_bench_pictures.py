@@ -26,7 +26,7 @@ def texts(picture: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=[path.stem for path in FIGURES])
-def test_a_picture_says_what_its_figures_give(figures: Path, tmp_path: Path) -> None:
+def test_a_picture_states_its_figures(figures: Path, tmp_path: Path) -> None:
     bench = json.loads(figures.read_text(encoding="utf-8"))["bench"]
     about, cases = importlib.import_module("bench.report").read(str(figures), bench)
     importlib.import_module(MODULES[bench]).draw(about, cases, str(tmp_path / "again.svg"))

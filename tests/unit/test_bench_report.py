@@ -62,7 +62,7 @@ def test_json_is_one_object_with_the_agreed_keys(report: ModuleType) -> None:
     }
 
 
-def test_what_was_printed_is_read_again(report: ModuleType, tmp_path: Path) -> None:
+def test_a_printed_report_can_be_read(report: ModuleType, tmp_path: Path) -> None:
     cases = [report.Case("rate", 2.0, "GB/s", 4.0, ">= 0.70", [1.0, 3.0]), report.Case("b", 1, "s")]
     (tmp_path / "a.json").write_text(report.as_json("push_pull", {"cores": 2}, cases))
     about, again = report.read(str(tmp_path / "a.json"), "push_pull")
@@ -79,7 +79,7 @@ def test_what_was_printed_is_read_again(report: ModuleType, tmp_path: Path) -> N
         ('{"bench": "shaped", "machine": {}, "cases": [{}]}', "is not the output.*'case'"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_an_unreadable_file_is_named(
     report: ModuleType, tmp_path: Path, text: str | None, said: str
 ) -> None:
     if text is not None:
@@ -118,7 +118,7 @@ def test_median_is_not_moved_by_one_bad_sample(report: ModuleType) -> None:
     assert report.median_case("c", [1.0, 1.0, 500.0], "us").value == 1.0
 
 
-def test_what_is_not_a_number_is_refused(report: ModuleType) -> None:
+def test_a_value_that_is_no_number_is_refused(report: ModuleType) -> None:
     for wrong in (float("nan"), float("inf")):
         with pytest.raises(report.BenchError, match="rate"):
             report.Case("rate", wrong, "GB/s")
@@ -143,7 +143,7 @@ def test_table_has_a_line_per_case_and_says_whether_targets_are_met(report: Modu
     assert "yes" in lines[-3].split() and "no" in lines[-2].split() and lines[-1].endswith("why")
 
 
-def test_machine_says_what_a_figure_depends_on(machine: ModuleType) -> None:
+def test_machine_describes_the_conditions_of_a_figure(machine: ModuleType) -> None:
     about = machine.describe()
     assert list(about) == [
         "cores",

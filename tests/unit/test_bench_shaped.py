@@ -80,7 +80,7 @@ def test_tuned_and_defaults_are_reported_against_the_optimum(scaling: Any) -> No
     assert "no options;" in found["defaults-k4"].note
 
 
-def test_the_picture_says_what_was_found_and_which_line_is_tuned(
+def test_the_picture_states_the_result_and_marks_the_tuned_line(
     scaling: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -44,7 +44,7 @@ def test_the_time_in_which_silence_is_allowed_is_taken_off(
     assert (case.case, case.value) == ("stop-server", 0.5)
 
 
-def test_what_is_not_there_is_not_offered(trust: ModuleType) -> None:
+def test_only_existing_benchmarks_are_offered(trust: ModuleType) -> None:
     offered = trust._offered()
     assert {"kill-worker", "kill-server", "kill-scheduler", "handshake", "start-stop"} <= set(
         offered

@@ -32,7 +32,7 @@ def test_shares_are_the_papers(n):
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 3), (3, 4), (8, 20), (31, 60)])
-def test_with_more_servers_than_workers_those_beside_workers_do_nothing(n, k):
+def test_with_more_servers_than_workers_servers_beside_workers_get_nothing(n, k):
     assert level([BOTH] * n + [SERVER] * k) == pytest.approx([0] * n + [1 / k] * k)
 
 

@@ -152,7 +152,7 @@ def test_the_worst_levels_fit(k):
     assert most <= coder.capacity
 
 
-def test_sum_of_what_was_sent_and_residual_is_sum_of_gradients():
+def test_sent_values_plus_residual_equal_the_sum_of_gradients():
     for options in ({"k": 2}, {"k": 4, "partition": "natural"}, {"k": 200, "normalize": "l2"}):
         n, sent, total = 10_001, 0.0, 0.0
         coder = Coder("dithering", options, n, "float64", residual=True)

@@ -145,7 +145,7 @@ BAD: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize("params", GOOD, ids=str)
-def test_what_is_said_in_a_line_is_read_as_the_same(params: dict[str, Any]) -> None:
+def test_the_text_of_a_compression_parses_to_the_same(params: dict[str, Any]) -> None:
     chosen = compression(params)
     assert parse(chosen.text()) == chosen and len(chosen.text()) < 300
     assert chosen == compression(dict(reversed(params.items()))) and hash(chosen) == hash(
@@ -154,7 +154,7 @@ def test_what_is_said_in_a_line_is_read_as_the_same(params: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("params", "named"), BAD, ids=str)
-def test_what_is_refused_is_named_with_what_is_allowed(params: Any, named: list[str]) -> None:
+def test_invalid_params_are_named_with_the_expected_values(params: Any, named: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         compression(params, "compression_params of 'w'")
     assert isinstance(refused.value, ValueError) and str(refused.value).startswith(
@@ -265,7 +265,7 @@ def test_any_line_is_a_compression_or_refused(text: str) -> None:
         assert isinstance(parse(text), CompressionSpec)
 
 
-def test_what_becomes_of_small_tensors_and_other_types() -> None:
+def test_small_tensors_and_other_types_are_sent_as_float16_or_uncompressed() -> None:
     chosen, halves = (
         compression({"compressor": "onebit"}),
         compression({"compressor": "onebit", "fp16": True}),
@@ -327,7 +327,7 @@ def test_choices_of_parameters() -> None:
     ],
     ids=str,
 )
-def test_residuals_of_what_shrinks_stay_small_and_others_may_grow(
+def test_residuals_of_contracting_options_stay_small_and_others_may_grow(
     options: dict[str, Any], shrinks: bool
 ) -> None:
     dithering = codec("dithering")

@@ -115,7 +115,7 @@ def test_every_option_has_a_case_here():
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_a_malformed_value_names_variable_value_and_what_is_allowed(name):
+def test_a_malformed_value_names_variable_value_and_expected_values(name):
     option = next(o for o in OPTIONS if o.env == name)
     with pytest.raises(ConfigError) as e:
         Config({**WORKER, name: REFUSED[name]})
@@ -138,7 +138,7 @@ def test_defaults_alone_are_a_configuration():
 
 
 @pytest.mark.parametrize("text", ["", " "])
-def test_an_empty_variable_is_as_good_as_none(text):
+def test_an_empty_variable_counts_as_unset(text):
     assert Config({"BYTEPS_FORCE_DISTRIBUTED": ""}).force_distributed is False
     assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 2 << 20
 
@@ -201,13 +201,13 @@ def test_rank_and_size():
         ),
     ],
 )
-def test_what_is_missing_or_does_not_fit_is_named(change, text):
+def test_missing_and_contradictory_options_are_named(change, text):
     environment = {k: v for k, v in {**WORKER, **change}.items() if v is not None}
     with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
         Config(environment).check()
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     assert faults({}) == [] == faults(WORKER)
     found = faults(
         {**WORKER, "DMLC_WORKER_ID": "7", "BYTEPS_LOCAL_RANK": "1", "BYTEPS_LOG_LEVEL": "loud"}
@@ -252,7 +252,7 @@ def test_given_values_win_and_must_exist():
         _ = Config({}).no_such_option
 
 
-def test_the_fingerprint_holds_what_workers_must_share():
+def test_the_fingerprint_contains_the_options_that_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {
         "DMLC_NUM_WORKER",
         "DMLC_NUM_SERVER",
@@ -350,7 +350,7 @@ def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
     )
 
 
-def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
+def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     """Compiled kernels are executed, so a folder that another user controls must not be read."""
     (tmp_path / "bpsx").mkdir()
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))

@@ -175,7 +175,7 @@ def test_any_bits(worker, name, blocks, bits):
     assert_widened(worker, name, (given >> np.uint32(16)).astype(np.uint16), blocks)
 
 
-def test_wide_elements_need_none(worker):
+def test_wide_elements_have_no_conversion_kernel(worker):
     for name in ("float32", "float64"):
         with pytest.raises(AssertionError, match="NoneType"):
             worker.launch("convert", "conversion.widen", name, 1, [np.zeros(1, np.float32)] * 2, 1)

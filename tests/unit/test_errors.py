@@ -68,7 +68,7 @@ def test_an_explanation_names_the_ranks_where_it_knows_them():
     ) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
 
 
-def test_what_workers_disagree_about_says_what_this_one_asked_for():
+def test_a_mismatch_error_includes_this_workers_operation():
     assert "this worker: a broadcast from worker 5)" in errors.explain(-2, "w", 2, 5, "", True, 5)
     assert "this worker: push_pull with op=Sum)" in errors.explain(-2, "w", 2, 5)
     assert "this worker: push_pull with op=Average)" in errors.explain(-2, "w", 2, 5, divisor=6)
@@ -105,7 +105,7 @@ Detected at node BpsxPushPull defined at (most recent call last):
         ),
     ],
 )
-def test_a_report_has_the_line_that_says_what_happened(error, short):
+def test_a_report_contains_the_line_with_the_error(error, short):
     assert errors.in_short(error) == short
 
 
@@ -175,7 +175,7 @@ def test_all_errors_have_the_attributes_and_copies_keep_them():
                 assert (same.tensor, same.tensors) == ("layer 1's", ("layer 1's",))
 
 
-def test_an_error_about_nobody_says_so():
+def test_an_error_without_a_process_has_empty_attributes():
     error = errors.ConfigError("BYTEPS_LOCAL_RANK='x': expected 0 or more")
     assert (error.role, error.rank, error.address, error.tensor, error.tensors) == (
         None,
@@ -186,7 +186,7 @@ def test_an_error_about_nobody_says_so():
     )
 
 
-def test_a_stall_says_what_is_waited_for_and_who_lacks_it():
+def test_a_stall_error_names_the_tensors_and_the_workers_that_lack_them():
     m = running(3)
     wire = CompressionSpec("onebit", ef="vanilla").text()
     for rank, names in enumerate((["it's", "b"], ["c"], ["c"])):

@@ -52,7 +52,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
         ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot create /dev/null/x"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_each_problem_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
 ) -> None:
     report = examine(monkeypatch, environment)

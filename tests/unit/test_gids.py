@@ -91,12 +91,12 @@ def test_a_gap_in_the_table_is_no_end(tmp_path: Path) -> None:
     assert chosen("10.0.0.7", tmp_path) == ("mlx5_0:1", 6)
 
 
-def test_another_address_takes_the_only_port_and_what_leaves_the_link(tmp_path: Path) -> None:
+def test_an_address_without_a_gid_uses_the_only_port_with_a_routable_gid(tmp_path: Path) -> None:
     put(tmp_path, "rxe0", [(LINK_LOCAL, "RoCE v2"), (mapped("192.0.2.1"), "RoCE v2")])
     assert chosen("127.0.0.1", tmp_path) == ("rxe0:1", 1)
 
 
-def test_infiniband_takes_its_ports_own(tmp_path: Path) -> None:
+def test_infiniband_uses_the_ports_own_gid(tmp_path: Path) -> None:
     put(
         tmp_path,
         "mlx5_0",
@@ -106,7 +106,7 @@ def test_infiniband_takes_its_ports_own(tmp_path: Path) -> None:
     assert chosen("10.0.0.7", tmp_path) == ("mlx5_0:1", 0)
 
 
-def test_what_is_given_wins(two: Path) -> None:
+def test_given_adapter_and_gid_are_used(two: Path) -> None:
     assert chosen("10.0.0.7", two, "mlx5_1") == ("mlx5_1:1", 3)
     assert chosen("10.0.0.7", two, "mlx5_1:1", 0) == ("mlx5_1:1", 0)
     assert chosen("10.0.0.7", two, index=2) == ("mlx5_0:1", 2)
@@ -138,7 +138,7 @@ def test_what_is_given_wins(two: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named_with_what_there_is(
+def test_an_unknown_adapter_is_named_with_the_active_ports(
     two: Path, host: str, adapter: str, index: int | None, text: str
 ) -> None:
     with pytest.raises(TransportError, match=text):

@@ -135,7 +135,7 @@ def test_assignments(text: str, found: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "A", "1A=b", "A-B=c", "=x"])
-def test_what_is_no_assignment(text: str) -> None:
+def test_a_malformed_assignment_is_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="expected NAME=VALUE or NAME:VALUE"):
         assignment(text)
 
@@ -144,7 +144,7 @@ def remote(write, text: str = "n0 server\nn1 slots=2\nn2\n", **more) -> Remote:
     return Remote(("python", "train.py"), read([(write(text), "")]), **more)
 
 
-def test_what_a_worker_is_told(write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_passed_to_a_worker(write, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "DMLC_NODE_HOST": "10.9.9.9",
         "BYTEPS_LOCAL_RANK": "3",

@@ -22,7 +22,7 @@ def asynchronous(workers: int = 3, servers: int = 1) -> Membership:
     return m
 
 
-def test_the_workers_hear_it_when_all_servers_have_cleared():
+def test_workers_are_released_when_all_servers_have_cleared():
     m = running(2, 2)
     assert m.join(b"w1") == [(s, {"type": "JOINED", "rank": 1}) for s in (b"s0", b"s1")]
     assert m.join(b"w1") == [] == m.join(b"s0") == m.join(b"nobody")
@@ -41,7 +41,7 @@ def test_the_workers_hear_it_when_all_servers_have_cleared():
     assert {o["generation"] for _, o in m.join(b"w1")} == {1}
 
 
-def test_leaving_instead_of_joining_is_told_whenever_it_happens():
+def test_leaving_instead_of_joining_is_reported_at_any_time():
     m = running(3)
     m.join(b"w1")
     out = m.bye(b"w0", {"failure": ""})
@@ -50,7 +50,7 @@ def test_leaving_instead_of_joining_is_told_whenever_it_happens():
     assert kinds(m.join(b"w2")) == {b"s0": "JOINED", b"w1": "UNJOINED", b"w2": "UNJOINED"}
 
 
-def test_a_joined_worker_is_not_among_those_who_wait_or_are_waited_for():
+def test_a_joined_worker_is_neither_waiting_nor_waited_for():
     m = running(3)
     m.join(b"w0")
     ((_, warning),) = m.waiting(b"w1", waiting(["t", 0, 0, 40.0]), 0.0)
@@ -151,7 +151,7 @@ def test_marks_never_outlive_their_gathering(workers, servers, data):
     assert len(told) == joins.generation
 
 
-def test_a_job_that_has_failed_before_join_is_told_as_that():
+def test_join_in_a_failed_job_reports_the_failure():
     """If the job failed before join(), join() must raise that failure.
 
     Its request must not be refused because this worker has joined.

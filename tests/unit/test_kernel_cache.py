@@ -77,7 +77,7 @@ FLIPPED = {
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "no checksum", "another's", *FLIPPED])
-def test_damaged_files_are_dropped_and_made_anew(damage: str, folder: Path) -> None:
+def test_damaged_files_are_deleted_and_rebuilt(damage: str, folder: Path) -> None:
     files = sorted(folder.glob("*.nbc"))
     contents = [file.read_bytes() for file in files]
     for i, (file, content) in enumerate(zip(files, contents, strict=True)):

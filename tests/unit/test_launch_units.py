@@ -72,7 +72,7 @@ def test_a_file_and_a_dumb_terminal_are_not_live() -> None:
     os.close(writing)
 
 
-def test_a_sink_never_blocks_and_notices_when_nobody_reads() -> None:
+def test_a_sink_never_blocks_and_notices_a_missing_reader() -> None:
     reading, writing = os.pipe()
     try:
         sink = Sink(writing)
@@ -165,7 +165,7 @@ def test_several_workers_need_a_server() -> None:
         ({"NVIDIA_VISIBLE_DEVICES": "all", "BYTEPS_LOCAL_SIZE": "4"}, "processes", []),
     ],
 )
-def test_variables_that_local_does_not_heed(
+def test_variables_without_effect_under_local_are_named(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], chosen: str, named: list[str]
 ) -> None:
     for name in (

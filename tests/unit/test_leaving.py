@@ -12,7 +12,7 @@ from bpsx.api import verbs
 
 
 @pytest.mark.parametrize("leave", [verbs.shutdown, verbs.suspend])
-def test_what_the_engine_was_waited_for_is_not_waited_for_again(
+def test_time_spent_on_the_engine_counts_towards_the_timeout(
     monkeypatch: pytest.MonkeyPatch, leave: Any
 ) -> None:
     """Time spent waiting for the engine counts towards the timeout.

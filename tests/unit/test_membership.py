@@ -46,7 +46,7 @@ def test_any_order_of_coming_makes_the_same_job(order):
 
 
 @pytest.mark.parametrize("said", [{}, {"again": False}, {"again": True}])
-def test_workers_hear_whether_a_process_has_been_in_an_earlier_job(said):
+def test_workers_learn_whether_a_process_was_in_an_earlier_job(said):
     m = members(2, 0)
     assert m.hello(b"w1", hello("worker", 1, 2, 0, **said)) == []
     welcomes = dict(m.hello(b"w0", hello("worker", 0, 2, 0, again=False)))
@@ -76,7 +76,7 @@ def test_all_processes_of_a_machine_are_awaited():
     assert kinds(m.hello(b"s", hello("server", -1, 1, 1)))[b"0"] == "WELCOME"
 
 
-def test_a_third_worker_hears_of_a_mismatch_that_it_had_no_part_in():
+def test_a_third_worker_gets_the_mismatch_of_two_others():
     m = running(3, 1)
     assert kinds(m.declare(b"w0", declare("t", [4]))) == {b"w0": "PLACED"}
     both = dict(m.declare(b"w1", declare("t", [5])))
@@ -99,7 +99,7 @@ def test_only_workers_declare_and_wait(who):
     assert members().declare(b"w0", declare("t", [4])) == []
 
 
-def test_who_says_goodbye_before_the_start_may_come_again():
+def test_a_process_that_leaves_before_the_start_may_return():
     m = members()
     m.hello(b"w0", hello("worker", 0))
     assert m.bye(b"w0", {"failure": "changed my mind"}) == [(b"w0", {"type": "GOODBYE"})]
@@ -122,7 +122,7 @@ def test_an_interrupted_scheduler_tells_everybody(state):
     assert m.state == "failed" and "SIGTERM" in m.failure
 
 
-def test_who_comes_too_late_hears_why_the_job_has_failed():
+def test_a_late_process_gets_the_reason_of_the_jobs_failure():
     m = members()
     m.hello(b"w0", hello("worker", 0))
     m.abort("the scheduler was ended by SIGTERM")
@@ -166,7 +166,7 @@ def step(m: Membership, what: str, who: str, n: int):
 
 @settings(max_examples=400, deadline=None)
 @given(EVENTS)
-def test_what_is_said_holds_whatever_happens(events):
+def test_messages_are_consistent_for_any_order_of_events(events):
     """For any order of events: WELCOME is sent once, and nothing raises.
 
     A node that has left gets only replies. A failed job stays failed.

@@ -87,7 +87,7 @@ def test_the_page_explains_every_metric():
     assert set(re.findall(r"`(bpsx_[a-z_]+)`", page)) == {m.name for m in METRICS}
 
 
-def test_who_died_is_down():
+def test_a_dead_process_is_down_in_the_metrics():
     members, o = observed()
     members.gone(b"w1", "test")
     up = {
@@ -145,7 +145,7 @@ def test_another_version_is_refused():
     assert answer["type"] == "REFUSED" and "version 99" in answer["reason"]
 
 
-def test_a_recording_is_asked_of_everybody_and_its_files_are_told():
+def test_a_recording_is_requested_from_all_and_its_files_are_reported():
     _, o = observed()
     out = o.handle(b"o", {**OBSERVE, "trace": 5}, 0.0)
     assert {i for i, m in out if m == {"type": "TRACE", "seconds": 5}} == {b"s0", b"w0", b"w1"}
@@ -156,13 +156,13 @@ def test_a_recording_is_asked_of_everybody_and_its_files_are_told():
     ]
 
 
-def test_strangers_report_nothing():
+def test_reports_of_strangers_are_ignored():
     _, o = observed()
     assert o.handle(b"o", stats(push_pulls=1), 0.0) == []
     assert all(n["values"] == {} for n in o.view(0.0)["nodes"])
 
 
-def test_the_clock_is_told_to_anybody():
+def test_any_process_can_ask_for_the_clock():
     _, o = observed()
     ((who, answer),) = o.handle(b"w0", {"type": "CLOCK", "at": 5}, 0.0)
     assert who == b"w0" and answer["at"] == 5 and answer["wall"] > 1.7e18

@@ -57,7 +57,7 @@ def test_a_container_has_a_part(tmp_path: Path) -> None:
     assert found == [Core((1, 9), 0), Core((3,), 0), Core((12,), 1)]
 
 
-def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_topology_files_has_one_core_per_cpu(tmp_path: Path) -> None:
     assert topology([0, 5], tmp_path) == [Core((0,)), Core((5,))]
 
 
@@ -73,7 +73,7 @@ def test_equal_parts_inside_a_node(cores: list[Core]) -> None:
     assert plans(cores, 2) == ["0-3,8-11", "4-7,12-15"]
 
 
-def test_the_root_gets_what_is_left(cores: list[Core]) -> None:
+def test_the_root_gets_the_remaining_cores(cores: list[Core]) -> None:
     assert plans(cores, 3) == ["0-1,8-9", "2-3,10-11", "4-7,12-15"]
     assert plans(cores, 3, NUMA_DEFAULT_QUOTA="1") == ["0,8", "1,9", "2-7,10-15"]
 

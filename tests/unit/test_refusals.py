@@ -66,7 +66,7 @@ def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
         ),
     ],
 )
-def test_who_waits_hears_how_many(count: int, text: str) -> None:
+def test_the_hint_has_the_number_of_refused_connections(count: int, text: str) -> None:
     refusals = Refusals()
     for _ in range(count):
         turn_away(refusals, 99)

@@ -42,7 +42,7 @@ def test_the_last_to_come_starts_the_job_for_all(order):
     } == server
 
 
-def test_who_is_missing_is_known():
+def test_missing_processes_are_known():
     m = members(3, 2)
     m.hello(b"w1", hello("worker", 1, 3, 2))
     m.hello(b"s0", hello("server", -1, 3, 2))
@@ -89,7 +89,7 @@ def test_a_refusal_says_why_and_changes_nothing(message, text):
         hello("server", -1, 2, 4),
     ],
 )
-def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
+def test_a_refused_process_is_missed_until_it_returns_with_other_options(message):
     m = members()
     m.hello(b"w0", hello("worker", 0))
     assert kinds(m.hello(b"x", message)) == {b"x": "REFUSED"}
@@ -117,7 +117,7 @@ def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
         hello("worker", 10**6, config=config(2, 1, BYTEPS_LOCAL_SIZE=10**9)),
     ],
 )
-def test_nobody_is_missed_for_whom_there_was_no_place(message):
+def test_a_process_without_a_place_is_not_missed(message):
     m = members()
     m.hello(b"w0", hello("worker", 0))
     m.hello(b"s0", hello("server", -1))
@@ -125,13 +125,13 @@ def test_nobody_is_missed_for_whom_there_was_no_place(message):
     assert m.vanished.due(5.0, 3.0) is None and not m.refused
 
 
-def test_before_the_first_worker_a_refused_one_says_itself_how_many_a_machine_has():
+def test_before_the_first_worker_a_refused_ones_own_machine_size_counts():
     m = members()
     m.hello(b"x", hello("worker", 7, 2, 4, config=config(2, 4, BYTEPS_LOCAL_SIZE=4)))
     assert "worker 7" in m.vanished.due(0.0, 3.0)[1]
 
 
-def test_nobody_joins_a_running_job():
+def test_no_process_joins_a_running_job():
     assert "running" in dict(running().hello(b"x", hello("worker", 1, pid=3)))[b"x"]["reason"]
 
 
@@ -143,7 +143,7 @@ def test_a_node_that_reconnects_while_gathering_takes_its_own_place():
     assert m.gone(b"w0", "x") == [] and m.missing() == ["worker 1", "the server"]
 
 
-def test_who_goes_while_gathering_may_come_back():
+def test_a_process_that_goes_while_the_job_gathers_may_return():
     m = members()
     m.hello(b"w0", hello("worker", 0))
     assert m.gone(b"w0", "x") == [] and "worker 0" in m.missing()
@@ -153,7 +153,7 @@ def test_who_goes_while_gathering_may_come_back():
 # ---- leaving
 
 
-def test_a_loss_is_told_to_everybody_else_by_name():
+def test_a_loss_is_reported_by_name_to_all_others():
     m = running(3, 2)
     outputs = m.gone(b"w1", "its connection broke")
     assert kinds(outputs) == dict.fromkeys([b"w0", b"w2", b"s0", b"s1"], "LOST")
@@ -227,7 +227,7 @@ def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
     )
 
 
-def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failure():
+def test_servers_are_ended_when_the_last_worker_is_gone_even_after_a_failure():
     m = running()
     m.gone(b"w0", "x")
     assert (b"s0", {"type": "END"}) in m.bye(b"w1", {"failure": "x"})
@@ -297,7 +297,7 @@ def test_a_compressed_tensor_has_partitions_of_twice_the_size():
     assert len(known.places) == 2
 
 
-def test_a_mismatch_is_told_to_all_who_have_declared_and_will():
+def test_a_mismatch_is_reported_to_all_earlier_and_later_declarers():
     r = registry()
     r.declare(0, "w", 0, 16, 3, [4])
     r.declare(1, "w", 0, 16, 3, [4])
@@ -343,7 +343,7 @@ class _Deaf:
         self.sent.append((frames[0], messages.decode(frames[1])["type"]))
 
 
-def test_a_server_hears_of_the_failure_before_the_end_when_all_workers_die_at_once():
+def test_a_server_gets_the_failure_before_the_end_when_all_workers_die_at_once():
     m = members(2, 1)
     for r in range(2):  # connected before the server, so they are told first
         m.hello(b"w%d" % r, hello("worker", r, 2, 1))

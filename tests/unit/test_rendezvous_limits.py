@@ -87,7 +87,7 @@ def test_a_worker_with_an_option_out_of_range_is_refused(little_memory, changes)
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(16 << 20, True), ((16 << 20) + 1, False)])
-def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowed):
+def test_a_worker_whose_messages_are_too_large_for_a_server_is_refused(size, allowed):
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=4096)))
     answers = dict(
@@ -100,7 +100,7 @@ def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowe
     ), answers
 
 
-def test_workers_and_servers_of_different_transports_are_told():
+def test_workers_and_servers_of_different_transports_are_refused():
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, DMLC_ENABLE_RDMA="tcp")))
     answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1)))
@@ -193,7 +193,7 @@ def test_a_job_that_is_done_stays_done():
     assert m.state == "done" and not m.failure
 
 
-def test_the_first_failure_is_the_one_that_is_told():
+def test_the_first_failure_is_reported():
     m = running(2, 1)
     m.gone(b"w0", "its connection broke")
     m.abort("the scheduler was ended by SIGTERM")

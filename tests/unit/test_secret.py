@@ -31,7 +31,7 @@ def test_no_two_lists_of_parts_give_the_same(one, other):
     assert (secret.derive(b"k", "p", *one) == secret.derive(b"k", "p", *other)) is alike
 
 
-def test_each_input_changes_what_is_derived():
+def test_each_input_changes_the_derived_key():
     found = {
         secret.derive(k, p, *rest)
         for k in (b"", b"k")
@@ -56,7 +56,7 @@ def test_a_key_is_spelled_as_zeromq_spells_it(key):
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 15, "x" * 4097])
-def test_a_secret_of_the_wrong_size_is_refused_without_being_told(text):
+def test_a_secret_of_the_wrong_size_is_refused_and_not_shown(text):
     with pytest.raises(ConfigError, match="BPSX_SECRET.*16 to 4096.*create one with") as caught:
         _ = Config({"BPSX_SECRET": text}).secret_bytes
     assert text not in str(caught.value)

@@ -9,7 +9,7 @@ from bpsx.session.session import Session
 
 
 @pytest.mark.parametrize("given", ["", "ValueError: out of luck"])
-def test_a_failure_heard_of_while_leaving_is_kept(
+def test_a_failure_that_arrives_while_leaving_is_kept(
     monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     """The failure arrives after the last check for one, before this worker counts as leaving."""
@@ -26,7 +26,7 @@ def test_a_failure_heard_of_while_leaving_is_kept(
     assert ours.failure == (given or "worker 1 is gone")
 
 
-def test_what_is_heard_after_that_changes_nothing() -> None:
+def test_a_failure_that_arrives_after_close_is_ignored() -> None:
     ours = Session(Config(role="worker", num_worker=1, num_server=0))
     ours.close()
     ours._peer_lost("worker 1 is gone")

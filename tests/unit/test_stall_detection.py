@@ -74,7 +74,7 @@ def test_a_report_in_several_messages_is_warned_of_as_a_whole():
     assert "tensor 't0' round 0 and 4999 more" in warning["text"]
 
 
-def test_all_waiting_for_what_another_has_not_pushed_is_a_deadlock():
+def test_workers_all_waiting_for_missing_pushes_are_deadlocked():
     s = stalls(2)
     told(s, 0, ["both", 0, 0, 31.0], ["a", 0, 0, 31.0])
     told(s, 1, ["both", 0, 0, 31.0], ["b", 0, 0, 31.0])
@@ -100,7 +100,7 @@ def test_no_deadlock_without_certainty(second):
     assert s.deadlock() == {}
 
 
-def test_another_thread_that_may_go_on_is_given_time():
+def test_a_worker_whose_other_thread_may_continue_gets_time():
     s = stalls(2)
     told(s, 0, ["a", 0, 0, 31.0])
     told(s, 1, ["b", 0, 0, 31.0], busy=True)
@@ -109,7 +109,7 @@ def test_another_thread_that_may_go_on_is_given_time():
     assert s.deadlock()
 
 
-def test_workers_that_are_out_of_step_do_not_go_on():
+def test_workers_out_of_step_after_a_stall_end_the_job():
     m = running(2)
     m.waiting(b"w0", waiting(["a", 0, 0, 31.0]) | {"calls": 3}, 0.0)
     out = m.waiting(b"w1", waiting(["b", 0, 0, 31.0]) | {"calls": 4}, 0.0)
@@ -121,7 +121,7 @@ def test_workers_that_are_out_of_step_do_not_go_on():
     )
 
 
-def test_after_a_stall_all_begin_anew_and_nobody_leaves_before_all_have_heard():
+def test_after_a_stall_all_start_again_and_no_worker_leaves_before_all_know():
     m = running(2)
     m.declare(b"w0", declare("a", [4]))
     m.waiting(b"w0", waiting(["a", 0, 0, 31.0]), 0.0)
@@ -139,7 +139,7 @@ def test_after_a_stall_all_begin_anew_and_nobody_leaves_before_all_have_heard():
 
 
 @pytest.mark.parametrize("how", ["heard", "gone", "failed"])
-def test_who_leaves_after_a_mismatch_waits_until_the_others_have_heard_of_it(how):
+def test_a_worker_that_leaves_after_a_mismatch_waits_until_the_others_know(how):
     m = running(3)
     m.declare(b"w0", declare("a", [4]))
     assert kinds(m.declare(b"w1", declare("a", [5]))) == {b"w0": "FAILED", b"w1": "FAILED"}
@@ -153,7 +153,7 @@ def test_who_leaves_after_a_mismatch_waits_until_the_others_have_heard_of_it(how
     assert kinds(out)[b"w1"] in ("GOODBYE", "LOST") and m.nodes[b"w1"].left
 
 
-def test_who_leaves_is_not_waited_for_to_hear():
+def test_a_leaving_worker_need_not_confirm_a_mismatch():
     m = running(3)
     m.declare(b"w0", declare("a", [4])), m.declare(b"w1", declare("a", [5]))
     assert (
@@ -163,7 +163,7 @@ def test_who_leaves_is_not_waited_for_to_hear():
     assert m.nodes[b"w0"].left and m.nodes[b"w1"].left
 
 
-def test_who_leaves_or_joins_is_not_waited_for():
+def test_a_worker_that_leaves_or_joins_is_not_waited_for():
     s = stalls(3)
     told(s, 0, ["a", 0, 0, 31.0]), told(s, 1, ["b", 0, 0, 31.0])
     s.leave(2)
@@ -173,7 +173,7 @@ def test_who_leaves_or_joins_is_not_waited_for():
 
 
 @pytest.mark.parametrize("ended", [[], [0]])
-def test_pushed_by_all_and_not_answered_is_told_too(ended):
+def test_a_tensor_pushed_by_all_without_a_reply_is_reported(ended):
     s = stalls(2)
     for rank in (0, 1):
         s.report(rank, [["a", 0, 0, 5.0, 5.0]], [], 0.0)
@@ -206,7 +206,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(OPERATIONS)
-def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
+def test_incremental_counts_equal_recounted_ones(operations):
     """The incremental counts equal those of a model that recounts everything each time."""
     s, live, pushed, now = stalls(4), set(range(4)), {}, 0.0
     for what, rank, tensor, waited in operations:

@@ -71,7 +71,7 @@ def test_every_stage_has_its_own_name(stage):
     assert made(record(1, 2, stage.value))[0]["name"].endswith("." + stage.name)
 
 
-def test_a_code_that_nobody_knows_still_makes_an_event():
+def test_an_unknown_code_still_makes_an_event():
     assert made(record(1, 2, 40))[0]["name"].endswith(".STAGE_40")
 
 
@@ -180,7 +180,7 @@ def test_merging_gives_each_process_a_number_and_each_row_a_name(tmp_path):
         '{"traceEvents": [], "otherData": {"role": "boss", "rank": 0}}',
     ],
 )
-def test_a_file_of_somebody_else_is_named(tmp_path, content, capsys):
+def test_a_file_of_another_process_is_named(tmp_path, content, capsys):
     (tmp_path / "comm.json").write_text(content)
     assert timeline.main(["merge", str(tmp_path)]) == 1
     assert "comm.json: not written by bpsx" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_nothing_to_merge_is_an_error(tmp_path, capsys):
     assert "no comm.json" in capsys.readouterr().err
 
 
-def test_what_is_nested_stays_nested_while_the_estimate_of_the_clock_changes():
+def test_nested_events_stay_nested_while_the_clock_estimate_changes():
     """The offset falls by 1 ms within 10 ms, a tenth of each duration.
 
     A separate offset for each event would put it between its neighbours.
@@ -300,7 +300,7 @@ def test_the_error_bound_holds(truth, trips):
     assert abs(found.offset - truth) <= found.error + 1
 
 
-def test_the_file_says_whose_it_is(tmp_path):
+def test_the_file_names_its_process(tmp_path):
     path = write(tmp_path, "worker", 3, [])
     assert json.loads(path.read_text())["otherData"] == {
         "role": "worker",

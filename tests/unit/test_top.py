@@ -37,7 +37,7 @@ def test_lines_are_as_long_as_the_terminal_is_wide(
     assert drawn(["x" * 200, "short"], 10, columns, monkeypatch) == ["x" * shown, "short"]
 
 
-def test_what_does_not_fit_the_height_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_screen_height_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn([str(i) for i in range(50)], 5, 80, monkeypatch) == ["0", "1", "2", "3"]
 
 

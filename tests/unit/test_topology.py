@@ -45,7 +45,7 @@ def test_a_switch_that_is_not_known_is_no_switch() -> None:
     assert grouped(plan(cards("", "", "", ""), False)) == (4, ())
 
 
-def test_what_the_user_says_comes_first() -> None:
+def test_the_users_settings_take_precedence() -> None:
     four = cards(*"aabb")
     assert grouped(plan(four, True, switch_size=1)) == (1, ())
     assert grouped(plan(four, False, switch_size=4)) == (4, ())

@@ -261,7 +261,9 @@ def test_state_of_another_dtype_than_the_parameter_is_not_converted(pair: Pair) 
     "value, message",
     [(object(), "state 0.odd is a object"), (torch.eye(2).to_sparse(), "state 0.odd: sparse_coo")],
 )
-def test_what_cannot_travel_fails_on_all_workers(pair: Pair, value: Any, message: str) -> None:
+def test_state_that_cannot_be_sent_fails_on_all_workers(
+    pair: Pair, value: Any, message: str
+) -> None:
     weight = torch.zeros(2)
     mine, theirs = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
     mine.state[weight]["odd"] = value

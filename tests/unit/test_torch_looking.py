@@ -93,7 +93,7 @@ def in_a_handler(act: Any) -> None:
 
 @pytest.mark.parametrize("aside", [in_a_thread, in_a_handler])
 @pytest.mark.parametrize("make", ["optimizer", "barrier"])
-def test_looks_besides_the_training_change_nothing(
+def test_reading_from_threads_and_handlers_changes_nothing(
     fake: FakeSession, usr1: None, monkeypatch: pytest.MonkeyPatch, aside: Any, make: str
 ) -> None:
     """Checked in hooks of backward, between backward and step, in step's waits, and after it."""

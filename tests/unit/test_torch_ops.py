@@ -102,7 +102,7 @@ def test_layouts_in_place(fake: FakeSession, case: str) -> None:
     assert (tensor.data_ptr(), tensor.stride()) == (address, strides)
 
 
-def test_what_lies_between_the_elements_is_not_touched(fake: FakeSession) -> None:
+def test_memory_between_the_elements_is_not_changed(fake: FakeSession) -> None:
     base = torch.arange(8.0)
     bps.push_pull_inplace(base[::2], average=False)
     assert base.tolist() == [0, 1, 4, 3, 8, 5, 12, 7]
@@ -140,7 +140,7 @@ REFUSED = {
     [pytest.param(text, marks=needs_jagged) if "nested" in text else text for text in REFUSED],
 )
 @pytest.mark.parametrize("verb", VERBS)
-def test_refusals_say_whose_what_and_what_is_allowed(
+def test_refusals_name_the_tensor_the_problem_and_the_expected_type(
     fake: FakeSession, message: str, verb: object
 ) -> None:
     with pytest.raises(TypeError, match=f"push_pull of 'w'.*{message}") as caught:
@@ -152,7 +152,7 @@ def test_refusals_say_whose_what_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("verb", [bps.push_pull_inplace, bps.push_pull_async_inplace])
-def test_what_autograd_follows_is_not_overwritten_behind_its_back(
+def test_tensors_recorded_by_autograd_are_not_overwritten(
     fake: FakeSession, verb: Callable[[torch.Tensor], object]
 ) -> None:
     result = torch.ones(3, requires_grad=True) * 2
@@ -213,7 +213,7 @@ class _NoCompressor:
     ["fp16", None, bps.Compression, bps.Compression.fp16(), _NoCompressor],
     ids=lambda c: type(c).__name__,
 )
-def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
+def test_a_class_that_is_no_compressor_is_refused(fake: FakeSession, compression: object) -> None:
     model = torch.nn.Linear(2, 2)
     calls: dict[str, Callable[[], object]] = {
         "push_pull": lambda: bps.push_pull(torch.zeros(2), compression=compression),  # type: ignore[arg-type]
@@ -254,7 +254,9 @@ def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
 
 @pytest.mark.parametrize("verb", [bps.poll, bps.synchronize, bpsx.poll, bpsx.synchronize])
 @pytest.mark.parametrize("given", [torch.zeros(2), None, 3], ids=str)
-def test_what_is_no_handle(verb: Callable[[object], object], given: object) -> None:
+def test_an_object_that_is_no_handle_is_refused(
+    verb: Callable[[object], object], given: object
+) -> None:
     with pytest.raises(
         ConfigError,
         match=(
@@ -282,7 +284,7 @@ def test_generated_names_depend_on_dtype_and_shape_only(fake: FakeSession) -> No
     assert len(set(fake.names)) == 3
 
 
-def test_what_the_session_is_told(fake: FakeSession) -> None:
+def test_the_session_gets_the_arguments(fake: FakeSession) -> None:
     tensor = torch.zeros(2, 3)
     bps.push_pull_async_inplace(tensor, False, "w", 4, -7)
     (push,) = fake.pushes
@@ -304,7 +306,7 @@ def test_a_second_synchronize_does_not_copy_again(fake: FakeSession) -> None:
     )
 
 
-def test_failure_reaches_the_one_who_waits(fake: FakeSession) -> None:
+def test_a_failure_is_raised_in_the_waiting_thread(fake: FakeSession) -> None:
     fake.failures["w"] = ConfigError("no")
     tensor = torch.arange(6.0).reshape(2, 3).t()
     with pytest.raises(ConfigError, match="no"):

@@ -134,7 +134,7 @@ def test_a_step_without_backward_pushes_everything_once(fake: FakeSession) -> No
         assert sorted(fake.names) == sorted(NAMES * steps)
 
 
-def test_what_nobody_has_used_stays_without_gradient(fake: FakeSession) -> None:
+def test_a_parameter_unused_on_all_workers_stays_without_gradient(fake: FakeSession) -> None:
     model = network()
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5), model.named_parameters()
@@ -233,7 +233,7 @@ def test_backward_passes_add_up(fake: FakeSession) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters()))
 
 
-def test_an_early_step_pushes_what_is_there(fake: FakeSession) -> None:
+def test_an_early_step_pushes_the_present_gradients(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model, backward_passes_per_step=3)
     backward(model)
@@ -277,7 +277,7 @@ def test_one_backward_too_many(fake: FakeSession, passes: int) -> None:
     assert len(fake.pushes) == 8
 
 
-def test_zero_grad_waits_for_what_is_under_way(fake: FakeSession) -> None:
+def test_zero_grad_waits_for_exchanges_under_way(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     backward(model)

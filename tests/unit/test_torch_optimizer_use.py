@@ -235,7 +235,7 @@ def test_state_dict_round_trip_and_step_hooks(fake: FakeSession) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters()))
 
 
-def test_an_optimizer_nobody_holds_any_more_stops_pushing(fake: FakeSession) -> None:
+def test_a_released_optimizer_stops_pushing(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     gone = weakref.ref(optimizer)

@@ -152,7 +152,7 @@ def test_groups_that_are_added_to_two_optimizers(fake: FakeSession) -> None:
     ]
 
 
-def test_numbers_begin_anew_in_another_job(
+def test_generated_numbers_restart_in_another_job(
     fake: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sgd(network(), None)
@@ -162,7 +162,7 @@ def test_numbers_begin_anew_in_another_job(
     assert later.declared[0] == "Gradient.push_pull.noname.0.0"
 
 
-def test_a_single_worker_may_call_things_what_it_likes(fake: FakeSession) -> None:
+def test_a_single_worker_may_reuse_names(fake: FakeSession) -> None:
     fake.size, fake.distributed = 1, False
     models = network(), network()
     optimizers = [sgd(m) for m in models]

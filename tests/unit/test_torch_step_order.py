@@ -113,7 +113,7 @@ def gan(distributed: bool, passes: int = 2, own_zero_grad: bool = True) -> list[
     return weights(generator) + weights(critic)
 
 
-def test_the_advice_for_a_gan_is_what_works(fake: FakeSession) -> None:
+def test_the_advice_for_a_gan_works(fake: FakeSession) -> None:
     for passes, own in (1, False), (1, True), (2, False):
         with pytest.raises(
             GradientOrderError,

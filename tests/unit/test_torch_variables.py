@@ -82,7 +82,7 @@ def test_the_only_machine():
         ),
     ],
 )
-def test_what_the_user_has_set(monkeypatch, given, expected):
+def test_the_users_store_is_kept(monkeypatch, given, expected):
     """The user's store is kept; ranks are bpsx's.
 
     This holds whatever a launcher of one process per machine has set.

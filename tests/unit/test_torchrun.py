@@ -76,7 +76,7 @@ def test_bpsx_place_wins(monkeypatch, name):
         ("LOCAL_WORLD_SIZE", "1.5"),
     ],
 )
-def test_what_cannot_be_is_named(monkeypatch, name, value):
+def test_impossible_settings_are_named(monkeypatch, name, value):
     with pytest.raises(ConfigError, match=f"{name}={value!r}|{name}={value}: expected"):
         read(monkeypatch, **{name: value})
 
@@ -141,7 +141,7 @@ def pool():
 
 
 @pytest.mark.parametrize("led_first", [True, False])
-def test_who_meets_again_hears_nothing_of_earlier_jobs(pool, led_first):
+def test_a_new_rendezvous_sees_nothing_of_earlier_jobs(pool, led_first):
     """The same store, ranks and names are used each time.
 
     In between there is a smaller job, and one that was not complete in time.
@@ -199,7 +199,7 @@ def test_a_worker_is_replaced_while_worker_0_waits(pool):
     )
 
 
-def test_who_hears_nothing_says_whom_it_waits_for():
+def test_a_worker_without_an_answer_names_the_worker_it_waits_for():
     store = Memory()
     with pytest.raises(
         RendezvousError,

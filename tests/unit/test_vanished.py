@@ -7,7 +7,7 @@ import pytest
 from bpsx.scheduler.departures import Vanished
 
 
-def test_nobody_is_missed_at_first():
+def test_no_process_is_missed_at_first():
     assert Vanished().due(10.0, 3.0) is None
 
 
@@ -57,7 +57,7 @@ def test_a_server_on_another_host_is_the_one_that_is_missed_only_if_no_other_is_
     assert v.due(0.0, 3.0) is None
 
 
-def test_who_is_refused_again_and_again_is_one_whose_clock_runs_on():
+def test_repeated_refusals_of_one_process_share_a_deadline():
     v = Vanished()
     for role, rank in (("worker", 1), ("server", -1)):
         v.turn_away(role, rank, "h", f"{role} was refused (first)")
