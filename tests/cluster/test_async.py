@@ -208,7 +208,7 @@ def test_the_servers_state_survives_a_worker(end):
         assert job.scheduler.wait() == 1 and "worker 1" in job.scheduler.text()
 
 
-def test_the_death_of_a_server_ends_it():
+def test_the_death_of_a_server_ends_the_job():
     with Job(
         LEAST_SQUARES
         + """
@@ -302,7 +302,7 @@ def test_workers_that_differ_are_refused(everybody, worker_1):
         )
 
 
-def test_a_server_that_differs_is_refused():
+def test_a_server_with_other_options_is_refused():
     with Job(
         "import bpsx; bpsx.init()", servers=0, workers=1, env={**ASYNC, "DMLC_NUM_SERVER": "1"}
     ) as job:
@@ -342,7 +342,7 @@ def test_seed_and_a_job_without_servers_are_refused_by_name():
     assert done.returncode == 1 and "at least one server is needed" in done.stderr
 
 
-def test_a_local_asynchronous_job_goes_on_without_a_worker(tmp_path):
+def test_a_local_asynchronous_job_continues_without_a_dead_worker(tmp_path):
     """The launcher's grace time is over long before worker 0 ends; its status is still the dead
     worker's.
     """

@@ -81,7 +81,7 @@ def test_error_attributes_come_from_the_text_and_are_none_without_a_process() ->
     assert MismatchError("they disagree").tensor is None and bpsx.MismatchError is MismatchError
 
 
-def test_speed_asked_twice_is_the_same() -> None:
+def test_repeated_queries_of_the_speed_return_the_same() -> None:
     meter = Speedometer()
     counters = {
         "tensor_bytes": 4_000_000,

@@ -219,7 +219,7 @@ bpsx.shutdown()
 """
 
 
-def test_randomks_counts_part_with_join_and_meet_again() -> None:
+def test_randomks_counters_differ_after_join_and_converge_again() -> None:
     """Worker 1 pushes more often than worker 0.
 
     In the round after, their places differ: the reply has the places of the larger count and, with

@@ -303,7 +303,7 @@ def test_a_module_that_cannot_be_imported_is_reported_at_the_start(
         ), text
 
 
-def test_the_launcher_passes_it_on(outside: dict[str, str], tmp_path: Path) -> None:
+def test_the_launcher_passes_the_compressors_on(outside: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import bpsx, numpy as np\nbpsx.init()\nbpsx.declare('w', compression={'compressor':"

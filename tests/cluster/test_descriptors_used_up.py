@@ -34,7 +34,7 @@ WORKER = """
 """
 
 
-def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_the_first_exchange_of_each_kind_works_without_free_descriptors(tmp_path: Path) -> None:
     # The server compiles all, workers take what is there: half a minute less of a core.
     known = {"BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"]}
     with Job(

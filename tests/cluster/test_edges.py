@@ -146,7 +146,7 @@ def _killed_beside(job: Job) -> int:
     return job.workers[0].wait()
 
 
-def test_exit_functions_run_once_and_the_status_tells():
+def test_exit_functions_run_once_and_the_status_is_nonzero():
     with Job("""
         import atexit
         atexit.register(lambda: report("before"))
@@ -272,7 +272,7 @@ def test_a_waiting_thread_without_the_gil_does_not_stop_the_exchange():
 
 
 @pytest.mark.parametrize("name", ["", "x" * 4097, "é" * 2049])
-def test_a_name_that_cannot_be_is_refused_at_once(name):
+def test_an_invalid_name_is_refused_at_once(name):
     assert run(f"""
         import bpsx, numpy as np
         bpsx.init()
@@ -385,7 +385,7 @@ def test_a_node_that_dies_at_once_is_not_counted(changes):
         job.__exit__()
 
 
-def test_a_connection_that_breaks_before_the_scheduler_is_there():
+def test_a_connection_that_breaks_before_the_scheduler_starts_is_retried():
     """Another program, such as a proxy, first accepts and closes connections at the scheduler's
     address.
     """

@@ -135,7 +135,7 @@ def test_a_server_that_fails_before_the_scheduler_knows_it_is_reported() -> None
             )
 
 
-def test_a_worker_that_is_started_again_after_that_is_welcome() -> None:
+def test_a_worker_restarted_after_that_is_accepted() -> None:
     source = (
         "import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), 'x',"
         " average=False)[0]))"

@@ -92,7 +92,7 @@ def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
 
 
 @each_transport
-def test_a_server_that_stops_answering_is_noticed_by_its_silence(transport):
+def test_a_server_that_stops_replying_is_detected_by_its_silence(transport):
     with Job(
         _STEPPING,
         env={
@@ -223,7 +223,7 @@ def test_different_operations_name_both(size):
             assert "'op'" in message and "workers" in message
 
 
-def test_different_names_end_as_an_error_that_tells_both():
+def test_different_names_end_as_an_error_that_names_both():
     with Job(
         """
         import bpsx, numpy as np

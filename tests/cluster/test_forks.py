@@ -161,7 +161,7 @@ def test_the_verbs_fail_in_a_forked_process_with_the_reason():
     assert found == [[True], [True]]
 
 
-def test_spawned_and_other_processes_do_not_disturb(tmp_path):
+def test_spawned_and_other_processes_do_not_disturb_the_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import multiprocessing, subprocess, sys

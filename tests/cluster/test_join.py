@@ -21,7 +21,7 @@ LANES = {"BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"}
     ],
     ids=["plain", "fixed", "scheduled", "shared memory"],
 )
-def test_uneven_steps_again_and_again(env):
+def test_uneven_steps_with_repeated_joins(env):
     """Each worker knows how many steps the others take, and so every expected sum.
 
     Joins follow each other at once: a stale mark of an earlier one would leave a worker out of a

@@ -179,7 +179,7 @@ def test_colour_on_a_terminal_only(
     assert err == b"[worker 0] err\n"
 
 
-def test_whoever_writes_to_a_reader_that_has_gone_gets_a_broken_pipe(launcher: Launcher) -> None:
+def test_writing_to_a_closed_reader_is_a_broken_pipe(launcher: Launcher) -> None:
     worker = (
         "print('first', flush=True)\ntry:\n while True: print('x' * 999)\nexcept BrokenPipeError:"
         " os._exit(9)"
@@ -262,7 +262,7 @@ def test_after_a_failure_the_others_get_sigterm(launcher: Launcher) -> None:
     )
 
 
-def test_and_sigkill_if_they_are_deaf(launcher: Launcher) -> None:
+def test_processes_that_ignore_sigterm_get_sigkill(launcher: Launcher) -> None:
     job = launcher.job(DEAF + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.1)
     status, _, err = finish(job)
     assert status == 1
@@ -344,7 +344,7 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 )
-def test_a_signal_reaches_the_workers_whom_the_others_outlive(
+def test_after_a_signal_the_other_roles_outlive_the_workers(
     launcher: Launcher, number: signal.Signals
 ) -> None:
     last = "print('ready', flush=True); link.recv(1); print('outlived them', flush=True)\n"
@@ -366,7 +366,7 @@ def test_a_signal_reaches_the_workers_whom_the_others_outlive(
     )
 
 
-def test_workers_have_their_time_after_sigterm(launcher: Launcher, tmp_path: Path) -> None:
+def test_workers_keep_their_grace_time_after_sigterm(launcher: Launcher, tmp_path: Path) -> None:
     # Worker 1 exits at once with a status. Worker 0 sees that and keeps saving for longer than the
     # grace time of failures.
     os.mkfifo(fifo := tmp_path / "alive")
@@ -390,7 +390,7 @@ held.read(); signal.sigtimedwait([], 0.5); print("saved")
     assert "worker 0" not in err[-1]
 
 
-def test_that_time_is_an_option(launcher: Launcher) -> None:
+def test_the_grace_time_is_an_option(launcher: Launcher) -> None:
     job = launcher.job(DEAF + FOR_EVER, workers=1, grace=0, environment={"BPSX_TERM_GRACE": "0.2"})
     wait_for(job, "[worker 0] ready")
     job.terminate()

@@ -100,7 +100,7 @@ def test_help_and_version(launcher: Launcher) -> None:
     assert out[0].startswith("bpsx ")
 
 
-def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> None:
+def test_a_variable_without_effect_under_local_is_named(launcher: Launcher) -> None:
     single = words("--local", "--workers", "1", "--servers", "0", "true")
     assert finish(launcher.start(single, {"NVIDIA_VISIBLE_DEVICES": "0,1"})) == (
         0,
@@ -340,7 +340,7 @@ def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> No
         ("--nproc_per_node", "--processes"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_right_one(
+def test_the_error_for_a_misspelt_option_suggests_the_right_one(
     launcher: Launcher, word: str, meant: str
 ) -> None:
     status, out, err = finish(launcher.start(local_words(word, "2", "python", "train.py")))
@@ -350,7 +350,7 @@ def test_a_misspelt_option_is_answered_with_the_right_one(
     )
 
 
-def test_an_option_like_none_is_only_unknown(launcher: Launcher) -> None:
+def test_an_option_unlike_any_other_gets_no_suggestion(launcher: Launcher) -> None:
     _, _, err = finish(launcher.start(local_words("--zzz", "python", "train.py")))
     assert any(line.endswith("unknown option --zzz") for line in err)
 

@@ -198,7 +198,7 @@ sys.exit(
 """
 
 
-def test_a_machine_on_its_own_brings_a_scheduler(launcher: Launcher) -> None:
+def test_a_single_machine_starts_its_own_scheduler(launcher: Launcher) -> None:
     # The stand-in counts machines, but two processes connect.
     hub = HUB.replace('int(e["DMLC_NUM_WORKER"])', "2")
     show = (
@@ -217,9 +217,7 @@ def test_a_machine_with_servers_starts_no_scheduler(launcher: Launcher) -> None:
     assert finish(job) == (0, ["[worker 0.0] 1", "[worker 0.1] 1"], [])
 
 
-def test_a_machine_on_its_own_sums_without_servers_and_scheduler_of_the_users(
-    launcher: Launcher,
-) -> None:
+def test_a_single_machine_sums_without_the_users_servers_and_scheduler(launcher: Launcher) -> None:
     """The first example in BytePS' readme: one machine, two GPUs, and an address without a
     listener.
     """

@@ -193,7 +193,7 @@ def test_a_far_folder_that_is_not_there(launcher: Launcher, server: Sshd) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_far_end(
+def test_a_signal_reaches_the_remote_processes(
     launcher: Launcher, server: Sshd, number: signal.Signals
 ) -> None:
     # A second warning would appear, too.

@@ -336,7 +336,7 @@ def test_a_death_on_the_machine_is_an_error_on_all(workers, servers, victim, way
     assert not [name for name in os.listdir("/dev/shm") if "bpsx" in name]
 
 
-def test_neighbours_that_cannot_meet_are_named(tmp_path):
+def test_processes_that_cannot_connect_to_each_other_are_named(tmp_path):
     elsewhere, occupied = tmp_path / "elsewhere", tmp_path / "file"
     elsewhere.mkdir()
     occupied.touch()

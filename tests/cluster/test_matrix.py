@@ -47,7 +47,7 @@ def test_a_failure_is_named_and_ends_everything(role, stage, way):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_short_stop_of_anybody_is_survived_with_right_sums(stage):
+def test_a_short_stop_of_any_process_is_survived_with_right_sums(stage):
     with Matrix(stage, PATIENT, rounds=5) as matrix:
         for role in ROLES:
             victim = matrix.victim(role)

@@ -100,7 +100,7 @@ def test_the_worst_status_is_reported_and_nothing_is_left(tmp_path, stage, role,
 
 
 @pytest.mark.parametrize("role", ["worker 1", "server", "scheduler"])
-def test_one_that_is_stopped_for_good_is_ended_too(tmp_path, role):
+def test_a_process_stopped_for_good_is_killed_too(tmp_path, role):
     with launching(tmp_path) as launcher:
         process = begin(launcher, tmp_path, "pull", "--grace", "2")
         os.kill(role_pids(launcher)[role], signal.SIGSTOP)

@@ -76,7 +76,7 @@ class Machines(Job):
     ],
     ids=["n=2, k=1", "n=3, k=0", "n=3, k=2", "n=2, k=3"],
 )
-def test_bytes_are_divided_as_the_paper_has_it(workers, servers, shares):
+def test_bytes_are_divided_as_in_the_paper(workers, servers, shares):
     with Machines(workers, servers, BYTEPS_ENABLE_MIXED_MODE="1") as job:
         assert [reports[-1] for reports in job.results()] == ["done"] * len(workers)
         assert job.shares() == pytest.approx(shares, rel=0.03, abs=0.002)

@@ -18,7 +18,7 @@ _SHORT = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
 
 
 @pytest.mark.parametrize("who", ["worker 1", "server 0", "scheduler"])
-def test_a_cut_is_noticed_by_silence_named_and_ends_everything(who):
+def test_a_cut_is_detected_by_silence_named_and_ends_the_job(who):
     with net_job(STEPPING, _SHORT) as (network, job):
         for worker in job.workers:
             worker.wait_for_line("running")
@@ -67,7 +67,7 @@ def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
         assert [r[-1] for r in job.results()] == ["done", "done"]
 
 
-def test_over_a_slow_link_the_urgent_overtakes():
+def test_over_a_slow_link_urgent_partitions_overtake():
     def slow(network):
         for name in ("worker 0", "worker 1"):
             network.slow(name, "50mbit")

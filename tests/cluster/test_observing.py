@@ -111,7 +111,7 @@ def test_top_as_json():
     assert view["slowest"]["rank"] == 1 and all(n["rates"] for n in view["nodes"])
 
 
-def test_a_scheduler_that_only_stands_still_is_not_a_job_that_is_over():
+def test_a_stopped_scheduler_is_not_reported_as_the_end_of_the_job():
     with looping() as job:
         top = launcher(job, "top", "--json", "--interval", "0.1")
         assert (
@@ -156,7 +156,7 @@ def test_top_while_the_job_gathers():
     assert "waiting" in text and "missing: " in text and "worker 0" in text
 
 
-def test_top_without_anybody_there():
+def test_top_without_a_job():
     done = subprocess.run(
         words("top", "--once", "--scheduler", "127.0.0.1:1"),
         capture_output=True,
@@ -543,7 +543,7 @@ bpsx.shutdown()
                 assert line in job.workers[rank].errors, job.workers[rank].text()
 
 
-def test_verbose_two_tells_of_every_message_and_one_of_connections():
+def test_verbose_two_logs_every_message_and_one_logs_connections():
     source = (
         "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(3): bpsx.push_pull(np.ones(9,"
         " np.float32), name='x')\nbpsx.shutdown()\n"
@@ -597,7 +597,7 @@ bpsx.shutdown()
     assert now > 1.7e12 and speed > 0 and count == 20000
 
 
-def test_every_role_heeds_level_and_time_of_the_log():
+def test_every_role_follows_the_log_options():
     source = (
         "import numpy as np, bpsx\nbpsx.init()\nbpsx.push_pull(np.ones(9, np.float32),"
         " name='x')\nbpsx.shutdown()\n"

@@ -41,7 +41,7 @@ _SECRET = "a secret for the ports' tests"
         ("zmq", "reject with tcp reset", "refused"),
     ],
 )
-def test_a_blocked_lane_is_named_by_everybody(transport, how, why):
+def test_all_processes_name_a_blocked_lane(transport, how, why):
     def block(network):
         network.filter(
             "worker 0",
@@ -123,7 +123,7 @@ def test_ports_are_those_allowed(transport):
 @pytest.mark.parametrize(
     ("role", "transport"), [("server", "zmq"), ("server", "tcp"), ("scheduler", "zmq")]
 )
-def test_no_allowed_port_is_free(role, transport):
+def test_no_free_port_is_an_error(role, transport):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment = {

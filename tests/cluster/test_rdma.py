@@ -231,7 +231,7 @@ class _Unprivileged(Job):
 
 
 @with_rdma
-def test_an_adapter_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_a_missing_adapter_is_named_with_the_existing_ones() -> None:
     done = _alone(BPSX_RDMA_DEVICE="mlx5_9")
     assert (
         done.returncode == 1

@@ -134,7 +134,7 @@ def test_beyond_loopback_no_process_starts_without_a_secret(role):
 
 
 @pytest.mark.parametrize("env", [{"BPSX_INSECURE": "1"}, {"BPSX_SECRET": SECRET}])
-def test_beyond_loopback_on_ones_own_word_or_with_a_secret(env):
+def test_beyond_loopback_a_job_runs_with_a_secret_or_bpsx_insecure(env):
     with Job(_SUM, env=env, host=_other_address()) as job:
         assert job.results() == [[2.0], [2.0]]
         assert ("without a job secret (BPSX_INSECURE=1)" in job.servers[0].text()) is (

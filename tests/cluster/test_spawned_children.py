@@ -43,7 +43,9 @@ def told(lines: list[str], rank: int) -> str:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_at_the_top_of_a_script(method: str, tmp_path: Path) -> None:
+def test_init_at_the_top_of_a_script_is_refused_in_its_children(
+    method: str, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(framework="", method=method))
     with Job(WORKER.format(path=str(script))) as job:
@@ -73,7 +75,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         assert f"worker {rank}: status of its child 3" in text, text
 
 
-def test_in_the_work_of_a_child(tmp_path: Path) -> None:
+def test_init_in_the_work_of_a_child_is_refused(tmp_path: Path) -> None:
     """The import is over by then, so the guard would not help."""
     script = tmp_path / "train.py"
     script.write_text("""
@@ -96,7 +98,7 @@ if __name__ == "__main__":
             assert "call init() only in the parent" in told(worker.errors, rank), worker.text()
 
 
-def test_a_child_alone_is_none_of_our_business(tmp_path: Path) -> None:
+def test_in_a_job_of_one_worker_children_may_call_init(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(framework="", method="spawn"))
     assert run(

@@ -47,7 +47,7 @@ def test_an_exchange_that_no_thread_waits_for_is_no_stall():
 
 
 @pytest.mark.parametrize("count", [100, 400, 20_000])
-def test_any_number_of_tensors_is_a_stall_in_time_and_a_warning_for_each_worker(count):
+def test_a_stall_of_any_number_of_tensors_is_timely_with_one_warning_per_worker(count):
     """`if rank() == 0` around a broadcast of all parameters."""
     with Job(
         f"""

@@ -51,7 +51,7 @@ def test_an_occupied_name_that_accepts_no_connection_does_not_delay_a_worker(cap
     assert "accepts no connections, so messages go through the network" in caplog.text
 
 
-def test_a_greeting_that_was_overheard_is_of_no_use():
+def test_an_overheard_greeting_cannot_be_used_again():
     taken: list[int] = []
     with opened_gate(taken) as address, contextlib.ExitStack() as stack:
         port = int(address.rpartition(":")[2])

@@ -66,7 +66,7 @@ def counted(events: list[dict]) -> dict[str, int]:
     return found
 
 
-def test_a_run_of_three_steps_leaves_a_whole_file_though_the_window_ends_at_twenty(tmp_path):
+def test_a_run_of_three_steps_writes_a_complete_file_though_the_window_ends_at_twenty(tmp_path):
     run(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path))
     assert files(tmp_path) == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
     for i in range(2):
@@ -211,7 +211,7 @@ def test_servers_trace_on_sigterm(tmp_path):
             w.wait()
 
 
-def test_merged_the_order_of_events_makes_sense_across_processes(tmp_path):
+def test_events_of_merged_timelines_are_in_causal_order(tmp_path):
     """Sums follow their pushes and arrivals follow their sends, within the clock error that the
     files give.
     """

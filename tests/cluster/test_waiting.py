@@ -117,7 +117,7 @@ def test_a_role_started_by_hand_says_what_it_is_and_what_it_waits_for():
             process.end()
 
 
-def test_a_name_of_this_machine_that_is_loopback_is_doubted(monkeypatch):
+def test_a_name_of_this_machine_that_resolves_to_loopback_gets_a_warning(monkeypatch):
     monkeypatch.setattr(
         socket,
         "getaddrinfo",

@@ -265,7 +265,7 @@ def test_strangers_get_no_memory(make: Any) -> None:
     other.close()
 
 
-def test_without_a_slot_a_worker_comes_through_the_network(make: Any) -> None:
+def test_without_a_free_slot_a_worker_uses_the_network(make: Any) -> None:
     there = make(3, 5, slots=1)
     assert there.lane.neighbours == 1 and there.workers[5].neighbours == 0
 

@@ -126,7 +126,7 @@ def test_bodies_arrive_whole_both_ways(pair, size):
     assert w.receive() == (0, b"H" * 64, body)
 
 
-def test_heads_alone_and_handed_over(pair):
+def test_heads_without_bodies_arrive(pair):
     w, s, *_ = pair
     for n in (1, 64, 100_000):
         assert w.send(0, b"a" * n, own_head=True) == 0
@@ -175,7 +175,7 @@ def test_close_runs_the_done_callbacks_of_unsent_messages(pair):
     assert sorted(w.done) == list(range(1, 11))
 
 
-def test_an_unknown_peer_is_an_error_and_the_memory_comes_back(pair):
+def test_an_unknown_peer_is_an_error_and_the_memory_is_released(pair):
     w, *_ = pair
     assert w.send(9, b"h", bytes(100), 3, own_head=True) == -1
     assert sorted(w.done) == [3, 1003]
@@ -237,7 +237,7 @@ def test_a_received_message_may_be_written_to_and_kept(pair):
         s.table.release(s.table.self, C.byref(m))
 
 
-def test_answers_may_be_wanted_somewhere(pair):
+def test_replies_may_have_a_landing(pair):
     """A transport may ignore the wanted address.
 
     The body is complete wherever it is, and a body too long for that address still arrives.

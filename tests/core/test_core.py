@@ -70,7 +70,7 @@ def test_large_partition_travels_as_second_frame_uncopied(rig):
     assert (a == 9).all()
 
 
-def test_partitions_come_home_in_any_order_to_their_place(rig):
+def test_partitions_arriving_in_any_order_reach_their_place(rig):
     r = rig()
     t = r.tensor("cut", 4096, 4096, 100)
     out = array(8292, 0.0)
@@ -124,7 +124,7 @@ def test_same_tensor_twice_runs_one_round_after_the_other(rig):
         {"kind": w.PUSH},
     ],
 )
-def test_an_answer_that_fits_nothing_is_dropped_and_counted(rig, changes):
+def test_a_reply_without_a_push_is_dropped_and_counted(rig, changes):
     r = rig()
     out = array(16, 0.0)
     handle = push_pull(r.core, r.tensor("x", 16), array(16), out)
@@ -147,7 +147,7 @@ def test_garbage_is_dropped(rig, garbage):
     assert r.core.counters()["malformed"] == (2 if garbage else 1)
 
 
-def test_an_answer_from_the_wrong_lane_is_dropped(rig):
+def test_a_reply_from_the_wrong_lane_is_dropped(rig):
     r = rig(lanes=2)
     out = array(16, 0.0)
     handle = push_pull(r.core, r.tensor("x", 16, lane=0), array(16), out)
@@ -175,7 +175,7 @@ def test_an_error_ends_the_handle_with_its_exception_and_the_next_round_works(ri
     handle.wait(60)
 
 
-def test_failing_the_core_ends_everything_present_and_future(rig):
+def test_failing_the_core_fails_present_and_later_exchanges(rig):
     r = rig()
     t = r.tensor("x", 16)
     under_way = [push_pull(r.core, t, array(16), array(16)) for _ in range(3)]
@@ -285,7 +285,7 @@ def test_many_threads_submit_and_wait(rig):
     assert not failures, failures
 
 
-def test_memory_is_held_until_home_and_written_out_and_not_longer(rig):
+def test_memory_is_held_until_the_result_arrived_and_the_push_was_written(rig):
     r = rig(hold_done=True)
     t = r.tensor("x", BIG)
 

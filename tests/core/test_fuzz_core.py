@@ -132,7 +132,7 @@ def test_mutated_answers():
     "proof",
     ["right", "another secret", "another job", "another lane", "another nonce", "short", "none"],
 )
-def test_a_lane_has_to_prove_itself_before_it_is_believed(proof):
+def test_a_lane_must_prove_that_it_knows_the_secret(proof):
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
     worker.link(0, lane, 0)
     lane.link(0, worker, 0)

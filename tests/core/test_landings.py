@@ -110,7 +110,7 @@ def listened(rig):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_answer_goes_where_its_own_push_wants_it(rig, asynchronous: bool) -> None:
+def test_a_reply_goes_to_the_landing_of_its_own_push(rig, asynchronous: bool) -> None:
     heard: list[Listened] = []
     r = rig(
         asynchronous=asynchronous,

@@ -352,7 +352,7 @@ def test_rounds_that_lack_a_departed_worker_fail(rig):
     assert r.take(0)[0].body == r.take(1)[0].body == np.float32([3]).tobytes()
 
 
-def test_scheduled_takes_the_urgent_first(rig):
+def test_the_server_schedule_takes_urgent_messages_first(rig):
     r = rig(2, scheduled=True)
     for slot in range(20):
         r.register(slot, BIG)
@@ -363,7 +363,7 @@ def test_scheduled_takes_the_urgent_first(rig):
     assert sorted(got) == [100 + s for s in range(20)]
 
 
-def test_a_message_is_not_read_any_more_once_its_round_has_let_it_go():
+def test_a_message_is_not_read_after_its_round_has_released_it():
     """A message is not read after its round has released it.
 
     The C library overwrites freed memory here, so a late read would fail.

@@ -157,7 +157,7 @@ def test_the_lane_survives_any_bytes(
 
 
 @pytest.mark.parametrize("ef", ["", "vanilla", "sparse"])
-def test_randomks_answer_has_the_counter_of_the_pushes(rig, ef: str) -> None:
+def test_randomks_reply_has_the_counter_of_the_pushes(rig, ef: str) -> None:
     """randomk's answer carries the larger of the pushes' counters.
 
     This also holds after a failed round, and after a worker's own counter has advanced. With error

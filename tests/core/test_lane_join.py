@@ -47,7 +47,7 @@ def test_a_joined_worker_counts_as_zeros_in_sums_and_averages(
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize("n", [4, BIG])
-def test_open_rounds_that_lacked_only_the_joined_close(rig, n, fixed_order, scheduled):
+def test_open_rounds_that_lack_only_joined_workers_close(rig, n, fixed_order, scheduled):
     r = rig(3, fixed_order=fixed_order, scheduled=scheduled)
     one = np.ones(n // 4, np.float32).tobytes()
     for slot in range(3):
@@ -115,7 +115,7 @@ def test_a_broadcast_fails_when_its_root_has_joined_and_works_when_another_has(r
     r.assert_nothing_for(1)
 
 
-def test_an_empty_round_closes_without_the_joined(rig):
+def test_an_empty_round_closes_without_joined_workers(rig):
     r = rig(3)
     r.register(0, 0, "uint8")
     r.push(0, 0, b"", dtype="uint8")

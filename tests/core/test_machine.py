@@ -285,7 +285,7 @@ def test_broadcasts_from_everybody(make):
         assert all((h.wait(60) == 11 * root).all() for h in handles)
 
 
-def test_results_that_found_no_room_are_posted_when_there_is_some(make):
+def test_results_without_space_in_the_ring_are_posted_later(make):
     """Results that found the ring full are posted once there is room, even by an idle root."""
     n = RING_POSTS + 900
     ours = make(only={1})
@@ -304,7 +304,7 @@ def test_results_that_found_no_room_are_posted_when_there_is_some(make):
     until(lambda: ours.cores[1].outstanding == 0)
 
 
-def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
+def test_queued_rounds_fail_when_the_root_has_left(make):
     ours = make(only={0})
     # Large, so that the first round is still being copied out when the departure is noticed.
     length = 1 << 20
@@ -354,7 +354,7 @@ def test_without_memory_for_a_share_the_job_has_failed(make):
     assert "memory" in ours.cores[0].failed
 
 
-def test_a_machine_that_cannot_add_has_failed(make):
+def test_a_machine_that_cannot_sum_fails_the_job(make):
     """If a machine cannot sum, the job fails, because the servers would wait for its push.
 
     Here there are no kernels for the dtype.
@@ -396,7 +396,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_posts_that_make_no_sense_fail_the_job_and_nothing_else(make, name):
+def test_malformed_posts_fail_only_the_job(make, name):
     to, sender, *fields = NONSENSE[name]
     ours = make(only={to})
     handle = submit(ours, to, ours.tensor(to, 4000), np.ones(1000, np.float32))

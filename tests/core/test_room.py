@@ -78,7 +78,7 @@ def test_lanes_of_a_server_share_the_limit_of_its_link(rig):
         h.wait(60)
 
 
-def test_all_servers_have_the_room_of_the_slowest(rig):
+def test_all_servers_have_the_limit_of_the_slowest(rig):
     r = rig(lanes=2, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles, pushes = [], []
 
@@ -189,7 +189,7 @@ def test_a_small_partition_does_not_pass_a_large_urgent_one_on_another_lane_of_t
         h.wait(60)
 
 
-def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(rig):
+def test_a_slow_server_gets_enough_bytes_to_show_that_it_became_faster(rig):
     r = rig(credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles = [push_pull(r.core, r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = r.pushes(1)

@@ -137,7 +137,7 @@ def step(number, hear=True):
 """
 
 
-def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
+def test_an_exchange_skipped_by_the_engine_ends_this_workers_exchanges() -> None:
     """A script that catches an error of its computation and continues would be one step behind."""
     status, told, output = run(
         BREAKS
@@ -245,7 +245,7 @@ for number, x in enumerate(got):
             ), output[-2000:]
 
 
-def test_weights_are_themselves_after_a_failure_of_asynchronous_training() -> None:
+def test_weights_keep_their_values_after_a_failure_of_asynchronous_training() -> None:
     """The script must see the old weights, not the changes on their way to the servers."""
     with Job(
         HEAD
@@ -320,7 +320,7 @@ bps.shutdown()
 
 
 @pytest.mark.parametrize("parts", ["", "1"], ids=["step", "parts"])
-def test_a_worker_that_comes_later_gets_weights_and_momentum(parts: str) -> None:
+def test_a_late_worker_gets_weights_and_momentum(parts: str) -> None:
     with Job(GROWS, workers=2, servers=1, env={"PARTS": parts}) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")

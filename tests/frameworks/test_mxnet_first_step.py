@@ -40,7 +40,7 @@ def tried(call, *args):
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
-def test_trainers_of_one_name_that_are_made_in_another_order(mode: str) -> None:
+def test_two_trainers_of_one_name_made_in_another_order_are_an_error(mode: str) -> None:
     """Two networks of the same shape, made in different orders on the workers.
 
     Both are made before the first step, or the second one after the first network's first step;

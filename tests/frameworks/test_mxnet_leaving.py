@@ -213,7 +213,7 @@ bps.barrier()
     assert status == 1 and re.search(UNHEARD, output), output[-2000:]
 
 
-def test_a_status_of_the_scripts_own_stays() -> None:
+def test_the_scripts_own_exit_status_is_kept() -> None:
     status, _, output = run("""
 bps.init()
 bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
@@ -253,7 +253,7 @@ else:
         assert other.wait() == 1 and "KeyboardInterrupt" in other.text()
 
 
-def test_an_error_that_has_been_caught_is_over() -> None:
+def test_a_caught_error_has_no_later_effect() -> None:
     status, told, output = run("""
 bps.init()
 x = mx.nd.ones((3 + bps.rank(),))

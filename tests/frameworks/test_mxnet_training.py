@@ -139,7 +139,7 @@ def test_states_of_another_optimizer(job: Finished) -> None:
         assert same(one, two)
 
 
-def test_schedulers_are_asked_as_often_as_by_gluon(job: Finished) -> None:
+def test_schedulers_are_called_as_often_as_by_gluon(job: Finished) -> None:
     for plain, ours in each(job, "job_schedules"):
         assert plain == ours > 0
 

@@ -35,7 +35,7 @@ VERBS = {"init", "join", "rank", "shutdown", "size"}
 
 
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS if name.startswith("bpsx.")])
-def test_the_same_things_stand_in_files_of_the_same_name(plugin: str) -> None:
+def test_plugins_have_the_same_names_in_files_of_the_same_name(plugin: str) -> None:
     folder = ROOT / "src" / plugin.replace(".", "/")
     assert {path.stem for path in folder.glob("*.py")} >= FILES
 

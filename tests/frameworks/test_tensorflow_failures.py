@@ -250,7 +250,7 @@ _INTERRUPTED = (
 )
 
 
-def test_an_interrupted_call_never_ends_well_with_something_else():
+def test_an_interrupted_call_never_returns_a_wrong_value():
     with Job(_INTERRUPTED, workers=1, servers=0, alone=True, env=QUIET) as job:
         ((found,),) = job.results()
         assert found["wrong"] == 0

@@ -58,7 +58,7 @@ def test_variables_out_of_a_set():
 @pytest.mark.parametrize(
     ("mode", "ways"), [("0", "tape, function, optimizer, fit"), ("1", "optimizer, fit")]
 )
-def test_owners_of_one_name_that_come_in_another_order(mode, ways):
+def test_two_models_of_one_name_stepped_in_another_order_are_an_error(mode, ways):
     """Two models have the same names and weights, and worker 1 steps them in the other order.
 
     The second step must fail on both workers. Also in asynchronous training.

@@ -450,7 +450,7 @@ def test_refusals(job: Finished) -> None:
     assert each(job, "job_refusals") == [[], []]
 
 
-def test_splits_that_are_known_late_are_checked(job: Finished) -> None:
+def test_splits_known_only_at_execution_are_checked(job: Finished) -> None:
     assert all("whose sum is at most the number of rows" in text for text in each(job, "job_later"))
 
 

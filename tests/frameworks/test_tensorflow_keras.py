@@ -483,7 +483,7 @@ def test_accumulated_gradients_travel_once(job):
 
 
 @pytest.mark.parametrize("way", ["outer", "inner", "compile"])
-def test_an_overflow_of_one_is_one_of_all(job, way):
+def test_an_overflow_on_one_worker_skips_the_step_on_all(job, way):
     (first, a), (second, b), (third, c) = job.results[0]["job_overflow"][way]
     for (mine, scale), (theirs, other) in zip(
         job.results[0]["job_overflow"][way], job.results[1]["job_overflow"][way], strict=True
@@ -524,7 +524,7 @@ def test_metrics_are_averaged(job):
         assert averaged[0][name] == pytest.approx((own[0][name] + other[0][name]) / 2)
 
 
-def test_auto_does_not_have_an_exchange_compiled_for_a_gpu(job):
+def test_jit_compile_auto_does_not_compile_exchanges_for_a_gpu(job):
     assert each(job, "job_auto") == [[False, True]] * 2
 
 
@@ -555,11 +555,11 @@ def test_refused(job):
         assert number == 0.5 and values == [1, 1]
 
 
-def test_keras_has_both_names(job):
+def test_bpsx_keras_and_bpsx_tensorflow_keras_have_the_same_names(job):
     assert each(job, "job_both_names") == [[]] * 2
 
 
-def test_upstreams_arguments_in_their_order(job):
+def test_upstreams_arguments_are_in_the_same_order(job):
     for found in each(job, "job_upstreams_arguments"):
         for function, (wanted, arguments) in found.items():
             assert arguments[: len(wanted.split())] == wanted.split(), function

@@ -486,7 +486,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "loop and not",
     ],
 )
-def test_operations_of_one_name_meet_in_the_order_in_which_they_are_written(
+def test_operations_of_one_name_are_matched_in_the_order_of_the_code(
     job: Finished, way: str
 ) -> None:
     for found in each(job, "job_order"):
@@ -504,7 +504,7 @@ def test_one_name_twice_in_functions_of_a_compiled_one_is_refused(job: Finished)
         assert "'Gradient.compiled:0' is exchanged twice" in found["outside"]
 
 
-def test_operations_of_other_names_have_no_order(job: Finished) -> None:
+def test_operations_of_different_names_have_no_order(job: Finished) -> None:
     first, second = each(job, "job_overlap")
     assert first == [1.5, 1.5] and second == [1.5, 1.5]
 
@@ -522,7 +522,7 @@ def test_variables_of_one_name_have_separate_residuals(job: Finished, way: str) 
         assert found[way][0] == found[way][1]
 
 
-def test_variables_of_one_name_are_added_up_apart(job: Finished) -> None:
+def test_variables_of_one_name_accumulate_separately(job: Finished) -> None:
     for apart, only_first_pass, only_one_worker in each(job, "job_alike_v1"):
         assert (
             apart == [-2.0, -20.0]

@@ -481,7 +481,7 @@ def test_nothing_is_pruned_or_merged(job):
     assert each(job, "job_nothing_is_pruned_or_merged") == [([0.0, 4.0, 8.0], 15)] * 2
 
 
-def test_one_name_goes_in_the_same_order_everywhere(job):
+def test_operations_of_one_name_run_in_the_same_order_on_all_workers(job):
     assert (
         each(job, "job_one_name_in_a_function")
         == [[[20.0 * k + 2 * i for i in range(3)] for k in range(5)]] * 2

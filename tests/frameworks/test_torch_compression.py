@@ -112,7 +112,9 @@ def test_a_k_larger_than_a_gradient_is_refused_by_name(job: Finished) -> None:
 
 
 @pytest.mark.parametrize("case", PARAMS)
-def test_all_workers_hold_the_same_bits_and_have_learnt_as_much(job: Finished, case: str) -> None:
+def test_all_workers_have_the_same_bits_and_learn_as_well_as_uncompressed(
+    job: Finished, case: str
+) -> None:
     found = [r[case] for r in each(job, "job_train")]
     assert all(
         torch.equal(a, b) for weights, _ in found for a, b in zip(weights, found[0][0], strict=True)

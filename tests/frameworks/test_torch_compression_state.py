@@ -390,13 +390,13 @@ def test_momentum_before_compression_is_the_optimizers(job: Finished, case: str)
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_weight_decay_has_no_momentum_but_with_onebit(job: Finished) -> None:
+def test_weight_decay_has_momentum_only_with_onebit(job: Finished) -> None:
     for ours, by_hand in each(job, "job_decay_of_others"):
         for a, b in zip(ours, by_hand, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_second_optimizer_has_nothing_of_the_first(job: Finished) -> None:
+def test_a_second_optimizer_starts_without_the_firsts_state(job: Finished) -> None:
     for (first, second, then_plain, plain), (run, again, without) in each(
         job, "job_second_optimizer"
     ):

@@ -82,14 +82,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_good_as_without_compression(job: Finished, case: str) -> None:
+def test_training_is_as_accurate_as_without_compression(job: Finished, case: str) -> None:
     for found in each(job, "job_train"):
         assert found["plain"] > 0.94
         assert found[case] >= found["plain"] - POINT
 
 
 @pytest.mark.parametrize("case", WITHOUT)
-def test_not_so_without_feedback(job: Finished, case: str) -> None:
+def test_without_feedback_training_is_worse(job: Finished, case: str) -> None:
     """Shows that the test above can fail."""
     for found in each(job, "job_train"):
         assert found[f"no {case}"] < found["plain"] - 2 * POINT

@@ -570,7 +570,7 @@ def test_sparse_gradients(job: Finished) -> None:
     assert all(same and alike(mine, found[0][1]) for same, mine in found)
 
 
-def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -> None:
+def test_updates_wait_for_the_forward_pass_except_in_the_last_step(job: Finished) -> None:
     for moved in each(job, "job_last_step"):
         # Whether weights moved in step(), then in forward and backward, for steps 0 to 3.
         assert moved == [False, False, False, True, True, True, True, False]

@@ -40,7 +40,7 @@ def test_bpsx(tmp_path: Path) -> None:
     assert "push_pull speed" in output
 
 
-def test_weights_that_differ_are_noticed(tmp_path: Path) -> None:
+def test_weights_that_differ_are_detected(tmp_path: Path) -> None:
     """Run the demo with a model that worker 1 changes without the optimizer."""
     spoiled = tmp_path / "spoiled.py"
     spoiled.write_text(

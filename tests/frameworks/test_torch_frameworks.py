@@ -142,7 +142,7 @@ SCRIPTS = {"accelerate": ACCELERATE, "transformers": TRAINER, "lightning": LIGHT
 @pytest.mark.parametrize(
     "shape", [{"workers": 2, "servers": 1}, {"workers": 1, "servers": 0, "processes": 2}]
 )
-def test_pytorchs_own_way_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) -> None:
+def test_a_plain_pytorch_script_runs_under_bpsx_run(tmp_path: Path, shape: dict[str, int]) -> None:
     """A script needs neither bpsx nor variables to rendezvous at PyTorch's store."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PLAIN))

@@ -171,7 +171,7 @@ def test_push_pulls_are_seen_by_the_profiler(tmp_path: Path) -> None:
         assert names.count("bpsx::push_pull") == 4
 
 
-def test_pytorch_is_answered_wherever_gloo_answers(tmp_path: Path) -> None:
+def test_the_backend_supports_the_calls_that_gloo_supports(tmp_path: Path) -> None:
     jobs = ["job_surface", "job_coalescing_by_device", "job_timeout", "job_mesh"]
     finished = run_job(__file__, jobs, tmp_path, workers=2)
     assert sorted(finished.results) == [0, 1], finished.output[-4000:]

@@ -244,7 +244,7 @@ def test_every_sum_is_of_one_step(job: Finished, scene: str) -> None:
     assert ours == right
 
 
-def test_the_question_whether_gradients_are_sparse_is_asked_once(job: Finished) -> None:
+def test_workers_exchange_only_once_whether_gradients_are_sparse(job: Finished) -> None:
     assert job.status == 0, job.output
     assert each(job, "job_kinds") == [[[5.0, 5.0, 0.0, 0.0], [50.0, 50.0, 0.0, 0.0]]] * 2
 

@@ -148,7 +148,7 @@ def test_init_process_group_alone_under_bpsx_run(tmp_path: Path) -> None:
             assert f"worked: {backend} {rank} 4" in output
 
 
-def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
+def test_pytorchs_own_variables_take_precedence(tmp_path: Path) -> None:
     """A script that sets PyTorch's variables under bpsx-run gets the store that they name."""
     script = tmp_path / "script.py"
     script.write_text(

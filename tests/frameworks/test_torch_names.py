@@ -118,7 +118,7 @@ def test_two_ddp_models_with_the_default_hook(tmp_path):
         None,
     ],
 )
-def test_workers_that_mean_different_things(other):
+def test_workers_that_use_a_name_for_different_things_get_an_error(other):
     given = (
         """
         parameters = [m.weight for m in models]

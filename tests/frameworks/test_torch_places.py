@@ -158,7 +158,7 @@ report([bps.rank(), bps.size(), bpsx.push_pull(numpy.ones(2), name="x", average=
         ]
 
 
-def test_alone_where_one_is_meant(tmp_path):
+def test_single_tasks_train_alone(tmp_path):
     """One srun task, a batch script before its srun, and a place that DMLC_WORKER_ID overrides."""
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
     for place in (slurm(0, 1, "1"), batch, {**mpi(0, 2, 0, 2), "DMLC_WORKER_ID": "0"}):

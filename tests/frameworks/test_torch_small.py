@@ -152,10 +152,10 @@ def test_a_write_to_a_gradient_under_way_raises_and_the_next_step_works(finished
         assert said == [""] * (STEPS - 1)
 
 
-def test_the_average_comes_where_the_optimizer_looks(finished: Finished) -> None:
+def test_the_average_arrives_in_the_gradient_that_the_optimizer_reads(finished: Finished) -> None:
     for result in finished.results.values():
         assert result["job_replace"] == [2.0 * 1.5] * ELEMENTS
 
 
-def test_nothing_keeps_a_gradient_that_zero_grad_has_dropped(finished: Finished) -> None:
+def test_a_gradient_dropped_by_zero_grad_is_freed(finished: Finished) -> None:
     assert [result["job_let_go"] for result in finished.results.values()] == [0, 0]

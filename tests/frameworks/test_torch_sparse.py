@@ -347,7 +347,7 @@ def test_dense_here_and_sparse_there(job: Finished) -> None:
         torch.testing.assert_close(table, expected)
 
 
-def test_dense_so_far_stays_dense(job: Finished) -> None:
+def test_a_gradient_that_was_dense_stays_dense(job: Finished) -> None:
     size = len(job.results)
     for table in each(job, "job_becomes_sparse"):
         expected = torch.ones(4, 2)
@@ -355,7 +355,7 @@ def test_dense_so_far_stays_dense(job: Finished) -> None:
         torch.testing.assert_close(table, expected)
 
 
-def test_sparse_so_far_goes_dense(job: Finished) -> None:
+def test_a_sparse_gradient_may_become_dense(job: Finished) -> None:
     size, table = len(job.results), nn.Parameter(torch.ones(ROWS, 2, dtype=torch.float64))
     optimizer = torch.optim.SGD([table], lr=0.1)
     for step in range(4):

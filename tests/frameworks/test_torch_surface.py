@@ -464,7 +464,9 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> No
 
 @pytest.mark.parametrize("distribute", ["distributed", "crossed"])
 @pytest.mark.parametrize("story", CROSSED)
-def test_across_the_barrier_too(job: Finished, story: str, distribute: str) -> None:
+def test_scenarios_across_the_barrier_equal_one_process(
+    job: Finished, story: str, distribute: str
+) -> None:
     expected = CROSSED[story](len(job.results), slice(None), plainly)
     assert_all_close([found[story, distribute] for found in each(job, "job_crossed")], expected)
 

@@ -106,9 +106,7 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
     )
 
 
-def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_others_do(
-    pretend: Path,
-) -> None:
+def test_a_stream_waits_for_an_event_unless_it_has_waited_for_a_later_one(pretend: Path) -> None:
     run(
         BATCH,
         """

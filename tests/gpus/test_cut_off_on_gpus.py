@@ -9,7 +9,7 @@ from pathlib import Path
 from gpus.machines import gpu_job
 
 
-def test_a_result_that_will_not_come_is_nan(pretend: Path) -> None:
+def test_a_result_that_cannot_arrive_is_nan(pretend: Path) -> None:
     job = gpu_job(
         """
         bpsx.init()

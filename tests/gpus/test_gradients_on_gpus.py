@@ -264,7 +264,9 @@ def test_an_interrupted_wait_continues_later(pretend: Path) -> None:
     )
 
 
-def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: Path) -> None:
+def test_gradients_that_share_memory_when_their_batch_starts_are_exchanged_singly(
+    pretend: Path,
+) -> None:
     """A hook of the user has kept a view: it shows this worker's own gradient until the sum."""
     run(
         TORCH,
@@ -427,7 +429,7 @@ def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
     )
 
 
-def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -> None:
+def test_memory_lives_until_the_sum_has_arrived_even_without_references(pretend: Path) -> None:
     run(
         TORCH,
         """
@@ -539,7 +541,7 @@ bps.shutdown()
 """
 
 
-def test_gradients_that_cannot_go_together_go_all_the_same(pretend: Path) -> None:
+def test_gradients_that_cannot_be_batched_are_exchanged_singly(pretend: Path) -> None:
     """Of two streams, unused on one worker or on all, after a pass that has failed, while a stream
     is captured, frozen on one worker.
     """

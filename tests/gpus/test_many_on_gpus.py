@@ -92,7 +92,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_order_of_asking_is_one_order_of_collectives(layout: str, pretend: Path) -> None:
+def test_any_order_of_requests_gives_one_order_of_collectives(layout: str, pretend: Path) -> None:
     shape, env = LAYOUTS[layout]
     assert gpu_run(CHAOS, pretend, *shape, env=env) == [["done"]] * (shape[0] * shape[1])
 

@@ -174,7 +174,7 @@ def test_tensors_and_names_may_move_between_host_and_gpu(pretend: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "odd"), [((1, 2, 0), 0), ((1, 2, 0), 1), ((2, 2, 1), 0), ((1, 2, 1), 1)], ids=str
 )
-def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all(
+def test_host_and_gpu_tensors_mixed_within_a_machine_are_an_error_on_all(
     shape: tuple[int, int, int], odd: int, pretend: Path
 ) -> None:
     found = gpu_run(

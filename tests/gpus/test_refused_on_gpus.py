@@ -144,7 +144,7 @@ def test_several_gpus_without_cupy_name_the_package(pretend: Path) -> None:
     ), found
 
 
-def test_one_gpu_needs_no_cupy_and_none_at_all_no_driver(pretend: Path) -> None:
+def test_one_gpu_needs_no_cupy_and_cpu_tensors_need_no_driver(pretend: Path) -> None:
     source = """
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)

@@ -80,6 +80,6 @@ def test_a_machine_without_an_adapter() -> None:
     )
 
 
-def test_a_machine_that_does_not_end_is_ended() -> None:
+def test_a_machine_that_does_not_end_is_stopped() -> None:
     with pytest.raises(MachineError, match="has not ended after 15"):
         in_machine("-c", "import time; print('here', flush=True); time.sleep(1000)", timeout=15)

@@ -82,7 +82,7 @@ def test_pytest_does_not_import_tensorflow_or_mxnet(path: Path) -> None:
         ("import tensorflow_models, torch", []),
     ],
 )
-def test_the_rule_bites(text: str, names: list[str]) -> None:
+def test_the_rule_detects_a_violation(text: str, names: list[str]) -> None:
     assert list(found(ast.parse(text))) == names
 
 

@@ -40,7 +40,7 @@ def test_each_combination_has_its_turn(script: ModuleType, monkeypatch: pytest.M
     assert {c.name for c in ran} == {c.name for c in script.COMBINATIONS}
 
 
-def test_an_interpreter_that_is_not_there_is_a_reason_to_skip(
+def test_a_missing_interpreter_skips_the_test(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script, "COMBINATIONS", [script.Combination("the oldest", python="3.99")])
@@ -83,5 +83,5 @@ def test_a_step_that_takes_too_long_ends_with_all_it_started(
         script.run(script.Combination("own"), tmp_path)
 
 
-def test_the_few_tests_are_there(script: ModuleType) -> None:
+def test_the_selected_tests_exist(script: ModuleType) -> None:
     assert [name for name in script.FEW if not (ROOT / name).is_file()] == []

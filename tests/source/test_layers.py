@@ -105,7 +105,7 @@ def test_the_driver_is_compiled_once(body):
     assert compiled == {"bpsx._core"}
 
 
-def test_there_are_few_rooms_and_each_has_a_layer():
+def test_there_are_few_packages_and_each_has_a_layer():
     rooms = {
         p.stem
         for p in (ROOT / "src" / "bpsx").iterdir()

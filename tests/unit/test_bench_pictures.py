@@ -42,5 +42,5 @@ def test_a_picture_states_its_figures(figures: Path, tmp_path: Path) -> None:
         ([5.5, 1.0, 5.0, 4.5], [6.0, 1.0, 5.0, 4.0]),
     ],
 )
-def test_labels_move_no_further_than_they_must(places: list[float], moved: list[float]) -> None:
+def test_labels_move_as_little_as_possible(places: list[float], moved: list[float]) -> None:
     assert importlib.import_module("bench.pictures").spread(places, 1.0) == pytest.approx(moved)

@@ -36,7 +36,7 @@ def test_a_role_is_its_worst_stage(trust: ModuleType, monkeypatch: pytest.Monkey
         ]
 
 
-def test_the_time_in_which_silence_is_allowed_is_taken_off(
+def test_the_allowed_silence_is_subtracted(
     trust: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trust, "strike", lambda *_, **__: trust.Outcome(3.0, 9.0))

@@ -137,7 +137,7 @@ def test_any_levels_come_back_and_fit(size, k, seed, density, shape):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 128, 129, 255])
-def test_the_worst_levels_fit(k):
+def test_the_longest_encoding_of_levels_fits(k):
     """All pairs of levels in all proportions, the worst case for Rice coding.
 
     All elements are sent.
@@ -259,7 +259,7 @@ def test_seeds_and_counters_make_different_choices():
     ],
     ids=str,
 )
-def test_no_larger_than_upstreams(options, share):
+def test_encodings_are_no_larger_than_upstreams(options, share):
     for seed in range(3):
         assert (
             len(Coder("dithering", options, N).encode(gradient("normal", N, "float32", seed)))

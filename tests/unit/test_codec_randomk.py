@@ -139,7 +139,7 @@ def test_sparse_is_vanilla_where_all_push_the_same_places(n, k, wide, kind, seed
         )
 
 
-def test_sparse_looks_at_its_places_only():
+def test_sparse_reads_only_its_positions():
     """Other elements of sum and residual are neither added nor changed, even if infinite."""
     n, k = 5000, 50
     _, sparse = _servers(n, k, "float32", 3)
@@ -176,7 +176,7 @@ def test_the_generator_is_splitmix64():
 
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 3000), k=ks, seed=seeds, counter=st.integers(0, 2**64 - 1))
-def test_places_are_distinct(n, k, seed, counter):
+def test_positions_are_distinct(n, k, seed, counter):
     count = amount(n, k)
     places = randomk_places(seed, counter, n, count)
     assert len(set(places)) == count and min(places) >= 0 and max(places) < n

@@ -140,7 +140,7 @@ def test_corrupt_bytes(n, k, wide, seed, add):
 @pytest.mark.parametrize(
     "indices", [[3, 3], [4, 3], [0, 10], [10, 11], [0, 2**31], [2**32 - 1, 0], [0, 2**32 - 1]]
 )
-def test_indices_that_are_not_ascending_or_too_large(indices):
+def test_indices_out_of_order_or_range_are_rejected(indices):
     coder = Coder("topk", {"k": 2}, 10)
     values = np.ones(2, np.float32).tobytes()
     assert coder.decode(np.array([3, 9], np.uint32).tobytes() + values) is not None

@@ -343,7 +343,7 @@ def test_residuals_of_contracting_options_stay_small_and_others_may_grow(
     assert (largest[-1] > 2 * largest[4]) != shrinks, largest[4::5]
 
 
-def test_the_others_shrink() -> None:
+def test_the_other_compressors_contract() -> None:
     assert all(codec(name).shrinks({}) for name in ("onebit", "topk", "randomk"))
 
 

@@ -339,7 +339,7 @@ def test_a_default_is_a_value_that_one_may_write(option):
 @pytest.mark.parametrize(
     "name", [n for n, o in ((o.env, o) for o in OPTIONS) if n not in FREE_TEXT]
 )
-def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
+def test_blanks_around_a_value_are_ignored_and_a_blank_counts_as_unset(name):
     option = next(o for o in OPTIONS if o.env == name)
     known = {"DMLC_ROLE": "worker", "BPSX_SEND_BUFFER_KB": "64"}
     good = known.get(
@@ -365,7 +365,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
             cache_dir(environment)
 
 
-def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path, monkeypatch):
+def test_a_home_without_write_permission_is_no_problem(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file, where not even root can make a folder")
     monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -55,7 +55,7 @@ def test_as_on_the_cpu(worker, wide, residual, momentum):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_more_than_a_chunk(worker, options):
+def test_a_tensor_of_more_than_one_chunk(worker, options):
     """More than one chunk: few and many non-zero elements, and chunks of zeros."""
     n = 8192 + 700
     for density in [0.001, 0.02, 0.1][: 1 if worker.kind == "simulator" else 3]:

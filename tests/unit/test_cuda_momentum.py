@@ -121,7 +121,7 @@ def test_a_sum_that_overflows(worker, name):
     tensor.add(stored(np.ones(40), name), 0.9, 2)
 
 
-def test_nothing_behind_the_last_one_counts(worker):
+def test_threads_beyond_the_last_element_change_nothing(worker):
     """Threads without an element must not change the last one.
 
     They read the last element after it has been replaced; with momentum added again it would

@@ -44,7 +44,7 @@ def test_every_code_becomes_the_exception_of_its_name():
 
 
 @pytest.mark.parametrize("status", errors.STATUS)
-def test_a_status_has_a_text_of_its_own_and_gives_way_to_a_better_one(status):
+def test_a_status_has_a_default_text_that_a_better_one_replaces(status):
     kind, text = errors.STATUS[status]
     assert type(errors.from_status(status)) is kind and str(errors.from_status(status)) == text
     assert (

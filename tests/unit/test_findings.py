@@ -59,7 +59,7 @@ def test_each_problem_is_reported_once(
     assert len([p for p in report.problems if said in p]) == 1, report.problems
 
 
-def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_us(
+def test_schedulers_that_reply_do_not_reply_or_have_another_secret_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secret = {"BPSX_SECRET": "what the scheduler knows"}

@@ -255,9 +255,7 @@ MARKER = b"\x1eabc "
     st.booleans(),
     st.randoms(),
 )
-def test_where_the_chunks_end_does_not_matter_to_messages(
-    parts: list[bytes], live: bool, random
-) -> None:
+def test_messages_do_not_depend_on_where_chunks_end(parts: list[bytes], live: bool, random) -> None:
     data = b"".join(parts)
 
     def through(chunks: list[bytes]) -> tuple[bytes, list[bytes]]:
@@ -271,7 +269,7 @@ def test_where_the_chunks_end_does_not_matter_to_messages(
 
 
 @given(st.binary(max_size=60))
-def test_without_messages_nothing_differs(data: bytes) -> None:
+def test_output_without_messages_is_unchanged(data: bytes) -> None:
     marker = new_marker()
     announcer, prefixer = Announcer(b"> ", False, marker, lambda _: None), Prefixer(b"> ")
     assert announcer.feed(data) + announcer.finish() == prefixer.feed(data) + prefixer.finish()

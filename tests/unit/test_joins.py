@@ -64,7 +64,7 @@ def test_a_joined_worker_is_neither_waiting_nor_waited_for():
     )
 
 
-def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():
+def test_an_asynchronous_job_survives_lost_workers_and_reports_them_at_its_end():
     m = asynchronous()
     out = m.gone(b"w1", "cut")
     assert kinds(out) == {b"w0": "WARN", b"w2": "WARN", b"s0": "LEFT"} and m.state == "running"
@@ -78,7 +78,7 @@ def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():
     assert m.state == "failed" and "worker 1" in m.failure and "boom" in m.failure
 
 
-def test_when_the_last_worker_dies_so_does_the_job():
+def test_the_death_of_the_last_worker_ends_the_job():
     m = asynchronous(1)
     assert (
         kinds(m.gone(b"w0", "cut"))[b"s0"] in ("LOST", "END")
@@ -87,7 +87,7 @@ def test_when_the_last_worker_dies_so_does_the_job():
     )
 
 
-def test_a_server_is_missed_in_an_asynchronous_job_too():
+def test_a_lost_server_fails_an_asynchronous_job_too():
     m = asynchronous(2, 2)
     assert set(kinds(m.gone(b"s0", "cut")).values()) == {"LOST"} and m.state == "failed"
 
@@ -115,7 +115,7 @@ def test_servers_must_agree_with_workers():
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
-def test_marks_never_outlive_their_gathering(workers, servers, data):
+def test_marks_never_outlive_their_join(workers, servers, data):
     """In any order of events, servers are told to clear marks before workers are told.
 
     The message to clear comes after the last mark that the server was told of.

@@ -94,7 +94,7 @@ def test_damaged_files_are_deleted_and_rebuilt(damage: str, folder: Path) -> Non
     assert sums(folder) == (0, [])
 
 
-def test_an_entry_is_never_taken_for_anothers(folder: Path) -> None:
+def test_an_entry_is_never_confused_with_another(folder: Path) -> None:
     """Two processes that write at the same time leave only complete files, under correct names."""
     running = [
         subprocess.Popen(

@@ -155,7 +155,7 @@ def test_integers_at_their_ends(name, divisor):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(0, 130), divisor=st.sampled_from([1, 3]))
-def test_nothing_is_written_outside_or_into_what_is_only_read(dtype, n, divisor):
+def test_nothing_is_written_outside_the_output_or_into_inputs(dtype, n, divisor):
     ones = np.ones(n).astype(NUMPY[dtype.name])
     a, b = Guarded(ones), Guarded(ones)
     kernel(dtype, "pair")(a.address, b.address, n, divisor)

@@ -22,7 +22,7 @@ def prefixed(chunks: list[bytes], live: bool = False) -> bytes:
 
 
 @given(st.lists(st.binary(max_size=40)), st.booleans())
-def test_where_the_chunks_end_does_not_matter(chunks: list[bytes], live: bool) -> None:
+def test_output_does_not_depend_on_where_chunks_end(chunks: list[bytes], live: bool) -> None:
     assert prefixed(chunks, live) == prefixed([b"".join(chunks)], live)
 
 
@@ -91,7 +91,7 @@ def test_a_sink_never_blocks_and_notices_a_missing_reader() -> None:
     os.close(writing)
 
 
-def test_first_a_grace_then_sigterm_then_sigkill() -> None:
+def test_processes_get_a_grace_time_then_sigterm_then_sigkill() -> None:
     ending = Ending(10, 5)
     assert ending.due is None
     assert ending.take(1000) is None

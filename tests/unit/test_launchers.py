@@ -120,7 +120,7 @@ def test_other_variables_give_no_place(variables):
         ({"HOROVOD_RANK": "1"}, "HOROVOD_SIZE"),
     ],
 )
-def test_a_half_is_refused(variables, missing):
+def test_a_launcher_that_sets_only_rank_or_size_is_refused(variables, missing):
     with pytest.raises(
         ConfigError, match=rf"^{next(iter(variables))}=.*{missing}.*DMLC_WORKER_ID=0"
     ):
@@ -234,5 +234,5 @@ def test_misspelt_names_of_upstreams(name, meant):
     "name",
     ["DMLC_TASK_ID", "DMLC_TRACKER_URI", "DMLC_LOG_STACK_TRACE", "PS_FORMAT", "PS_PERSONALITY"],
 )
-def test_names_of_other_programs_are_not_ours_to_judge(name):
+def test_variables_of_other_programs_get_no_warning(name):
     assert Config({name: "1"}).unknown == ()

@@ -14,7 +14,7 @@ from bpsx.scheduler.client import Link
 from bpsx.scheduler.sockets import open_socket
 
 
-def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():
+def test_a_link_that_breaks_right_after_the_welcome_is_an_error_at_once():
     """The break may be noticed before or after the welcome is read.
 
     In both cases the node must not go on as if it could still get messages.

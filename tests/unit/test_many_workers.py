@@ -55,7 +55,7 @@ def steps_per_message(workers: int, processes: int = 1) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("processes", [1, 8])
-def test_no_message_costs_more_among_more_workers(processes):
+def test_the_cost_of_a_message_does_not_grow_with_workers(processes):
     logging.disable(logging.WARNING)
     try:
         few, many = steps_per_message(FEW, processes), steps_per_message(MANY, processes)

@@ -24,7 +24,7 @@ def greet(m: Membership, who: str):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NODES)), ids="-".join)
-def test_any_order_of_coming_makes_the_same_job(order):
+def test_any_order_of_arrival_makes_the_same_job(order):
     m = members(2, 2)
     for i, who in enumerate(order[:-1]):
         assert greet(m, who) == [] and m.state == "waiting"
@@ -66,7 +66,7 @@ def test_servers_keep_dense_ranks_when_one_is_started_again():
         assert welcome[b"w0"]["lanes"][welcome[ident]["rank"]] == [lane]
 
 
-def test_all_processes_of_a_machine_are_awaited():
+def test_the_job_waits_for_all_processes_of_a_machine():
     m = members(1, 1)
     local = config(1, 1, BYTEPS_LOCAL_SIZE=3)
     for rank in (2, 0):
@@ -108,7 +108,7 @@ def test_a_process_that_leaves_before_the_start_may_return():
 
 
 @pytest.mark.parametrize("state", ["waiting", "running"])
-def test_an_interrupted_scheduler_tells_everybody(state):
+def test_an_interrupted_scheduler_reports_to_all(state):
     m = running() if state == "running" else members()
     m.hello(b"w0", hello("worker", 0))
     out = m.abort("the scheduler was ended by SIGTERM")
@@ -205,7 +205,7 @@ def test_messages_are_consistent_for_any_order_of_events(events):
 
 @settings(max_examples=100, deadline=None)
 @given(EVENTS)
-def test_every_job_can_be_brought_to_its_end(events):
+def test_every_job_can_be_ended(events):
     """After any events, once all nodes are gone no node is left to send messages to."""
     m = members(2, 2)
     for who in NODES:

@@ -60,7 +60,7 @@ def test_every_figure_can_be_read(monkeypatch):
     assert found["bpsx_round_wait_seconds_total"][1][s0] == pytest.approx(3e-9)
 
 
-def test_a_host_may_be_called_anything():
+def test_a_host_name_may_have_any_characters():
     members, o = observed()
     members.nodes[b"w0"].host = 'a"b\\c\nd'
     assert scraped(o)["bpsx_up"][1][of("worker", 0, 'a"b\\c\nd')] == 1
@@ -190,6 +190,6 @@ def test_any_process_can_ask_for_the_clock():
         {"type": "TRACED", "path": 3, "records": 0},
     ],
 )
-def test_messages_that_make_no_sense_are_refused(message):
+def test_malformed_messages_are_refused(message):
     with pytest.raises(messages.BadMessage):
         messages.check(message)

@@ -47,7 +47,7 @@ def test_cores_and_their_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     assert found == [Core((i, i + 8), i // 4) for i in range(8)]
 
 
-def test_siblings_are_read_and_not_guessed(tmp_path: Path) -> None:
+def test_hardware_threads_are_read_from_the_system(tmp_path: Path) -> None:
     found = topology(range(4), machine(tmp_path, [[[0, 1], [2, 3]]]))
     assert found == [Core((0, 1)), Core((2, 3))]
 
@@ -144,7 +144,7 @@ def test_the_impossible_is_refused(
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 4))
-def test_no_cpu_is_shared_and_none_invented(sizes: list[int], processes: int, each: int) -> None:
+def test_no_cpu_is_shared_or_invented(sizes: list[int], processes: int, each: int) -> None:
     cores = [
         Core((2 * i, 2 * i + 1), node)
         for i, node in enumerate(n for n, size in enumerate(sizes) for _ in range(size))

@@ -98,7 +98,7 @@ def test_bytes_are_balanced_over_the_lanes_of_a_server():
     assert max(placement.lane_bytes) - min(placement.lane_bytes) <= 4096000
 
 
-def test_tensors_of_no_bytes_are_spread_too():
+def test_empty_tensors_are_spread_over_servers_too():
     placement = Placement([1] * 4)
     assert {placement.place(t, 0)[0].lane for t in range(8)} == {0, 1, 2, 3}
 

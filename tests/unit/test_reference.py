@@ -70,7 +70,7 @@ def test_integers_wrap_and_round_down(name, data, workers, average):
         assert (total // divisor - int(result)) % 2 ** (8 * np.dtype(name).itemsize) == 0
 
 
-def test_one_push_is_itself_and_is_not_touched():
+def test_the_sum_of_one_push_is_that_push_unchanged():
     for name in ("float16", "float32", "float64", "uint8", "int8", "int32", "int64"):
         given_ = np.arange(5).astype(name)
         assert (reduce([given_], name) == given_).all() and (given_ == np.arange(5)).all()

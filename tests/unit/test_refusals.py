@@ -32,7 +32,7 @@ def turn_away(refusals: Refusals, descriptor: int) -> None:
     assert refusals.event({"event": zmq.EVENT_DISCONNECTED, "value": descriptor}) is False
 
 
-def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
+def test_later_warnings_count_from_the_last_one(said: list[str]) -> None:
     refusals = Refusals(every=0.0)
     assert refusals.hint() == ""
     for _ in range(

@@ -20,7 +20,7 @@ from unit.scheduler_tools import config, declare, hello, kinds, members, running
 
 
 @pytest.mark.parametrize("order", [["w0", "s0", "w1"], ["s0", "w1", "w0"], ["w1", "w0", "s0"]])
-def test_the_last_to_come_starts_the_job_for_all(order):
+def test_the_last_arrival_starts_the_job_for_all(order):
     m = members()
     outputs = []
     for i, who in enumerate(order):
@@ -182,7 +182,7 @@ def test_leaving_in_good_order():
         (b"s0", "", "server 0 (h, pid 900) has left while workers were running"),
     ],
 )
-def test_leaving_work_undone_is_a_failure(who, failure, text):
+def test_leaving_with_work_outstanding_is_a_failure(who, failure, text):
     m = running()
     outputs = m.bye(who, {"failure": failure})
     assert (
@@ -212,7 +212,7 @@ def test_the_first_cause_is_blamed():
     assert m.blamed is None
 
 
-def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
+def test_an_asynchronous_job_that_lost_a_worker_reports_that_at_its_end():
     m = members()
     m.hello(b"s0", hello("server", -1, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
     for rank in (0, 1):
@@ -243,7 +243,7 @@ def test_servers_are_ended_when_the_last_worker_is_gone_even_after_a_failure():
         max_size=60,
     )
 )
-def test_whatever_happens_it_only_goes_forward(events):
+def test_the_state_of_a_job_only_advances(events):
     m = members(3, 2)
     order = ["waiting", "running", "done", "failed"]
     for n, (what, who) in enumerate(events):
@@ -281,7 +281,7 @@ def registry() -> Registry:
     return Registry(Placement([1, 1], partition_bytes=8192), 8192)
 
 
-def test_the_first_places_and_the_others_get_the_same():
+def test_all_workers_get_the_placement_of_the_first():
     r = registry()
     first, told = r.declare(1, "w", 0, 20_000, 3, [5000])
     second, told_second = r.declare(0, "w", 0, 20_000, 3, [5000])
@@ -312,7 +312,7 @@ def test_a_mismatch_is_reported_to_all_earlier_and_later_declarers():
     assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure
 
 
-def test_after_a_new_beginning_the_first_of_a_name_is_the_first_and_has_other_keys():
+def test_after_a_stall_names_start_at_their_first_generation_with_new_keys():
     r = registry()
     before, _ = r.declare(0, "w", 0, 16, 3, [4])
     r.declare(1, "w", 0, 16, 3, [5])

@@ -128,7 +128,7 @@ VALUES = (
     st.dictionaries(st.sampled_from(sorted(config(1, 1))), VALUES, max_size=3),
     st.integers(-1, 3),
 )
-def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
+def test_no_hello_message_breaks_a_gathering_job(role, changes, rank):
     """Any HELLO with valid fields is accepted or refused; the real nodes still get their job."""
     changes = {
         k: v

@@ -25,7 +25,7 @@ def told(s: Stalls, rank: int, *new: list, now: float = 0.0, **more) -> str:
     return s.warning(rank)
 
 
-def test_a_slow_worker_is_warned_of_now_and_then():
+def test_a_slow_worker_causes_repeated_warnings():
     s = stalls(3)
     assert told(s, 1, now=100.0) == "" == told(s, 0, ["w", 0, 7, 2.0], now=90.0)
     text = told(s, 0, now=100.0)
@@ -41,7 +41,7 @@ def test_a_slow_worker_is_warned_of_now_and_then():
 
 
 @pytest.mark.parametrize("count", [1, 100, 400, 20_000])
-def test_any_number_of_tensors_is_one_warning_and_one_deadlock(count):
+def test_a_stall_of_any_number_of_tensors_is_one_warning_and_one_error(count):
     s = stalls(2)
     for at in range(0, count, 4096):
         chunk = [
@@ -64,7 +64,7 @@ def test_any_number_of_tensors_is_one_warning_and_one_deadlock(count):
     assert len(stuck[0]) == count and stuck[1] == [("other", 0)]
 
 
-def test_a_report_in_several_messages_is_warned_of_as_a_whole():
+def test_a_report_in_several_messages_causes_one_warning():
     m = running(2)
     first = waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096)]) | {"last": False}
     assert m.waiting(b"w0", first, 11.0) == []
@@ -93,7 +93,7 @@ def test_workers_all_waiting_for_missing_pushes_are_deadlocked():
         [["b", 0, 0, 31.0, 29.0]],
     ],
 )
-def test_no_deadlock_without_certainty(second):
+def test_a_deadlock_is_reported_only_if_certain(second):
     s = stalls(2)
     told(s, 0, ["a", 0, 0, 31.0])
     told(s, 1, *second)

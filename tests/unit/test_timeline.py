@@ -100,7 +100,7 @@ def test_codes_and_layout_are_those_of_the_core():
     ]
 
 
-def test_a_packed_record_is_the_one_that_is_read():
+def test_a_packed_record_is_unpacked_unchanged():
     assert list(
         timeline.unpack(timeline.pack(1, 2, 2**64 - 1, 3, 4, timeline.TOTAL, timeline.LIVE))
     ) == [timeline.Record(1, 2, 2**64 - 1, 3, 4, 0, timeline.TOTAL, timeline.LIVE, 0)]
@@ -209,7 +209,7 @@ def test_nested_events_stay_nested_while_the_clock_estimate_changes():
     )
 
 
-def test_merged_rows_are_in_order_and_none_is_taken_for_a_main_thread(tmp_path):
+def test_merged_rows_are_in_order_and_have_no_thread_id_of_a_main_thread(tmp_path):
     """Perfetto orders rows by tid; a row whose tid equals its pid is the main thread."""
 
     def event(tensor: str, tid: str, ts: int) -> dict:
@@ -264,7 +264,7 @@ def test_the_shortest_round_trip_of_a_burst_counts():
     assert clock.estimates() == [Estimate(2050, 1_000_000, 50)] and clock.error_ns == 50
 
 
-def test_an_answer_from_before_its_question_is_ignored():
+def test_a_clock_reply_older_than_its_request_is_ignored():
     clock = Clock()
     clock.exchange(10, 5, 9)
     clock.exchange(-1, 5, 9)

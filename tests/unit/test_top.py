@@ -31,7 +31,7 @@ def drawn(text: list[str], rows: int, columns: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("columns", "shown"), [(80, 80), (132, 132), (300, 200), (0, 200)]
 )  # 0: a terminal that does not know its size
-def test_lines_are_as_long_as_the_terminal_is_wide(
+def test_lines_are_cut_at_the_terminals_width(
     columns: int, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert drawn(["x" * 200, "short"], 10, columns, monkeypatch) == ["x" * shown, "short"]

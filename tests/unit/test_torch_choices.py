@@ -11,7 +11,9 @@ from bpsx.plugin import adapter
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["another job", "from no job to one"])
-def test_choices_follow_into_another_job(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+def test_compression_params_carry_over_into_another_job(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     jobs = [FakeSession(distributed=not alone, size=1 if alone else 2), FakeSession()]
     now = jobs[:1]
     monkeypatch.setattr(adapter, "session", lambda: now[0])

@@ -150,7 +150,7 @@ def test_reading_from_threads_and_handlers_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(wanted, found))
 
 
-def test_the_training_itself_still_waits(fake: FakeSession) -> None:
+def test_reading_in_the_training_thread_waits(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     model(DATA).sum().backward()
@@ -158,7 +158,7 @@ def test_the_training_itself_still_waits(fake: FakeSession) -> None:
     assert optimizer.param_groups and all(p.delivered for p in fake.pushes)
 
 
-def test_training_that_has_moved_to_another_thread(fake: FakeSession) -> None:
+def test_training_may_move_to_another_thread(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     seen: list[bool] = []

@@ -27,7 +27,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 # ---- when and how gradients are pushed
 
 
-def test_gradients_leave_during_backward_in_place_and_most_urgent_first(fake: FakeSession) -> None:
+def test_gradients_are_sent_during_backward_in_place_and_most_urgent_first(
+    fake: FakeSession,
+) -> None:
     model = network()
     optimizer = sgd(model)
     assert fake.declared == NAMES
@@ -334,7 +336,7 @@ def test_skipping_with_gradients_under_way_is_refused(fake: FakeSession) -> None
     optimizer.step()
 
 
-def test_a_gradient_taken_away_meanwhile_comes_back_averaged(fake: FakeSession) -> None:
+def test_a_gradient_removed_during_its_exchange_returns_averaged(fake: FakeSession) -> None:
     fake.others = lambda name, mine: np.full_like(mine, 2.0)
     layer = nn.Linear(2, 1, bias=False)
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
@@ -344,7 +346,7 @@ def test_a_gradient_taken_away_meanwhile_comes_back_averaged(fake: FakeSession) 
     assert torch.equal(layer.weight.grad, torch.ones(1, 2))
 
 
-def test_step_calls_a_closure_once_and_pushes_its_gradients(fake: FakeSession) -> None:
+def test_step_calls_a_closure_once_and_pushes_the_gradients(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)
     calls = []

@@ -117,7 +117,7 @@ def test_wrong_names(fake: FakeSession, case: str) -> None:
         sgd(model, named)
 
 
-def test_names_of_other_parameters_are_welcome(fake: FakeSession) -> None:
+def test_names_of_unknown_parameters_are_accepted(fake: FakeSession) -> None:
     model = network()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
     bps.DistributedOptimizer(optimizer, model.named_parameters())

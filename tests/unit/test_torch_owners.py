@@ -51,7 +51,7 @@ def test_a_name_that_a_live_optimizer_has(fake: FakeSession) -> None:
     }
 
 
-def test_one_that_is_gone_frees_its_names(fake: FakeSession) -> None:
+def test_a_deleted_optimizer_releases_its_names(fake: FakeSession) -> None:
     first, second = network(), network()
     optimizer = sgd(first)
     train(first, optimizer)
@@ -97,7 +97,7 @@ def test_a_new_optimizer_for_the_same_model_takes_the_olds_place(
     train(model, new)
 
 
-def test_not_while_gradients_are_under_way(fake: FakeSession) -> None:
+def test_a_second_optimizer_during_an_exchange_is_refused(fake: FakeSession) -> None:
     model = network()
     old = sgd(model)
     model(DATA).sum().backward()
@@ -170,7 +170,7 @@ def test_a_single_worker_may_reuse_names(fake: FakeSession) -> None:
         train(model, optimizer)
 
 
-def test_an_idle_cross_barrier_gives_its_names_up(fake: FakeSession) -> None:
+def test_an_idle_cross_barrier_releases_its_names(fake: FakeSession) -> None:
     """A CrossBarrier may be kept alive by its model, so it learns of a new one at its next step."""
     first, second = network(), network()
     kept = CrossBarrier(
@@ -195,7 +195,7 @@ def test_copies_own_nothing(fake: FakeSession) -> None:
     assert type(copied) is torch.optim.SGD
 
 
-def test_one_of_a_job_that_has_ended_frees_its_names(
+def test_an_optimizer_of_an_ended_job_releases_its_names(
     fake: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = network(), network()

@@ -48,7 +48,7 @@ def test_servers_are_counted():
     assert v.due(1.0, 3.0) is None
 
 
-def test_a_server_on_another_host_is_the_one_that_is_missed_only_if_no_other_is_awaited():
+def test_a_server_on_another_host_counts_as_the_missing_one_only_if_no_other_is_awaited():
     v = Vanished()
     v.miss("server", 0, "here", "server 0 is gone")
     v.back("server", 1, "there", 1)
