@@ -1,23 +1,23 @@
-"""A pretend CUDA driver and a pretend NCCL, so that the code for GPUs runs in tests on machines
-that have none.
+"""A pretend CUDA driver and a pretend NCCL, so that tests run the GPU code on machines without
+GPUs.
 
-``build`` compiles them; processes that are started with ``environment`` then find them where they
-look for the real ones. The process that runs the tests shall not load them: what asks for CUDA
-there later would get the pretence.
+``build`` compiles both. Processes started with ``environment`` then load them instead of the real
+libraries. The pytest process must not load them, because other users of CUDA there would get the
+pretend ones.
 
 - ``cuda.c``, ``streams.c``: libcuda.so.1. GPU memory is host memory; each stream is a thread.
-- ``nccl.c``, ``reduce.h``: libnccl.so.2. Real collectives between processes, through shared memory;
-  ranks that disagree abort, and say how.
-- ``site``: as much of cupy as brings NCCL along.
-- ``driver.py``: what a test does with them from inside such a process. ``memory.py``: arrays on the
-  pretend GPU.
+- ``nccl.c``, ``reduce.h``: libnccl.so.2. Real collectives between processes through shared memory;
+  ranks that disagree abort with a description of the difference.
+- ``site``: the part of cupy that provides NCCL.
+- ``driver.py``: control of both from inside such a process. ``memory.py``: arrays on the pretend
+  GPU.
 
-A process may have a real libnccl.so.2 besides, which PyTorch's ordinary wheel loads. Then cupy of
-``site`` tells bpsx which one is meant, and refuses any but the pretend one.
+A process may also have a real libnccl.so.2, which PyTorch's ordinary wheel loads. Then cupy of
+``site`` tells bpsx which one to use, and refuses any but the pretend one.
 
-They read the environment: PRETEND_NCCL, the path of the pretend NCCL; PRETEND_GPUS (1), how many
-GPUs a process sees; PRETEND_FIRST_GPU (0), where the first is on the PCI bus, so that processes can
-have different ones; PRETEND_DELAY_US (0), how long each operation on a stream takes.
+Environment variables: PRETEND_NCCL, the path of the pretend NCCL; PRETEND_GPUS (1), the number of
+GPUs that a process sees; PRETEND_FIRST_GPU (0), the place of the first one on the PCI bus, so that
+processes can have different ones; PRETEND_DELAY_US (0), the duration of each operation on a stream.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _FLAGS = [
     "-fPIC",
     "-pthread",
     "-Wl,-Bsymbolic",
-]  # a real NCCL in the process, PyTorch's, has functions of the same names
+]  # a real NCCL in the process, such as PyTorch's, has functions of the same names
 _LIBRARIES = {"libcuda.so.1": ["cuda.c", "streams.c"], "libnccl.so.2": ["nccl.c"]}
 
 
 def build(folder: Path) -> Path:
-    """Compiles both libraries into ``folder``, which is to be on the LD_LIBRARY_PATH of processes
-    before they start; needs a C compiler, `cc`.
+    """Compile both libraries into ``folder``.
 
-    Raises subprocess.CalledProcessError with the compiler's words on stderr.
+    ``folder`` must be on the LD_LIBRARY_PATH of processes before they start. Needs a C compiler,
+    ``cc``. Raises subprocess.CalledProcessError with the compiler's output in stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # $ORIGIN: the pretend NCCL finds the pretend driver beside itself, wherever the process looks.
+    # $ORIGIN: the pretend NCCL finds the pretend driver in its own folder, whatever the search
+    # path.
     compilers = [
         subprocess.Popen(
             [
@@ -74,8 +75,10 @@ def build(folder: Path) -> Path:
 
 
 def environment(folder: Path, **more: object) -> dict[str, str]:
-    """The environment of a process that shall have the libraries in ``folder`` and the pretend
-    cupy; ``more`` are variables to set besides.
+    """Return the environment of a process that uses the libraries in ``folder`` and the pretend
+    cupy.
+
+    ``more``: additional variables.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("PRETEND_")}
     for name, first in (

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from gpus.pretend.driver import driver
 
-# All memory that was ever an array's: it is not given back, since a stream may still use it, and a
-# test shall then see rubbish and not crash.
+# All memory of any array so far. It is not freed, because a stream may still use it, and a test
+# should then see garbage instead of crashing.
 _ever: list[npt.NDArray[Any]] = []
 
 
@@ -21,12 +21,12 @@ def _gone(memory: npt.NDArray[Any]) -> None:
 
 
 class PretendArray:
-    """An array whose memory the pretend driver takes for the current GPU's.
+    """An array in memory that the pretend driver takes for the current GPU's.
 
-    It has ``__cuda_array_interface__`` and nothing of NumPy's. When it is collected, its memory is
-    no longer the GPU's and is filled with 0xA5, so that whoever uses it longer than they hold it
-    computes rubbish. ``stream``: the one that makes its content, as the interface tells it; None:
-    there is none to wait for.
+    It has ``__cuda_array_interface__`` and nothing of NumPy's. When it is collected, its memory
+    stops being the GPU's and is filled with 0xA5, so that code which uses it for too long computes
+    garbage. ``stream``: the stream that makes its content, as in the interface; None: there is none
+    to wait for.
     """
 
     def __init__(self, values: npt.NDArray[Any], stream: int | None = None) -> None:
@@ -58,7 +58,7 @@ class PretendArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. The default stream has number 1 there, since 0 is not allowed."""
+        """Version 3. The default stream has number 1, because 0 is not allowed."""
         stream = 1 if self.stream == 0 else self.stream
         return {
             "shape": self.shape,
@@ -70,11 +70,11 @@ class PretendArray:
         }
 
     def get(self) -> npt.NDArray[Any]:
-        """A copy of its content, once ``stream`` has done what is queued."""
+        """Return a copy of the content, after the queued operations of ``stream``."""
         if self.stream is not None:
             driver().sync(self.stream)
         return self._array.copy()
 
     def set(self, values: npt.NDArray[Any]) -> None:
-        """Other content, at once: whatever is queued."""
+        """Replace the content at once, without waiting for queued operations."""
         self._array[...] = values

@@ -1,1 +1,1 @@
-"""As much of cupy as brings NCCL along."""
+"""The part of cupy that provides NCCL."""
