@@ -46,8 +46,8 @@ _WORKER = """
     import bpsx
 
     def throw(_, frame):
-        # `logging` writing a line, pyzmq making a socket and callbacks of imports take any
-        # Exception for their own trouble: come again later.
+        # `logging`, pyzmq's socket constructor and import callbacks swallow any Exception: try
+        # again later.
         while frame is not None:
             if frame.f_globals.get("__name__") in (
                 "logging", "zmq.sugar.socket", "importlib._bootstrap", "_frozen_importlib"
@@ -77,8 +77,8 @@ _WORKER = """
         return handle
 
     def tell_of_shutdown():
-        # From inside of it: who is struck before would leave at the interpreter's end, and wait
-        # there for what is under way.
+        # Reported from inside shutdown(): a worker struck earlier would call it at the
+        # interpreter's exit, and wait there for exchanges under way.
         inside = False
         while not inside:
             frame = sys._current_frames()[threading.main_thread().ident]

@@ -72,7 +72,7 @@ def test_the_value_is_the_sum_of_all_that_was_pushed(env):
         bpsx.barrier()
         final = {n: bpsx.push_pull(np.zeros(s), n, average=False) for n, s in shapes.items()}
         bpsx.barrier()
-        # What everybody has pushed, by way of the servers too: a value of its own name.
+        # The sum of all pushes, also kept by the servers, as a value of another name.
         for n, s in shapes.items():
             bpsx.push_pull(total[n], "total " + n, average=False)
         bpsx.barrier()
@@ -164,7 +164,7 @@ def test_the_servers_state_survives_a_worker(end):
     bpsx.barrier()
 
 
-    # which each step of a worker alone makes less, if it begins with what the servers have
+    # each step of a single worker decreases this, if the step starts from the servers' value
     def far(w):
         return float(np.linalg.norm(w - oracle))
 
@@ -173,7 +173,7 @@ def test_the_servers_state_survives_a_worker(end):
     if bpsx.rank() == 1:
         line, w = sys.stdin.readline(), state
         while line == "kill\\n":
-            w = step(w)  # until it is killed, in the middle of one
+            w = step(w)  # until the process is killed in the middle of one
         raise ValueError("out of luck")
     sys.stdin.readline()
     try:

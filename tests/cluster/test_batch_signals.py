@@ -27,7 +27,7 @@ signal.signal(int(os.environ["STRUCK"]), lambda *_: told.put(1))
 bpsx.push_pull(np.ones(4, "f4"), "x")
 print("ready", os.getpid(), flush=True)
 told.get()
-# it comes twice, and Python's end forgets handlers
+# the signal comes twice, and Python drops handlers at its exit
 signal.signal(int(os.environ["STRUCK"]), signal.SIG_IGN)
 print("saved", bpsx.push_pull(np.full(4, bpsx.rank() + 1, "f4"), "y", average=False)[0], flush=True)
 """

@@ -230,7 +230,7 @@ def test_after_a_stall_at_the_first_use_of_a_name_no_worker_is_a_step_behind():
         step(1, "ab"[rank])
         for i in (2, 3):
             step(i, "a")
-        step(4, "ba"[rank])         # and once more: a name is not dead after it
+        step(4, "ba"[rank])         # once more: the name still works
         for i in (5, 6):
             step(i, "a"), step(i, "b")
         report(got)

@@ -32,8 +32,7 @@ cases = json.loads(os.environ["CASES"])
 rank = int(os.environ["DMLC_WORKER_ID"])
 kind = os.environ["DEVICE"]
 if rank == 1 and kind:
-    # In place of the addresses of compiled C functions, those of functions that have the device do
-    # it.
+    # Replaces the addresses of compiled C functions with those of functions that use the device.
     import bpsx.compression.spec
     from bpsx.kernels.codecs import Compiled
     from support.cuda_tools import Worker

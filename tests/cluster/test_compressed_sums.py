@@ -205,7 +205,7 @@ names = json.loads(os.environ["NAMES"])
 for name, params in names.items():
     bpsx.declare(name, compression=params)
 rngs = {name: np.random.default_rng([len(name), r]) for name in names}
-# so many steps more than worker 0 takes worker 1; then they meet
+# worker 1 takes so many more steps than worker 0; then they continue together
 for alone in (0, 2, 0, 3):
     for step in range(2 + alone * r):
         for name, rng in rngs.items():

@@ -61,7 +61,7 @@ if os.environ.get("EARLY"):
     restore()
 else:
     for name, (dtype, n, params) in cases.items():
-        go(name, dtype, n, 99)      # something is kept already, which has to go
+        go(name, dtype, n, 99)      # there is state already, which must be replaced
     restore()
 for step in range(begin, end):
     if step == int(os.environ.get("SUSPEND", -1)):

@@ -36,7 +36,7 @@ def test_after_a_stall_error_abandoned_pushes_are_not_summed():
                         bpsx.push_pull(np.float32([bpsx.rank() + 1]), name=name, average=False)[0]
                     )
                     break
-                except bpsx.StallError:  # a name given up before this worker had declared it
+                except bpsx.StallError:  # a name dropped before this worker had declared it
                     pass
         report(values)
     """,
@@ -250,7 +250,7 @@ def test_a_waiting_thread_without_the_gil_does_not_stop_the_exchange():
             waiter = threading.Thread(target=lambda: bpsx.push_pull(a, name="x"))
             waiter.start()
             where = pathlib.Path(f"/proc/self/task/{waiter.native_id}/wchan")
-            while "poll" not in where.read_text():  # it drives: the endpoint has no news
+            while "poll" not in where.read_text():  # it drives the core; no messages arrive
                 time.sleep(0.001)
             y = bpsx.push_pull_async(a, name="y")
             report("holding")

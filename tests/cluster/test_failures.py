@@ -201,7 +201,7 @@ def test_a_mismatch_names_both_workers_and_the_job_continues(first, second, text
         except bpsx.MismatchError as e:
             report(str(e))
         assert (bpsx.push_pull(np.ones(3), name="even", average=False) == 2).all()
-        # and so does the name
+        # the name still works, too
         assert (bpsx.push_pull(np.ones(3), name="odd", average=False) == 2).all()
     """) as job:
         for (message,) in job.results():

@@ -113,8 +113,8 @@ def test_the_remaining_workers_use_barriers_and_broadcasts_but_a_joined_root_is_
             for _ in range(3):
                 bpsx.barrier()
             report(bpsx.broadcast(np.full(3, bpsx.rank() + 5), root_rank=1, name="b").tolist())
-            # Until worker 2's join has reached the server, this would wait for it; a sum without it
-            # says that it has.
+            # This waits for worker 2 until its join has reached the server; a sum of two shows that
+            # it has.
             assert bpsx.push_pull(np.ones(1), "ping", average=False)[0] == 2
             try:
                 bpsx.broadcast(np.zeros(3), root_rank=2, name="c")
@@ -174,7 +174,7 @@ def test_a_joined_worker_is_not_blamed_for_a_stall():
                 bpsx.push_pull(np.ones(1), "left" if bpsx.rank() == 1 else "right")
             except bpsx.StallError as e:
                 report(str(e))
-            # who joins at once would complete the other's sum, if that has not heard yet
+            # joining at once could complete the other worker's sum before it knows of the error
             bpsx.barrier()
         bpsx.join()
     """,
@@ -316,7 +316,7 @@ def test_a_joined_worker_also_drops_a_declaration_that_the_others_have_dropped(p
             bpsx.push_pull(one, name)
         if rank < 2:
             try:
-                bpsx.push_pull(one, "ab"[rank])     # which the other one does not push
+                bpsx.push_pull(one, "ab"[rank])     # the other worker does not push this name
             except bpsx.StallError:
                 report("stalled")
         bpsx.join()

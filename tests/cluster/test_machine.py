@@ -233,14 +233,14 @@ def test_a_process_that_leaves_in_good_order_is_named_to_waiting_ones(workers, s
         if bpsx.rank() == {leaver}:
             bpsx.shutdown()
         else:
-            for attempt in range(2):        # under way, and begun afterwards
+            for attempt in range(2):        # one exchange under way, and one begun afterwards
                 try:
                     bpsx.push_pull(np.ones(300_000, np.float32), "a" if attempt else "b")
                     report("no error")
                 except bpsx.PeerLeftError as e:
                     report(str(e))
             report("done")
-            sys.stdin.readline()        # else the next to leave would be named, too
+            sys.stdin.readline()        # otherwise the next leaver would be named, too
     """
     with Job(source, workers, servers, processes=2) as job:
         others = [w for i, w in enumerate(job.workers) if i != leaver]
@@ -471,7 +471,7 @@ _UNEVEN = """
             here = [r for r in range(size) if counts[r] > step]
             for dtype in ("float32", "float16", "int64"):
                 for n in (3, 50_000):
-                    # A name of its own per step: who has joined has never seen the later ones.
+                    # A separate name per step: a joined worker has never seen the later ones.
                     for name in (f"{dtype}.{n}", f"{dtype}.{n}.{step}"):
                         got = bpsx.push_pull(np.full(n, 4 * rank + 4, dtype), name, average=False)
                         assert (got == sum(4 * r + 4 for r in here)).all(), (

@@ -83,7 +83,7 @@ def test_over_a_slow_link_urgent_partitions_overtake():
         bpsx.barrier()
         before = session().counters()["messages_sent"]
         first = bpsx.push_pull_async(large, name="large", average=False)        # 8 MB take 1.3 s
-        while session().counters()["messages_sent"] < before + 3:               # it has begun
+        while session().counters()["messages_sent"] < before + 3:  # the exchange has begun
             time.sleep(0.001)
         second = bpsx.push_pull_async(small, name="small", average=False, priority=10)
         assert (bpsx.synchronize(second) == 2).all()

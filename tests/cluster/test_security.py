@@ -220,7 +220,7 @@ class _SlowServers(Job):
             from bpsx.transports.zeromq import auth
 
             auth.HANDSHAKE_MS = 2000
-            # whose own way to the kernels is not slowed down
+            # the workers' own loading is not slowed down
             from bpsx.server import __main__ as server
 
             load = kernels.load

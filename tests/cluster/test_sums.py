@@ -51,7 +51,7 @@ for seed, (dtype, n, average) in enumerate(json.loads(os.environ["CASES"])):
         eps = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}[dtype]
         wide = 2**-24 if dtype in ("float16", "bfloat16", "float32") else 2**-53
         magnitude = sum(abs(a.astype(np.float64)) for a in all_)
-        # ... and one more where the sum of a machine travels in the dtype
+        # ... and one more if the sum of a machine is sent in the dtype
         between = eps * magnitude / (bpsx.size() if average else 1) if bpsx.local_size() > 1 else 0
         bound = (
             eps * abs(exact)
@@ -176,7 +176,7 @@ def test_numpy_verbs():
         assert (
             (bpsx.synchronize(h) == 2).all() and bpsx.poll(h) and (bpsx.synchronize(h) == 2).all()
         )
-        # one name, another shape: declared anew, on all workers alike
+        # one name with another shape: declared again, on all workers
         for n in (5, 7, 5):
             assert (bpsx.push_pull(np.ones(n, np.float32), name="varies", average=False) == 2).all()
         # broadcast keeps bits of any dtype
@@ -199,7 +199,7 @@ def test_numpy_verbs():
         bpsx.barrier()
         ms, speed = bpsx.get_pushpull_speed()
         assert ms > 1e12 and speed > 0
-        # refusals name what is wrong
+        # errors name the problem
         for bad, text in (
             (lambda: bpsx.push_pull(np.array([1j])), "complex128"),
             (lambda: bpsx.push_pull(np.array(["x"])), "str"),

@@ -72,7 +72,7 @@ def test_a_job_shrinks_to_a_single_worker():
 
         bpsx.init()
         bpsx.suspend()
-        bpsx.suspend()  # again: nothing
+        bpsx.suspend()  # a repeated call does nothing
         if os.environ["DMLC_WORKER_ID"] == "1":
             bpsx.resume(1, 0, 0)
             report(

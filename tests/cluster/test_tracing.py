@@ -347,7 +347,7 @@ import os, signal
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
-    os.write(writing, b"x")     # signals that come before this are Python's to forget
+    os.write(writing, b"x")     # earlier signals may be lost by Python
     while True:
         time.sleep(0.01)
 os.read(reading, 1)

@@ -174,7 +174,7 @@ if bps.rank() == 0:
     step(1, hear=False)
     for _ in range(2):
         try:
-            while True:         # until the engine has found out
+            while True:         # until the engine has skipped an exchange
                 step(2, hear=False)
         except bpsx.BpsxError as e:
             print(e)
@@ -215,11 +215,11 @@ for number in range(6):
         if refused:
             rate = -1.0
         else:
-            # when all others have been given
+            # after all others have been queued
             x = mx.nd.Custom(x + 0 * late[0, 0], op_type="bpsx_breaks")
     try:
         ops.submit(x, "m", average=True, rate=rate)
-    except bpsx.BpsxError as e:  # the refusal of one may be known before the next is given
+    except bpsx.BpsxError as e:  # one may be refused before the next is queued
         if not refused:
             raise
         break
@@ -266,7 +266,7 @@ while failed < 2:
     except (bpsx.BpsxError, mx.MXNetError):
         failed += 1
 try:
-    net.weight.data().asnumpy()     # what the engine may still have to say
+    net.weight.data().asnumpy()     # raises errors that the engine still holds
 except mx.MXNetError:
     pass
 report(net.weight.data().asnumpy().tolist())

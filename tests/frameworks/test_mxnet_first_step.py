@@ -141,7 +141,7 @@ def steps(read):
     for _ in range(4):
         made.forward_backward(batch)
         made.update()
-        _pushes.wait(60)        # until bpsx knows all that the engine has left out
+        _pushes.wait(60)        # until bpsx knows all skipped exchanges
     return made.get_outputs()[0].asnumpy().tolist() if read else None
 """
 )

@@ -106,7 +106,7 @@ import bpsx.mxnet as bps, mxnet as mx
 
 def alone():
     for key in list(os.environ):
-        # nothing says any more that there are others
+        # no variable names the other workers
         if key.startswith(("DMLC_", "BYTEPS_")) or key in ("RANK", "WORLD_SIZE"):
             del os.environ[key]
     bps.init()

@@ -223,7 +223,7 @@ _INTERRUPTED = (
     def raised(*_):
         global armed
         if armed:
-            armed = False       # not again where it is caught
+            armed = False       # not again in the handler
             raise KeyboardInterrupt
 
     def call():
@@ -261,10 +261,10 @@ _FORKED = (
     + """
     import warnings
 
-    warnings.simplefilter("ignore")  # Python's own, that this process has threads
+    warnings.simplefilter("ignore")  # Python warns about forks with threads
     told = []
     for i in range(5):
-        # nobody executes anything at the fork: TensorFlow does not survive that
+        # no operation may run during the fork: TensorFlow does not survive that
         bps.push_pull(tf.ones(3), name="parent's")
         read, write = os.pipe()
         child = os.fork()

@@ -281,7 +281,7 @@ _WITHOUT_EAGER = """
     import bpsx.tensorflow as bps
 
     v1 = tf.compat.v1
-    # for the whole process, as scripts of TensorFlow 1 do: nobody names a graph
+    # for the whole process, as in scripts of TensorFlow 1, which name no graph
     v1.disable_eager_execution()
     bps.init()
     batches = np.random.default_rng(0).normal(size=(6, 2, 4, 10)).astype(np.float32)
@@ -304,7 +304,7 @@ _WITHOUT_EAGER = """
         "adam": v1.train.AdamOptimizer,
     }
     for name, kind in kinds.items():
-        # Adam divides a factor away
+        # a factor cancels in Adam
         alone = train(
             lambda: kind(0.02 if name == "momentum" else 0.01), batches.reshape(3, -1, 10)
         )

@@ -49,7 +49,7 @@ COMMON = """
     def tell(model, count):
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()
-        bps.init()      # bpsx-run takes workers for lost that have not joined
+        bps.init()      # bpsx-run counts workers that never join as lost
         sys.stdout.write(f"WEIGHTS {os.environ['RANK']} {count} {dist.get_backend()} {digest}\\n")
 """
 ACCELERATE = """

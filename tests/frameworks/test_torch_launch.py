@@ -30,7 +30,7 @@ GROUPS = """
             dist.barrier()
             dist.destroy_process_group()
         assert bps.push_pull(torch.ones(2), average=False).eq(bps.size()).all()
-        # at once: torchrun's workers share a pipe
+        # in one write: torchrun's workers share a pipe
         sys.stdout.write(f"worked: {backend} {bps.rank()} {bps.size()}\\n")
 """
 
@@ -43,7 +43,7 @@ PLACES = """
 
 
     def say(word, value):
-        # at once: torchrun's workers share a pipe
+        # in one write: torchrun's workers share a pipe
         sys.stdout.write(f"{word} {json.dumps(value)}\\n")
         sys.stdout.flush()
 
@@ -98,7 +98,7 @@ DYING = """
     if sys.argv[1] == "before" and os.environ["RANK"] == "1":
         import bpsx.api.verbs
 
-        # where it would join the job for which the scheduler has been started
+        # with the address of the job's scheduler
         bpsx.api.verbs.begin = pause
     bps.init()
     bps.push_pull(torch.ones(2))

@@ -151,10 +151,10 @@ for line in sys.argv[1:]:
     print("script", line, flush=True)
     sys.argv = line.split()
     found = runpy.run_path(sys.argv[0], run_name="__main__")
-    # With the model goes its group. Gloo's thread (PyTorch 2.13) may still be about to let go of
-    # the last tensor, which takes
+    # Freeing the model frees its group. Gloo's thread (PyTorch 2.13) may still have to release the
+    # last tensor, which takes the GIL,
     if "dist" in found:
-        # the GIL; who frees the group has the GIL, and waits for that thread: for ever.
+        # but the thread that frees the group holds the GIL and waits for gloo's thread for ever.
         models.append(found["model"])
     del found
     gc.collect()

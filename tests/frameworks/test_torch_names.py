@@ -83,7 +83,7 @@ def test_two_ddp_models_with_the_default_hook(tmp_path):
     found = []
     for step in range(2):
         losses = {{}}
-        for i in (0, 1) if rank == 0 else (1, 0):       # backward goes the other way round
+        for i in (0, 1) if rank == 0 else (1, 0):       # backward runs in the opposite order
             models[i].zero_grad()
             x = torch.full((1, 3), rank + 1.0, dtype=torch.double)
             losses[i] = models[i](x).sum() * 10.0 ** i

@@ -228,7 +228,7 @@ WITHOUT = """
     report([t.error_of(lambda: bps.broadcast_object(t.Point(1, 2) if rank == 0 else 1)),
             t.error_of(lambda: bps.broadcast_object({"a": [t.Colour.RED]} if rank == 1 else 1, 1)),
             t.error_of(lambda: bps.all_gather_object(t.Point(1, 2) if rank == 0 else 1))])
-    # A sender that pickles all the same, without a proof: nobody unpickles it.
+    # A sender that pickles without a proof: no worker unpickles the object.
     from bpsx.plugin import objects
     if rank == 0:
         objects._pack = lambda obj, *rest: b"p" + bytes(32) + objects.pickle.dumps(obj)

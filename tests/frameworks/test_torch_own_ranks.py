@@ -75,7 +75,7 @@ try:
 except (RuntimeError, bpsx.ConfigError) as e:
     report(str(e))
 dist.destroy_process_group()
-# which nobody's end closes
+# a store that stays open when a process ends
 group["init_method"] = "file://" + os.environ["BYTEPS_SOCKET_PATH"] + "/store"
 try:
     dist.init_process_group("bpsx", **group)

@@ -15,7 +15,7 @@ RESUMED = """
     bps.init()
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2).double()
-    # new workers do not know yet that its gradient is sparse
+    # new workers do not know yet that the gradient is sparse
     model.table = torch.nn.Embedding(4, 1, sparse=True).double()
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()

@@ -29,7 +29,7 @@ _TRAIN = """
     def train():
         for step in range(4):
             optimizer.zero_grad()
-            # the other pushes its gradient first
+            # the other worker pushes its gradient first
             found = metric(step) if rank == 1 else None
             if rank == 0 or not COMPRESSED:
                 model(torch.full((1, 2), rank + 1.0)).sum().backward()

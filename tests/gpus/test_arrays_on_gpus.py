@@ -29,7 +29,7 @@ def test_arrays_with_an_interface(shape: tuple[int, int, int], pretend: Path) ->
         handle = bpsx.push_pull_async(x, "in place", output=x)
         assert bpsx.synchronize(handle) is x
         assert np.allclose(x.get(), given * (n + 1) / 2) and bpsx.poll(handle)
-        for kind in ("complex128", "int16", "bool"):  # moved, not added
+        for kind in ("complex128", "int16", "bool"):  # broadcast only, not summed
             z = PretendArray(np.full(7, r % 2, kind), main)
             assert (
                 bpsx.broadcast(z, n - 1, kind, output=z) is z

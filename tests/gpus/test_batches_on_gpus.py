@@ -127,8 +127,8 @@ def test_a_stream_waits_for_an_event_unless_it_has_waited_for_a_later_one(preten
                 assert once <= 1, once
                 moment = cuda.count("cuStreamWaitEvent")
                 sink = PretendArray(np.zeros(1000, np.float32), other)
-                push_pull("x", sink, stream=other).wait(60)  # meets on another stream
-                handles[0].wait(60)  # and that is this one's again
+                push_pull("x", sink, stream=other).wait(60)  # waits on another stream
+                handles[0].wait(60)  # needs a wait on the first stream again
                 assert cuda.count("cuStreamWaitEvent") > moment
             [h.wait(60) for h in handles]
             cuda.sync(main)

@@ -39,7 +39,7 @@ WORKER = """
     )[: int(os.environ["CASES"])]:
         bpsx.declare(name, compression=params)
         for step in range(1 if name == "sizes" else 2):
-            # Whole numbers: a machine's sum is the same however it is made.
+            # With integers a machine's sum does not depend on the order.
             g = np.random.default_rng([step, r]).integers(-9, 9, 90).astype(kind)
             rate = {"learning_rate": 0.1 / (step + 1)} if name == "corrected" else {}
             if os.environ["WHERE"] == "gpu":

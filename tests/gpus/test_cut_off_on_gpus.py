@@ -19,11 +19,11 @@ def test_a_result_that_cannot_arrive_is_nan(pretend: Path) -> None:
         if bpsx.rank() == 0:
             cuda.hold(main)             # its gradient is never made
         handle = push_pull("second", y)
-        handle.wait(60)                 # it is queued, and that is all that a wait is about
+        handle.wait(60)                 # a wait only means that the work is queued
         report("queued")
         if bpsx.rank() == 0:
             sys.stdin.readline()
-        cuda.sync(main)                 # ends, since NCCL is made to give up
+        cuda.sync(main)                 # ends, because NCCL is aborted
         report(bool(np.isnan(y.get()).all()))
         try:
             push_pull("third", x).wait(60)

@@ -33,7 +33,7 @@ FAILING = """
             cuda.fail(call, code, skip)
         for step in range(500):
             if call == "cuEventQuery" and bpsx.rank() == victim:
-                # such an error stays; this one could come where it does not matter
+                # a real error persists; this one could hit a call whose result is not needed
                 cuda.fail(call, code)
             new = PretendArray(np.ones(200_000, np.float32), main)
             handles = [push_pull("x", x), push_pull("big", big)]

@@ -22,7 +22,7 @@ known = {}
 
 
 def take_for_a_gpus(address, nbytes, storage):
-    # it may have been another's before, which was shorter
+    # the memory may have belonged to a shorter gradient before
     if nbytes > known.get(address, 0):
         cuda.device_memory(address, nbytes)
         known[address] = nbytes
@@ -44,7 +44,7 @@ def alone(*arguments, **options):
         tensors.view_at = view_at
 
 
-# what PyTorch does next, to free the memory too, would be on that stream
+# PyTorch's next work, such as freeing memory, would be on that stream
 def synchronous(plain):
     def call(self, managed):
         pushed = managed.pushed
@@ -92,7 +92,7 @@ class Net(torch.nn.Module):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
 
-def Parameter(name):  # what a batch needs of one
+def Parameter(name):  # the attributes that a batch uses
     return _gradients.Managed(
         name, torch.nn.Parameter(torch.zeros(1)), bucket.Named(name, name, 0), 1
     )
@@ -281,7 +281,7 @@ def test_gradients_that_share_memory_when_their_batch_starts_are_exchanged_singl
             )
             net(r + 1.0).backward()
             hook.remove()
-            # before, it was looked at at once
+            # before, it was examined at once
             assert sum(map(len, asked)) == (6 if step > 1 else 7), asked
             finish(opt)
             assert_weights(net, step)
@@ -436,7 +436,7 @@ def test_memory_lives_until_the_sum_has_arrived_even_without_references(pretend:
         import gc
         together, expired = bucket.batch_of(False), torch.UntypedStorage._expired
         first = Parameter("a")
-        together.add(first, torch.full((5000,), r + 1.0))       # from then on it begins with others
+        together.add(first, torch.full((5000,), r + 1.0))  # exchanged with others from then on
         first.pushed.wait()
         with held(main):
             p, gradient = Parameter("a"), torch.full((5000,), r + 1.0)
@@ -493,7 +493,7 @@ before = [p.detach().clone() for p in net.layers]
 try:
     (net(1.0) + Fails.apply(net.layers[0]).sum()).backward()
 except ValueError:
-    # on all workers: what is under way ends, and is thrown away
+    # on all workers: exchanges under way end, and their results are discarded
     opt.zero_grad(set_to_none=False)
 net(r + 1.0).backward()
 finish(opt)
@@ -502,7 +502,7 @@ for i, p in enumerate(net.layers):
 """
 
 CAPTURED = """
-# What cannot begin fails backward() and the step.
+# A gradient that cannot begin fails backward() and the step.
 before = [p.detach().clone() for p in net.layers]
 for step in range(2):
     cuda.capture(main)
@@ -522,8 +522,8 @@ for step in range(2):
 """
 
 FROZEN = """
-# Who has all gradients does not wait for the others' word that one is frozen there, and hears in
-# the next step.
+# A worker with all gradients does not wait for the others' report that one is frozen there, and
+# gets it in the next step.
 told = []
 for step in range(4):
     net.layers[2].requires_grad_(not (r == 1 and step == 1))

@@ -60,7 +60,7 @@ def test_a_process_that_joins_before_its_first_tensor_is_named(pretend: Path) ->
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)
         bpsx.join()
-        # as if it had not heard yet that all have joined: the other, who has, waits
+        # as if it did not know yet that all have joined: the other process, which knows, waits
         if bpsx.rank() == 0:
             verbs.session()._near.machine.put_notice(b'{"rests": 0}')
             bpsx.push_pull(np.ones(1), "begun")
@@ -175,7 +175,7 @@ def test_compressed_on_its_way(pretend: Path) -> None:
             for place in ("gpu", "host"):
                 bpsx.declare(f"{kind} {place}", params)
             for step in range(3):
-                # Whole numbers: sums are exact, however they are made.
+                # With integers sums are exact in any order.
                 given = (
                     np.random.default_rng([step, r]).integers(-50, 50, 300_000).astype(np.float32)
                 )

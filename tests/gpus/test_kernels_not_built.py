@@ -16,7 +16,7 @@ BREAK = """
     how = os.environ["HOW"]
     if how == "import":
         sys.modules["numba.cuda"] = None
-    elif how == "attribute":        # as numba-cuda with a NumPy that has removed a name
+    elif how == "attribute":        # like numba-cuda with a NumPy that has removed a name
         class Module:
             def __getattr__(self, name):
                 raise AttributeError("module 'numpy' has no attribute 'gone'")
@@ -41,7 +41,7 @@ BREAK = """
 WORKER = """
     bpsx.init()
     r = bpsx.rank()
-    # The last is too short to be compressed: its momentum is added before it is pushed.
+    # The last one is too short to be compressed: its momentum is added before the push.
     for name, n, params in (
         ("onebit", 40, {"compressor": "onebit", "ef": "vanilla"}),
         (

@@ -25,7 +25,7 @@ fresh = PretendArray(np.full(50_000, r + 1, np.float32), main)
 total = n * (n + 1) / 2
 push_pull("warm", made).wait(60)
 
-# The input is made on the held stream: nothing may be read before.
+# The input is made on the held stream: it must not be read before.
 with held(main):
     cuda.copy(made.address, fresh.address, made.nbytes, main)
     h = push_pull("x", made)
@@ -46,7 +46,7 @@ cuda.copy(other.address, made.address, made.nbytes, second)
 cuda.sync(second)
 assert (other._array == total).all()
 
-# Rounds that were asked for before the stream is held end though what comes later on it does not.
+# Rounds requested before the stream is held end, although later work on it does not.
 made.set(np.full(50_000, 1, np.float32))
 rounds = [push_pull("x", made) for _ in range(3)]
 later = PretendArray(np.full(1000, 2, np.float32), main)

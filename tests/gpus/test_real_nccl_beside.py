@@ -33,7 +33,7 @@ REAL = (
 )
 SUM = """
 import ctypes, os
-ctypes.CDLL(os.environ["REAL"], ctypes.RTLD_GLOBAL)     # before anything of bpsx looks for NCCL
+ctypes.CDLL(os.environ["REAL"], ctypes.RTLD_GLOBAL)     # before bpsx looks for NCCL
 bpsx.init()
 x = PretendArray(np.full(5000, bpsx.rank() + 1, "f4"), main)
 push_pull("x", x).wait(60)

@@ -38,7 +38,7 @@ def test_mistakes_of_a_script_are_refused_by_name(pretend: Path) -> None:
                 and "CUDA graph" in text
                 and ("'x'" in text or "'new'" in text)
             ), text
-        push_pull("x", x, stream=second).wait(60)  # another one may be captured meanwhile
+        push_pull("x", x, stream=second).wait(60)  # another stream may be captured meanwhile
         where = [second]
         moving = view(x)._replace(streams=lambda: where[0])
         handle = verbs.session().push_pull("x", moving, moving, average=False)
@@ -88,7 +88,7 @@ def test_averages_that_would_be_wrong_are_refused_by_name(
             assert "average=False" in text, text
             push_pull(kind, x).wait(60)
             assert (x.get() == bpsx.size()).all()
-            # Also of a name that is known.
+            # Also for a known name.
             text = refused(lambda: push_pull(kind, x, average=True))
             assert text.startswith("ConfigError: ") and repr(kind) in text, text
         bpsx.shutdown()
