@@ -1,4 +1,4 @@
-"""Preloaded library that hides one libc function from a process."""
+"""Preloaded library that hides one function of other libraries from dlsym()."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from support.optional import OPTIONAL, why_missing
 from support.places import ROOT
 from support.plugins import PLUGINS, values_of, write_toy
 
-#: Files that every plugin package has, with the same contents in each.
+#: Files that every plugin package has; files of the same name have the same purpose.
 FILES = {
     "framework",
     "ops",
@@ -35,7 +35,7 @@ VERBS = {"init", "join", "rank", "shutdown", "size"}
 
 
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS if name.startswith("bpsx.")])
-def test_plugins_have_the_same_names_in_files_of_the_same_name(plugin: str) -> None:
+def test_each_plugin_has_the_common_files(plugin: str) -> None:
     folder = ROOT / "src" / plugin.replace(".", "/")
     assert {path.stem for path in folder.glob("*.py")} >= FILES
 
