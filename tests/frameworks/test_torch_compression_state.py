@@ -529,8 +529,8 @@ def _alone() -> list[torch.Tensor]:
     return weights(model)
 
 
-def test_a_single_worker_trains_as_without_bpsx(tmp_path: Path) -> None:
+def test_a_single_worker_has_the_same_momentum_and_compresses_nothing(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_alone"], tmp_path, 1, 0)
     assert finished.status == 0, finished.output[-3000:]
     ((ours, plain),) = each(finished, "job_alone")
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)

@@ -44,10 +44,7 @@ class Exchange(GradientExchange):
         Raises :class:`ConfigError`.
         """
         self.declare_all(
-            self._trained(),
-            self._momentum,
-            lambda: dict(zip(self._names, self._own, strict=True)),
-            compressed=adapter.session().config.distributed,  # otherwise nothing travels
+            self._trained(), self._momentum, lambda: dict(zip(self._names, self._own, strict=True))
         )
 
     def follow(self, optimizer: Any, of_gradients: bool) -> None:

@@ -80,13 +80,12 @@ class GradientExchange:
         names: Sequence[str],
         momentum: Momentum | None = None,
         own: Callable[[], Mapping[str, str]] | None = None,
-        compressed: bool = True,
     ) -> None:
         """Declare how gradients travel, each once in a job.
 
         ``names``: of the gradients' parameters. ``momentum``: the optimizer's, which compression
         may replace. ``own``: returns users' names of all parameters, by name, if they differ; it is
-        called for new names only. ``compressed``: whether to compress. Raises :class:`ConfigError`.
+        called for new names only. Raises :class:`ConfigError`.
         """
         session = adapter.session()
         known = self._declared.setdefault(session, set())
@@ -96,7 +95,7 @@ class GradientExchange:
             momenta = momentum.by_name(list(users.values())) if momentum is not None else {}
             chosen = choose(self._params, users.values(), self._verb, momenta)
             found = {name: chosen[users[name]] for name in names if users[name] in chosen}
-            self.choices = {**self.choices, **found} if compressed else {}
+            self.choices = {**self.choices, **found}
         if momentum is not None:
             momentum.take_over(names, self.choices)
         for name in new:

@@ -49,8 +49,8 @@ class Exchange:
 
     The gradient hooks that it registers on parameters do not keep it alive.
 
-    ``active``: whether there are other workers to exchange with; updated after ``suspend`` and
-    ``resume`` at every step.
+    ``active``: whether gradients are pushed: there are other workers to exchange with, or
+    compression adds momentum. Updated after ``suspend`` and ``resume`` at every step.
 
     A worker with a gradient knows whether it is sparse. A worker without one must send the same
     kind as the others. So until every parameter has had a gradient on some worker, :meth:`complete`
@@ -95,7 +95,6 @@ class Exchange:
     ) -> None:
         self.owner = ExchangeOwner(what, self, ordinal)
         self.trainer = Trainer()
-        self.active = active
         # Every grad holds the average, and backward has added nothing since.
         self.synchronized = False
         # The wait was implicit: param_groups were read, synchronize() was not called.
@@ -107,6 +106,8 @@ class Exchange:
             average,
         )
         self.choices, self._rate = choices or {}, rate
+        self._adds_momentum = any(c.momentum for c in self.choices.values())
+        self.active = active or self._adds_momentum
         self._batch = batch_of(average)
         self._managed: list[Managed] = []
         self._known: set[int] = set()  # ids of the parameters
@@ -279,7 +280,8 @@ class Exchange:
         ``discard``: the gradients are going to be discarded, so writes to them in the meantime do
         not matter.
         """
-        self.active = adapter.session().config.distributed  # resume() may have changed it
+        # resume() may have changed it
+        self.active = adapter.session().config.distributed or self._adds_momentum
         if not self.active and not self.under_way:
             return
         with self.trainer.at_work():

@@ -93,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     belong to the parameters of this optimizer.
 
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``.
-    With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
+    With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is sent or compressed.
 
     Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice or in use by another
     live optimizer, parameters without a name, LBFGS, and compression in asynchronous training;
@@ -337,10 +337,9 @@ class _DistributedOptimizer(_Base):
         exchange.synchronized = exchange.implicit = False
 
     def _without_momentum(self) -> AbstractContextManager[None]:
-        taken_over = self._taken_over if self._exchange.active else None
-        if taken_over is None:
+        if self._taken_over is None:
             return nullcontext()
-        return taken_over.off(vars(self)["param_groups"], vars(self)["state"])
+        return self._taken_over.off(vars(self)["param_groups"], vars(self)["state"])
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
