@@ -8,6 +8,8 @@ unpickles only bytes with a proof that a process that knows the secret made them
 from __future__ import annotations
 
 import hmac
+import io
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import numpy as np
 from bpsx.errors import BpsxError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import Handle, TensorView, capacity, check_name, checked_root
+from bpsx.plugin.encoding import Encoder, decode
 
 _PURPOSE = "pickled object"
 _PROOF_BYTES = 32
@@ -28,15 +31,16 @@ class ObjectError(BpsxError, TypeError):
     """An object cannot be sent: it is no plain value, and may not or cannot be pickled."""
 
 
-class Codec(NamedTuple):
-    """Converts plain values of a framework to bytes and back.
+class Tensors(NamedTuple):
+    """Converts a framework's tensors to bytes and back.
 
-    ``encode(obj, verb)`` raises :class:`~bpsx.errors.BpsxError` for other values, and
-    :class:`RecursionError`. ``decode(body)`` raises whatever fits for bytes that are not encoded.
+    ``taken(value, what)`` returns a tensor's dtype, shape and bytes, and None for other values. It
+    raises :class:`~bpsx.errors.BpsxError` for a tensor that cannot be sent, which ``what`` names.
+    ``made(dtype, shape, raw)`` returns the tensor, and raises whatever fits for a wrong message.
     """
 
-    encode: Callable[[Any, str], bytes]
-    decode: Callable[[bytes], Any]
+    taken: Callable[[Any, str], tuple[str, list[int], bytes] | None]
+    made: Callable[[str, list[int], bytes], Any]
 
 
 class _Calls:
@@ -64,7 +68,7 @@ def _proof(where: str, call: int, sender: int, body: bytes) -> bytes | None:
     return adapter.proof(_PURPOSE, adapter.session().job, where, call, sender, body)
 
 
-def broadcast_object(obj: Any, root_rank: int, name: str | None, codec: Codec) -> Any:
+def broadcast_object(obj: Any, root_rank: int, name: str | None, tensors: Tensors) -> Any:
     """Return worker ``root_rank``'s ``obj``: the object itself on the root, a copy elsewhere.
 
     Raises :class:`ObjectError` on all workers if the root's object cannot be sent, and on a single
@@ -77,12 +81,12 @@ def broadcast_object(obj: Any, root_rank: int, name: str | None, codec: Codec) -
     if adapter.session().size == 1:
         return obj
     is_root, call = adapter.session().rank == root, _calls.next(where)
-    message = broadcast_bytes(_pack(obj, verb, where, call, codec) if is_root else b"", root, where)
-    copy = _unpack(message, verb, where, call, root, is_root, codec)
+    own = _pack(obj, verb, where, call, tensors) if is_root else b""
+    copy = _unpack(broadcast_bytes(own, root, where), verb, where, call, root, is_root, tensors)
     return obj if is_root else copy
 
 
-def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> list[Any]:
+def all_gather_object(obj: Any, name: str | None, tensors: Tensors, verb: str) -> list[Any]:
     """Return the ``obj`` of each worker, by rank; this worker's entry is ``obj`` itself.
 
     Raises :class:`ObjectError` on all workers if an object of one of them cannot be sent.
@@ -92,12 +96,12 @@ def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> li
     if ours.size == 1:
         return [obj]
     call = _calls.next(where)
-    messages = gather_bytes(_pack(obj, verb, where, call, codec), where)
+    messages = gather_bytes(_pack(obj, verb, where, call, tensors), where)
     for rank, each in enumerate(messages):
         if each[:1] == _ERROR:
             raise ObjectError(f"worker {rank}: {each[1:].decode(errors='replace')}")
     copies = [
-        _unpack(message, verb, where, call, rank, rank == ours.rank, codec)
+        _unpack(message, verb, where, call, rank, rank == ours.rank, tensors)
         for rank, message in enumerate(messages)
     ]
     return [obj if rank == ours.rank else copy for rank, copy in enumerate(copies)]
@@ -108,13 +112,13 @@ def _checked_name(name: Any, verb: str) -> str:
     return f"{verb}.{name}" if name else verb
 
 
-def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
+def _pack(obj: Any, verb: str, where: str, call: int, tensors: Tensors) -> bytes:
     """Return a message with ``obj``, or with the reason why ``obj`` cannot be sent.
 
     The other workers wait for a message in any case.
     """
     try:
-        return _PLAIN + codec.encode(obj, verb)
+        return _PLAIN + _encoded(obj, verb, tensors)
     except (BpsxError, RecursionError) as e:
         problem = str(e)
     try:
@@ -136,7 +140,7 @@ def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
 
 
 def _unpack(
-    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec
+    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, tensors: Tensors
 ) -> Any:
     """Return the object in a message, or None if the message is this worker's own (``ours``).
 
@@ -148,7 +152,13 @@ def _unpack(
     if ours:
         return None
     if kind == _PLAIN:
-        return _decoded(body, verb, sender, codec)
+        try:
+            return _decoded(body, tensors)
+        except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError) as e:
+            raise ObjectError(
+                f"{verb}: the bytes from worker {sender} are not an encoded object: "
+                f"{type(e).__name__}: {e}"
+            ) from e
     proof, pickled = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
     expected = _proof(where, call, sender, pickled)
     if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
@@ -164,14 +174,32 @@ def _unpack(
         ) from e
 
 
-def _decoded(body: bytes, verb: str, sender: int, codec: Codec) -> Any:
-    try:
-        return codec.decode(body)
-    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError) as e:
-        raise ObjectError(
-            f"{verb}: the bytes from worker {sender} are not an encoded object: "
-            f"{type(e).__name__}: {e}"
-        ) from e
+class _Encoder(Encoder):
+    """Encodes tensors as dtype, shape, and the place of their bytes among the blobs."""
+
+    def __init__(self, verb: str, tensors: Tensors) -> None:
+        super().__init__(verb, exact=True)
+        self._taken = tensors.taken
+
+    def _tensor(self, value: Any, where: str) -> list[Any] | None:
+        taken = self._taken(value, f"{self._verb}: {where}")
+        return None if taken is None else [*taken[:2], self._put_aside(taken[2], where)]
+
+
+def _encoded(obj: Any, verb: str, tensors: Tensors) -> bytes:
+    """Encode as a text's length, the text (JSON: the value, and each blob's length), the blobs."""
+    encoder = _Encoder(verb, tensors)
+    text = json.dumps([encoder.encode(obj, "the object"), list(map(len, encoder.blobs))]).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(encoder.blobs)
+
+
+def _decoded(body: bytes, tensors: Tensors) -> Any:
+    stream = io.BytesIO(body)
+    encoded, lengths = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    blobs = [stream.read(length) for length in lengths]
+    return decode(
+        encoded, blobs.__getitem__, lambda told: tensors.made(told[0], told[1], blobs[told[2]])
+    )
 
 
 # ---- bytes of any length

@@ -93,11 +93,12 @@ def broadcast_optimizer_state(
     structure = json.loads(broadcast_bytes(text, root, prefix + "optimizer"))
     if structure.get("error"):
         raise StateError(structure["error"])
-    tensors = packed.tensors if packed is not None else [empty_for(m) for m in structure["tensors"]]
+    told = structure["tensors"]
+    tensors = (
+        packed.tensors if packed is not None else [empty_for(m["dtype"], m["shape"]) for m in told]
+    )
     _broadcast_all(
-        [(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)],
-        root,
-        prefix,
+        [(f"optimizer.{m['name']}", t) for m, t in zip(told, tensors, strict=True)], root, prefix
     )
     if ours.rank != root:
         _unpack(optimizer, structure, tensors)

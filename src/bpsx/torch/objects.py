@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from typing import Any
 
 import torch
@@ -12,8 +10,8 @@ from bpsx.plugin import objects
 from bpsx.plugin.objects import ObjectError
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
-from bpsx.torch.serialization import Encoder, decode, empty_for
-from bpsx.torch.tensors import plain_copy
+from bpsx.torch.serialization import empty_for
+from bpsx.torch.tensors import check_tensor, dtype_name, plain_copy
 
 __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 
@@ -37,7 +35,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     if it cannot be unpickled there; :class:`~bpsx.errors.ConfigError` for a root that does not
     exist; and as :func:`bpsx.torch.synchronize`.
     """
-    return objects.broadcast_object(obj, root_rank, name, _CODEC)
+    return objects.broadcast_object(obj, root_rank, name, _TENSORS)
 
 
 @public
@@ -49,37 +47,21 @@ def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
     :class:`ObjectError` on all workers if an object of one of them cannot travel; otherwise as
     :func:`broadcast_object`.
     """
-    return objects.all_gather_object(obj, name, _CODEC, "all_gather_object")
+    return objects.all_gather_object(obj, name, _TENSORS, "all_gather_object")
 
 
-def _encoded(obj: Any, verb: str) -> bytes:
-    encoder = Encoder(verb, exact=True)
-    text = json.dumps([encoder.encode(obj, "the object"), encoder.described]).encode()
-    return (
-        len(text).to_bytes(8, "little")
-        + text
-        + b"".join(_memory(t).tobytes() for t in encoder.tensors)
-    )
+def _taken(value: Any, what: str) -> tuple[str, list[int], bytes] | None:
+    if type(value) is not torch.Tensor:
+        return None
+    check_tensor(value, what)
+    flat = plain_copy(value).cpu().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    return dtype_name(value), list(value.shape), raw
 
 
-def _memory(tensor: torch.Tensor) -> Any:
-    """Return the tensor's elements as an array of bytes."""
-    if tensor.numel() == 0:
-        return torch.zeros(0, dtype=torch.uint8, device="cpu").numpy()
-    return plain_copy(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
+def _made(dtype: str, shape: list[int], raw: bytes) -> torch.Tensor:
+    empty = empty_for(dtype, shape)
+    return torch.frombuffer(bytearray(raw), dtype=empty.dtype).reshape(shape) if raw else empty
 
 
-def _decoded(body: bytes) -> Any:
-    stream = io.BytesIO(body)
-    encoded, described = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    tensors = [empty_for(d) for d in described]
-    for tensor in tensors:
-        if tensor.numel():
-            raw = stream.read(tensor.numel() * tensor.element_size())
-            tensor.reshape(-1).view(torch.uint8).copy_(
-                torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            )
-    return decode(encoded, tensors)
-
-
-_CODEC = objects.Codec(_encoded, _decoded)
+_TENSORS = objects.Tensors(_taken, _made)

@@ -19,15 +19,13 @@ class Encoder(encoding.Encoder):
     Bytes are kept there too, as tensors.
     """
 
-    def __init__(self, verb: str = "broadcast_optimizer_state", exact: bool = False) -> None:
-        super().__init__(verb, exact)
+    def __init__(self) -> None:
+        super().__init__("broadcast_optimizer_state")
         self.tensors: list[torch.Tensor] = []
         self.described: list[dict[str, Any]] = []
 
     def _tensor(self, value: Any, where: str) -> int | None:
-        if type(value) is torch.Tensor or isinstance(value, torch.Tensor) and not self._exact:
-            return self._tensor_aside(value, where)
-        return None
+        return self._tensor_aside(value, where) if isinstance(value, torch.Tensor) else None
 
     def _put_aside(self, value: bytes | bytearray, where: str) -> int:
         empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
@@ -49,9 +47,9 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     return encoding.decode(value, lambda i: tensors[i].numpy().tobytes(), lambda i: tensors[i])
 
 
-def empty_for(described: dict[str, Any]) -> torch.Tensor:
+def empty_for(dtype: str, shape: list[int]) -> torch.Tensor:
     """Allocate the tensor that the sender has described."""
-    dtype = getattr(torch, described["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise StateError(f"received a tensor of the unknown dtype {described['dtype'][:40]!r}")
-    return torch.zeros(described["shape"], dtype=dtype, device="cpu")
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise StateError(f"received a tensor of the unknown dtype {dtype[:40]!r}")
+    return torch.zeros(shape, dtype=found, device="cpu")

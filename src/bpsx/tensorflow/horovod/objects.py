@@ -9,7 +9,7 @@ from bpsx.plugin import objects
 from bpsx.plugin.horovod import ProcessSet, global_process_set
 from bpsx.session.refusals import counted_together
 from bpsx.tensorflow.horovod.job import check_process_set
-from bpsx.tensorflow.objects import CODEC
+from bpsx.tensorflow.objects import TENSORS
 
 
 @counted_together("broadcast_object.")
@@ -34,7 +34,7 @@ def broadcast_object(
     root that does not exist; and the errors that end a job.
     """
     check_process_set(process_set)
-    return objects.broadcast_object(obj, root_rank, name, CODEC)
+    return objects.broadcast_object(obj, root_rank, name, TENSORS)
 
 
 def broadcast_object_fn(
@@ -60,4 +60,4 @@ def allgather_object(
     Objects travel as with :func:`broadcast_object`; errors are raised on all workers.
     """
     check_process_set(process_set)
-    return objects.all_gather_object(obj, name, CODEC, "allgather_object")
+    return objects.all_gather_object(obj, name, TENSORS, "allgather_object")
