@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
+from bpsx.plugin.compression import Compressor, NoneCompressor
 
 Weight = TypeVar("Weight")
 #: A weight's name on the wire is this and its own name.
@@ -63,4 +64,14 @@ def refuse_gradients(verb: str, instead: str = "use DistributedOptimizer") -> No
         raise ConfigError(
             f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what workers push to the weights, so"
             f" workers must push changes of weights; {instead}"
+        )
+
+
+def refuse_compression(verb: str, compression: type[Compressor], params: Any) -> None:
+    """Raise :class:`ConfigError` if asynchronous training were to compress."""
+    if params or compression is not NoneCompressor:
+        what = "compression_params" if params else f"compression={compression.__name__}"
+        raise ConfigError(
+            f"{verb}: {what} cannot be used with BYTEPS_ENABLE_ASYNC=1, because servers add what is"
+            " pushed to the weights, in the weights' own dtype; omit it"
         )

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.plugin.checkpoint import Keeping
+from bpsx.plugin.async_training import refuse_compression
+from bpsx.plugin.checkpoint import Keeping, by_place
 from bpsx.plugin.compression import Compressor, NoneCompressor, check_not_both
 from bpsx.plugin.compression_params import Params, check_params, choose
 from bpsx.plugin.momentum import Momentum
@@ -49,7 +49,7 @@ class GradientExchange:
         # By session: the names that have been declared.
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._begun: set[str] = set()  # names that have been declared in any job
-        self._wires = [PREFIX + name for name in names]
+        self._wires = by_place(PREFIX + name for name in names)
         #: The state of compression, by a gradient's place among all names.
         self.keeping = Keeping(self._wires)
 
@@ -68,12 +68,7 @@ class GradientExchange:
 
         In asynchronous training changes of weights travel in their place.
         """
-        if self._params or self._compression is not NoneCompressor:
-            raise ConfigError(
-                f"{self._verb}: compression and compression_params cannot be used with"
-                " BYTEPS_ENABLE_ASYNC=1, because servers add what is pushed to the weights, in the"
-                " weights' own dtype; omit both"
-            )
+        refuse_compression(self._verb, self._compression, self._params)
 
     def declare_all(
         self,
@@ -104,7 +99,8 @@ class GradientExchange:
         known.update(new)
         self._begun.update(new)
         if new:
-            self._wires += [wire for n in new if (wire := PREFIX + n) not in self._wires]
+            wires = [*self._wires.values(), *(PREFIX + name for name in new)]
+            self._wires.update(by_place(dict.fromkeys(wires)))
             self.keeping.put_back()
 
     def load(self, saved: Mapping[str, Any]) -> None:

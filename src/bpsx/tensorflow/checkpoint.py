@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.plugin import adapter
 from bpsx.plugin.archive import packed, unpacked
-from bpsx.plugin.checkpoint import kept_by_place
+from bpsx.plugin.checkpoint import Keeping, by_place
 from bpsx.plugin.exchange import PREFIX
 from bpsx.system.tracebacks import public_methods
 from bpsx.tensorflow.names import names_of
@@ -59,15 +58,10 @@ class CompressionState(Archived):
         self._variables = list(variables)
 
     def _save(self) -> dict[str, Any]:
-        return kept_by_place(self._wires())
+        return self._keeping().save()
 
     def _load(self, saved: dict[str, Any]) -> None:
-        compressing = adapter.session().compressing
-        wires = self._wires()
-        compressing.restore(
-            {wire: saved[str(i)] for i, wire in enumerate(wires) if str(i) in saved}
-        )
-        compressing.forget([wire for i, wire in enumerate(wires) if str(i) not in saved])
+        self._keeping().load(saved)
 
-    def _wires(self) -> list[str]:
-        return [PREFIX + name for name in names_of(self._variables)]
+    def _keeping(self) -> Keeping:
+        return Keeping(by_place(PREFIX + name for name in names_of(self._variables)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bpsx.errors import ConfigError
-from bpsx.plugin import adapter
+from bpsx.plugin.checkpoint import Keeping
 
 #: Key of the entry.
 KEY = "bpsx"
@@ -26,14 +26,11 @@ def save(wires: Mapping[str, str]) -> dict[str, Any]:
     ``wires``: wire names of the compressed gradients by parameter name; none of them may be in
     flight.
     """
-    saved = adapter.session().compressing.save(wires.values())
     kept = {
         name: {
-            k: torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v
-            for k, v in saved[wire].items()
+            k: torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for k, v in state.items()
         }
-        for name, wire in wires.items()
-        if wire in saved
+        for name, state in Keeping(wires).save().items()
     }
     return {"version": _VERSION, "compression": kept}
 
@@ -52,12 +49,7 @@ def load(entry: Any, wires: Mapping[str, str]) -> None:
         raise ConfigError(
             f"load_state_dict: this version of bpsx cannot read the compression state in {KEY!r}"
         )
-    given = entry["compression"]
-    compressing = adapter.session().compressing
-    compressing.restore(
-        {wires[name]: _arrays(state) for name, state in given.items() if name in wires}
-    )
-    compressing.forget([wire for name, wire in wires.items() if name not in given])
+    Keeping(wires).load({name: _arrays(state) for name, state in entry["compression"].items()})
 
 
 def _arrays(state: Any) -> Any:

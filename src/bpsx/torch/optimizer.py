@@ -12,6 +12,7 @@ import torch
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.async_training import refuse_compression
 from bpsx.plugin.compression import check_not_both
 from bpsx.plugin.compression_params import Params, choose
 from bpsx.plugin.exchange import PREFIX
@@ -492,17 +493,7 @@ def _exchange_for(
         )
         exchange.sparse_again = needs_sparse(optimizer)
         return exchange
-    if choices:
-        raise ConfigError(
-            "DistributedOptimizer: compression_params cannot be used with BYTEPS_ENABLE_ASYNC=1,"
-            " because servers add changes to the weights themselves"
-        )
-    if compression is not Compression.none:
-        raise ConfigError(
-            f"DistributedOptimizer: compression={compression.__name__} cannot be used with"
-            " BYTEPS_ENABLE_ASYNC=1, because servers add changes to the weights themselves; only"
-            " Compression.none is possible"
-        )
+    refuse_compression("DistributedOptimizer", compression, choices)
     if not average:
         raise ConfigError(
             "DistributedOptimizer: op=Sum cannot be used with BYTEPS_ENABLE_ASYNC=1, because each"
