@@ -344,12 +344,12 @@ def test_refused(job: Finished) -> None:
         expected = [
             "give mu, a number",
             "DistributedGradientTape: compression_params: momentum='nesterov' needs mu",
-            "RMSprop's momentum (0.9)",
+            "the momentum of RMSprop (0.9)",
             "but not for '",
-            "was 0.9 when",
+            "the momentum of SGD has changed from 0.9 to 0.5",
             "sparse_as_dense=True",
             "EagerTensor",
-            "RMSPropOptimizer's momentum",
+            "the momentum of RMSPropOptimizer",
             "10 bytes cannot be read",
             "dense/kernel",
         ]

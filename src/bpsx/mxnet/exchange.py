@@ -9,7 +9,6 @@ import mxnet as mx
 
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, overwrite, submit
-from bpsx.plugin import adapter
 from bpsx.plugin.compression_params import Params, check_names
 from bpsx.plugin.exchange import PREFIX, USERS, GradientExchange
 from bpsx.plugin.momentum import Momentum
@@ -28,37 +27,11 @@ class Exchange(GradientExchange):
     """
 
     def __init__(self, parameters: Sequence[Any], params: Params, momentum: Momentum) -> None:
-        self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
+        self._parameters, self.names = list(parameters), [name_of(p) for p in parameters]
         self._own = [str(p.name) for p in parameters]  # as users know them
-        super().__init__(_VERB, params, has_momentum=momentum.has_value, names=self._names)
+        super().__init__(_VERB, params, has_momentum=momentum.has_value, names=self.names)
         check_names(params, self._own, _VERB)
         self._momentum = momentum
-
-    def of(self, i: int) -> adapter.CompressionSpec | None:
-        """Return the compression of the i-th Parameter's gradient, if it has one."""
-        return self.choices.get(self._names[i])
-
-    def declare(self) -> None:
-        """Declare how gradients travel, once in a job, and again when more Parameters are trained.
-
-        Raises :class:`ConfigError`.
-        """
-        self.declare_all(
-            self._trained(), self._momentum, lambda: dict(zip(self._names, self._own, strict=True))
-        )
-
-    def follow(self, optimizer: Any, of_gradients: bool) -> None:
-        """Follow another optimizer that has replaced the earlier; see :meth:`Momentum.follow`."""
-        self._momentum.follow(optimizer, of_gradients)
-        if self.choices:
-            self._momentum.take_over(self._trained(), self.choices)
-
-    def _trained(self) -> list[str]:
-        return [
-            name
-            for name, p in zip(self._names, self._parameters, strict=True)
-            if p.grad_req != "null"
-        ]
 
     def __call__(
         self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()
@@ -66,9 +39,16 @@ class Exchange(GradientExchange):
         """Begin to exchange all gradients, times ``scale``; the first ones are the most urgent.
 
         ``rate``: returns the learning rate; called if compression needs it. ``absent``: indices of
-        the Parameters to leave out.
+        the Parameters to leave out. Raises :class:`ConfigError`.
         """
-        self.declare()
+        trained = [
+            name
+            for name, p in zip(self.names, self._parameters, strict=True)
+            if p.grad_req != "null"
+        ]
+        self.declare_all(
+            trained, self._momentum, lambda: dict(zip(self.names, self._own, strict=True))
+        )
         now = rate() if self.needs_rate else -1.0
         for i, parameter in enumerate(self._parameters):
             if parameter.grad_req == "null" or i in absent:
@@ -78,7 +58,7 @@ class Exchange(GradientExchange):
             if scale != 1.0:
                 with mx.autograd.pause():
                     gradients[0] *= scale
-            overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=now)
+            overwrite(gradients, PREFIX + self.names[i], priority=-i, rate=now)
 
     def agree_on_users(self) -> list[int]:
         """Set gradients to zero that are new on other workers but not on this one.
@@ -93,7 +73,7 @@ class Exchange(GradientExchange):
             for p in self._parameters
         ]
         counts = mx.nd.array(own, dtype="int32", ctx=mx.cpu())
-        submit(counts, USERS + self._names[0])
+        submit(counts, USERS + self.names[0])
         users = counts.asnumpy()
         for parameter in (p for p, count in zip(self._parameters, users, strict=True) if count):
             for data, gradient in zip(parameter.list_data(), parameter.list_grad(), strict=True):

@@ -26,7 +26,7 @@ from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_root
 from bpsx.plugin.async_training import refuse_gradients
 from bpsx.plugin.compression_params import Params
-from bpsx.plugin.momentum import Momentum
+from bpsx.plugin.momentum import Momentum, decay_factors
 from bpsx.session.refusals import counted_together
 from bpsx.system.tracebacks import public, public_methods
 
@@ -95,9 +95,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be"
                 " sent; omit stype, grad_stype and sparse_grad"
             )
-        self._taken = Momentum(
-            self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG"
-        )
+        this: Any = weakref.ref(self)
+        self._taken = Momentum(lambda: this()._optimizer, _WITH_MOMENTUM)
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = weakref.ref(adapter.session()), False
@@ -136,12 +135,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._exchange(self._rate)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        onebit = {
-            i: c.mu
-            for i in range(len(self._params))
-            if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"
-        }
-        mus = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
+        known = (
+            decay_factors(self._exchange.choices)
+            if isinstance(self._optimizer, _WITH_MOMENTUM)
+            else {}
+        )
+        mus = {i: known[name] for i, name in enumerate(self._exchange.names) if name in known}
         with (
             self._taken.off(),
             self._decay.around(self._params, mus, self._optimizer, self._updaters),
@@ -272,7 +271,6 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 raise ConfigError(
                     f"load_states: {str(fname)!r} was not written by save_states(): {e}"
                 ) from e
-        self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = checkpoint.read(fname)
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)

@@ -1,65 +1,80 @@
-"""Momentum of weight decay, where compression adds the momentum of gradients.
-
-The compressor onebit would lose the decay. BytePS does the same.
-"""
+"""Momentum of weight decay, where compression adds the momentum of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 
+from bpsx.plugin.momentum import decay_momentum
+
+
+class _Decayed:
+    """A Parameter's copy on one device in :func:`~bpsx.plugin.momentum.decay_momentum`."""
+
+    def __init__(
+        self,
+        i: int,
+        device: int,
+        copy: Any,
+        mu: float,
+        optimizer: Any,
+        updater: Any,
+        kept: list[Any],
+    ) -> None:
+        self.mu, self.decay, self.weight = mu, optimizer._get_wd(i), copy.astype(np.float32)
+        self.momentum = kept[device]
+        self._i, self._device, self._copy, self._kept = i, device, copy, kept
+        self._optimizer, self._updater = optimizer, updater
+
+    def end(self, momentum: Any) -> None:
+        if self._copy._fresh_grad:
+            return  # overflow: the optimizer has done nothing
+        self._kept[self._device] = momentum
+        change = self._optimizer._get_lr(self._i) * self.mu * momentum
+        _subtract(self._copy, change, self._updater.states.get(self._i))
+
 
 class DecayMomentum:
-    """Momentum of one SGD's weight decay.
-
-    m = mu m + wd w, and w -= lr mu m in addition to the optimizer's own step. Not thread-safe.
-    """
+    """Momentum of one SGD's weight decay. Not thread-safe."""
 
     def __init__(self) -> None:
         # float32 momenta on each device, by the Parameter's index
         self.kept: dict[int, list[Any]] = {}
 
-    @contextmanager
     def around(
         self,
         parameters: Sequence[Any],
         mus: Mapping[int, float],
         optimizer: Any,
         updaters: Sequence[Any],
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Context in which ``optimizer`` steps; applies the momentum of weight decay afterwards.
 
         ``mus``: the factor of each Parameter whose gradient gets its momentum on the way from
         onebit, by index. ``updaters``: the optimizer's, one for each device.
         """
-        new = {}
+        found = []
         for i, mu in mus.items():
-            weights, wd = _dense(parameters[i]), optimizer._get_wd(i)
-            if wd and all(w._fresh_grad for w in weights):  # the optimizer does not update others
-                new[i] = self._grown(i, weights, mu, wd)
-        yield
-        for i, momenta in new.items():
-            weights = _dense(parameters[i])
-            if any(w._fresh_grad for w in weights):
-                continue  # overflow: the optimizer has done nothing
-            self.kept[i] = momenta
-            for weight, m, updater in zip(weights, momenta, updaters, strict=True):
-                _subtract(weight, optimizer._get_lr(i) * mus[i] * m, updater.states.get(i))
-
-    def _grown(self, i: int, weights: Sequence[Any], mu: float, wd: float) -> list[Any]:
-        before = self.kept.get(i) or _nothing(weights)
-        return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
+            copies = _dense(parameters[i])
+            # the optimizer does not update others
+            if optimizer._get_wd(i) and all(w._fresh_grad for w in copies):
+                self.expect(i, parameters[i], True)
+                found += [
+                    _Decayed(i, device, copy, mu, optimizer, updaters[device], self.kept[i])
+                    for device, copy in enumerate(copies)
+                ]
+        return decay_momentum(found)
 
     def expect(self, i: int, parameter: Any, there: bool) -> None:
         """Keep or make momenta for Parameter number ``i`` if ``there``; otherwise drop them."""
         if not there:
             self.kept.pop(i, None)
         elif i not in self.kept:
-            self.kept[i] = _nothing(_dense(parameter))
+            self.kept[i] = [mx.nd.zeros(w.shape, ctx=w.context) for w in _dense(parameter)]
 
     def save(self) -> dict[str, np.ndarray]:
         """Return the first device's momenta, by index."""
@@ -70,10 +85,6 @@ class DecayMomentum:
         self.kept = {
             int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()
         }
-
-
-def _nothing(weights: Sequence[Any]) -> list[Any]:
-    return [mx.nd.zeros(w.shape, ctx=w.context) for w in weights]
 
 
 def _dense(parameter: Any) -> list[Any]:

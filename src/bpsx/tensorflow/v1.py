@@ -83,10 +83,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         )
         self._optimizer, self._exchange, self._weights = optimizer, exchange, Weights()
         self._momentum = Momentum(
-            optimizer,
-            "_momentum",
-            isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer),
-            "MomentumOptimizer",
+            lambda: optimizer, [tf.compat.v1.train.MomentumOptimizer], "_momentum"
         )
         self._passes = Accumulated(passes) if passes > 1 else None
         self._last: Any = None  # whether the gradients computed last are complete

@@ -22,7 +22,7 @@ from bpsx.torch.async_training import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
-from bpsx.torch.momentum import TakenOver, momentum_of
+from bpsx.torch.momentum import Momenta
 from bpsx.torch.names import Names, names_of
 
 
@@ -130,23 +130,19 @@ def distribute(
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
     names = names_of(optimizer, named_parameters)
-    by_id = {id(p): name for name, p in names}
+    momenta = Momenta(optimizer, {id(p): name for name, p in names})
     choices = choose(
-        compression_params,
-        [name for name, _ in names],
-        "DistributedOptimizer",
-        momentum_of(optimizer, by_id),
+        compression_params, [name for name, _ in names], "DistributedOptimizer", momenta.by_name()
     )
     check_not_both(compression, choices, "DistributedOptimizer")
     passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
     exchange = _exchange_for(
         optimizer, names, compression, passes, sparse_as_dense, average, choices
     )
-    taken_over = (
-        TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
-    )
+    momenta.take_over(choices)
     mixed = cast("_DistributedOptimizer", mix_in(_DistributedOptimizer, optimizer, exchange))
-    mixed._taken_over = taken_over
+    if any(c.momentum for c in choices.values()):
+        mixed._momenta = momenta
     return mixed
 
 
@@ -226,7 +222,7 @@ class _DistributedOptimizer(_Base):
 
     _exchange: Exchange
     _should_synchronize: bool
-    _taken_over: TakenOver | None = None
+    _momenta: Momenta | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -338,9 +334,7 @@ class _DistributedOptimizer(_Base):
         exchange.synchronized = exchange.implicit = False
 
     def _without_momentum(self) -> AbstractContextManager[None]:
-        if self._taken_over is None:
-            return nullcontext()
-        return self._taken_over.off(vars(self)["param_groups"], vars(self)["state"])
+        return nullcontext() if self._momenta is None else self._momenta.off()
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -202,7 +202,7 @@ def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
     """Give ``optimizer`` the attributes that :class:`_Distributed` needs."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(
-        inner, "momentum", isinstance(inner, keras.optimizers.SGD), "SGD"
+        lambda: inner, [keras.optimizers.SGD]
     )
     optimizer.__dict__.update(
         _bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum
