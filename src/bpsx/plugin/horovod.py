@@ -216,8 +216,14 @@ class Horovod:
         self.check_process_set(process_set)
         return False
 
-    def refuse_elastic(self) -> NoReturn:
-        """Raise :class:`~bpsx.errors.ConfigError`: elastic training is not supported."""
+    def missing(self, module: str, name: str, *elastic: str) -> NoReturn:
+        """Raise the error of ``module``, which has no ``name``.
+
+        It is a :class:`~bpsx.errors.ConfigError` for names of ``elastic`` training, which is not
+        supported, else an :class:`AttributeError`.
+        """
+        if name not in (elastic or ("elastic",)):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         raise ConfigError(
             "hvd.elastic is not supported: bpsx does not restart workers on its own. When a worker"
             " is lost, all others raise bpsx.PeerLostError, and torchrun --max-restarts starts the"
@@ -324,7 +330,15 @@ def stop_timeline() -> None:
         shutil.copyfile(path, _timeline)
 
 
-# ---- arguments of distributed optimizers and tapes
+# ---- arguments
+
+
+def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
+    """Return the names of a group's members. Raises :class:`ConfigError`."""
+    adapter.check_name(name, verb)
+    if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
+        raise ConfigError(f"{verb}: expected a list of tensors, not {type(tensors).__name__}")
+    return [f"{name}.{i}" if name else None for i in range(len(tensors))]
 
 
 def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:

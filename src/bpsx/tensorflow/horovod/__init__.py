@@ -43,9 +43,9 @@ from bpsx.tensorflow.horovod.job import (
     join,
     local_rank_op,
     local_size_op,
+    missing,
     process_set_included_op,
     rank_op,
-    refuse_elastic,
     remove_process_set,
     size_op,
 )
@@ -137,9 +137,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        refuse_elastic()
     if name in ("SyncBatchNormalization", "keras"):  # Keras takes seconds to import
         module = _import_module("bpsx.tensorflow.keras.horovod")
         return module if name == "keras" else module.SyncBatchNormalization
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing(__name__, name)

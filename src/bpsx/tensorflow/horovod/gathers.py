@@ -10,15 +10,10 @@ import tensorflow as tf
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_root
-from bpsx.plugin.horovod import ProcessSet, checked_splits, global_process_set
+from bpsx.plugin.horovod import ProcessSet, checked_splits, global_process_set, group_names
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import check_process_set
-from bpsx.tensorflow.horovod.names import (
-    checked_tensor,
-    group_names,
-    wire_name,
-    with_gradient_times,
-)
+from bpsx.tensorflow.horovod.names import checked_tensor, wire_name, with_gradient_times
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes
 from bpsx.tensorflow.primitives import copies, sums

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from bpsx.errors import ConfigError
 from bpsx.plugin.adapter import check_name
 from bpsx.plugin.framework import UnsupportedTensor
 from bpsx.tensorflow.ops import as_tensor, unnamed
@@ -33,14 +31,6 @@ def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False)
             f"{verb}: expected a tensor of at least one dimension, not a scalar"
         )
     return dense
-
-
-def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
-    """Return the names of a group's members. Raises :class:`ConfigError`."""
-    check_name(name, verb)
-    if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
-        raise ConfigError(f"{verb}: expected a list of tensors, not {type(tensors).__name__}")
-    return [f"{name}.{i}" if name else None for i in range(len(tensors))]
 
 
 def with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -18,16 +18,12 @@ from bpsx.plugin.horovod import (
     check_adds,
     checked_op,
     global_process_set,
+    group_names,
 )
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import HOROVOD
-from bpsx.tensorflow.horovod.names import (
-    checked_tensor,
-    group_names,
-    wire_name,
-    with_gradient_times,
-)
+from bpsx.tensorflow.horovod.names import checked_tensor, wire_name, with_gradient_times
 from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.sparse import sum_of_slices

@@ -41,14 +41,7 @@ from bpsx.torch.horovod.gathers import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from bpsx.torch.horovod.job import (
-    add_process_set,
-    barrier,
-    init,
-    join,
-    refuse_elastic,
-    remove_process_set,
-)
+from bpsx.torch.horovod.job import add_process_set, barrier, init, join, missing, remove_process_set
 from bpsx.torch.horovod.pending import poll, synchronize
 from bpsx.torch.horovod.reductions import (
     allreduce,
@@ -153,6 +146,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        refuse_elastic()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    missing(__name__, name)

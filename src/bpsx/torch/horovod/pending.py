@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from bpsx.errors import ConfigError
+from bpsx.plugin import horovod
 from bpsx.plugin.adapter import check_name
 from bpsx.torch.dynamo import eager
 from bpsx.torch.tensors import check_rows, check_tensor, unnamed
@@ -102,12 +103,10 @@ def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) ->
 
     Raises :class:`ConfigError`, :class:`UnsupportedTensor`.
     """
-    check_name(name, verb)
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise ConfigError(f"{verb}: expected a list of tensors, not {type(tensors).__name__}")
+    names = horovod.group_names(verb, name, tensors)
     for i, tensor in enumerate(tensors):
         check_tensor(tensor, f"{verb}: tensor {i}")
-    return [f"{name}.{i}" if name else None for i in range(len(tensors))]
+    return names
 
 
 def needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:

@@ -42,7 +42,7 @@ from bpsx.tensorflow.horovod import (
     start_timeline,
     stop_timeline,
 )
-from bpsx.tensorflow.horovod.job import refuse_elastic
+from bpsx.tensorflow.horovod.job import missing
 from bpsx.tensorflow.keras.horovod import callbacks
 from bpsx.tensorflow.keras.horovod.batch_norm import SyncBatchNormalization
 from bpsx.tensorflow.keras.horovod.optimizer import (
@@ -98,6 +98,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        refuse_elastic()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    missing(__name__, name)

@@ -9,7 +9,7 @@ import keras
 
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.tensorflow.horovod.job import refuse_elastic
+from bpsx.tensorflow.horovod.job import missing
 from bpsx.tensorflow.keras import callbacks as ours
 from bpsx.tensorflow.keras.callbacks import MetricAverageCallback
 
@@ -143,6 +143,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"):
-        refuse_elastic()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    missing(
+        __name__,
+        name,
+        "CommitStateCallback",
+        "UpdateBatchStateCallback",
+        "UpdateEpochStateCallback",
+    )
