@@ -387,11 +387,11 @@ def _value(option: Option, text: str) -> object:
     return value if isinstance(value, bool | int | float) else text
 
 
-def folders(report: Report, environment: Mapping[str, str] | None = None) -> None:
+def folders(report: Report) -> None:
     """Report the folders for compiled kernels and sockets."""
     for name, make in (("compiled kernels", cache_dir), ("sockets", runtime_dir)):
         try:
-            report.add("folders", name, make(environment))
+            report.add("folders", name, make())
         except ConfigError as error:
             report.add("folders", name, "unusable")
             report.problems.append(str(error))

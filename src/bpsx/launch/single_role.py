@@ -91,7 +91,7 @@ class SingleRole(Plan):
         ]
 
 
-def run_role(command: Sequence[str], grace: float | None = None) -> int:
+def run_role(command: Sequence[str], grace: float | None) -> int:
     """Run the role that the environment names, until it ends.
 
     Returns its exit status. Raises ConfigError.

@@ -16,7 +16,7 @@ _TRIES = 50
 
 
 def torch_variables(
-    rank: int, size: int, local_rank: int, local_size: int, store: tuple[str, int] | None = None
+    rank: int, size: int, local_rank: int, local_size: int, store: tuple[str, int] | None
 ) -> dict[str, str]:
     """The variables of worker ``rank`` of ``size``.
 

@@ -166,17 +166,15 @@ class Group:
             begun.add(self._broadcast(stage, r, f"{verb}.{r}", home, f"{verb}: worker {r}"))
         return begun
 
-    def all_gather_single(
-        self, output: torch.Tensor, mine: torch.Tensor, verb: str = "all_gather"
-    ) -> Collective:
+    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor) -> Collective:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
         if output.numel() != self.size * mine.numel():
             raise ConfigError(
-                f"{verb}: the output has {output.numel()} elements; expected {self.size} workers x"
+                f"all_gather: the output has {output.numel()} elements; expected {self.size} workers x"
                 f" {mine.numel()}"
             )
-        stage, home = self._in_place(output, verb, read=False)
-        begun = self.all_gather(_equal_parts(stage, self.size), mine, verb)
+        stage, home = self._in_place(output, "all_gather", read=False)
+        begun = self.all_gather(_equal_parts(stage, self.size), mine)
         if home is not None:
             begun.finish.append(home)
         mark_written(output)
@@ -234,43 +232,37 @@ class Group:
         return self.reduce_into(stage, torch.empty_like(stage), op, "reduce")
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Any,
-        verb: str = "reduce_scatter",
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any
     ) -> Collective:
         """Reduce every worker's ``inputs[r]`` and give the result to worker r.
 
         Lengths may differ by r, if all workers agree on them.
         """
-        self._check_parts(inputs, output, verb)
+        self._check_parts(inputs, output, "reduce_scatter")
         for r, given in enumerate(inputs):
-            check_tensor(given, f"{verb}: input {r}")
+            check_tensor(given, f"reduce_scatter: input {r}")
         everything = torch.cat([plain_copy(given).view(-1) for given in inputs])
         begin = sum(given.numel() for given in inputs[: self.rank])
-        return self._keep_own(output, everything, begin, op, verb)
+        return self._keep_own(output, everything, begin, op)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, op: Any, verb: str = "reduce_scatter"
+        self, output: torch.Tensor, given: torch.Tensor, op: Any
     ) -> Collective:
         """Same as :meth:`reduce_scatter`, with the inputs one after the other in ``given``."""
-        check_tensor(given, f"{verb}: the input")
+        check_tensor(given, "reduce_scatter: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(
-                f"{verb}: the input is {given.numel()} x {dtype_name(given)}; expected {self.size}"
+                f"reduce_scatter: the input is {given.numel()} x {dtype_name(given)}; expected {self.size}"
                 f" workers x {output.numel()} {dtype_name(output)}"
             )
-        return self._keep_own(
-            output, plain_copy(given).view(-1), self.rank * output.numel(), op, verb
-        )
+        return self._keep_own(output, plain_copy(given).view(-1), self.rank * output.numel(), op)
 
     def _keep_own(
-        self, output: torch.Tensor, everything: torch.Tensor, begin: int, op: Any, verb: str
+        self, output: torch.Tensor, everything: torch.Tensor, begin: int, op: Any
     ) -> Collective:
-        target, home = self._in_place(output, verb, read=False)
+        target, home = self._in_place(output, "reduce_scatter", read=False)
         result = torch.empty_like(everything)
-        begun = self.reduce_into(everything, result, op, verb)
+        begun = self.reduce_into(everything, result, op, "reduce_scatter")
         begun.finish.append(lambda: target.copy_(result[begin : begin + target.numel()]))
         if home is not None:
             begun.finish.append(home)
@@ -278,10 +270,7 @@ class Group:
         return begun
 
     def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        verb: str = "all_to_all",
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Collective:
         """Send ``inputs[r]`` to worker r, and receive ``outputs[r]`` from worker r.
 
@@ -291,14 +280,14 @@ class Group:
         for name, tensors in (("input", inputs), ("output", outputs)):
             if len(tensors) != self.size:
                 raise ConfigError(
-                    f"{verb}: got {len(tensors)} {name}s; expected one for each of the"
+                    f"all_to_all: got {len(tensors)} {name}s; expected one for each of the"
                     f" {self.size} workers"
                 )
             for r, tensor in enumerate(tensors):
-                check_tensor(tensor, f"{verb}: {name} {r}")
+                check_tensor(tensor, f"all_to_all: {name} {r}")
                 if tensor.dtype != inputs[0].dtype:
                     raise ConfigError(
-                        f"{verb}: {name} {r} is {dtype_name(tensor)}, but input 0 is"
+                        f"all_to_all: {name} {r} is {dtype_name(tensor)}, but input 0 is"
                         f" {dtype_name(inputs[0])}; dtypes must be equal"
                     )
         lengths = self._lengths([t.numel() for t in inputs])
@@ -306,10 +295,10 @@ class Group:
         for r, output in enumerate(outputs):
             if lengths[r][self.rank] != output.numel():
                 raise ConfigError(
-                    f"{verb}: output {r} has {output.numel()} elements, but worker {r} sends"
+                    f"all_to_all: output {r} has {output.numel()} elements, but worker {r} sends"
                     f" {lengths[r][self.rank]} to it"
                 )
-            check_writable(output, f"{verb}: output {r}")
+            check_writable(output, f"all_to_all: output {r}")
             mark_written(output)
         stages = [
             torch.empty(sum(row), dtype=inputs[0].dtype, device=inputs[0].device) for row in lengths
@@ -319,7 +308,7 @@ class Group:
             part = stage.split(row)[self.rank]
             homes.append(functools.partial(_copy_home, output, part))
         handles = (
-            [all_gather_async(stages, stages[self.rank], f"{self.name}.{verb}")]
+            [all_gather_async(stages, stages[self.rank], f"{self.name}.all_to_all")]
             if self.size > 1
             else []
         )

@@ -25,15 +25,11 @@ _MOST_IDLE = 2
 
 
 class _Item(NamedTuple):
-    """A handle in flight and the future to complete when it has ended.
-
-    ``end``: deadline on the monotonic clock, in seconds.
-    """
+    """A handle in flight and the future to complete when it has ended."""
 
     handle: Handle
     ended: torch.futures.Future[Any]
     result: Callable[[Any], Any]
-    end: float | None
     gpu: torch.device | None
 
 
@@ -64,7 +60,6 @@ class Completer:
         self,
         handle: Handle,
         result: Callable[[Any], Any] = lambda value: value,
-        timeout: float | None = None,
         at_once: bool = False,
         device: torch.device | None = None,
     ) -> torch.futures.Future[Any]:
@@ -73,18 +68,15 @@ class Completer:
         Its value is ``result`` of the handle's value. Its error has the text of the handle's error,
         and is raised as a :class:`RuntimeError`, since PyTorch keeps no types.
 
-        ``timeout``: seconds from now, after which the future ends with the handle's
-        :class:`TimeoutError`. ``at_once``: the handle has ended, so the future completes before the
-        return. ``device``: device of the result. On a GPU, waiting for the future makes the current
-        stream wait for the result, as with PyTorch's own futures.
+        ``at_once``: the handle has ended, so the future completes before the return. ``device``:
+        device of the result. On a GPU, waiting for the future makes the current stream wait for the
+        result, as with PyTorch's own futures.
         """
         gpu = device if device is not None and device.type == "cuda" else None
         ended: torch.futures.Future[Any] = (
             torch.futures.Future(devices=[gpu]) if gpu is not None else torch.futures.Future()
         )
-        item = _Item(
-            handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu
-        )
+        item = _Item(handle, ended, result, gpu)
         # PyTorch's C++ side takes an exception that is set on the future for its value. It takes an
         # exception that a callback raises for an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
@@ -172,11 +164,7 @@ def _complete(item: _Item, before_callbacks: Callable[[], None] = lambda: None) 
         else contextlib.nullcontext()
     ):
         try:
-            value = item.result(
-                item.handle.wait(
-                    None if item.end is None else max(0.0, item.end - time.monotonic())
-                )
-            )
+            value = item.result(item.handle.wait())
         except Exception as e:
             failure = e
         before_callbacks()

@@ -69,7 +69,8 @@ class StartupCheck:
             else:
                 self._judge(session)
         self._asks = False
-        self._refuse()
+        if self._fatal:
+            raise MismatchError(self._fatal)
 
     def begin(self) -> None:
         """Start the comparison, unless that has been done in this session. Does not wait."""
@@ -79,10 +80,6 @@ class StartupCheck:
         self._session, self._fatal = session, ""
         self._owner.session = session
         self._begin(session)
-
-    def _refuse(self) -> None:
-        if self._fatal:
-            raise MismatchError(self._fatal)
 
     def take(self) -> list[Exception]:
         """Return the errors found since the last call."""
