@@ -185,6 +185,10 @@ class DeviceError(BpsxError, RuntimeError):
     """A GPU or NCCL failed. The message names the call and contains the library's text."""
 
 
+class InternalError(BpsxError, RuntimeError):
+    """A defect in bpsx: an event that the state of things does not allow."""
+
+
 class Status(IntEnum):
     """How an operation failed: the negative codes of ``core/status.pxd``, which travel."""
 

@@ -211,7 +211,7 @@ def test_ctrl_c_during_shutdown_still_leaves():
             bpsx.push_pull_async(np.ones(5), name="x")
             ours = verbs.session()
             def tell():
-                while not ours._closed:
+                while ours.state.name == "RUNNING":
                     time.sleep(0.001)
                 time.sleep(0.1)         # now the main thread waits in shutdown for the push_pull
                 report("running")

@@ -142,7 +142,7 @@ def test_a_joined_worker_cannot_push_until_all_have_joined():
         if bpsx.rank() == 0:
             joiner = threading.Thread(target=bpsx.join)
             joiner.start()
-            while not session()._joining._said:
+            while session().state.name != "JOINED":
                 joiner.join(0.01)
             try:
                 bpsx.push_pull(np.ones(1), "x")
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_a_join_and_the_job_gets_the_reason():
         if bpsx.rank() == 0:
             import threading, time
             def tell():
-                while not session()._joining._said:
+                while session().state.name != "JOINED":
                     time.sleep(0.01)
                 report("joined")
             threading.Thread(target=tell, daemon=True).start()

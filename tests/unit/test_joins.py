@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from bpsx.scheduler.join_barrier import Joins
 from bpsx.scheduler.membership import Membership
 from bpsx.session.join import Joining
+from bpsx.session.states import Event, Lifetime
 from unit.scheduler_tools import config, hello, kinds, members, running, waiting
 
 
@@ -156,7 +157,8 @@ def test_join_in_a_failed_job_reports_the_failure():
 
     Its request must not be refused because this worker has joined.
     """
-    joining = Joining()
-    joining.stop()
+    life = Lifetime()
+    life.move(Event.BEGUN), life.move(Event.JOB_FAILS)
+    joining = Joining(life)
     assert joining.run(lambda: 0, lambda _: None, lambda _: None) == -1
     joining.check("bpsx.barrier")

@@ -32,7 +32,7 @@ cdef class Declared:
     cdef public object codec            # compression, or None
     cdef public Tensor tensor           # None: not placed yet
     cdef public list pending            # prepared handles that wait for the placement
-    cdef public bint failed
+    cdef int number                     # of the DeclaredState
     cdef public uint32_t uses           # push_pulls that have begun with this declaration
 
     cpdef Tensor now(self, shape, int dtype, codec)

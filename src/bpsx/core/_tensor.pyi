@@ -2,6 +2,7 @@ from collections.abc import Collection, Sequence
 
 from bpsx.compression.spec import CompressionSpec
 from bpsx.core._handle import Handle
+from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.local._cuda import Gpu
 
 def waiting(
@@ -42,7 +43,6 @@ class Declared:
     tensor: Tensor | None
     #: Prepared handles that wait for the placement.
     pending: list[Handle]
-    failed: bool
     #: push_pulls that have begun with this declaration.
     uses: int
 
@@ -54,6 +54,9 @@ class Declared:
         nbytes: int,
         codec: CompressionSpec | None = None,
     ) -> None: ...
+    @property
+    def state(self) -> DeclaredState: ...
+    def move(self, event: DeclaredEvent) -> None: ...
     @property
     def generation(self) -> int: ...
     @property

@@ -12,8 +12,10 @@ from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partiti
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport now_ns
 
+from bpsx.core.declared_state import DECLARED, DeclaredState
 from bpsx.errors import DeviceError
 
+cdef int PLACED = DeclaredState.PLACED.value
 # A thread that has not asked for so long is busy with something else; see waiters.RECENT.
 cdef int64_t RECENT_NS = 3_000_000_000
 
@@ -282,14 +284,23 @@ cdef class Declared:
         self.generation, self.shape, self.dtype, self.nbytes, self.codec = (
             generation, shape, dtype, nbytes, codec
         )
-        self.pending = []
+        self.pending, self.number = [], DeclaredState.ASKED.value
+
+    @property
+    def state(self) -> DeclaredState:
+        """What has become of the declaration."""
+        return DeclaredState(self.number)
+
+    def move(self, event) -> None:
+        """Go to the state that follows ``event``. The caller holds the session's lock."""
+        self.number = DECLARED.after(DeclaredState(self.number), event).value
 
     cpdef Tensor now(self, shape, int dtype, codec):
         """Return the tensor, if it is placed and shape, dtype and codec are unchanged; or None."""
         return (
             self.tensor
             if (
-                not self.failed
+                self.number == PLACED
                 and self.dtype == dtype
                 and self.codec is codec
                 and self.shape == shape

@@ -276,11 +276,12 @@ class Link:
         for thing in (self._socket, self._monitor, self._wake) + ((watch[0],) if watch else ()):
             poller.register(thing, zmq.POLLIN)
         next_tick = time.monotonic() + TICK
-        for message in self._early:
-            handle(message)
         while not self._stopping:
-            poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
+            if not self._early:
+                poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
             try:
+                while self._early:
+                    handle(self._early.pop(0))
                 self._turn(handle, lost)
                 if watch:
                     watch[1]()

@@ -19,14 +19,17 @@ from bpsx.compression.manager import Compressing
 from bpsx.compression.spec import CompressionSpec, parse
 from bpsx.core._handle import Handle
 from bpsx.core._tensor import Declared
+from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.errors import Status
 from bpsx.scheduler.client import Link
 from bpsx.scheduler.messages import MOST_ITEMS
 from bpsx.session.join import Joining
 from bpsx.session.refusals import mine
+from bpsx.session.states import CLOSING, Lifetime
 from bpsx.telemetry.reporter import Reporter
 
 log = logging.getLogger("bpsx.session.session")
+_UNANSWERED = (DeclaredState.ASKED, DeclaredState.RETIRING)
 
 
 def _stands_for(which: tuple[str, str], name: str) -> bool:
@@ -58,16 +61,15 @@ class Declarations:
 
     _core: Core
     _link: Link | None
-    _closed: bool
     compressing: Compressing
     reporter: Reporter
 
     def __init__(self, order: dict[str, int]) -> None:
         """``order``: index of each name that has been declared, by an earlier session too."""
-        # Re-entrant: a user's signal handler may shut down while the main thread holds the lock.
-        self._lock = threading.RLock()
+        self._life = Lifetime()
+        self._lock = self._life.lock
         self._order = order
-        self._joining = Joining()
+        self._joining = Joining(self._life)
         # Notified when a declaration has been placed or has failed.
         self._settled = threading.Condition(self._lock)
         # Latest used declaration of each name.
@@ -110,7 +112,7 @@ class Declarations:
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int, int]]) -> None:
         with self._lock:
             declared = self._declared.get((name, generation))
-            if declared is None or declared.tensor is not None or declared.failed:
+            if declared is None or declared.state not in _UNANSWERED:
                 return
             offsets = itertools.accumulate((place[3] for place in places), initial=0)
             parts = [
@@ -125,9 +127,10 @@ class Declarations:
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
-            # Set the tensor last: rounds start in the order of submission. Only now may other
-            # threads submit directly.
             declared.tensor = tensor
+            # Change the state last: rounds start in the order of submission. Only now may other
+            # threads submit directly.
+            declared.move(DeclaredEvent.PLACED)
             self._settled.notify_all()
 
     def _fail_declaration(self, name: str, generation: int, status: int, text: str) -> None:
@@ -139,9 +142,9 @@ class Declarations:
         """
         with self._lock:
             declared = self._declared.get((name, generation))
-            if declared is None or declared.failed:
+            if declared is None or declared.state is DeclaredState.FAILED:
                 return
-            declared.failed = True  # the next push_pull of this name and shape declares it anew
+            declared.move(DeclaredEvent.DISPUTED)  # the next push_pull declares the name anew
             self._lost[name] = declared
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
@@ -179,7 +182,8 @@ class Declarations:
                 handle for declared in self._declared.values() for handle in declared.pending
             ]
             for declared in self._declared.values():
-                declared.failed, declared.pending = True, []
+                declared.move(DeclaredEvent.RESET)
+                declared.pending = []
                 if declared.tensor is not None:
                     self._core.fail_tensor(declared.tensor, status, text)
             for known in (
@@ -209,8 +213,8 @@ class Declarations:
         with self._lock:
             pending = [h for d in self._declared.values() for h in d.pending]
             for declared in self._declared.values():
+                declared.move(DeclaredEvent.SESSION_ENDS)
                 declared.pending = []
-                declared.failed = declared.failed or declared.tensor is None
             self._settled.notify_all()
         for handle in pending:
             self._core.end(handle, status, text)
@@ -277,12 +281,12 @@ class Declarations:
         seen.
         """
         with self._lock:
-            if self._link is None or self._closed:
+            if self._link is None or self._life.state in CLOSING:
                 return
             for name in [name for name in self._generations if _stands_for(which, name)]:
                 self._tensors.pop(name, None)
                 for known in [known for known in self._shapes if known[0] == name]:
-                    del self._shapes[known]
+                    self._shapes.pop(known).move(DeclaredEvent.CALL_REFUSED)
                 self._generations[name] += 1
             self._renewed[which] += 1
 
@@ -308,24 +312,20 @@ class Declarations:
         The caller holds the lock. The wait for another declaration of the name releases it.
         """
         assert self._link is not None
-        if self._closed or self._core.failed:
-            self._core.end(
-                handle,
-                *(
-                    (Status.SHUTDOWN, "bpsx was shut down")
-                    if self._closed
-                    else (self._core.status, self._core.failed)
-                ),
-            )
+        if self._life.state in CLOSING:
+            self._core.end(handle, Status.SHUTDOWN, "bpsx was shut down")
+            return
+        if self._core.failed:
+            self._core.end(handle, self._core.status, self._core.failed)
             return
         last = self._tensors.get(name)
         declared = self._shapes.get((name, shape, dtype, codec))
-        if declared is not None and declared.failed:
+        if declared is not None and declared.state is DeclaredState.FAILED:
             declared = None
         if last is not declared and last is not None and last.pending:
             # The name's previous declaration is not placed yet. Rounds start in the order of
             # submission, so it goes first.
-            while last.pending and not self._core.failed and not self._closed:
+            while last.pending and not self._core.failed and self._life.state not in CLOSING:
                 self._settled.wait(1.0)
             self._first_sight(handle, name, shape, dtype, nbytes, codec)
             return

@@ -39,10 +39,10 @@ class Lanes:
     def __init__(self, endpoint: Any, addresses: list[tuple[int, str]], servers: list[str]) -> None:
         """``addresses``: number of the server and address, for each lane. ``servers``: names."""
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
-        self.leaving = False  # connections end because this worker leaves
         #: Readable when :meth:`look` has something to see; negative: this process has no lanes.
         self.descriptor = -1
-        self._broken: tuple[float, str] | None = None
+        #: When and how the first connection broke: until the verdict, the session is in doubt.
+        self.broken: tuple[float, str] | None = None
 
     @property
     def servers(self) -> list[int]:
@@ -72,32 +72,35 @@ class Lanes:
         """Begin to notice broken connections, for :meth:`look`."""
         self.descriptor = self._endpoint.watch()
 
-    def look(self) -> None:
-        """Take the connections that have broken from the endpoint, and note the first."""
+    def look(self, leaving: bool = False) -> None:
+        """Take the connections that have broken from the endpoint, and note the first.
+
+        ``leaving``: they end because this worker leaves.
+        """
         for lane in self._endpoint.lost():
-            if self._broken is None:
+            if self.broken is None:
                 where = self._name(lane) if lane >= 0 else "a server"
                 connections.info(
-                    "the connection to %s %s", where, "has ended" if self.leaving else "is gone"
+                    "the connection to %s %s", where, "has ended" if leaving else "is gone"
                 )
-                self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
+                self.broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def note_mute(self, lane: int) -> None:
         """Note that nothing can be sent to ``lane``; negative: none.
 
         The endpoint reports broken connections, except where memory was short.
         """
-        if self._broken is None and lane >= 0:
-            self._broken = (
+        if self.broken is None and lane >= 0:
+            self.broken = (
                 time.monotonic(),
                 f"{self._name(lane)} is gone: nothing can be sent to it",
             )
 
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
-        if self._broken is None or time.monotonic() - self._broken[0] < VERDICT_SECONDS:
+        if self.broken is None or time.monotonic() - self.broken[0] < VERDICT_SECONDS:
             return ""
-        return self._broken[1]
+        return self.broken[1]
 
 
 @dataclass(frozen=True)

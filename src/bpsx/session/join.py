@@ -10,24 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 from bpsx.errors import JoinedError, PeerLeftError
+from bpsx.session.states import IN_JOIN, OVER, Event, Life, Lifetime
 
 
 class Joining:
-    """State of ``join()`` on this worker.
+    """``join()`` on this worker.
 
-    Thread-safe: the control thread calls :meth:`hear` and :meth:`stop`, the user's threads call the
-    rest.
+    Thread-safe: the control thread calls :meth:`hear`, the user's threads call the rest.
     """
 
-    def __init__(self) -> None:
-        self.active = False  # this worker has called join(), and some others have not
+    def __init__(self, life: Lifetime) -> None:
+        self._life = life
         self.thread = 0  # identifier of the thread that is in join(); 0: none
-        self._changed = threading.Condition()
         self._gatherings = 0  # number of joins that all workers have completed
         self._last = -1  # rank that came last to the latest of them
         self._left = ""  # error text if a worker has left instead of joining
-        self._stopped = False  # the job has failed, or bpsx was shut down
-        self._said = False  # JOIN has been sent, and ALL_JOINED has not come
+
+    @property
+    def active(self) -> bool:
+        """Whether this worker has called join(), and some others have not."""
+        return self._life.state in IN_JOIN
 
     def check(self, name: str) -> None:
         """Raise :class:`JoinedError` if this worker has joined: servers do not count on it then."""
@@ -63,27 +65,26 @@ class Joining:
         settle: Callable[[float], None],
         send: Callable[[str], None],
     ) -> int:
-        with self._changed:
-            # After a failure stay inactive: otherwise the next call would be refused for the join,
-            # and the script would never see the failure.
-            self.active = not self._stopped
+        life = self._life
+        with life.lock:
+            before = self._gatherings
+            life.move(Event.JOIN_CALLED)
         try:
-            while unfinished() and not self._stopped:
+            while unfinished() and life.state not in OVER:
                 settle(0.05)
         except BaseException:
-            self.active = self._said
+            life.move(Event.JOIN_INTERRUPTED)
             raise
-        with self._changed:
-            before = self._gatherings
-            if not self._said:
-                self._said = True
+        with life.changed:
+            if life.state is Life.JOINING:
+                life.move(Event.JOIN_SENT)
                 send("JOIN")
-            self._changed.wait_for(
-                lambda: self._gatherings != before or self._left or self._stopped
+            life.changed.wait_for(
+                lambda: self._gatherings != before or self._left or life.state in OVER
             )
             if self._gatherings != before:
                 return self._last
-            if self._stopped:
+            if life.state in OVER:
                 return -1
             raise PeerLeftError(self._left)
 
@@ -91,18 +92,11 @@ class Joining:
         """Handle a message of the scheduler: ALL_JOINED with the rank ``last``, or UNJOINED with a
         ``text``.
         """
-        with self._changed:
+        with self._life.changed:
             if message["type"] == "ALL_JOINED":
-                self.active = self._said = False
+                self._life.move(Event.ALL_JOINED)
                 self._last = message["last"]
                 self._gatherings += 1
             else:
                 self._left = message["text"]
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """End all waits: the job has failed, or bpsx is being shut down."""
-        with self._changed:
-            self._stopped = True
-            self.active = False
-            self._changed.notify_all()
+                self._life.changed.notify_all()

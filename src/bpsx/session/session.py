@@ -21,6 +21,7 @@ from bpsx.session.declarations import Declarations
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
 from bpsx.session.refusals import mine
+from bpsx.session.states import CLOSING, OVER, RUNNING, Event, Life
 from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.throughput import Speed, Speedometer
 
@@ -58,8 +59,8 @@ class Session(Declarations):
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
         self._async: bool = config.asynchronous
-        self._closed = self._leaving = False
-        self._failure = ""
+        self._failure = ""  # why the job has failed
+        self._reason = ""  # why this worker left work undone, as its goodbye says
         self._speedometer = Speedometer()
         tensors = self._tensors  # a reference to the session would keep the session alive
         self.compressing = Compressing(
@@ -71,8 +72,11 @@ class Session(Declarations):
         )
         self.devices = Devices(config, self._near, self._core, self._gpu_failed)
         try:
-            self._listen()
+            with self._lock:  # messages wait until the session has begun
+                self._listen()
+                self._life.move(Event.BEGUN)
         except BaseException as e:
+            self._life.move(Event.CANNOT_BEGIN)
             joined.abandon(e)
             raise
 
@@ -85,9 +89,18 @@ class Session(Declarations):
         self.reporter.attach(
             link.send, lambda: {**self._core.counters(), **self._core.gauges()}, self.job
         )
-        lanes = self._lanes
-        watched = (lanes.descriptor, lanes.look) if lanes.descriptor >= 0 else None
+        lanes, life = self._lanes, self._life
+
+        def look() -> None:
+            lanes.look(leaving=life.state in (Life.LEAVING, Life.CLOSED))
+
+        watched = (lanes.descriptor, look) if lanes.descriptor >= 0 else None
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
+
+    @property
+    def state(self) -> Life:
+        """What the session does."""
+        return self._life.state
 
     # ---- messages of the scheduler (control thread)
 
@@ -131,7 +144,9 @@ class Session(Declarations):
     def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
         """End the job: fail everything in progress and everything that is asked for later."""
         with self._lock:  # leaving takes the failure along, or this is too late to matter
-            if self._leaving or self._failure:
+            counts = self.state not in (Life.FAILED, Life.LEAVING, Life.CLOSED)
+            self._life.move(Event.JOB_FAILS)
+            if not counts:
                 return
             self._failure = text
         log.error("%s", text)
@@ -143,7 +158,6 @@ class Session(Declarations):
                 ", ".join(lost[:10]),
             )
         self._end_pending(status, text)
-        self._joining.stop()
 
     def _gpu_failed(self, text: str) -> None:
         """Fail what needs the machine's GPUs after their communicator could not be set up.
@@ -151,6 +165,7 @@ class Session(Declarations):
         Thread bpsx-nccl calls it. The work fails here, and elsewhere when this worker leaves.
         """
         self._core.fail(Status.DEVICE, text)
+        self._life.move(Event.CORE_FAILS)
         self._end_pending(Status.DEVICE, text)
 
     def _tick(self) -> None:
@@ -160,8 +175,10 @@ class Session(Declarations):
         A broken connection counts as a death if the scheduler has sent no message about it in time.
         """
         self._lanes.note_mute(self._core.mute)
-        if not self._failure and (gone := self._lanes.verdict()):
+        if gone := self._lanes.verdict():
             self._peer_lost(gone)
+        if self.state not in OVER and self._core.failed:
+            self._life.move(Event.CORE_FAILS)
         if self._near.machine is not None and (
             self._near.machine.deserted or self._near.machine.collects
         ):
@@ -270,7 +287,8 @@ class Session(Declarations):
             raise
         divisor = self.size if average else 1
         # Known tensors need no declaration.
-        quick = not (self.compressing.any or self._async or self._joining.active)
+        joined = self._life.state is not RUNNING and self._joining.active
+        quick = not (self.compressing.any or self._async or joined)
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is not None:
@@ -287,7 +305,9 @@ class Session(Declarations):
         Returns False, and has done nothing, if names, element types, compression or join() require
         :meth:`push_pull`.
         """
-        if self.compressing.any or self._async or self._joining.active:
+        if self.compressing.any or self._async:
+            return False
+        if self._life.state is not RUNNING and self._joining.active:
             return False
         self._threads.add(threading.get_ident())
         self._calls += 1
@@ -377,7 +397,8 @@ class Session(Declarations):
         ``dtype``: the dtype's code. ``nbytes``: size of the tensor in bytes.
         """
         name = request.name
-        self._joining.check(name)
+        if self._life.state is not RUNNING:
+            self._joining.check(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
         mine.asked += 1
@@ -452,8 +473,8 @@ class Session(Declarations):
 
     @property
     def failure(self) -> str:
-        """Why the job has failed, or an empty string."""
-        return self._failure
+        """Why the job has failed, or why this worker left work undone; or an empty string."""
+        return self._reason or self._failure
 
     @property
     def told(self) -> bool:
@@ -469,10 +490,9 @@ class Session(Declarations):
         ``waited``: seconds of ``BPSX_SHUTDOWN_TIMEOUT`` that are already over. Does not raise.
         """
         with self._lock:
-            if self._closed:
+            if self.state in CLOSING:
                 return
-            self._closed = True
-        self._joining.stop()
+            self._life.move(Event.CLOSE_CALLED)
         self._core.asking.everything_ns = monotonic_ns()
         try:
             self._take_leave(failure, self.config.shutdown_timeout - waited)
@@ -488,6 +508,7 @@ class Session(Declarations):
             self._core.reap()
             self.devices.close()
             self._near.close()
+            self._life.move(Event.FREED)
 
     def _take_leave(self, failure: str, patience: float) -> None:
         """Wait at most ``patience`` seconds for work in progress, and tell the scheduler how it
@@ -495,7 +516,8 @@ class Session(Declarations):
         """
         end = time.monotonic() + patience
         while (
-            not (failure or self._failure or self._core.failed)
+            self.state is Life.ENDING
+            and not (failure or self._core.failed)
             and self._unfinished()
             and time.monotonic() < end
         ):
@@ -505,8 +527,8 @@ class Session(Declarations):
             failure = failure or self._failure or self._core.failed
             if left and not failure:
                 failure = f"left with {left} push_pulls under way"
-            self._failure = failure
-            self._leaving = self._lanes.leaving = True
+            self._reason = failure
+            self._life.move(Event.WORK_ENDS)
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning(
                 "the scheduler did not reply to the goodbye within %g s",
