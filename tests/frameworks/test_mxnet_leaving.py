@@ -170,7 +170,7 @@ def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
     with Job(
         HEAD
         + """
-from bpsx.api import verbs
+from bpsx.api import lifecycle
 bps.init()
 bps.barrier()
 x = mx.nd.ones((3,))
@@ -179,11 +179,11 @@ if bps.rank() == 1:
     bps.byteps_push_pull(x, name="x")
 else:
     bps.byteps_push_pull(x, name="x")
-    wait = verbs._engines[0]
+    wait = lifecycle._engines[0]
     def waits(seconds):
         report("waits")
         return wait(seconds)
-    verbs._engines[0] = waits
+    lifecycle._engines[0] = waits
     parent = os.getpid()
     try:
         os.fork()
@@ -191,7 +191,7 @@ else:
         report("raised")
     if os.getpid() != parent:
         os._exit(0)
-    verbs._engines[0] = wait
+    lifecycle._engines[0] = wait
 """,
         workers=2,
         servers=1,
@@ -229,18 +229,18 @@ def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
         HEAD
         + """
 import threading
-from bpsx.api import verbs
+from bpsx.api import lifecycle
 bps.init()
 bps.barrier()
 if bps.rank() == 1:
     hear()
 else:
     bps.byteps_push_pull(mx.nd.ones((3,)), name="alone")
-    wait = verbs._engines[0]
+    wait = lifecycle._engines[0]
     def waits(seconds):
         report("waits")
         return wait(seconds)
-    verbs._engines[0] = waits
+    lifecycle._engines[0] = waits
 """,
         workers=2,
         servers=1,

@@ -96,10 +96,10 @@ DYING = """
 
 
     if sys.argv[1] == "before" and os.environ["RANK"] == "1":
-        import bpsx.api.verbs
+        import bpsx.api.lifecycle
 
         # with the address of the job's scheduler
-        bpsx.api.verbs.begin = pause
+        bpsx.api.lifecycle.begin = pause
     bps.init()
     bps.push_pull(torch.ones(2))
     print("READY", flush=True)

@@ -119,6 +119,7 @@ def test_the_plugin_package_is_a_frameworks_only_way_in():
     shared = (
         "bpsx.plugin",
         "bpsx.api.verbs",
+        "bpsx.api.lifecycle",
         "bpsx.api.staged",
         "bpsx.session.refusals",
         "bpsx.system.tracebacks",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bpsx.api.verbs import launched_fields
+from bpsx.api.lifecycle import launched_fields
 from bpsx.config import Config, place_fields
 from bpsx.config.launchers import first_node, place
 from bpsx.errors import ConfigError

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bpsx.api import verbs
+from bpsx.api import lifecycle
+from bpsx.api.states import Process
 
 
-@pytest.mark.parametrize("leave", [verbs.shutdown, verbs.suspend])
+@pytest.mark.parametrize("leave", [lifecycle.shutdown, lifecycle.suspend])
 def test_time_spent_on_the_engine_counts_towards_the_timeout(
     monkeypatch: pytest.MonkeyPatch, leave: Any
 ) -> None:
@@ -28,14 +29,14 @@ def test_time_spent_on_the_engine_counts_towards_the_timeout(
         local_rank=0,
         local_size=1,
         compressing=SimpleNamespace(remembered=dict),
-        close=lambda waited: closed.append(waited),
+        close=lambda failure, waited: closed.append(waited),
     )
-    monkeypatch.setattr(verbs, "_session", session)
-    monkeypatch.setattr(verbs, "_owner_pid", os.getpid())
-    monkeypatch.setattr(verbs, "_engines", [lambda seconds: 1])
-    monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    monkeypatch.setattr(verbs, "_order", verbs._order)
-    monkeypatch.setattr(verbs, "_remembered", verbs._remembered)
-    monkeypatch.setattr(verbs, "_suspended", None)
+    monkeypatch.setattr(lifecycle, "_session", session)
+    monkeypatch.setattr(lifecycle, "_owner_pid", os.getpid())
+    monkeypatch.setattr(lifecycle, "_engines", [lambda seconds: 1])
+    monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(lifecycle, "_state", Process.INSIDE)
+    monkeypatch.setattr(lifecycle, "_kept", None)
+    monkeypatch.setattr(lifecycle, "_leaver", 0)
     leave()
-    assert closed == [8.0] and not verbs.initialised()
+    assert closed == [8.0] and not lifecycle.initialised()

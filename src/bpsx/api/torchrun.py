@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from bpsx.api import verbs
+from bpsx.api import lifecycle
 from bpsx.api.resizing import check_size
 from bpsx.config import ALONE, Config, LaunchedPlace, launched
 from bpsx.errors import ConfigError, RendezvousError
@@ -109,13 +109,13 @@ def init(open_store: OpenStore, told: LaunchedPlace | None = None) -> None:
     """
     global _last
     with _lock:
-        if verbs.initialised():
+        if lifecycle.initialised():
             return
         ours = told or launched()
         if ours is None and _last is not None:
             ours, open_store = _last
         if ours is None or not _meets_at_store(ours):
-            verbs.init()
+            lifecycle.init()
         else:
             _join(ours, open_store)
             _last = (ours, open_store)
@@ -156,8 +156,8 @@ def resume(
     """
     with _lock:
         ours, open_store = _last or (launched(), open_store)
-        if ours is None or verbs.initialised() or not _meets_at_store(ours):
-            verbs.resume(num_workers, num_servers, global_rank)
+        if ours is None or lifecycle.initialised() or not _meets_at_store(ours):
+            lifecycle.resume(num_workers, num_servers, global_rank)
             return
         check_size(num_workers, num_servers)
         if global_rank not in (None, ours.rank):
@@ -188,7 +188,7 @@ def _join(
                 ours, config, open_store(ours, config.rendezvous_timeout), resumed
             )
             fields = agreement.fields()
-        verbs.begin(again=resumed is not None, **fields)
+        lifecycle.begin(again=resumed is not None, **fields)
     except BaseException:
         _companions.release()
         raise

@@ -1,19 +1,10 @@
-"""The verbs on NumPy arrays, and the one session of the process.
-
-All layers below take the session as an argument.
-"""
+"""The verbs on NumPy arrays. :mod:`bpsx.api.lifecycle` has those that begin and end a session."""
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -21,315 +12,19 @@ from bpsx import errors
 from bpsx.api import gpu_arrays, host_arrays
 from bpsx.api.arguments import check_handle, check_name, check_priority, checked_root
 from bpsx.api.gpu_arrays import is_on_gpu
-from bpsx.api.resizing import resumed
+from bpsx.api.lifecycle import finish, local_place, session
+from bpsx.api.lifecycle import init as init
+from bpsx.api.lifecycle import initialised as initialised
+from bpsx.api.lifecycle import resume as resume
+from bpsx.api.lifecycle import shutdown as shutdown
+from bpsx.api.lifecycle import suspend as suspend
 from bpsx.api.staged import StagedHandle
-from bpsx.compression.manager import Remembered
 from bpsx.compression.spec import compression as check_compression
-from bpsx.config import ALONE, Config, LaunchedPlace, launched, place_fields
-from bpsx.core._handle import Handle, Request, own_pid
+from bpsx.core._handle import Handle, Request
 from bpsx.dtypes import BY_NAME
-from bpsx.scheduler import failing
-from bpsx.session import refusals
 from bpsx.session.refusals import counted
-from bpsx.session.session import Session
-from bpsx.system import process_exit, spawned
-from bpsx.system._exit_status import set_exit_status
 from bpsx.system.tracebacks import public
 from bpsx.telemetry.throughput import Speed
-
-#: Exit status of a process ended by SIGINT, as shells count it.
-_INTERRUPTED = 130
-log = logging.getLogger("bpsx")
-#: Characters of an uncaught exception's text that are sent to the other processes.
-_LONGEST_STORY = 1000
-_lock = threading.RLock()
-_session: Session | None = None
-_owner_pid = 0
-_hooked = False
-_order: dict[str, int] = {}  # order of declared names, kept by suspend() for resume()
-_remembered: Remembered | None = None  # compression of the declared names, kept likewise
-# Whether begin() was given this process's place in its last job, which the environment lacks.
-_placed = False
-# This process's place on its machine in the suspended job.
-_suspended: LocalPlace | None = None
-_again = False  # whether this process has been in a job before
-_engines: list[Callable[[float], int]] = []  # wait functions passed to add_engine()
-#: Seconds between two attempts of resume() to find a new scheduler in the old one's place.
-_ASK_AGAIN = 0.2
-#: Seconds for which an engine is waited for before the next check whether the job has failed.
-_LOOK = 0.2
-
-
-class LocalPlace(NamedTuple):
-    """A worker's place on its machine."""
-
-    local_rank: int
-    local_size: int
-
-
-@public
-def init(lazy: bool = True) -> None:
-    """Join the job that the environment describes.
-
-    Does nothing if this process is in a job already. ``lazy`` is accepted for BytePS and ignored.
-
-    Blocks until all workers and servers have joined. Raises :class:`~bpsx.errors.ConfigError` (a
-    missing or malformed variable, or another launcher's variables that show other processes),
-    :class:`~bpsx.errors.RendezvousError` (a process is missing at the deadline),
-    :class:`~bpsx.errors.TransportError`. Thread-safe.
-    """
-    with _lock:
-        if not initialised():
-            begin(**launched_fields(launched()))
-
-
-def launched_fields(ours: LaunchedPlace | None) -> dict[str, Any]:
-    """Return this process's place as another launcher has set it.
-
-    Keys are fields of :class:`~bpsx.config.Config`. Returns an empty dictionary for a job of one
-    process. Raises :class:`~bpsx.errors.ConfigError` if there are other processes and the
-    environment does not say how to find them.
-    """
-    if ours is None or ours.size == 1:
-        return {}
-    with_scheduler = Config(role="worker").root_uri is not None
-    found = place_fields(ours) if with_scheduler else None
-    if found is not None:
-        return found
-    begun = f"the environment says that this process is one of {ours.size} ({ours.told})"
-    if with_scheduler:
-        raise errors.ConfigError(
-            f"{begun}, but not which machine it is on: bpsx numbers ranks machine by machine, with"
-            " the same number of processes on each. Place processes by slot, or set"
-            f" DMLC_NUM_WORKER and DMLC_WORKER_ID; {ALONE}"
-        )
-    raise errors.ConfigError(
-        f"{begun}, but not how to reach the job's scheduler and servers. Set DMLC_PS_ROOT_URI,"
-        " DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER, or start the script with bpsx-run. A PyTorch"
-        " script may call bpsx.torch.init(), which needs only MASTER_ADDR and MASTER_PORT;"
-        f" {ALONE}"
-    )
-
-
-def begin(again: bool = False, **given: Any) -> None:
-    """Same as :func:`init`, with some fields of :class:`~bpsx.config.Config` given.
-
-    Given fields replace those of the environment. ``again``: use the names that :func:`suspend` has
-    kept, and wait for the next job if the last one still exists.
-    """
-    global _placed
-    with _lock:
-        if not initialised():
-            with failing.told("worker"):
-                config, _placed = Config(role="worker", **given), bool(given)
-            try:
-                _adopt(_next_session(config) if again else Session(config, again=_again))
-            except errors.JobOverError as e:
-                raise spawned.explained(e, config.rank) from None
-
-
-def initialised() -> bool:
-    """Return whether this process is in a job. Thread-safe.
-
-    It is after :func:`init`, before :func:`shutdown`, and not in a forked child.
-    """
-    return _session is not None and _owner_pid == os.getpid()
-
-
-def _adopt(ours: Session) -> None:
-    """Make ``ours`` the session of the process. The caller holds the lock."""
-    global _session, _owner_pid, _hooked, _suspended, _again
-    _session, _suspended, _again = ours, None, True
-    _owner_pid = os.getpid()
-    ours.reporter.close_on_sigterm()
-    if not _hooked:
-        _hooked = True
-        atexit.register(_at_exit)
-    process_exit.hook_child(_at_exit)
-
-
-def add_engine(wait: Callable[[float], int]) -> None:
-    """Register a framework engine to wait for before this process joins or leaves a job.
-
-    For plugins of a framework that keeps our operations until their tensors are ready. ``wait``
-    takes a limit in seconds and returns the number of unfinished operations.
-    """
-    with _lock:
-        _engines.append(wait)
-        # Run _at_exit before the exit hooks that the plugin has registered: those no longer need
-        # the session.
-        if _hooked:
-            atexit.unregister(_at_exit)
-            atexit.register(_at_exit)
-
-
-def finish(limit: float | None = None) -> float:
-    """Wait for the operations that the framework's engine holds.
-
-    The wait ends after ``limit`` seconds (by default ``BPSX_SHUTDOWN_TIMEOUT``), or as soon as the
-    job has failed. Returns the seconds waited. Raises nothing of its own. Thread-safe.
-    """
-    if not (_engines and initialised()):
-        return 0.0
-    ours = session()
-    limit = ours.config.shutdown_timeout if limit is None else limit
-    begin = time.monotonic()
-    for wait in _engines:
-        while wait(_LOOK) and not ours.failure:
-            if time.monotonic() >= begin + limit:
-                log.warning(
-                    "the framework's engine did not finish its operations within %g s"
-                    " (BPSX_SHUTDOWN_TIMEOUT)",
-                    limit,
-                )
-                return time.monotonic() - begin
-    return time.monotonic() - begin
-
-
-@public
-def shutdown() -> None:
-    """Leave the job in good order, after finishing operations in flight.
-
-    Waits at most ``BPSX_SHUTDOWN_TIMEOUT``. Idempotent, thread-safe.
-
-    ``init`` may be called again afterwards. The interpreter's exit calls shutdown automatically.
-    Does not raise. If the job has failed and no exception has reported it, a line on standard error
-    does, and the process's exit status will be 1.
-    """
-    _leave()
-
-
-def _leave(remember: bool = False) -> None:
-    global _session, _order, _remembered, _suspended
-    if not remember:
-        _suspended = None
-    waited = finish()
-    with _lock:
-        if remember and initialised():
-            ours = session()
-            _suspended = LocalPlace(ours.local_rank, ours.local_size)
-            _order, _remembered = ours.order, ours.compressing.remembered()
-        leaving, _session = _session, None
-    if leaving is not None and _owner_pid == os.getpid():
-        leaving.close(waited=waited)
-        _tell_untold(leaving)
-
-
-def _tell_untold(ours: Session) -> None:
-    """Report a failure of the job that no exception has reported, and set exit status 1."""
-    if ours.failure and not ours.told:
-        print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
-        set_exit_status(1)
-        process_exit.end_child_with(1)
-
-
-@public
-def suspend() -> None:
-    """Leave the job in good order, as :func:`shutdown`, and keep names for :func:`resume`.
-
-    The order of declared names is kept, and their compression with residuals and momentum. All
-    workers must call it; otherwise those that continue fail without this one. Does nothing before
-    :func:`init`.
-    """
-    _leave(remember=True)
-
-
-@public
-def resume(
-    num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None
-) -> None:
-    """Join another job at the same scheduler address, after :func:`suspend`.
-
-    The job has ``num_workers`` machines and ``num_servers`` servers. Its scheduler and servers are
-    new processes. resume waits for them, and for all workers, up to ``BPSX_RENDEZVOUS_TIMEOUT``.
-    ``global_rank`` becomes ``rank()``; by default ``DMLC_WORKER_ID`` decides, as in :func:`init`.
-    With several processes per machine it is machine * ``BYTEPS_LOCAL_SIZE`` +
-    ``BYTEPS_LOCAL_RANK``. ``context`` is accepted for BytePS and ignored. The environment is not
-    changed.
-
-    Raises as :func:`init`, and :class:`~bpsx.errors.ConfigError` for numbers that do not fit, or if
-    this process is in a job.
-    """
-    with _lock:
-        if initialised():
-            raise errors.ConfigError("resume: this process is in a job; call suspend() first")
-        if _placed:
-            raise errors.ConfigError(
-                "resume: torchrun has set this process's rank, which bpsx.resume does not know;"
-                " call bpsx.torch.resume instead"
-            )
-        _adopt(_next_session(resumed(num_workers, num_servers, global_rank)))
-
-
-def _next_session(config: Config) -> Session:
-    """Return a session that continues with the suspended one's names and their compression."""
-    global _remembered
-    end = time.monotonic() + config.rendezvous_timeout
-    while True:
-        try:
-            found, _remembered = Session(config, _order, _remembered, again=True), None
-            return found
-        except errors.JobOverError:  # the old scheduler still exists
-            if time.monotonic() >= end:
-                raise
-            time.sleep(_ASK_AGAIN)
-
-
-def _at_exit() -> None:
-    """Leave the job when the interpreter exits."""
-    global _session
-    uncaught, waited = process_exit.uncaught(), 0.0
-    if uncaught is None:  # otherwise work is undone, which an engine may wait for
-        try:
-            waited = finish()
-        except KeyboardInterrupt as e:
-            uncaught = e
-            set_exit_status(_INTERRUPTED)
-    ours, _session = _session, None
-    if ours is None or _owner_pid != os.getpid():
-        return
-    ours.close(failure=_story(uncaught) if uncaught is not None else "", waited=waited)
-    if uncaught is None:
-        _tell_untold(ours)
-
-
-def _story(uncaught: BaseException) -> str:
-    text = f"ended by {errors.in_short(uncaught)}"
-    return text if len(text) <= _LONGEST_STORY else text[:_LONGEST_STORY] + " …"
-
-
-def session() -> Session:
-    """Return the process's session.
-
-    Raises :class:`~bpsx.errors.NotInitializedError` before ``init``, after ``shutdown``, and in a
-    forked child.
-    """
-    found = _session
-    if found is None:
-        raise errors.NotInitializedError("bpsx is not initialised: call init() first")
-    if _owner_pid != own_pid():
-        raise errors.NotInitializedError(
-            f"bpsx was initialised in process {_owner_pid}, and this is its forked child"
-            f" {os.getpid()}; call init() in the child before anything else, or use the 'spawn'"
-            " start method"
-        )
-    return found
-
-
-refusals.refused = lambda *refused: session().refused(*refused) if initialised() else None
-
-
-def _local_place() -> Session | LocalPlace:
-    """Return this worker's place on its machine.
-
-    Between :func:`suspend` and :func:`resume` that is the former place, from which scripts compute
-    their next rank.
-    """
-    return (
-        _suspended
-        if _session is None and _suspended is not None and _owner_pid == os.getpid()
-        else session()
-    )
 
 
 @public
@@ -347,13 +42,13 @@ def size() -> int:
 @public
 def local_rank() -> int:
     """Return this worker's index on its machine."""
-    return _local_place().local_rank
+    return local_place().local_rank
 
 
 @public
 def local_size() -> int:
     """Return the number of worker processes on this machine."""
-    return _local_place().local_size
+    return local_place().local_size
 
 
 @public

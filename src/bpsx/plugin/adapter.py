@@ -20,8 +20,8 @@ from bpsx.api.arguments import (
     checked_root,
     integer,
 )
+from bpsx.api.lifecycle import add_engine, finish, initialised, session
 from bpsx.api.torchrun import FRAMEWORK, Store, init, resume
-from bpsx.api.verbs import add_engine, finish, initialised, session
 from bpsx.compression.spec import NONE as NOT_COMPRESSED
 from bpsx.compression.spec import CompressionSpec, compression
 from bpsx.config import LaunchedPlace, child_environment, is_set, launched, own_store
