@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpsx.scheduler.roster import Node
+from bpsx.scheduler.states import PresenceEvent
 
-@dataclass
+
+@dataclass(eq=False)
 class _Missed:
-    """A missed node.
+    """A missed node. ``since``: time of the first :meth:`Vanished.due` that saw it."""
 
-    ``rank``: -1 for a server, as any server may take its place. ``since``: time of the first
-    :meth:`Vanished.due` that saw it.
-    """
-
-    role: str
-    rank: int
-    host: str
+    node: Node
     text: str
     since: float | None = None
 
@@ -34,38 +31,47 @@ class Vanished:
     def __init__(self) -> None:
         self._missed: list[_Missed] = []
 
-    def miss(self, role: str, rank: int, host: str, text: str) -> None:
+    def miss(self, node: Node, text: str) -> None:
         """A node is gone; ``text`` names it."""
-        self._missed.append(_Missed(role, rank if role == "worker" else -1, host, text))
+        self._missed.append(_Missed(node, text))
 
-    def turn_away(self, role: str, rank: int, host: str, text: str) -> None:
+    def turn_away(self, node: Node, text: str) -> None:
         """A node whose place is free was refused; ``text`` names it and gives the reason.
 
         Repeated tries count as one miss, whose clock keeps running. A server's repeated tries are
         recognized by its host, so several refused servers of one host count as one.
         """
-        for one in self._of(role, rank):
-            if role == "worker" or one.host == host:
+        for one in self._in_place_of(node):
+            if node.role == "worker" or one.node.host == node.host:
+                one.node.go(PresenceEvent.TURNED_AWAY)
                 one.text = text
                 return
-        self.miss(role, rank, host, text)
+        node.go(PresenceEvent.TURNED_AWAY)
+        self.miss(node, text)
 
-    def back(self, role: str, rank: int, host: str, lacking: int) -> None:
+    def back(self, node: Node, lacking: int) -> None:
         """A node has come: it, or the one that it replaces, is no longer missed.
 
         ``lacking``: number of servers still missing.
         """
-        same = self._of(role, rank)
+        same = self._in_place_of(node)
         # A worker's place is a single one, however many died in it. A server on another host than
         # the missed ones had not come yet, as long as servers are lacking.
-        if role == "server":
-            same = [m for m in same if m.host == host][:1] or same[: max(0, len(same) - lacking)]
+        if node.role == "server":
+            same = [m for m in same if m.node.host == node.host][:1] or same[
+                : max(0, len(same) - lacking)
+            ]
         for one in same:
+            one.node.go(PresenceEvent.RETURNED)
             self._missed.remove(one)
 
-    def _of(self, role: str, rank: int) -> list[_Missed]:
+    def _in_place_of(self, node: Node) -> list[_Missed]:
+        """The missed nodes in whose place ``node`` may be: any server may take a server's."""
+        role, rank = node.role, node.rank
         return [
-            m for m in self._missed if (m.role, m.rank) == (role, rank if role == "worker" else -1)
+            m
+            for m in self._missed
+            if m.node.role == role and (role == "server" or m.node.rank == rank)
         ]
 
     def due(self, now: float, grace: float) -> tuple[float, str] | None:

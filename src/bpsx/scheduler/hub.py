@@ -19,12 +19,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config
-from bpsx.errors import ConfigError, TransportError
+from bpsx.errors import ConfigError, TransportError, in_short
 from bpsx.scheduler import messages
-from bpsx.scheduler.membership import Membership, Output, names, newcomer
+from bpsx.scheduler.gathering import Output, newcomer
+from bpsx.scheduler.membership import Membership, names
 from bpsx.scheduler.observers import KINDS, Observers
 from bpsx.scheduler.rejections import EVENTS, Refusals
 from bpsx.scheduler.sockets import open_socket
+from bpsx.scheduler.states import JobState
 from bpsx.scheduler.waiting import doubtful_name, loopback_hint
 from bpsx.system.address import is_ipv6, resolve, tcp_url
 from bpsx.system.host import allow_descriptors, require_trust
@@ -177,7 +179,7 @@ class Hub:
     @property
     def serving(self) -> bool:
         """Whether a running job needs this scheduler."""
-        return self._members.state == "running"
+        return self._members.state is JobState.RUNNING
 
     def orphaned(self) -> None:
         """Handle the end of the worker that started this scheduler; for any thread.
@@ -185,55 +187,24 @@ class Hub:
         It ends only a job that is still gathering: in a running job, the scheduler detects dead
         nodes itself.
         """
-        if self._members.state == "waiting":
+        if self._members.state is JobState.WAITING:
             self.interrupt("the exit of the worker that started it")
 
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
-        ended_for_us = False
+        ended_for_us = broken = False
         try:
-            self._gather()
-            if self._members.state == "running":
-                self._tell_launcher("running")
-                log.info("the job is complete: %s", names(self._members.present()))
-                if self._exporter is not None:
-                    self._send(self._observers.watch_for(1e9))
-                while self._members.state == "running":
-                    self._turn(_LONGEST_WAIT)
-                if blamed := self._members.blamed:
-                    own = f"{blamed} has failed: ended by "
-                    cause = (
-                        self._members.failure.removeprefix(own)
-                        if self._members.failure.startswith(own)
-                        else ""
-                    )
-                    self._tell_launcher(
-                        " ".join(
-                            [
-                                "blame",
-                                blamed.role,
-                                str(blamed.rank),
-                                str(blamed.pid),
-                                *cause.split(),
-                            ]
-                        )
-                    )
-            self._farewell()
+            self._serve()
         except Interrupted as e:
             # A launcher that runs this scheduler either sent the signal and reports why itself, or
             # learns from this line that another process sent it.
-            ended_for_us = self._config.state_fd >= 0 and self._members.state in (
-                "waiting",
-                "running",
-            )
-            if ended_for_us:
-                self._tell_launcher(f"blame scheduler 0 {os.getpid()}")
-            self._send(
-                self._members.abort(
-                    f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"
-                )
-            )
-            self._farewell()
+            ended_for_us = self._config.state_fd >= 0 and self._in_need
+            self._abort(f"was ended by {e}")
+        except Exception as e:
+            # The other processes would learn only that the scheduler is gone, not why.
+            broken = True
+            log.exception("unexpected error")
+            self._abort(f"has failed: {in_short(e)}")
         finally:
             if self._exporter is not None:
                 self._exporter.close()
@@ -242,19 +213,53 @@ class Hub:
             os.close(self._wake)
         if self._members.survived:
             log.warning("the job is over: %s", self._members.failure)
-        elif self._members.state != "done":
+        elif self._members.state is not JobState.DONE:
             log.log(
                 logging.INFO if ended_for_us else logging.ERROR,
                 "the job has failed: %s",
                 self._members.failure,
             )
-        return 0 if self._members.state == "done" else 1
+        return 0 if self._members.state is JobState.DONE and not broken else 1
+
+    def _serve(self) -> None:
+        self._gather()
+        if self._members.state is JobState.RUNNING:
+            self._tell_launcher("running")
+            log.info("the job is complete: %s", names(self._members.present()))
+            if self._exporter is not None:
+                self._send(self._observers.watch_for(1e9))
+            while self._members.state is JobState.RUNNING:
+                self._turn(_LONGEST_WAIT)
+            self._blame()
+        self._farewell()
+
+    def _blame(self) -> None:
+        """Tell the launcher which process ended first, and why."""
+        if blamed := self._members.blamed:
+            own, failure = f"{blamed} has failed: ended by ", self._members.failure
+            cause = failure.removeprefix(own) if failure.startswith(own) else ""
+            words = ["blame", blamed.role, str(blamed.rank), str(blamed.pid), *cause.split()]
+            self._tell_launcher(" ".join(words))
+
+    @property
+    def _in_need(self) -> bool:
+        """Whether the job needs this scheduler, to begin or to go on."""
+        return self._members.state in (JobState.WAITING, JobState.RUNNING)
+
+    def _abort(self, why: str) -> None:
+        """End the job because of this scheduler, and give the nodes time to leave."""
+        if self._in_need:
+            self._tell_launcher(f"blame scheduler 0 {os.getpid()}")
+        self._send(
+            self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} {why}")
+        )
+        self._farewell()
 
     def _gather(self) -> None:
         """Wait for all nodes; report the missing ones every :data:`REPORT_EVERY` seconds."""
         end = time.monotonic() + self._config.rendezvous_timeout
         report = time.monotonic() + REPORT_EVERY
-        while self._members.state == "waiting":
+        while self._members.state is JobState.WAITING:
             now = time.monotonic()
             vanished = self._members.vanished.due(now, self._config.gather_grace)
             lost = vanished is not None and now >= vanished[0]
@@ -264,8 +269,7 @@ class Hub:
                     f" {self._status()['missing']}"
                 )
                 text = vanished[1] if vanished and lost else text
-                self._members.state, self._members.failure = "failed", text
-                self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
+                self._send(self._members.expire(text))
                 return
             if now >= report:
                 report, self._hint = now + REPORT_EVERY, loopback_hint(self._config)
@@ -323,7 +327,7 @@ class Hub:
 
         Call this once all messages have been read.
         """
-        if self._unwelcome and self._members.state == "waiting":
+        if self._unwelcome and self._members.state is JobState.WAITING:
             # The node that holds the wanted place may have died right after its HELLO, without an
             # event that names it. A send to it reveals that.
             status = self._status()

@@ -14,8 +14,10 @@ import time
 from collections import deque
 from typing import Any
 
-from bpsx.scheduler.membership import Membership, Output
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.messages import PROTOCOL
+from bpsx.scheduler.states import JobState
 
 #: Seconds for which nodes report after a WATCH, and age in seconds after which it is renewed.
 LEASE, RENEW = 10.0, 3.0
@@ -59,7 +61,7 @@ class Observers:
                     )
                 ]
             out = self._watch(now)
-            if m["trace"] and self._members.state == "running":
+            if m["trace"] and self._members.state is JobState.RUNNING:
                 out += [(n.ident, {"type": "TRACE", "seconds": m["trace"]}) for n in self._live()]
             return [*out, (ident, {"type": "VIEW", **self.view(now)})]
         node = self._members.nodes.get(ident)
@@ -97,7 +99,7 @@ class Observers:
         """Return the messages that make all nodes report for ``seconds``."""
         return (
             [(n.ident, {"type": "WATCH", "seconds": seconds}) for n in self._live()]
-            if self._members.state == "running"
+            if self._members.state is JobState.RUNNING
             else []
         )
 
@@ -107,9 +109,7 @@ class Observers:
         nodes = []
         for node in sorted(members.nodes.values(), key=lambda n: (n.role != "worker", n.rank)):
             found = self._stats.get(node.ident)
-            state = (
-                "left" if node.left else "running" if members.state == "running" else members.state
-            )
+            state = "left" if node.left else members.state
             nodes.append(
                 {
                     "role": node.role,
@@ -128,7 +128,7 @@ class Observers:
         return {
             "state": members.state,
             "failure": members.failure,
-            "missing": members.missing() if members.state == "waiting" else [],
+            "missing": members.missing() if members.state is JobState.WAITING else [],
             "workers": members.size,
             "servers": members.num_server,
             "host": self._host,

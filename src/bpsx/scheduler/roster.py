@@ -11,10 +11,26 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
+from bpsx.scheduler.states import (
+    HEARING,
+    PRESENCE,
+    SUPPLY,
+    Hearing,
+    HearingEvent,
+    Presence,
+    PresenceEvent,
+    Supply,
+    SupplyEvent,
+)
+
 
 @dataclass
 class Node:
-    """One process of the job."""
+    """One process that wants to be, is or was in the job. Its :class:`Roster` changes its states.
+
+    ``unconfirmed``: number of errors that it has not confirmed. ``goodbye``: its BYE, while it
+    waits to leave.
+    """
 
     ident: bytes
     role: str
@@ -23,17 +39,30 @@ class Node:
     pid: int
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    left: bool = False
     early: bool = False  # the first worker to leave, in good order
+    presence: Presence = Presence.ABSENT
+    hearing: Hearing = Hearing.HEARD
+    unconfirmed: int = 0
+    supply: Supply = Supply.PUSHING
+    goodbye: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def left(self) -> bool:
+        """Whether it was in the job once."""
+        return self.presence is Presence.LEFT
+
+    def go(self, event: PresenceEvent) -> None:
+        """Change :attr:`presence`."""
+        self.presence = PRESENCE.after(self.presence, event)
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
 
 
 class Roster:
-    """All nodes that are or were in the job.
+    """All nodes that are or were in the job, and the only place where their states change.
 
-    ``nodes``: by connection; ``workers``: by rank.
+    ``nodes``: by connection; ``workers``: by rank. The other public fields index nodes by state.
     """
 
     def __init__(self) -> None:
@@ -41,6 +70,10 @@ class Roster:
         self.workers: dict[int, Node] = {}
         self.live: dict[int, Node] = {}  # workers that have not left
         self.live_servers: dict[bytes, Node] = {}
+        self.unheard: dict[bytes, Node] = {}
+        self.leaving: dict[bytes, Node] = {}  # in the order of their BYEs
+        # Workers that have left without joining since the last ALL_JOINED.
+        self.left_unjoined: dict[int, Node] = {}
         self._servers: dict[tuple[str, int, tuple[str, ...]], Node] = {}
         self._configs: dict[tuple[str, str], dict[bytes, Node]] = {}
         self._absent: list[int] = []  # heap of ranks that may be missing
@@ -49,7 +82,8 @@ class Roster:
     # ---- changes
 
     def add(self, node: Node) -> None:
-        """Add a node."""
+        """Add a node whose HELLO is accepted."""
+        node.go(PresenceEvent.ACCEPTED)
         self.nodes[node.ident] = node
         self._configs.setdefault(_kind(node), {})[node.ident] = node
         if node.role == "worker":
@@ -58,13 +92,11 @@ class Roster:
             self._servers[_identity(node.host, node.pid, node.lanes)] = node
             self.live_servers[node.ident] = node
 
-    def drop(self, ident: bytes) -> Node | None:
-        """Remove a node that disappeared before the job began; returns it if it was known."""
-        node = self.nodes.pop(ident, None)
-        if node is None:
-            return None
-        kind = _kind(node)
-        del self._configs[kind][ident]
+    def drop(self, node: Node, event: PresenceEvent) -> None:
+        """Remove a node that disappears before the job begins."""
+        node.go(event)
+        ident, kind = node.ident, _kind(node)
+        del self.nodes[ident], self._configs[kind][ident]
         if not self._configs[kind]:
             del self._configs[kind]
         if node.role == "worker":
@@ -72,15 +104,62 @@ class Roster:
             heappush(self._absent, node.rank)
         else:
             del self._servers[_identity(node.host, node.pid, node.lanes)], self.live_servers[ident]
-        return node
+
+    def start(self) -> None:
+        """The job begins with all nodes."""
+        for node in self.nodes.values():
+            node.go(PresenceEvent.STARTED)
+
+    def defer(self, node: Node, goodbye: dict[str, Any]) -> None:
+        """A worker wants to leave, but has to wait for the others' confirmations."""
+        node.go(PresenceEvent.ASKED_TO_LEAVE)
+        node.goodbye = goodbye
+        self.leaving[node.ident] = node
 
     def leave(self, node: Node) -> None:
-        """Mark a node as having left a job that had begun."""
-        node.left = True
-        if node.role == "worker":
-            self.live.pop(node.rank, None)
-        else:
-            self.live_servers.pop(node.ident, None)
+        """A node leaves a job that does not wait for nodes any more."""
+        node.go(PresenceEvent.WENT)
+        self.excuse(node)
+        self.leaving.pop(node.ident, None)
+        if node.role == "server":
+            del self.live_servers[node.ident]
+            return
+        del self.live[node.rank]
+        if node.supply is Supply.PUSHING:
+            self.left_unjoined[node.rank] = node
+
+    def error_sent(self, node: Node) -> None:
+        """A worker gets an error that it has to confirm."""
+        node.hearing = HEARING.after(node.hearing, HearingEvent.ERROR_SENT)
+        node.unconfirmed += 1
+        self.unheard[node.ident] = node
+
+    def confirmed(self, node: Node) -> None:
+        """A worker that has not confirmed all errors confirms one."""
+        last = node.unconfirmed == 1
+        event = HearingEvent.LAST_CONFIRMED if last else HearingEvent.ERROR_CONFIRMED
+        node.hearing = HEARING.after(node.hearing, event)
+        node.unconfirmed -= 1
+        if last:
+            del self.unheard[node.ident]
+
+    def excuse(self, *nodes: Node) -> None:
+        """Wait for the confirmations of ``nodes`` no longer."""
+        for node in nodes:
+            node.hearing = HEARING.after(node.hearing, HearingEvent.EXCUSED)
+            node.unconfirmed = 0
+            self.unheard.pop(node.ident, None)
+
+    def join(self, node: Node) -> None:
+        """A worker joins."""
+        node.supply = SUPPLY.after(node.supply, SupplyEvent.JOINED)
+
+    def all_joined(self) -> None:
+        """All workers have joined: they have data again."""
+        for node in self.workers.values():
+            if node.supply is Supply.JOINED:
+                node.supply = SUPPLY.after(node.supply, SupplyEvent.ALL_JOINED)
+        self.left_unjoined = {r: w for r, w in self.workers.items() if w.left}
 
     # ---- queries
 

@@ -1,0 +1,212 @@
+"""States of nodes and of the job at the scheduler, under any events that nodes may cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsx.errors import InternalError
+from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.states import (
+    HEARING,
+    JOB,
+    PRESENCE,
+    SUPPLY,
+    Hearing,
+    JobEvent,
+    JobState,
+    Presence,
+    Supply,
+)
+from bpsx.system.transitions import Table
+from unit.scheduler_tools import config, declare, hello, members, running, waiting
+
+#: Connection -> role and rank; "x" stands for another process that wants to be worker 1.
+NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "w2": ("worker", 2), "s0": ("server", -1)}
+TABLES: list[Table[Any, Any]] = [PRESENCE, HEARING, SUPPLY, JOB]
+#: Made once, as reading and checking all options takes a while.
+HELLOS = {
+    (asynchronous, role): hello(
+        role, -1, 3, 1, config=config(3, 1, BYTEPS_ENABLE_ASYNC=int(asynchronous))
+    )
+    for asynchronous in (False, True)
+    for role in ("worker", "server")
+}
+CHECKED: dict[str, list[str]] = {}
+EVENTS = [
+    *("hello", "refused", "cannot", "bye", "fails", "gone", "declare", "wait"),
+    *("heard", "doubt", "join", "cleared", "abort", "expire"),
+]
+
+
+def greeting(who: str, asynchronous: bool, **changes: Any) -> dict[str, Any]:
+    """The HELLO of a process; what is no node's name comes from another worker 1."""
+    role, rank = NODES.get(who, ("worker", 1))
+    pid = [*NODES, who].index(who) + 1
+    return {**HELLOS[asynchronous, role], "rank": rank, "pid": pid, **changes}
+
+
+def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list[Any]:
+    """Do what the hub does for one event, under the conditions under which it does it."""
+    ident, hello_ = who.encode(), greeting(who, asynchronous)
+    actions: dict[str, Callable[[], list[Any]]] = {
+        "hello": lambda: m.hello(ident, hello_),
+        "refused": lambda: m.hello(b"r", {**hello_, "protocol": 0}),
+        "cannot": lambda: m.cannot_start(ident, {**hello_, "reason": "no memory"}),
+        "bye": lambda: m.bye(ident, {"failure": ""}),
+        "fails": lambda: m.bye(ident, {"failure": "boom"}),
+        "gone": lambda: m.gone(ident, "cut"),
+        "declare": lambda: m.declare(ident, {**declare("t", [n]), "epoch": m.epoch}),
+        "wait": lambda: m.waiting(ident, waiting([who, 0, 0, 40.0], epoch=m.epoch), float(n)),
+        "heard": lambda: m.heard(ident),
+        "doubt": lambda: m.doubt(ident, {"text": "lost count", "status": -4}),
+        "join": lambda: m.join(ident),
+        "cleared": lambda: m.cleared(ident, {"generation": m._joins.generation}),
+        "abort": lambda: m.abort("SIGTERM") if n == 3 else [],
+        "expire": lambda: m.expire("late") if m.state is JobState.WAITING and n == 3 else [],
+    }
+    return actions[what]()
+
+
+def assert_sound(m: Membership) -> None:
+    """No combination of states that cannot be, and each index holds the nodes of its state."""
+    roster = m._roster
+    inside = (Presence.LIVE, Presence.LEAVING) if roster_has_begun(m) else (Presence.PRESENT,)
+    for ident, node in m.nodes.items():
+        assert node.ident == ident
+        assert node.presence in (*inside, Presence.PRESENT, Presence.LEFT)
+        assert node.presence is not Presence.PRESENT or m.state in (
+            JobState.WAITING,
+            JobState.FAILED,
+        )
+        assert (node.hearing is Hearing.UNHEARD) == (node.unconfirmed > 0)
+        assert node.hearing is Hearing.HEARD or node.presence in (Presence.LIVE, Presence.LEAVING)
+        assert bool(node.goodbye) >= (node.presence is Presence.LEAVING)
+        if node.role == "server":
+            assert (node.hearing, node.supply) == (Hearing.HEARD, Supply.PUSHING)
+            assert node.presence is not Presence.LEAVING
+    nodes = m.nodes.values()
+    here = [n for n in nodes if not n.left]
+    assert list(roster.live.items()) == [(n.rank, n) for n in roster.live.values()]
+    assert {id(n) for n in here if n.role == "worker"} == set(map(id, roster.live.values()))
+    assert {id(n) for n in here if n.role == "server"} == set(map(id, roster.live_servers.values()))
+    unheard = {n.ident for n in nodes if n.hearing is Hearing.UNHEARD}
+    assert unheard == set(roster.unheard)
+    assert {n.ident for n in nodes if n.presence is Presence.LEAVING} == set(roster.leaving)
+    assert not roster.leaving or unheard, "a worker waits to leave, and for no confirmation"
+    assert {r for r, n in roster.workers.items() if n.supply is Supply.JOINED} == set(
+        m._joins.joined
+    )
+    assert set(roster.left_unjoined) == {
+        r for r, n in roster.workers.items() if n.left and n.supply is Supply.PUSHING
+    }
+    for missed in m.vanished._missed:
+        assert missed.node.presence is Presence.MISSED and missed.node.ident not in m.nodes
+        assert m.state in (JobState.WAITING, JobState.FAILED)
+    assert not m.survived or m.state is JobState.FAILED
+    assert m.blamed is None or m.state is not JobState.WAITING
+
+
+def roster_has_begun(m: Membership) -> bool:
+    return m.registry is not None
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.lists(
+        st.tuples(st.sampled_from(EVENTS), st.sampled_from([*NODES, "x"]), st.integers(0, 3)),
+        max_size=60,
+    ),
+)
+def test_states_are_sound_whatever_happens(asynchronous, complete, events):
+    m = members(3, 1)
+    m._options = CHECKED
+    for who in NODES if complete else ():
+        m.hello(who.encode(), greeting(who, asynchronous))
+    for what, who, n in events:
+        step(m, what, who, n, asynchronous)
+        assert_sound(m)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[Any, Any]]]:
+    """The rows of all tables that are used."""
+    used: set[tuple[Any, Any]] = set()
+    after = Table.after
+
+    def noted(table: Table[Any, Any], state: Any, event: Any) -> Any:
+        used.add((state, event))
+        return after(table, state, event)
+
+    monkeypatch.setattr(Table, "after", noted)
+    yield used
+
+
+def job_that_forms_with_difficulty() -> None:
+    m = members(3, 1)
+    m.hello(b"w0", greeting("w0", False))
+    m.bye(b"w0", {"failure": ""})
+    m.hello(b"w0", greeting("w0", False))
+    m.gone(b"w0", "cut")
+    for _ in range(2):
+        m.cannot_start(b"w0", {**greeting("w0", False), "reason": "no memory"})
+    m.cannot_start(b"w1", {**greeting("w1", False), "reason": "no memory"})
+    m.hello(b"w0", greeting("w0", False))
+    m.expire("worker 1 is missing")
+    m.bye(b"w0", {"failure": ""})
+    members(3, 1).abort("SIGTERM")
+
+
+def job_whose_workers_disagree() -> None:
+    m = running(3)
+    m.declare(b"w0", declare("a", [4])), m.declare(b"w1", declare("a", [5]))
+    m.declare(b"w0", declare("b", [4])), m.declare(b"w1", declare("b", [5]))
+    m.bye(b"w2", {"failure": ""})
+    m.heard(b"w0"), m.heard(b"w0"), m.heard(b"w1")
+    m.doubt(b"w1", {"text": "lost count", "status": -4})
+
+
+def job_whose_workers_join() -> None:
+    m = running(2)
+    m.join(b"w0"), m.join(b"w1"), m.cleared(b"s0", {"generation": 0})
+    m.bye(b"w0", {"failure": ""}), m.bye(b"w1", {"failure": ""})
+
+
+def job_that_outlives_a_worker() -> None:
+    m = members(3, 1)
+    for who in NODES:
+        m.hello(who.encode(), greeting(who, True))
+    m.gone(b"w0", "cut")
+    m.bye(b"w1", {"failure": ""}), m.bye(b"w2", {"failure": ""})
+    running().abort("SIGTERM")
+
+
+def test_each_row_of_the_tables_happens(taken):
+    job_that_forms_with_difficulty()
+    job_whose_workers_disagree()
+    job_whose_workers_join()
+    job_that_outlives_a_worker()
+    rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
+    assert rows == taken
+
+
+def test_an_event_that_the_job_does_not_expect_names_itself_and_the_state():
+    m = running()
+    with pytest.raises(InternalError, match="the job in state 'running' .* event 'expired'"):
+        m._move(JobEvent.EXPIRED)
+    assert m.state is JobState.RUNNING
+
+
+def test_the_end_of_the_scheduler_does_not_overwrite_a_goodbye():
+    """A worker that waits to leave gets its reply, and does not wait for it until a deadline."""
+    m = running(3)
+    m.declare(b"w0", declare("a", [4])), m.declare(b"w1", declare("a", [5]))
+    assert m.bye(b"w2", {"failure": ""}) == []
+    out = m.abort("the scheduler was ended by SIGTERM")
+    assert (b"w2", {"type": "GOODBYE"}) in out and m.nodes[b"w2"].left
