@@ -74,7 +74,7 @@ def test_a_defect_on_the_control_thread_ends_the_job_and_names_it(when: str) -> 
             worker.wait()
         (first,), (second,) = (worker.reports() for worker in job.workers)
         assert first.startswith(
-            "internal error on the control thread: InternalError(\"internal error: a session in"
+            'internal error on the control thread: InternalError("internal error: a session in'
             " state 'running' cannot take the event 'all joined'"
         )
         assert "worker 0 " in second and "a session in state 'running'" in second

@@ -152,7 +152,7 @@ class Declarations:
                 self._core.asking.unheard.add(name)
             if declared.tensor is not None:
                 self._core.fail_tensor(declared.tensor, status, text)
-            used = declared.uses > 0 or self._joining.active
+            used = declared.uses > 0 or self._life.in_join
             if not used and self._generations[name] == generation + 1:
                 # A worker that has not used it yet gets the error when it does.
                 self._generations[name] = generation
@@ -261,7 +261,7 @@ class Declarations:
         ``(kind, name)`` is the pattern of their names. They count as on workers where they were not
         refused.
         """
-        if not self._joining.active:
+        if not self._life.in_join:
             self._calls += count
             self._renew_all((kind, name))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bpsx.errors import JoinedError, PeerLeftError
-from bpsx.session.states import IN_JOIN, OVER, Event, Life, Lifetime
+from bpsx.session.states import OVER, Event, Life, Lifetime
 
 
 class Joining:
@@ -26,18 +26,13 @@ class Joining:
         self._last = -1  # rank that came last to the latest of them
         self._left = ""  # error text if a worker has left instead of joining
 
-    @property
-    def active(self) -> bool:
-        """Whether this worker has called join(), and some others have not."""
-        return self._life.state in IN_JOIN
-
-    def check(self, name: str) -> None:
-        """Raise :class:`JoinedError` if this worker has joined: servers do not count on it then."""
-        if self.active:
-            raise JoinedError(
-                f"{name!r}: this worker has called join() and cannot exchange anything until all"
-                " workers have joined"
-            )
+    @staticmethod
+    def refuse(name: str) -> None:
+        """Raise :class:`JoinedError`: this worker has joined, and servers do not count on it."""
+        raise JoinedError(
+            f"{name!r}: this worker has called join() and cannot exchange anything until all"
+            " workers have joined"
+        )
 
     def run(
         self,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
 from bpsx import errors
 from bpsx.compression.manager import Compressing, Remembered
@@ -17,11 +16,11 @@ from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
-from bpsx.session.declarations import Declarations
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
+from bpsx.session.liveness import Liveness
 from bpsx.session.refusals import mine
-from bpsx.session.states import CLOSING, OVER, RUNNING, Event, Life
+from bpsx.session.states import CLOSING, Event, Life
 from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.throughput import Speed, Speedometer
 
@@ -31,7 +30,7 @@ BARRIER = "bpsx.barrier"
 MOST_REPORTED = 256
 
 
-class Session(Declarations):
+class Session(Liveness):
     """A worker's part of a job. Thread-safe.
 
     :meth:`close` ends it; it cannot be used again. ``order`` and ``remembered``: the indices of
@@ -59,7 +58,6 @@ class Session(Declarations):
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
         self._async: bool = config.asynchronous
-        self._failure = ""  # why the job has failed
         self._reason = ""  # why this worker left work undone, as its goodbye says
         self._speedometer = Speedometer()
         tensors = self._tensors  # a reference to the session would keep the session alive
@@ -79,117 +77,6 @@ class Session(Declarations):
             self._life.move(Event.CANNOT_BEGIN)
             joined.abandon(e)
             raise
-
-    def _listen(self) -> None:
-        """Start the driver's own thread, and the control thread, from which on messages come."""
-        link = self._link
-        if link is None:
-            return
-        self._core.start()
-        self.reporter.attach(
-            link.send, lambda: {**self._core.counters(), **self._core.gauges()}, self.job
-        )
-        lanes, life = self._lanes, self._life
-
-        def look() -> None:
-            lanes.look(leaving=life.state in (Life.LEAVING, Life.CLOSED))
-
-        watched = (lanes.descriptor, look) if lanes.descriptor >= 0 else None
-        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
-
-    @property
-    def state(self) -> Life:
-        """What the session does."""
-        return self._life.state
-
-    # ---- messages of the scheduler (control thread)
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        kind = message["type"]
-        if kind == "PLACED":
-            self._placed(message["name"], message["generation"], message["places"])
-        elif kind == "FAILED":
-            for name, generation in message["tensors"]:
-                self._fail_declaration(name, generation, message["status"], message["text"])
-            self._say_heard()
-        elif kind == "RESET":
-            self._reset(message["epoch"], message["status"], message["text"])
-            self._say_heard()
-        elif kind in ("ALL_JOINED", "UNJOINED"):
-            self.devices.rest(kind == "UNJOINED")
-            if kind == "ALL_JOINED":
-                self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
-            self._joining.hear(message)
-        elif kind == "WARN":
-            log.warning("%s", message["text"])
-        elif kind == "LOST":
-            self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
-        elif kind == "ADOPT":
-            self._adopt(message)
-        elif self._near.hear(message):
-            self._core.look()
-            if kind == "CLEAR" and self._link is not None:
-                self._link.send("CLEARED", generation=message["generation"])
-        else:
-            self.reporter.handle(message)
-
-    def _say_heard(self) -> None:
-        """Tell the scheduler that the error has arrived.
-
-        Workers that want to leave wait until all workers have heard of it.
-        """
-        if self._link is not None:
-            self._link.send("HEARD")
-
-    def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
-        """End the job: fail everything in progress and everything that is asked for later."""
-        with self._lock:  # leaving takes the failure along, or this is too late to matter
-            counts = self.state not in (Life.FAILED, Life.LEAVING, Life.CLOSED)
-            self._life.move(Event.JOB_FAILS)
-            if not counts:
-                return
-            self._failure = text
-        log.error("%s", text)
-        self._core.fail(status, text)
-        if lost := self._core.cut_off():
-            log.error(
-                "%d results did not arrive on the GPU, and are NaN (integers: all bits set): %s",
-                len(lost),
-                ", ".join(lost[:10]),
-            )
-        self._end_pending(status, text)
-
-    def _gpu_failed(self, text: str) -> None:
-        """Fail what needs the machine's GPUs after their communicator could not be set up.
-
-        Thread bpsx-nccl calls it. The work fails here, and elsewhere when this worker leaves.
-        """
-        self._core.fail(Status.DEVICE, text)
-        self._life.move(Event.CORE_FAILS)
-        self._end_pending(Status.DEVICE, text)
-
-    def _tick(self) -> None:
-        """Check for broken connections, report waits, and free finished handles; called once a
-        second.
-
-        A broken connection counts as a death if the scheduler has sent no message about it in time.
-        """
-        self._lanes.note_mute(self._core.mute)
-        if gone := self._lanes.verdict():
-            self._peer_lost(gone)
-        if self.state not in OVER and self._core.failed:
-            self._life.move(Event.CORE_FAILS)
-        if self._near.machine is not None and (
-            self._near.machine.deserted or self._near.machine.collects
-        ):
-            # Another local process may have posted, before it learned of the failure, to an idle
-            # root that would never reply. Or the root may have posted work that has failed here.
-            self._core.look()
-        self._core.reap()
-        self.compressing.check_told()
-        self.reporter.tick()
-        if self._link is not None:
-            self._report_waiting(min(1.0, self.config.stall_warn / 2))
 
     # ---- the verbs
 
@@ -287,8 +174,7 @@ class Session(Declarations):
             raise
         divisor = self.size if average else 1
         # Known tensors need no declaration.
-        joined = self._life.state is not RUNNING and self._joining.active
-        quick = not (self.compressing.any or self._async or joined)
+        quick = not (self.compressing.any or self._async or self._life.in_join)
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is not None:
@@ -305,9 +191,7 @@ class Session(Declarations):
         Returns False, and has done nothing, if names, element types, compression or join() require
         :meth:`push_pull`.
         """
-        if self.compressing.any or self._async:
-            return False
-        if self._life.state is not RUNNING and self._joining.active:
+        if self.compressing.any or self._async or self._life.in_join:
             return False
         self._threads.add(threading.get_ident())
         self._calls += 1
@@ -397,8 +281,8 @@ class Session(Declarations):
         ``dtype``: the dtype's code. ``nbytes``: size of the tensor in bytes.
         """
         name = request.name
-        if self._life.state is not RUNNING:
-            self._joining.check(name)
+        if self._life.in_join:
+            self._joining.refuse(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
         mine.asked += 1
@@ -451,7 +335,7 @@ class Session(Declarations):
 
     def _refuse(self, name: str) -> None:
         """Count a push_pull of ``name`` that was refused before :meth:`submit`."""
-        if not self._joining.active:
+        if not self._life.in_join:
             self._calls += 1
             mine.asked += 1
             self._renew(name)

@@ -42,8 +42,6 @@ class Event(Enum):
     FREED = auto()
 
 
-#: Compared in each push_pull: a name of a module is looked up faster than one of an Enum.
-RUNNING = Life.RUNNING
 #: The states in which this worker has called join(), and some others have not.
 IN_JOIN = (Life.JOINING, Life.JOINED)
 #: The states in which join() cannot end well.
@@ -112,7 +110,8 @@ class Lifetime:
     """State of one session. Thread-safe.
 
     ``lock`` guards it; holders of the lock know that the state does not change. ``changed`` is
-    notified of every event.
+    notified of every event. ``in_join``: whether the state is in :data:`IN_JOIN`, kept for the
+    path of each push_pull, where a look at the state would cost more.
     """
 
     def __init__(self) -> None:
@@ -120,10 +119,12 @@ class Lifetime:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.state = Life.GATHERING
+        self.in_join = False
 
     def move(self, event: Event) -> Life:
         """Go to the state that follows ``event``, and return it."""
         with self.changed:
             self.state = SESSION.after(self.state, event)
+            self.in_join = self.state in IN_JOIN
             self.changed.notify_all()
             return self.state
