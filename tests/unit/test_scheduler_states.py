@@ -37,10 +37,18 @@ HELLOS = {
     for role in ("worker", "server")
 }
 CHECKED: dict[str, list[str]] = {}
-EVENTS = [
-    *("hello", "refused", "cannot", "bye", "fails", "gone", "declare", "wait"),
-    *("heard", "doubt", "join", "cleared", "abort", "expire"),
+GATHERING = ["hello", "refused", "cannot", "bye", "gone", "expire"]
+#: The more often, the more there is to see before the job ends.
+RUNNING = [
+    *["declare", "heard", "join", "cleared", "bye"] * 3,
+    *["gone", "wait"] * 2,
+    *["hello", "refused", "cannot", "fails", "doubt", "abort"],
 ]
+
+
+def events(kinds: list[str]) -> st.SearchStrategy[list[tuple[str, str, int]]]:
+    one = st.tuples(st.sampled_from(kinds), st.sampled_from([*NODES, "x"]), st.integers(0, 3))
+    return st.lists(one, min_size=10, max_size=40)
 
 
 def greeting(who: str, asynchronous: bool, **changes: Any) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list
         "bye": lambda: m.bye(ident, {"failure": ""}),
         "fails": lambda: m.bye(ident, {"failure": "boom"}),
         "gone": lambda: m.gone(ident, "cut"),
-        "declare": lambda: m.declare(ident, {**declare("t", [n]), "epoch": m.epoch}),
+        "declare": lambda: m.declare(ident, {**declare(f"t{n % 2}", [n]), "epoch": m.epoch}),
         "wait": lambda: m.waiting(ident, waiting([who, 0, 0, 40.0], epoch=m.epoch), float(n)),
         "heard": lambda: m.heard(ident),
         "doubt": lambda: m.doubt(ident, {"text": "lost count", "status": -4}),
@@ -75,14 +83,12 @@ def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list
 def assert_sound(m: Membership) -> None:
     """No combination of states that cannot be, and each index holds the nodes of its state."""
     roster = m._roster
-    inside = (Presence.LIVE, Presence.LEAVING) if roster_has_begun(m) else (Presence.PRESENT,)
+    begun = m.registry is not None
     for ident, node in m.nodes.items():
         assert node.ident == ident
-        assert node.presence in (*inside, Presence.PRESENT, Presence.LEFT)
-        assert node.presence is not Presence.PRESENT or m.state in (
-            JobState.WAITING,
-            JobState.FAILED,
-        )
+        here = (Presence.LIVE, Presence.LEAVING) if begun else (Presence.PRESENT,)
+        assert node.presence in (*here, Presence.LEFT)
+        assert begun or not node.left or m.state is JobState.FAILED
         assert (node.hearing is Hearing.UNHEARD) == (node.unconfirmed > 0)
         assert node.hearing is Hearing.HEARD or node.presence in (Presence.LIVE, Presence.LEAVING)
         assert bool(node.goodbye) >= (node.presence is Presence.LEAVING)
@@ -111,25 +117,24 @@ def assert_sound(m: Membership) -> None:
     assert m.blamed is None or m.state is not JobState.WAITING
 
 
-def roster_has_begun(m: Membership) -> bool:
-    return m.registry is not None
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    st.booleans(),
-    st.booleans(),
-    st.lists(
-        st.tuples(st.sampled_from(EVENTS), st.sampled_from([*NODES, "x"]), st.integers(0, 3)),
-        max_size=60,
-    ),
-)
-def test_states_are_sound_whatever_happens(asynchronous, complete, events):
+@settings(max_examples=300, deadline=None)
+@given(st.booleans(), events(GATHERING))
+def test_states_are_sound_while_a_job_gathers(asynchronous, happening):
     m = members(3, 1)
     m._options = CHECKED
-    for who in NODES if complete else ():
+    for what, who, n in happening:
+        step(m, what, who, n, asynchronous)
+        assert_sound(m)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.booleans(), events(RUNNING))
+def test_states_are_sound_while_a_job_runs(asynchronous, happening):
+    m = members(3, 1)
+    m._options = CHECKED
+    for who in NODES:
         m.hello(who.encode(), greeting(who, asynchronous))
-    for what, who, n in events:
+    for what, who, n in happening:
         step(m, what, who, n, asynchronous)
         assert_sound(m)
 
@@ -210,3 +215,14 @@ def test_the_end_of_the_scheduler_does_not_overwrite_a_goodbye():
     assert m.bye(b"w2", {"failure": ""}) == []
     out = m.abort("the scheduler was ended by SIGTERM")
     assert (b"w2", {"type": "GOODBYE"}) in out and m.nodes[b"w2"].left
+
+
+def test_a_second_goodbye_while_others_are_unheard_changes_nothing():
+    m = running(3)
+    m.declare(b"w0", declare("a", [4])), m.declare(b"w1", declare("a", [5]))
+    assert m.bye(b"w2", {"failure": "boom"}) == [] == m.bye(b"w2", {"failure": ""})
+    assert m.nodes[b"w2"].presence is Presence.LEAVING
+    assert m.gone(b"w2", "cut") == [] and m.heard(b"w0") == []
+    out = m.heard(b"w1")
+    assert [o["type"] for ident, o in out if ident == b"w2"] == ["GOODBYE"]
+    assert m.state is JobState.FAILED and "boom" in m.failure
