@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
+from support.compiling import build
 from support.places import ROOT
 
 _FOLDER = ROOT / "src" / "bpsx" / "transports" / "loopback"
@@ -21,21 +21,6 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-def build(folder: Path) -> None:
-    """Compile ``folder``'s endpoint, as meson does: Cython, then the C compiler."""
-    source, compiled = folder / "endpoint.pyx", folder / "endpoint.c"
-    subprocess.run(
-        [sys.executable, "-m", "cython", "-3", "-I", str(ROOT / "src"), str(source)], check=True
-    )
-    library = compiled.with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
-    compiler = os.environ.get("CC", "cc").split()
-    include = sysconfig.get_path("include")
-    subprocess.run(
-        [*compiler, "-O1", "-w", "-shared", "-fPIC", f"-I{include}", str(compiled), "-o", library],
-        check=True,
-    )
-
-
 def test_a_copy_of_loopback_under_another_name_is_a_transport(tmp_path: Path) -> None:
     copy = tmp_path / "copied"
     shutil.copytree(_FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,7 +28,7 @@ def test_a_copy_of_loopback_under_another_name_is_a_transport(tmp_path: Path) ->
         path.write_text(
             path.read_text().replace("Loopback", "Copied").replace("loopback", "copied")
         )
-    build(copy)
+    build(copy / "endpoint.pyx")
     suite = str(Path(__file__).with_name("test_transports.py"))
     chosen = "other and not loopback"
     done = subprocess.run(

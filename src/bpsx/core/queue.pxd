@@ -1,8 +1,8 @@
 # Priority queue: a binary heap of partitions, by priority, then age.
 from libc.stdint cimport uint32_t
-from libc.stdlib cimport realloc
 
 from bpsx.core.partition cimport Heap, Partition
+from bpsx.system.arrays cimport make_room
 
 
 cdef inline bint before(const Partition *a, const Partition *b) noexcept nogil:
@@ -11,15 +11,9 @@ cdef inline bint before(const Partition *a, const Partition *b) noexcept nogil:
 
 cdef inline int heap_push(Heap *q, Partition *p) noexcept nogil:
     """Insert a partition. Returns 0, or -1 when out of memory."""
-    cdef uint32_t i, parent, wanted
-    cdef Partition **grown
-    if q.size == q.capacity:
-        wanted = q.capacity * 2 if q.capacity else 64
-        grown = <Partition **>realloc(q.items, wanted * sizeof(Partition *))
-        if grown == NULL:
-            return -1
-        q.items = grown
-        q.capacity = wanted
+    cdef uint32_t i, parent
+    if not make_room(&q.items, &q.capacity, q.size + 1, sizeof(Partition *)):
+        return -1
     i = q.size
     q.size += 1
     while i > 0:

@@ -4,7 +4,7 @@
 # Only the driver calls these functions, except `take_tells` and `tell`, which whoever ends a task
 # calls. The stages' codes are in partition.pxd.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free
 
 from bpsx.core.gpu.device cimport mark_end
 from bpsx.core.local.neighbour cimport Group
@@ -21,6 +21,7 @@ from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport record_start, record_end, record_stage
@@ -444,17 +445,13 @@ cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
 
 cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
     """Give a new tensor's partitions their index. Returns 0, or -1 when out of memory."""
-    cdef uint32_t i, wanted
-    cdef Partition **grown
+    cdef uint32_t i
     if tensor.adopted:
         return 0
-    if c.table.n + tensor.n_parts > c.table.capacity:
-        wanted = max(c.table.capacity * 2, c.table.n + tensor.n_parts)
-        grown = <Partition **>realloc(c.table.at, wanted * sizeof(Partition *))
-        if grown == NULL:
-            return -1
-        c.table.at = grown
-        c.table.capacity = wanted
+    if not make_room(
+        &c.table.at, &c.table.capacity, c.table.n + tensor.n_parts, sizeof(Partition *)
+    ):
+        return -1
     for i in range(tensor.n_parts):
         tensor.parts[i].index = c.table.n
         c.table.at[c.table.n] = &tensor.parts[i]

@@ -1,9 +1,9 @@
 # Priority queue of received messages, for BYTEPS_SERVER_ENABLE_SCHEDULE.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t
-from libc.stdlib cimport realloc
 
 from bpsx.core.wire cimport PING, PUSH, Header, next_record
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport now_ns
 from bpsx.server.lane cimport Lane, Pending
 from bpsx.transports.abi cimport Message
@@ -28,16 +28,12 @@ cdef inline int64_t urgency_of(Message *m) noexcept nogil:
 
 
 cdef inline bint keep_pending(Lane *lane, Message *m) noexcept nogil:
-    cdef uint32_t i, wanted
-    cdef Pending *grown
+    cdef uint32_t i
     cdef Pending item
-    if lane.pending.n == lane.pending.capacity:
-        wanted = max(lane.pending.capacity * 2, <uint32_t>64)
-        grown = <Pending *>realloc(lane.pending.items, wanted * sizeof(Pending))
-        if grown == NULL:
-            return False
-        lane.pending.items = grown
-        lane.pending.capacity = wanted
+    if not make_room(
+        &lane.pending.items, &lane.pending.capacity, lane.pending.n + 1, sizeof(Pending)
+    ):
+        return False
     item.message = m
     item.urgency = urgency_of(m)
     item.order = lane.pending.arrivals

@@ -1,7 +1,5 @@
 # Registration of a key at a lane: kernels for its element type, and state for its compression.
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport realloc
-from libc.string cimport memset
 
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
@@ -9,21 +7,7 @@ from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
 from bpsx.server.trace cimport note_key
 from bpsx.server.store cimport KeyState, entry_new
-
-
-cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
-    cdef uint32_t wanted
-    cdef KeyState **grown
-    if slot < lane.keys.n:
-        return True
-    wanted = max(slot + 1, lane.keys.n * 2)
-    grown = <KeyState **>realloc(lane.keys.at, wanted * sizeof(KeyState *))
-    if grown == NULL:
-        return False
-    memset(grown + lane.keys.n, 0, (wanted - lane.keys.n) * sizeof(KeyState *))
-    lane.keys.at = grown
-    lane.keys.n = wanted
-    return True
+from bpsx.system.arrays cimport make_room
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
@@ -50,7 +34,9 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     k = &lane.kernels[h.dtype]
     if k.add == NULL and not load(lane, h.dtype):
         return -1
-    if h.cookie % k.itemsize or not grow(lane, h.slot):
+    if h.cookie % k.itemsize or not make_room(
+        &lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)
+    ):
         return -1
     lane.keys.at[h.slot] = entry_new(
         &lane.keys.slabs, h.key, h.cookie, h.dtype, k, lane.settings.workers

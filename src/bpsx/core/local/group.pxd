@@ -1,7 +1,7 @@
 # What one process of a machine tells the others: posts, sleep, and shares of new tensors. Only the
 # driver calls these functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, realloc
+from libc.stdlib cimport calloc
 from libc.string cimport memset
 
 from bpsx.core.local.neighbour cimport MOST_TENSORS, PAGE, PART_BITS, Group, Neighbour, Posts
@@ -9,6 +9,7 @@ from bpsx.core.partition cimport LocalRound, Partition, Task, Tensor
 from bpsx.core.local.ring cimport (
     IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take,
 )
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_load, atomic_store
 
 cdef extern from "<unistd.h>" nogil:
@@ -17,15 +18,8 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
     """Append a post. Returns 0, or -1 when out of memory."""
-    cdef uint32_t wanted
-    cdef Post *grown
-    if q.size == q.capacity:
-        wanted = q.capacity * 2 if q.capacity else 64
-        grown = <Post *>realloc(q.items, wanted * sizeof(Post))
-        if grown == NULL:
-            return -1
-        q.items = grown
-        q.capacity = wanted
+    if not make_room(&q.items, &q.capacity, q.size + 1, sizeof(Post)):
+        return -1
     q.items[q.size] = post[0]
     q.size += 1
     return 0
@@ -127,20 +121,14 @@ cdef inline Partition *partition_of(Group *m, uint64_t key) noexcept nogil:
 
 cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
     """Prepare a new tensor for this machine's processes. Returns 0, or -1 when out of memory."""
-    cdef uint32_t i, wanted
+    cdef uint32_t i
     cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
     cdef LocalRound *local
-    cdef Tensor **grown
-    if number >= MOST_TENSORS:
+    if (
+        number >= MOST_TENSORS
+        or not make_room(&m.tensors, &m.n_tensors, <uint32_t>number + 1, sizeof(Tensor *))
+    ):
         return -1
-    if number >= m.n_tensors:
-        wanted = max(<uint32_t>number + 1, m.n_tensors * 2)
-        grown = <Tensor **>realloc(m.tensors, wanted * sizeof(Tensor *))
-        if grown == NULL:
-            return -1
-        memset(grown + m.n_tensors, 0, (wanted - m.n_tensors) * sizeof(Tensor *))
-        m.tensors = grown
-        m.n_tensors = wanted
     for i in range(tensor.n_parts):
         nbytes += tensor.parts[i].length
         local = <LocalRound *>calloc(1, sizeof(LocalRound))

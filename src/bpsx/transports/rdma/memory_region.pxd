@@ -2,9 +2,10 @@
 # the endpoint, each registered once. Used by the driving thread only.
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free
 from libc.string cimport memmove
 
+from bpsx.system.arrays cimport make_room
 from bpsx.transports.rdma.verbs cimport ibv_dereg_mr, ibv_mr, ibv_pd, register_to_be_written
 
 cdef struct Range:
@@ -47,15 +48,11 @@ cdef inline bint add_range(
     Registered *r, uint64_t begin, uint64_t n, uint32_t lkey, ibv_mr *lent
 ) noexcept nogil:
     """Add a range. False: no memory, or it overlaps another; bodies in it are then copied."""
-    cdef uint32_t at = first_behind(r, begin), wanted = max(16u, 2 * r.room)
-    cdef Range *grown
-    if at < r.n and r.all[at].begin < begin + n:
+    cdef uint32_t at = first_behind(r, begin)
+    if at < r.n and r.all[at].begin < begin + n or not make_room(
+        &r.all, &r.room, r.n + 1, sizeof(Range)
+    ):
         return False
-    if r.n == r.room:
-        grown = <Range *>realloc(r.all, wanted * sizeof(Range))
-        if grown == NULL:
-            return False
-        r.all, r.room = grown, wanted
     memmove(&r.all[at + 1], &r.all[at], (r.n - at) * sizeof(Range))
     r.all[at].begin, r.all[at].end, r.all[at].lkey, r.all[at].lent = begin, begin + n, lkey, lent
     r.n += 1

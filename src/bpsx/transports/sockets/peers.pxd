@@ -1,8 +1,8 @@
 # Peers by number, the list of lost peers, and aligned memory: shared by our own transports.
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
-from libc.string cimport memset
+from libc.stdlib cimport free
 
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport Monitor, lock, unlock
 
 cdef extern from "<unistd.h>" nogil:
@@ -45,17 +45,7 @@ cdef struct Losses:             # peers lost since the last lost()
 
 
 cdef inline bint room_for_peer(Peers *p, uint32_t peer) noexcept nogil:
-    cdef uint32_t wanted
-    cdef void **grown
-    if peer < p.n:
-        return True
-    wanted = max(peer + 1, p.n * 2)
-    grown = <void **>realloc(p.at, wanted * sizeof(void *))
-    if grown == NULL:
-        return False
-    memset(grown + p.n, 0, (wanted - p.n) * sizeof(void *))
-    p.at, p.n = grown, wanted
-    return True
+    return make_room(&p.at, &p.n, peer + 1, sizeof(void *))
 
 
 cdef inline void forget_peers(Peers *p) noexcept nogil:
@@ -71,13 +61,8 @@ cdef inline void ring(Losses *l) noexcept nogil:
 
 cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
     """Record that ``peer`` is lost, and signal it. Any thread may call it."""
-    cdef uint32_t *grown
     lock(&l.monitor)
-    if l.n == l.room:
-        grown = <uint32_t *>realloc(l.peers, max(16u, 2 * l.room) * sizeof(uint32_t))
-        if grown != NULL:
-            l.peers, l.room = grown, max(16u, 2 * l.room)
-    if l.n < l.room:
+    if make_room(&l.peers, &l.room, l.n + 1, sizeof(uint32_t)):
         l.peers[l.n] = peer
         l.n += 1
     unlock(&l.monitor)
