@@ -23,7 +23,7 @@ from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
     background, busy_ns, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
 )
-from bpsx.core.partition cimport Lane, OnGpu, Partition, Server, Task, Tell
+from bpsx.core.partition cimport ENDED, RELEASED, Lane, OnGpu, Partition, Server, Task, Tell
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
@@ -39,6 +39,7 @@ from bpsx.system.sync cimport (
     wait_until,
 )
 from bpsx.core.trace.watch cimport Watch
+from bpsx.core.transitions cimport move_task
 from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Tensor
@@ -395,6 +396,7 @@ cdef class Core:
         handle.failure = detail
         lock(&self.c.monitor)
         tells = take_tells(&handle.task, NULL)
+        move_task(&handle.task, ENDED)
         atomic_store(&handle.task.status, status)
         if self.c.role.waiters:
             notify_all(&self.c.monitor)
@@ -405,8 +407,9 @@ cdef class Core:
             tell(tells, status)
 
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
-        """End every push_pull of ``tensor``, present and future."""
-        tensor.failure = detail
+        """End every push_pull of ``tensor``, present and future. The first failure wins."""
+        if tensor.failure is None:
+            tensor.failure = detail
         tell_failing(&self.c, &tensor.c, status)
 
     def fail(self, int status, str detail) -> None:
@@ -575,6 +578,7 @@ cdef class Core:
         task = take_reaped(&self.c)
         dropped = []
         while task != NULL:
+            move_task(task, RELEASED)
             dropped.append(<Handle>task.handle)
             Py_DECREF(<Handle>task.handle)
             task = task.next

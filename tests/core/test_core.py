@@ -208,6 +208,20 @@ def test_failing_a_tensor_leaves_the_others_alone(rig):
     h_good.wait(60)
 
 
+def test_a_tensor_may_fail_twice_before_the_driver_sees_it(rig):
+    r = rig(start=False)
+    bad, good = r.tensor("bad", 16), r.tensor("good", 16)
+    failing = push_pull(r.core, bad, array(16), array(16))
+    r.core.fail_tensor(bad, -2, "the first failure")
+    r.core.fail_tensor(bad, -4, "the second failure")
+    r.core.start()
+    with pytest.raises(errors.MismatchError, match="the first failure"):
+        failing.wait(60)
+    handle = push_pull(r.core, good, array(16), array(16))
+    r.answer(r.pushes(1)[0], bytes(16))
+    handle.wait(60)
+
+
 def test_close_ends_exchanges_under_way(rig):
     r = rig()
     handle = push_pull(r.core, r.tensor("x", 16), array(16), array(16))

@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport Partition, Task, Tell, Tensor
+from bpsx.core.partition cimport ENDED, SUBMITTED, Partition, Task, Tell, Tensor
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
 from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
@@ -15,7 +15,8 @@ from bpsx.core.codec.pool cimport pool_finish, pool_next, work_on
 from bpsx.core.stage cimport (
     adopt, fail_tensor, finish, fail_core, pump_pool, start, take_tells, tell,
 )
-from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
+from bpsx.core.status cimport E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
+from bpsx.core.transitions cimport move_task
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until,
     yield_cpu,
@@ -62,6 +63,7 @@ cdef inline void submit(
     last.next = NULL
     while task != NULL:
         task.submitted_ns = now
+        move_task(task, SUBMITTED)
         task = task.next
     lock(&c.monitor)
     if c.role.stopping:
@@ -69,6 +71,7 @@ cdef inline void submit(
         c.ended.on_host = first
         while n:
             tells = take_tells(first, tells)
+            move_task(first, ENDED)
             atomic_store(&first.status, E_SHUTDOWN)
             first = first.next
             n -= 1

@@ -6,11 +6,12 @@ from bpsx.system.sync cimport atomic_store, lock, unlock
 
 
 cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogil:
-    """Ask the driver to end every task of a tensor with `status`."""
+    """Ask the driver to end every task of a tensor with `status`. The first status wins."""
     lock(&c.monitor)
-    tensor.failing_status = status
-    tensor.next_failing = c.inbox.failing
-    c.inbox.failing = tensor
+    if tensor.failing_status == 0:              # otherwise it is, or has been, in the list
+        tensor.failing_status = status
+        tensor.next_failing = c.inbox.failing
+        c.inbox.failing = tensor
     unlock(&c.monitor)
     tell_news(c)
 

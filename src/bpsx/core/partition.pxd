@@ -110,7 +110,9 @@ cdef struct Partition:
     uint32_t slot               # the lane's index of the key
     uint32_t index              # this worker's index of the partition; the wire's cookie
     uint32_t round
-    uint8_t stage               # position in the tensor's list of stages
+    # State: the Stage under way; END: no round of it is. Set by move_partition.
+    uint8_t stage
+    uint8_t stage_index         # position of `stage` in the tensor's list of stages
     bint registered             # REGISTER for this key has been sent
     char *source                # data to push in this round; NULL: no body
     char *target                # address for the reply's body
@@ -157,8 +159,6 @@ cdef struct Tensor:
     Text name
     Text codec                  # compression, in one line as spec.py writes it; empty: none
     Task *current               # task whose partitions are under way
-    # The current task's partitions have entered their stages; False while its GPU input is awaited.
-    bint begun
     int64_t started_ns          # submission time of the current task
     bint waits_for_others       # the current task needs the pushes of other workers
     TensorTrace trace
@@ -176,6 +176,16 @@ cdef struct Tell:
     # Called once by the thread that ends the task; must not block.
     void (*run)(Tell *self, int64_t status) noexcept nogil
     Tell *next
+
+# State of a task; core/transitions.pxd has the table.
+cdef enum TaskState:
+    PREPARED = 0                # belongs to the thread that fills it in
+    SUBMITTED = 1               # in the inbox
+    WAITING = 2                 # behind an earlier round of its tensor
+    AWAITS_INPUT = 3            # the GPU still computes its input
+    RUNNING = 4                 # its partitions are in their stages
+    ENDED = 5                   # `status` is its outcome
+    RELEASED = 6                # neither transport nor GPU uses its memory any more
 
 cdef enum EndState:
     UNRECORDED = 0
@@ -213,6 +223,7 @@ cdef struct Task:
     bint keeps
     int32_t priority
     double rate                 # learning rate, for compression that needs it
+    TaskState state             # set by move_task
     uint32_t remaining          # partitions that have not completed
     int64_t status              # PENDING until the driver has finished the task; read atomically
     int64_t wire                # bodies that the transport still holds

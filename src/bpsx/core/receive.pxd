@@ -9,7 +9,7 @@ from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PULL, Partition, wire_of
 from bpsx.core.stage cimport advance, fail_partition, end_partition
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
+from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_PROTOCOL
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport print_message
 from bpsx.transports.abi cimport Message
@@ -30,14 +30,6 @@ cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
     return p.key == h.key and p.lane == m.peer and p.round == h.round
 
 
-cdef inline bint awaits(Partition *p) noexcept nogil:
-    return (
-        p.tensor.outcome.status == DONE
-        and p.tensor.current != NULL
-        and p.tensor.stages[p.stage] == PULL
-    )
-
-
 cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept nogil:
     """Handle one record. Returns 0, or -1 if it is invalid."""
     cdef Partition *p
@@ -56,8 +48,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     p = c.table.at[h.cookie]
     if watched(c.watch):
         print_message(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
-    if not awaits(p):
-        # the task has failed meanwhile: the reply is late, not invalid
+    if p.stage != PULL:
+        # its round has failed meanwhile: the reply is late, not invalid
         return 0
     if h.kind == ERROR:
         status = -<int>h.divisor

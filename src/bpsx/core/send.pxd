@@ -19,14 +19,14 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
     ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES,
-    NONCE_BYTES, PACKED, PING, PUSH as K_PUSH, REGISTER, STATE, Header, header_init, padded,
+    NONCE_BYTES, PACKED, PING, PUSH as PUSH_RECORD, REGISTER, STATE, Header, header_init, padded,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
+from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, wire_of
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, fail_core
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_MEMORY
+from bpsx.core.status cimport E_MEMORY
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport print_message
@@ -205,7 +205,7 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
 cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noexcept nogil:
     cdef Header h
     cdef Task *task = p.tensor.current
-    header_init(&h, K_PUSH, c.settings.job, c.settings.rank)
+    header_init(&h, PUSH_RECORD, c.settings.job, c.settings.rank)
     h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (
         ASYNC if task.asynchronous else 0
     ) | (STATE if p.keeps else PACKED if p.packed != NULL else 0)
@@ -294,7 +294,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         return
     while lane.queue.size and at - frame < BATCH_BYTES:
         p = lane.queue.items[0]
-        if p.tensor.outcome.status == DONE:
+        if p.stage == PUSH:
             if push_bytes(p) > INLINE_BYTES:
                 break
             at = put_push(c, p, put_register(c, p, at), True)
@@ -337,8 +337,8 @@ cdef inline int next_lane(Core *c) noexcept nogil:
         c.lanes.at[i].server.first = -1
     for i in range(c.lanes.n):
         lane = &c.lanes.at[i]
-        while lane.queue.size and lane.queue.items[0].tensor.outcome.status != DONE:
-            heap_pop(&lane.queue)                  # its tasks have failed
+        while lane.queue.size and lane.queue.items[0].stage != PUSH:
+            heap_pop(&lane.queue)                  # its task has failed
         if (
             lane.queue.size
             and not lane.server.beside

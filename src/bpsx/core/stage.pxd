@@ -11,9 +11,9 @@ from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport all_shares_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
-    BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, COPYH2D,
-    DECOMPRESS, END, PCIE_REDUCE, PUSH, RECORDED, REDUCE, Heap, Partition, Task, Tasks, Tell,
-    Tensor,
+    AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
+    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, PCIE_REDUCE, PUSH, RECORDED, REDUCE, RUNNING, WAITING,
+    Heap, Partition, Task, Tasks, Tell, Tensor,
 )
 from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.state cimport USER_STREAMS, Core, Pool
@@ -21,6 +21,7 @@ from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.core.transitions cimport move_partition, move_task
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
@@ -31,7 +32,7 @@ cdef inline bint beside_copies(Partition *p) noexcept nogil:
     COPYD2H or after COPYH2D.
     """
     cdef uint8_t *stages = p.tensor.stages
-    cdef int i = p.stage, wanted = COPYD2H if stages[p.stage] == COMPRESS else COPYH2D
+    cdef int i = p.stage_index, wanted = COPYD2H if p.stage == COMPRESS else COPYH2D
     if wanted == COPYH2D:
         while i >= 0 and stages[i] != wanted:
             i -= 1
@@ -54,8 +55,12 @@ cdef inline void fail_core(Core *c, int status) noexcept nogil:
 
 
 cdef inline void enter(Core *c, Partition *p) noexcept nogil:
-    """Start the work of the partition's present stage."""
-    cdef int stage = p.tensor.stages[p.stage]
+    """Start the stage at `stage_index`; at the list's end, end the partition's round."""
+    cdef int stage = p.tensor.stages[p.stage_index]
+    if stage == END:
+        end_partition(c, p)
+        return
+    move_partition(p, stage)
     if stage == PUSH:
         p.priority = p.tensor.current.priority
         p.order, p.position = c.queued.next_order, c.queued.bytes
@@ -64,7 +69,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         c.queued.longest = max(c.queued.longest, <int64_t>p.length)
         if heap_push(&c.lanes.at[p.lane].queue, p) != 0:
             fail_core(c, E_MEMORY)
-    elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS and stage != END:
+    elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS:
         enter_on_gpu(c, p, stage)
     elif stage == REDUCE or stage == BROADCAST:
         p.priority = p.tensor.current.priority
@@ -75,7 +80,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     elif stage == COMPRESS or stage == DECOMPRESS:
         if p.on_gpu and beside_copies(p) != (p.gpu.coder != NULL):
             # The list has this stage for the host and for the GPU; it runs only once.
-            p.stage += 1
+            p.stage_index += 1
             enter(c, p)
             return
         # The machine's processes disagree: the push has no body, so there is nothing to encode.
@@ -94,8 +99,6 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     elif stage == COORDINATE_REDUCE:
         if all_shares_in(c.machine, p):
             advance(c, p)
-    elif stage == END:
-        end_partition(c, p)
     # PULL and COORDINATE_BROADCAST end when a message or a post arrives.
 
 
@@ -114,7 +117,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     elif stage == PCIE_REDUCE and m.gpus.n_groups > 1:
         queue = &m.work
     elif stage == PCIE_REDUCE:
-        p.stage += 1
+        p.stage_index += 1
         enter(c, p)
     elif stage == COORDINATE_REDUCE and not root:
         p.gpu.answered = False
@@ -145,7 +148,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
     if watched(c.watch) and not p.keeps:
         record_stage(c, p)
-    p.stage += 1
+    p.stage_index += 1
     enter(c, p)
 
 
@@ -174,6 +177,7 @@ cdef inline void fail_partition(
 cdef inline void end_partition(Core *c, Partition *p) noexcept nogil:
     cdef Tensor *tensor = p.tensor
     cdef Task *task = tensor.current
+    move_partition(p, END)
     if not p.keeps:
         p.round += 1
     if p.on_gpu and p.gpu.place != NULL:
@@ -260,6 +264,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     if not stands_in:
         keep_for_reaping(c, task)
     tells = take_tells(task, NULL)
+    move_task(task, ENDED)
     atomic_store(&task.status, status)
     if c.role.waiters:
         notify_all(&c.monitor)
@@ -276,7 +281,7 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     cdef int n = 0
     while p != NULL:
         following = p.coding.next
-        if p.tensor.outcome.status == DONE and p.tensor.current != NULL:
+        if p.stage != END:
             if p.coding.status == 0:
                 advance(c, p)
             else:
@@ -313,8 +318,8 @@ cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
     cdef Partition *p
     for i in range(tensor.n_parts):
         p = &tensor.parts[i]
-        while tensor.stages[p.stage] != PUSH:
-            p.stage += 1
+        while tensor.stages[p.stage_index] != PUSH:
+            p.stage_index += 1
         p.source = task.input + offset if task.input != NULL else NULL
         p.target = task.output + offset
         if p.local != NULL:
@@ -341,6 +346,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         finish(c, task, <int>c.failed if c.failed else tensor.outcome.status)
         return
     if tensor.current != NULL:
+        move_task(task, WAITING)
         if tensor.waiting.first == NULL:
             tensor.waiting.first = task
         else:
@@ -353,7 +359,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     tensor.waits_for_others = not task.keeps and (task.broadcast or not task.asynchronous)
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
-        tensor.parts[i].stage = 0
+        tensor.parts[i].stage_index = 0
         tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
         tensor.parts[i].target = (
             task.output + tensor.parts[i].offset
@@ -365,7 +371,6 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         )
         tensor.parts[i].keeps = task.keeps
         tensor.parts[i].on_gpu = task.on_gpu
-    tensor.begun = False
     if task.on_gpu and c.gpu.watches and task.gpu.input_event != NULL:
         watch_for(c, task)
     else:
@@ -375,37 +380,34 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
 cdef inline void begin(Core *c, Task *task) noexcept nogil:
     """Enter the first stages: the task's input is ready."""
     cdef Tensor *tensor = task.tensor
-    cdef uint32_t i
-    tensor.begun = True
+    cdef uint32_t i, n = tensor.n_parts
+    move_task(task, RUNNING)
     if task.keeps:
         begin_keeping(tensor, task)
     elif watched(c.watch):
         record_start(c, tensor)
     if task.on_gpu:
-        span_parts(c, tensor)
-    for i in range(tensor.n_parts):
-        if tensor.stages[tensor.parts[i].stage] != END:
-            enter(c, &tensor.parts[i])
+        n = span_parts(c, tensor)
+    for i in range(n):
+        enter(c, &tensor.parts[i])
 
 
-cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
-    """Set the bytes that each partition's GPU stages cover.
+cdef inline uint32_t span_parts(Core *c, Tensor *tensor) noexcept nogil:
+    """Set the bytes that each partition's GPU stages cover. Returns how many partitions have some.
 
     Without servers nothing is gained by cutting a tensor: its first partition stands for all, and
-    the others complete at once.
+    the rounds of the others are over at once.
     """
-    cdef bint whole = c.machine != NULL and c.machine.alone
-    cdef uint64_t total = 0
     cdef uint32_t i
     for i in range(tensor.n_parts):
         tensor.parts[i].gpu.span = tensor.parts[i].length
-        total += tensor.parts[i].length
-    for i in range(1, tensor.n_parts if whole else 1):
-        while tensor.stages[tensor.parts[i].stage] != END:
-            tensor.parts[i].stage += 1
-        end_partition(c, &tensor.parts[i])
-    if whole:
-        tensor.parts[0].gpu.span = total
+    if c.machine == NULL or not c.machine.alone:
+        return tensor.n_parts
+    for i in range(1, tensor.n_parts):
+        tensor.parts[0].gpu.span += tensor.parts[i].length
+        tensor.parts[i].round += 1
+    tensor.current.remaining = 1
+    return 1
 
 
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
@@ -415,6 +417,7 @@ cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
     """
     cdef Tasks *line = &c.gpu.unseen[task.gpu.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first
+    move_task(task, AWAITS_INPUT)
     if line.first != NULL and line.last.gpu.input_number <= task.gpu.input_number:
         at = &line.last.gpu.next_unseen
     while at[0] != NULL and at[0].gpu.input_number <= task.gpu.input_number:
@@ -467,17 +470,21 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
 cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil:
     """End every task of a tensor now.
 
-    Its partitions stay in their stages and queues and are ignored from here on.
+    Its partitions may stay in queues, whose readers skip partitions without a round.
     """
     cdef Task *task = tensor.current
     cdef Task *following
+    cdef uint32_t i
     tensor.outcome.status = status
     if c.pool != NULL:
         pool_forget(c.pool, tensor)
     if c.gpu != NULL and c.gpu.coders != NULL:
         pool_forget(c.gpu.coders, tensor)
     tensor.current = NULL
-    if task != NULL and task.on_gpu:
+    for i in range(tensor.n_parts):
+        if tensor.parts[i].stage != END:
+            move_partition(&tensor.parts[i], END)
+    if task != NULL and task.state == AWAITS_INPUT:
         watch_no_more(c, task)
     if task != NULL:
         finish(c, task, status)

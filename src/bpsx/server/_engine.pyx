@@ -25,8 +25,8 @@ from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.compressed cimport add_packed, hold_packed
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, KeyState, Share, Verdict, add, count_push, entry_free, memory_for,
-    note_landing, open_next_round,
+    ABANDONED, FAILED, MALFORMED, OPEN, REFUSED, REPEATED, KeyState, Share, Verdict, add,
+    count_push, end_round, entry_free, fail_sum, memory_for, note_landing,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -56,7 +56,7 @@ cdef void hold(
     share.length = length
     if e.compressed != NULL:
         if not hold_packed(share, body, length):
-            e.failure.status = E_MEMORY
+            fail_sum(e, E_MEMORY, 0, 0)
         return
     if m != NULL and body == m.body:
         share.message = m
@@ -65,7 +65,7 @@ cdef void hold(
         return
     share.body = <char *>malloc(max(e.nbytes, <uint64_t>1))
     if share.body == NULL:
-        e.failure.status = E_MEMORY
+        fail_sum(e, E_MEMORY, 0, 0)
     else:
         memcpy(share.body, body, e.nbytes)
 
@@ -76,7 +76,7 @@ cdef void add_share(
     if e.compressed != NULL:
         add_packed(lane, e, rank, body, length)
     elif e.nbytes and add(e, m, body, lane.settings.workers, kept) != 0:
-        e.failure.status = E_MEMORY
+        fail_sum(e, E_MEMORY, 0, 0)
 
 
 cdef void pass_joined(CLane *lane, KeyState *e) noexcept nogil:
@@ -95,7 +95,7 @@ cdef void add_held(CLane *lane, KeyState *e) noexcept nogil:
     """Add held pushes as long as the next rank's is there."""
     cdef Share *share
     cdef bint kept
-    while e.failure.status == 0:
+    while e.state == OPEN:
         pass_joined(lane, e)
         if e.round.next_rank >= lane.settings.workers or e.shares[e.round.next_rank].body == NULL:
             return
@@ -136,7 +136,7 @@ cdef void contribute(
                 kept[0] = True
             else:
                 if not memory_for(&e.memory.small, e.nbytes):
-                    e.failure.status = E_MEMORY
+                    fail_sum(e, E_MEMORY, 0, 0)
                     return
                 memcpy(e.memory.small, body, e.nbytes)
                 e.memory.sum = e.memory.small
@@ -185,8 +185,7 @@ cdef void abandon(CLane *lane, KeyState *e, uint32_t who) noexcept nogil:
     let_go(lane, e.memory.first)
     if lane.watch != NULL and e.round.pushed:
         lane.watch.server.open_rounds -= 1
-    open_next_round(e, lane.settings.workers)
-    e.failure.status = E_LEFT
+    end_round(e, lane.settings.workers, ABANDONED)
 
 
 cdef int turn_away(CLane *lane, KeyState *e, Header *h, int status) noexcept nogil:
@@ -213,7 +212,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         return -1
     if h.flags & STATE:
         return push_state(lane, e, h, body)
-    if e.refused:
+    if e.state == REFUSED:
         return turn_away(lane, e, h, E_COMPRESSOR)
     if h.flags & ASYNC and not h.flags & BROADCAST:
         begin = now_ns() if lane.watch != NULL and watched(lane.watch) else 0
@@ -221,7 +220,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         if begin and rc == 0:
             note_delta(lane, e, h, begin)
         return rc
-    if e.failure.status == E_LEFT and h.key == e.key:
+    if e.state == ABANDONED and h.key == e.key:
         return turn_away(lane, e, h, E_LEFT)
     verdict = count_push(e, h, lane.settings.workers)
     if verdict == MALFORMED:

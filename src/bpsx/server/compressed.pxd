@@ -9,7 +9,7 @@ from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
 from bpsx.core.codec.state cimport grow_scratch, pack
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport KeyState, Share
+from bpsx.server.store cimport KeyState, Share, fail_sum
 
 
 cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
@@ -20,12 +20,6 @@ cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept
     memcpy(share.body, body, length)
     share.length = length
     return True
-
-
-cdef inline void fail_for(KeyState *e, int status, uint32_t sender, uint32_t other) noexcept nogil:
-    e.failure.status = status
-    e.failure.a = sender
-    e.failure.b = other
 
 
 cdef inline bint compare_counters(KeyState *e, const char *body, uint64_t length) noexcept nogil:
@@ -57,21 +51,21 @@ cdef inline void add_packed(
         e.compressed.acc == NULL
         or not grow_scratch(&lane.scratch.at, &lane.scratch.size, p.scratch)
     ):
-        e.failure.status = E_MEMORY
+        fail_sum(e, E_MEMORY, 0, 0)
         return
     if p.corrected:
         if length < RATE_BYTES:
-            fail_for(e, E_CODEC, sender, sender)
+            fail_sum(e, E_CODEC, sender, sender)
             return
         memcpy(&rate, body, sizeof(rate))
         body += RATE_BYTES
         length -= RATE_BYTES
         if e.round.added and rate != e.compressed.rate:
-            fail_for(e, E_MISMATCH, e.round.opener, sender)
+            fail_sum(e, E_MISMATCH, e.round.opener, sender)
             return
         e.compressed.rate = rate
     if p.counted and not compare_counters(e, body, length):
-        fail_for(e, E_CODEC, sender, sender)
+        fail_sum(e, E_CODEC, sender, sender)
         return
     # Copy: a decoder may read a little beyond the end, where the message's memory may end.
     memcpy(p.wire, body, length)
@@ -79,7 +73,7 @@ cdef inline void add_packed(
         p.wire, length, e.compressed.acc, <uint8_t *>lane.scratch.at + p.aside, p.options, p.n,
         e.round.added > 0
     ) != 0:
-        fail_for(e, E_CODEC, sender, sender)
+        fail_sum(e, E_CODEC, sender, sender)
         return
     e.round.added += 1
 

@@ -6,7 +6,7 @@ from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
 from bpsx.server.trace cimport note_key
-from bpsx.server.store cimport KeyState, entry_new
+from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
 from bpsx.system.arrays cimport make_room
 
 
@@ -44,7 +44,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     if lane.keys.at[h.slot] == NULL:
         return -1
     if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):
-        lane.keys.at[h.slot].refused = True     # pushes of this key get an error reply
+        move_round(lane.keys.at[h.slot], REFUSED)   # pushes of this key get an error reply
         return -1
     if lane.watch != NULL:
         note_key(lane.watch, h, name)

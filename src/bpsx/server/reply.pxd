@@ -14,7 +14,9 @@ from bpsx.system.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
 from bpsx.server.trace cimport note_closed, note_closing
 from bpsx.server.compressed cimport encode_sum
-from bpsx.server.store cimport KeyState, finish_sum, memory_for, open_next_round
+from bpsx.server.store cimport (
+    EMPTY, OPEN, KeyState, end_round, fail_sum, finish_sum, memory_for,
+)
 from bpsx.transports.abi cimport Landing, Message
 
 # A result on its way to several workers. Its memory is released with the last of them.
@@ -225,25 +227,24 @@ cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
 
 cdef inline void end_broadcast(KeyState *e) noexcept nogil:
     """Finish a broadcast: fail if its root had joined, else store a seeding value in the lane."""
-    if e.failure.status == 0 and not e.shares[e.operation.divisor].pushed:
-        e.failure.status = E_JOINED
-        e.failure.a = e.operation.divisor
-    elif e.failure.status == 0 and e.operation.seeding and e.nbytes:
+    if e.state == OPEN and not e.shares[e.operation.divisor].pushed:
+        fail_sum(e, E_JOINED, e.operation.divisor, 0)
+    elif e.state == OPEN and e.operation.seeding and e.nbytes:
         if memory_for(&e.value, e.nbytes):
             memcpy(e.value, e.memory.sum, e.nbytes)
         else:
-            e.failure.status = E_MEMORY
+            fail_sum(e, E_MEMORY, 0, 0)
 
 
 cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     """Reply to the workers of a complete round, and open the next round."""
     if e.operation.broadcast:
         end_broadcast(e)
-    elif e.failure.status == 0:
+    elif e.state == OPEN:
         finish_sum(e, lane.settings.workers)
     if lane.watch != NULL:
         note_closing(lane, e)
-    if e.failure.status == 0:
+    if e.state == OPEN:
         if e.compressed != NULL and not e.operation.broadcast:
             answer_packed(lane, e)
         elif e.memory.first != NULL and e.nbytes > INLINE_BYTES:
@@ -258,4 +259,4 @@ cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
         let_go(lane, e.memory.first)
     if lane.watch != NULL:
         note_closed(lane, e)
-    open_next_round(e, lane.settings.workers)
+    end_round(e, lane.settings.workers, EMPTY)

@@ -17,6 +17,7 @@ from bpsx.core.codec.packed cimport Packed
 from bpsx.core.codec.state cimport most_bytes, packed_free
 from bpsx.core.slab cimport Slabs, take_record
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
+from bpsx.core.transitions cimport OF_ROUND, count_transition
 from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
 from bpsx.transports.abi cimport Landing, Message
 
@@ -26,6 +27,14 @@ cdef enum Verdict:
     REPEATED = 2                # this worker has pushed in this round already; ignore it
     MALFORMED = 3               # wrong round, length, dtype or key
     FAILED = 4                  # counted, but the round has failed and ignores its body
+
+# State of the open round of a key; `after_round_state` has the transitions.
+cdef enum RoundState:
+    EMPTY = 0                   # no push yet
+    OPEN = 1
+    FAILING = 2                 # it has failed; the lane says so once all workers have pushed
+    ABANDONED = 3               # for ever: a worker that has left would have to push
+    REFUSED = 4                 # for ever: unknown compression, nothing is summed
 
 cdef struct Share:
     # One worker's part in the open round.
@@ -51,7 +60,7 @@ cdef struct Operation:
     bint seeding                # the broadcast's result becomes `value`
 
 cdef struct Failure:
-    int status                  # < 0: the round has failed
+    int status                  # why the round fails; 0: it does not
     uint32_t a, b
     bint named                  # a and b are workers' ranks, not senders'
 
@@ -82,6 +91,7 @@ cdef struct KeyState:
     uint64_t nbytes
     uint8_t dtype
     Kernels *kernels
+    RoundState state            # set by move_round
     uint32_t rounds             # rounds that have ended
     RoundCount round
     Operation operation
@@ -89,7 +99,6 @@ cdef struct KeyState:
     Share *shares               # by rank
     RoundMemory memory
     Compressed *compressed      # NULL: not compressed
-    bint refused                # unknown compression: nothing is summed
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
     RoundTrace trace
@@ -133,8 +142,30 @@ cdef inline void entry_free(KeyState *e) noexcept nogil:
     free(e.compressed)
 
 
-cdef inline void open_next_round(KeyState *e, uint32_t workers) noexcept nogil:
-    """Open the next round, after the replies; the workers that pushed advance by one round.
+cdef inline uint32_t after_round_state(RoundState state) noexcept nogil:
+    """States that may follow, as bits."""
+    if state == EMPTY:
+        return 1 << OPEN | 1 << REFUSED
+    if state == OPEN:
+        return 1 << EMPTY | 1 << FAILING | 1 << ABANDONED
+    if state == FAILING:
+        return 1 << EMPTY | 1 << ABANDONED
+    return 0
+
+
+cdef inline void move_round(KeyState *e, RoundState state) noexcept nogil:
+    count_transition(OF_ROUND, e.state, state, after_round_state(e.state))
+    e.state = state
+
+
+cdef inline void fail_sum(KeyState *e, int status, uint32_t a, uint32_t b) noexcept nogil:
+    """Let the open round fail: nothing is added any more."""
+    e.failure.status, e.failure.a, e.failure.b, e.failure.named = status, a, b, False
+    move_round(e, FAILING)
+
+
+cdef inline void end_round(KeyState *e, uint32_t workers, RoundState following) noexcept nogil:
+    """End the open round, after the replies; the workers that pushed advance by one round.
 
     Held messages must have been removed before.
     """
@@ -148,9 +179,9 @@ cdef inline void open_next_round(KeyState *e, uint32_t workers) noexcept nogil:
     e.round.added = 0
     e.round.next_rank = 0
     e.failure.status = 0
-    e.failure.named = False
     e.memory.first = NULL
     free_round(e)
+    move_round(e, following)
 
 
 cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcept nogil:
@@ -187,22 +218,22 @@ cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcep
         e.operation.broadcast = broadcast
         e.operation.seeding = seeding
         e.round.opener = h.sender
-    if disagreed and e.failure.status == 0:
-        e.failure.status = E_MISMATCH if h.divisor != <uint32_t>h.priority else E_JOINED
-        e.failure.a = h.divisor
-        e.failure.b = <uint32_t>h.priority
+        move_round(e, OPEN)
+    if disagreed and e.state == OPEN:
+        fail_sum(
+            e, E_MISMATCH if h.divisor != <uint32_t>h.priority else E_JOINED, h.divisor,
+            <uint32_t>h.priority
+        )
         e.failure.named = True
     elif (
-        e.round.pushed > 1 and e.failure.status == 0
+        e.round.pushed > 1 and e.state == OPEN
         and (
             e.operation.divisor != h.divisor or e.operation.broadcast != broadcast
             or e.operation.seeding != seeding
         )
     ):
-        e.failure.status = E_MISMATCH
-        e.failure.a = e.round.opener
-        e.failure.b = h.sender
-    if e.failure.status != 0:
+        fail_sum(e, E_MISMATCH, e.round.opener, h.sender)
+    if e.state == FAILING:
         return FAILED
     return CLOSED if e.round.pushed == workers else ACCEPTED
 

@@ -10,7 +10,7 @@ from bpsx.core.trace.recorder cimport (
     dtype_name, put, recording, say, say_values, wants_values, watched,
 )
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport KeyState
+from bpsx.server.store cimport OPEN, KeyState
 from bpsx.transports.abi cimport Message
 
 ctypedef unsigned long long big
@@ -87,7 +87,7 @@ cdef inline void note_sum(Lane *lane, KeyState *e, Header *h, int64_t begin) noe
             h.sender, 0
         )
         put(w, SUM, e.trace.recorded, e.key, e.rounds + 1, begin, now_ns(), h.length, h.sender, 0)
-    if wants_values(w, h.key) and e.failure.status == 0:
+    if wants_values(w, h.key) and e.state == OPEN:
         if wide:            # the accumulator: int32 for 8-bit types, else float32
             say_values(
                 w.who, w.show_time, b"sum so far", h.key, h.round + 1,
@@ -115,15 +115,15 @@ cdef inline void note_closing(Lane *lane, KeyState *e) noexcept nogil:
     if wants_values(w, e.key):
         say_values(
             w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype,
-            e.memory.sum if e.failure.status == 0 else NULL, e.nbytes
+            e.memory.sum if e.state == OPEN else NULL, e.nbytes
         )
     for rank in range(lane.settings.workers if w.messages else 0):
         if not e.shares[rank].pushed:
             continue
         say(
             w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u",
-            b"ANSWER" if e.failure.status == 0 else b"ERROR", <big>e.key, e.rounds,
-            <big>(e.nbytes if e.failure.status == 0 else 0), rank
+            b"ANSWER" if e.state == OPEN else b"ERROR", <big>e.key, e.rounds,
+            <big>(e.nbytes if e.state == OPEN else 0), rank
         )
 
 

@@ -139,8 +139,8 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
     p.source = NULL
     if p.packed != NULL:
         p.packed.size = 0
-    while p.tensor.stages[p.stage] != PUSH:
-        p.stage += 1
+    while p.tensor.stages[p.stage_index] != PUSH:
+        p.stage_index += 1
     enter(c, p)
 
 
@@ -199,7 +199,7 @@ cdef inline Partition *next_due(Core *c) noexcept nogil:
     cdef Partition *p
     while c.gpu.gathers.size or c.gpu.reductions.size:
         p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
-        if under_way(c, p) and (p.tensor.stages[p.stage] == BROADCAST or plan_parts(c, p)):
+        if under_way(c, p) and (p.stage == BROADCAST or plan_parts(c, p)):
             return p
     return NULL
 
@@ -216,7 +216,7 @@ cdef inline int order_next(Core *c) noexcept nogil:
     cdef int failed = 0
     p = next_due(c)
     while p != NULL:
-        describe(c, p, p.tensor.stages[p.stage] == BROADCAST, &c.gpu.orders[n])
+        describe(c, p, p.stage == BROADCAST, &c.gpu.orders[n])
         n += 1
         following = next_due(c) if n < c.gpu.group else NULL
         tell_all(m, p, &c.gpu.orders[n - 1], following != NULL, &failed)
@@ -261,7 +261,7 @@ cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept n
         wanted = BROADCAST if order.flags & GATHERS else REDUCE
     else:
         wanted = COORDINATE_BROADCAST if order.flags & GATHERS else COORDINATE_REDUCE
-    return p.tensor.stages[p.stage] == wanted
+    return p.stage == wanted
 
 
 cdef inline int end_group(Device *d, int rc) noexcept nogil:
@@ -536,11 +536,11 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
         return 0                                # the task has failed meanwhile
     if post.flags & IS_COPIED:
         p.gpu.copied += 1
-        if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.others:
+        if p.stage == COORDINATE_PUSH and p.gpu.copied >= p.gpu.others:
             advance(c, p)
     else:
         p.gpu.loaded += 1
-        if p.tensor.stages[p.stage] == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.others:
+        if p.stage == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.others:
             advance(c, p)
     return 0
 
@@ -550,7 +550,7 @@ cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcep
 
     Returns 0, or -1 if the post is invalid.
     """
-    cdef int stage = p.tensor.stages[p.stage], status
+    cdef int stage = p.stage, status
     if post.status < 0:
         if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
             fail_partition(c, p, post.status, post.detail_a, post.detail_b)

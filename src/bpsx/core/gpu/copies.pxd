@@ -13,7 +13,7 @@ from bpsx.core.local.group cimport post_results, tell_root
 from bpsx.core.codec.packed cimport SLACK
 from bpsx.core.codec.state cimport adopt_counter, correction, head_of, most_bytes
 from bpsx.core.partition cimport (
-    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, EVERYBODY, OnGpu, Partition, Task,
+    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, END, EVERYBODY, OnGpu, Partition, Task,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
@@ -21,7 +21,7 @@ from bpsx.core.codec.pool cimport pool_free, pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport advance, begin, fail_partition, fail_core, watch_no_more
 from bpsx.core.state cimport USER_STREAMS, Core, Gpu
-from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
+from bpsx.core.status cimport E_DEVICE, E_MEMORY, E_PROTOCOL
 
 cdef enum:
     WORDS = 16                  # bytes of `OnGpu.words`
@@ -40,7 +40,7 @@ cdef inline bint awaited(Core *c) noexcept nogil:
 
 
 cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
-    return p.tensor.outcome.status == DONE and p.tensor.current != NULL and not c.failed
+    return p.stage != END and not c.failed
 
 
 cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
@@ -102,7 +102,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
 
 cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
     """Continue after the GPU work of the partition's stage has completed."""
-    cdef int stage = p.tensor.stages[p.stage], rc = 0
+    cdef int stage = p.stage, rc = 0
     cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
     if p.gpu.doom.status:
         fail_partition(c, p, p.gpu.doom.status, p.gpu.doom.a, p.gpu.doom.b)
@@ -325,7 +325,7 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
     Returns the number of partitions.
     """
     cdef Partition *p
-    cdef int i, rc, stage, n = start_ready_tasks(c)
+    cdef int i, rc, n = start_ready_tasks(c)
     if c.gpu.coders != NULL:
         n += pump_coders(c)
     while c.gpu.work.size:
@@ -333,10 +333,9 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
         n += 1
         if not under_way(c, p):
             continue
-        stage = p.tensor.stages[p.stage]
-        if stage == COPYD2H:
+        if p.stage == COPYD2H:
             copy_down(c, p)
-        elif stage == COPYH2D:
+        elif p.stage == COPYH2D:
             copy_up(c, p)
         else:
             code(c, p)

@@ -19,8 +19,8 @@ from bpsx.core.local.group cimport (
     queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, Partition, Task,
-    Tensor,
+    AWAITS_INPUT, BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, END, REDUCE,
+    SUBMITTED, Partition, Task, Tensor,
 )
 from bpsx.core.local.ring cimport (
     HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post,
@@ -31,6 +31,7 @@ from bpsx.core.stage cimport (
 )
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.transitions cimport move_task
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
 from bpsx.core.gpu.collectives cimport pump_orders, take_gpu_result, take_order, take_word
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
@@ -71,7 +72,7 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
         return 0                            # the task has failed meanwhile
     if p.round == post.round and p.on_gpu:
         return take_gpu_result(c, p, post)
-    if p.round != post.round or p.tensor.stages[p.stage] != COORDINATE_BROADCAST:
+    if p.round != post.round or p.stage != COORDINATE_BROADCAST:
         return -1
     if post.status < 0:
         fail_partition(c, p, post.status, post.detail_a, post.detail_b)
@@ -103,6 +104,7 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
     task.broadcast = (post.flags & IS_BROADCAST) != 0
     task.on_gpu = post.flags & ON_GPU and c.gpu != NULL and tensor.parts[0].gpu != NULL
     task.submitted_ns = now_ns()
+    move_task(task, SUBMITTED)
     lock(&c.monitor)
     if c.busy.outstanding == 0:
         c.busy.since = task.submitted_ns
@@ -122,12 +124,7 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
             if p.local.shares[i].flags:
                 stand_in(c, p.tensor, &p.local.shares[i])
                 return
-    if (
-        p.tensor.current != NULL
-        and p.tensor.begun
-        and p.tensor.stages[p.stage] == COORDINATE_REDUCE
-        and all_shares_in(m, p)
-    ):
+    if p.stage == COORDINATE_REDUCE and all_shares_in(m, p):
         advance(c, p)
 
 
@@ -364,8 +361,10 @@ cdef inline bint still_waits(Group *m, Tensor *tensor) noexcept nogil:
     """Whether a partition of the tensor's current task needs a process that has left."""
     cdef uint32_t i
     cdef uint8_t stage
+    if tensor.current.state == AWAITS_INPUT:
+        return True                         # it needs all processes once it begins
     for i in range(tensor.n_parts):
-        stage = tensor.stages[tensor.parts[i].stage]
+        stage = tensor.parts[i].stage
         if (
             stage == COORDINATE_REDUCE
             or m.me != m.root and (
@@ -409,7 +408,7 @@ cdef inline bint take_departures(Group *m) noexcept nogil:
 cdef inline void work(Core *c, Partition *p) noexcept nogil:
     if p.on_gpu:
         add_groups(c, p)
-    elif p.tensor.stages[p.stage] == BROADCAST:
+    elif p.stage == BROADCAST:
         spread(c, p)
     elif c.machine.me == c.machine.root:
         make_sum(c, p)
@@ -465,7 +464,7 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
     while m.work.size and done < WORK_AT_ONCE:
         p = heap_pop(&m.work)
         n += 1
-        if p.tensor.outcome.status == DONE and p.tensor.current != NULL and not c.failed:
+        if p.stage != END and not c.failed:
             done += p.length
             work(c, p)
     if c.gpu != NULL and m.me == m.root:

@@ -29,7 +29,7 @@ cdef inline uint64_t bytes_of(Partition *p, bint wire) noexcept nogil:
 cdef inline void record_stage(Core *c, Partition *p) noexcept nogil:
     """Record the end of a partition's present stage."""
     cdef Tensor *tensor = p.tensor
-    cdef uint32_t stage = tensor.stages[p.stage]
+    cdef uint32_t stage = p.stage
     cdef char *values
     cdef int64_t now
     cdef bint wire
