@@ -1,11 +1,10 @@
-"""Scripts that use bpsx.mxnet and run under bpsx-run, for tests of their output and exit status."""
+"""Runs scripts that use bpsx.mxnet, for tests of their output and exit status."""
 
 from __future__ import annotations
 
 import re
-import sys
 
-from support.running import launch
+from support.running import train
 
 HEAD = (
     "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import"
@@ -22,5 +21,6 @@ def lines_of(output: str) -> dict[int, list[str]]:
 
 
 def run(script: str, workers: int = 2, **environment: str) -> tuple[int, dict[int, list[str]], str]:
-    status, output = launch([sys.executable, "-c", HEAD + script], workers, 1, **environment)
+    """Run ``script`` in ``workers`` workers; return the status, their lines, and all output."""
+    status, output = train(["-c", HEAD + script], workers, 1, **environment)
     return status, lines_of(output), output

@@ -79,8 +79,10 @@ def launch(
 
 
 def train(script: list[str], workers: int, servers: int, **environment: str) -> tuple[int, str]:
-    """What :func:`launch` does with ``python script``, without bpsx-run: its output has the same
-    marks, and its processes come out of one that has imported the framework.
+    """Do what :func:`launch` does with ``python SCRIPT...``, without bpsx-run: output has the same
+    marks, and the processes are forks of one that has imported the framework.
+
+    ``script``: a file and its arguments, or ``-c`` and a source.
     """
     own = {"BYTEPS_ENABLE_IPC": "1", **_quick(), **environment}
     with Job("", workers, servers, env=own, script=script) as running:
