@@ -35,6 +35,72 @@ def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
         return self._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))  # type: ignore[attr-defined]
 
 
+class Barrier:
+    """Where the threads of a simulated block wait for each other.
+
+    The simulator's own is a thread that polls them, which takes most of the time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._changed = threading.Condition()
+        self._running, self._waiting, self._turn = threads, 0, 0
+        self._failed = False
+
+    def wait(self) -> None:
+        """Wait for all threads that still run. Raises if one of them has failed."""
+        with self._changed:
+            turn = self._turn
+            self._waiting += 1
+            self._release()
+            while self._turn == turn:
+                self._changed.wait()
+            if self._failed:
+                raise RuntimeError("another thread of the block has failed")
+
+    def leave(self, failed: bool) -> None:
+        """Tell that the calling thread ends."""
+        with self._changed:
+            self._running -= 1
+            self._failed |= failed
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiting == self._running or self._failed:
+            self._waiting, self._turn = 0, self._turn + 1
+            self._changed.notify_all()
+
+
+def _without_polling() -> None:
+    """Make the simulator's blocks wait at a :class:`Barrier`."""
+    from numba.cuda.simulator.kernel import BlockManager, BlockThread
+
+    run_thread = BlockThread.run
+
+    def run(self: object, block: tuple[int, ...], *arguments: object) -> None:
+        points = list(np.ndindex(*self._block_dim))  # type: ignore[attr-defined]
+        self.barrier = Barrier(len(points))  # type: ignore[attr-defined]
+        threads = [
+            BlockThread(lambda: self._f(*arguments), self, block, point, self._debug)  # type: ignore[attr-defined]
+            for point in points
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # the first of them, not one that has only heard of it
+        failures = [thread.exception for thread in threads if thread.exception]
+        failures.sort(key=lambda failure: isinstance(failure[0], RuntimeError))
+        for error, trace in failures[:1]:
+            raise error.with_traceback(trace)
+
+    def run_and_leave(self: object) -> None:
+        run_thread(self)
+        self._manager.barrier.leave(self.exception is not None)  # type: ignore[attr-defined]
+
+    BlockManager.run, BlockThread.run = run, run_and_leave
+    BlockThread.syncthreads = lambda self: self._manager.barrier.wait()
+
+
 class Memory:
     """Bytes on the device, filled with and surrounded by a pattern."""
 
@@ -215,7 +281,8 @@ def main() -> None:
         from numba.cuda.simulator import kernelapi
 
         kernelapi.FakeCUDAShared.array = _shared
-    sys.setswitchinterval(2e-5)  # the simulator polls its threads
+        _without_polling()
+    sys.setswitchinterval(2e-4)  # the simulator's threads shall change places often
     coders: list[Coder] = []
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
