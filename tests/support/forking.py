@@ -101,8 +101,26 @@ class Kind(NamedTuple):
     variables: frozenset[tuple[str, str]]
 
 
+class Task(NamedTuple):
+    """A command without the prefixes that a fork does itself: ``env`` and ``ip netns exec``."""
+
+    command: list[str]
+    environment: dict[str, str]
+    namespace: str = ""
+
+
+def _task_of(command: list[str], environment: dict[str, str]) -> Task:
+    if command[:3] == ["ip", "netns", "exec"]:
+        return _task_of(command[4:], environment)._replace(namespace=command[3])
+    if command[0] == "env" and "=" in command[1]:
+        name, _, value = command[1].partition("=")
+        return _task_of(["env", *command[2:]], {**environment, name: value})
+    return Task(command[1:] if command[0] == "env" else command, environment)
+
+
 def nursery_for(command: list[str], environment: dict[str, str]) -> Kind | None:
     """What the process that this command is better forked from has; None: it is better started."""
+    command, environment, _ = _task_of(command, environment)
     packages = _packages_for(command, environment)
     if packages is None or _early(environment) != _early(_quiet()):
         return None
@@ -180,13 +198,14 @@ class _Nursery:
                 if self._gone:
                     return
 
-    def fork(self, source: str, environment: dict[str, str], fds: list[int]) -> tuple[int, int]:
+    def fork(self, wanted: Task, fds: list[int]) -> tuple[int, int]:
         """Fork a process; return its process id and a descriptor that refers to it."""
         number = next(self._numbers)
         task = {
             "number": number,
-            "source": source,
-            "environment": environment,
+            "source": _source(wanted.command),
+            "environment": wanted.environment,
+            "namespace": wanted.namespace,
             "folder": os.getcwd(),
         }
         with self._one_by_one, self._changed:
@@ -248,7 +267,8 @@ def _source(command: list[str]) -> str:
 class Fork:
     """The part of :class:`subprocess.Popen`'s interface that tests need, for a forked process.
 
-    ``command``: ``python -c SOURCE``, ``python -m MODULE`` or ``python SCRIPT ARGUMENT...``.
+    ``command``: ``python -c SOURCE``, ``python -m MODULE`` or ``python SCRIPT ARGUMENT...``; before
+    it ``env NAME=VALUE...`` or ``ip netns exec NAME``.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], kind: Kind) -> None:
@@ -258,7 +278,7 @@ class Fork:
         self.returncode: int | None = None
         try:
             self.pid, self._descriptor = self._of.fork(
-                _source(command), environment, [inward[0], outward[1], errors[1]]
+                _task_of(command, environment), [inward[0], outward[1], errors[1]]
             )
         finally:
             for fd in (inward[0], outward[1], errors[1]):
@@ -360,9 +380,26 @@ def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     os.environ.clear()
     os.environ.update(task["environment"])
     os.chdir(task["folder"])
+    if task["namespace"]:
+        _enter(task["namespace"])
     sys.argv, sys.path[0] = ["-c"], ""
     numpy.random.seed()
     return task
+
+
+def _enter(namespace: str) -> None:
+    """Do what ``ip netns exec`` does: enter the network, and mount its devices at /sys."""
+    new_network, new_mounts, recursive_slave, detach = 0x40000000, 0x20000, 0x84000, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        results = [
+            libc.setns(file.fileno(), new_network),
+            libc.unshare(new_mounts),
+            libc.mount(b"", b"/", b"none", recursive_slave, None),
+            libc.umount2(b"/sys", detach),
+            libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None),
+        ]
+    assert not any(results), (namespace, results, os.strerror(ctypes.get_errno()))
 
 
 def _be(task: dict[str, Any]) -> None:
