@@ -383,21 +383,21 @@ def test_an_arrived_gradient_stays_valid_after_its_group_is_released(pretend: Pa
             for p in parameters:
                 together.add(p, torch.full((5000,), r + 1.0))
             together.submit()
-        for turn in range(20):
-            send()
+        def receive():
             for p in parameters:
                 p.pushed.wait()
-            cuda.sync(main)
+            cuda.sync(main)     # only then may the memory go
             stay.append(parameters[0].pushed)
             for p in parameters:
-                p.pushed = None
+                p.receive()
+        for turn in range(20):
+            send()
+            receive()
             verbs.session()._core.reap()
             with held(main):
                 send()
                 assert all(pushed.done() for pushed in stay)
-            for p in parameters:
-                p.pushed.wait()
-            cuda.sync(main)
+            receive()
         bps.shutdown()
     """,
         pretend,

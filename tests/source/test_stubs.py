@@ -71,11 +71,13 @@ def test_every_compiled_module_has_a_stub_that_names_all_it_offers(path: Path) -
     assert set(module) == named, f"{path.name}: {set(module) ^ named}"
     for name, node in classes.items():
         functions = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
-        fields = {
-            n.target.id
+        targets = [
+            target
             for n in node.body
-            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-        }
+            if isinstance(n, (ast.AnnAssign, ast.Assign))  # fields, and members of an enum
+            for target in ([n.target] if isinstance(n, ast.AnnAssign) else n.targets)
+        ]
+        fields = {target.id for target in targets if isinstance(target, ast.Name)}
         told = {n for n in functions if not n.startswith("_")} | fields
         assert set(module[name] or ()) == told, (
             f"{path.name}: {name}: {set(module[name] or ()) ^ told}"

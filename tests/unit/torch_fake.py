@@ -73,7 +73,8 @@ class FakeSession:
     """Replacement for :class:`bpsx.session.session.Session`.
 
     By default the other workers push the same values and have gradients where this one has.
-    ``others_use``: they have dense gradients for all parameters.
+    ``others_use``: they have dense gradients for all parameters. ``failures``: errors of the waits,
+    by name.
     """
 
     rank: int = 0
@@ -82,7 +83,10 @@ class FakeSession:
     asynchronous: bool = False
     others: Others | None = None
     others_use: bool = False
+    bucket_bytes: int = 1 << 20
     failures: dict[str, Exception] = field(default_factory=dict)
+    #: Errors of sums that cannot start in a bucket, by name.
+    refusals: dict[str, Exception] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
     declared: list[str] = field(default_factory=list)
     compressions: dict[str, object] = field(default_factory=dict)
@@ -126,6 +130,19 @@ class FakeSession:
         view = TensorView(item.address, item.nbytes, item.dtype, item.shape, item.owner)
         item.begun = self.push_pull(item.name, view, view, average=average, priority=item.priority)
         return True
+
+    def push_pull_all(
+        self, items: list[Item], gpu: int, streams: Any, stream: int, *, average: bool
+    ) -> None:
+        for item in items:
+            if item.name in self.refusals:
+                item.begun = self.refusals[item.name]
+            else:
+                self.push_pull_known(item, average)
+
+    @property
+    def devices(self) -> Any:
+        return SimpleNamespace(batch_bytes=self.bucket_bytes)
 
     def broadcast(self, name: str, view: TensorView, root: int, *, result: object = None) -> Push:
         """As root, keep the bytes; as another worker, replace them by those kept."""

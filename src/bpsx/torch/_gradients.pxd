@@ -2,6 +2,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Item
+from bpsx.torch._gradient_state cimport Event, State
 from bpsx.torch.dlpack cimport Seen
 from bpsx.torch.rlock cimport RLock
 
@@ -13,14 +14,15 @@ cdef class Managed:
     cdef object __weakref__
     cdef readonly object parameter, named
     cdef readonly str name
-    cdef public object pushed           # a Pushed, a SparseSum or None
+    cdef readonly State state
+    # a Pushed or a SparseSum in the states of is_pushed(), otherwise None
+    cdef readonly object pushed
+    # gradient that an implicit wait has left in grad, and its version; or None
+    cdef public object averaged
     cdef object spare                   # Pushed of an earlier step, for reuse; or None
     cdef public object hook
     cdef public object kind             # None: the workers have not agreed yet
-    # gradient that an implicit wait has left in grad, and its version; or None
-    cdef public object averaged
     cdef public int passes_left, sparse_dim
-    cdef public bint deferred           # a sparse gradient waits until the workers agree
     # this worker has no gradient and has pushed zeros
     cdef public bint stands_in
     # dense and uncompressed: hooks need only look at the gradient's memory
@@ -30,6 +32,14 @@ cdef class Managed:
     cdef public bint sparse_here
     # False: as far as is known, no worker has a gradient in this step
     cdef public bint wanted
+
+    cdef int move(self, Event event) except -1
+    cdef int go_on(self, Event event) except -1
+    cdef int bucket(self, Pushed pushed) except -1
+    cpdef int start(self, pushed) except -1
+    cpdef receive(self)
+    cpdef drop(self)
+    cpdef clear(self)
 
 
 cdef class Pushed(Item):
@@ -44,10 +54,6 @@ cdef class Pushed(Item):
     cdef follow(self, Pushed alone)
     cdef handle(self)
     cdef total(self)
-
-
-cdef class Failed:
-    cdef object failure
 
 
 cdef class Batch:
@@ -67,6 +73,7 @@ cdef class Batch:
     cdef open_for(self, stream)
     cdef submit_quietly(self)
     cdef begin_all(self, list waiting)
+    cdef note_begun(self, Managed managed, of_all)
     cdef list begin_odd(self, list waiting)
     cdef bint goes_along(self, Pushed pushed) except -1
     cdef on_its_stream(self)

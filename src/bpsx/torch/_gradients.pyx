@@ -8,11 +8,13 @@ wake-up and a collective. The build needs nothing of PyTorch.
 import contextlib
 from copy import copy
 
+import cython
 import torch
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Item
+from bpsx.torch._gradient_state cimport ADDING, Event, allows, enter, is_pushed
 from bpsx.torch.dlpack cimport (
     ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of,
     table_of,
@@ -141,13 +143,78 @@ def version(tensor) -> int | None:
     return None if found == UNCOUNTED else found
 
 
+@cython.final
 cdef class Managed:
-    """A trained parameter: its wire name, urgency, remaining backward passes, and push."""
+    """A trained parameter: its wire name, urgency, remaining backward passes, and its gradient.
+
+    ``state`` is the gradient's; the methods that are events change it by the table in
+    :mod:`bpsx.torch._gradient_state`. They raise :class:`RuntimeError` if it does not allow them.
+    """
 
     def __init__(self, str name, parameter, named, int passes) -> None:
         self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = (
             name, parameter, named, passes, 1, True
         )
+        self.state = ADDING
+
+    cdef int move(self, Event event) except -1:
+        """Enter the next state, in which nothing of the one before is kept."""
+        enter(&self.state, event, self.name)
+        self.pushed = self.averaged = None
+        return 0
+
+    cdef int go_on(self, Event event) except -1:
+        """Enter the next state, in which the same push is under way."""
+        enter(&self.state, event, self.name)
+        return 0
+
+    def allows(self, Event event) -> bool:
+        """Return whether the event can occur in the gradient's state."""
+        return allows(self.state, event)
+
+    def is_pushed(self) -> bool:
+        """Return whether the bucket or the core has the gradient, and the wait has not ended."""
+        return is_pushed(self.state)
+
+    def add(self) -> None:
+        """Backward has added to the gradient."""
+        self.move(Event.ADD)
+
+    def defer(self) -> None:
+        """The gradient is complete and sparse; the workers have to agree on its kind first."""
+        self.move(Event.DEFER)
+
+    def agree(self) -> None:
+        """The workers have agreed, so a deferred gradient can be pushed."""
+        self.move(Event.AGREE)
+
+    cdef int bucket(self, Pushed pushed) except -1:
+        """The gradient waits in a bucket."""
+        self.move(Event.BUCKET)
+        self.pushed = pushed
+        return 0
+
+    cpdef int start(self, pushed) except -1:
+        """The sum of the gradient has started; ``pushed`` is what the wait needs."""
+        self.move(Event.START)
+        self.pushed = pushed
+        return 0
+
+    def step(self) -> None:
+        """CrossBarrier's step has gone on; the parameter's update will wait."""
+        self.go_on(Event.STEP)
+
+    cpdef receive(self):
+        """The wait has ended, and the sum is there."""
+        self.move(Event.RECEIVE)
+
+    cpdef drop(self):
+        """Forget the push: it has failed, or its sum is not needed."""
+        self.move(Event.DROP)
+
+    cpdef clear(self):
+        """A new step begins."""
+        self.move(Event.CLEAR)
 
     def is_sparse(self) -> bool:
         """Return whether the current gradient is sparse."""
@@ -230,11 +297,15 @@ cdef class Pushed(Item):
 
     def done(self) -> bool:
         """Return whether the push has ended, successfully or not, without blocking."""
-        return self.handle().done()
+        handle = self.handle()
+        return isinstance(handle, Exception) or handle.done()
 
     def wait(self):
         """Return the sum. Raises the error that made the push fail."""
         handle = self.handle()
+        if isinstance(handle, Exception):
+            # A copy without a traceback: raising it keeps only the caller's frames alive.
+            raise copy(handle)
         # The wait itself may write to the gradient, to copy a result back into its layout.
         if not self.waited:
             if (
@@ -246,22 +317,6 @@ cdef class Pushed(Item):
         received = handle.wait()
         self.waited = True
         return received if self.batch is None else self.total()
-
-
-cdef class Failed:
-    """Handle of a push that could not start."""
-
-    def __init__(self, failure) -> None:
-        # A copy without a traceback: raising it keeps only the caller's frames alive.
-        self.failure = copy(failure)
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, timeout=None):
-        """Raise the failure."""
-        raise copy(self.failure)
 
 
 cdef class Batch:
@@ -299,8 +354,7 @@ cdef class Batch:
 
         A gradient that needs another layout or shares its memory starts at once, on the current
         stream. If it cannot start, its error is raised here. An error of a bucketed gradient is
-        raised by the wait. ``managed.pushed`` of a bucketed gradient is set before anything can
-        interrupt.
+        raised by the wait.
         """
         cdef Seen seen
         cdef Pushed pushed = self.new_pushed(managed, gradient)
@@ -310,7 +364,7 @@ cdef class Batch:
             if lies_plain(pushed, &seen if see_on_gpu(gradient, &seen) else NULL):
                 self.append(managed, pushed)
             else:
-                managed.pushed = self.begin_alone(gradient, managed.named)
+                managed.start(self.begin_alone(gradient, managed.named))
         finally:
             end_turn(&self.turn)
 
@@ -344,16 +398,15 @@ cdef class Batch:
         pushed = self.new_pushed(managed, gradient)
         if pushed.version == UNCOUNTED or not lies_plain(pushed, seen):
             return False
-        managed.pushed = pushed         # before anything can interrupt
         before = set_compiler(None) if set_compiler is not None else None
         try:
             self.begin_here(pushed)
         finally:
             if set_compiler is not None:
                 set_compiler(before)
-            if pushed.begun is None:
-                managed.pushed = None
-        return managed.pushed is not None
+            if pushed.begun is not None:        # also after an interruption
+                managed.start(pushed)
+        return pushed.begun is not None
 
     def take(self, Managed managed not None, gradient) -> bool:
         """Sum a parameter's dense gradient, on the GPU as :meth:`add` does.
@@ -393,8 +446,8 @@ cdef class Batch:
             self.submit_quietly()
         if not self.waiting:
             self.open_for(stream)
-        managed.pushed = pushed
-        self.waiting.append(pushed)
+        managed.bucket(pushed)
+        self.waiting.append(managed)
         self.nbytes += pushed.nbytes
         if self.nbytes >= self.most:
             self.submit_quietly()
@@ -430,7 +483,7 @@ cdef class Batch:
 
     cdef begin_all(self, list waiting):
         """Start the gradients and return a failure, if any."""
-        cdef Pushed pushed
+        cdef Managed managed
         cdef list together
         failure = of_all = None
         try:
@@ -440,24 +493,37 @@ cdef class Batch:
         except Exception as e:
             of_all = e.with_traceback(None)
         finally:        # also on an interruption: started ones are kept, the rest waits on
-            for pushed in waiting:
-                if pushed.begun is None:
-                    pushed.begun = of_all
-                if pushed.begun is None:
-                    self.waiting.append(pushed)
-                elif isinstance(pushed.begun, Exception):
-                    failure = copy(pushed.begun)
-                    pushed.begun = Failed(pushed.begun)
+            for managed in waiting:
+                failure = self.note_begun(managed, of_all) or failure
         return failure
+
+    cdef note_begun(self, Managed managed, of_all):
+        """Note whether the sum has started, and return the exception if it could not.
+
+        ``of_all``: what has stopped the whole bucket, or None.
+        """
+        cdef Pushed pushed = managed.pushed
+        if pushed.begun is None:
+            if of_all is None:
+                self.waiting.append(managed)
+                return None
+            pushed.begun = of_all
+        if isinstance(pushed.begun, Exception):
+            managed.go_on(Event.FAIL)
+            pushed.begun = copy(pushed.begun)   # without its traceback, which keeps frames alive
+            return copy(pushed.begun)
+        managed.go_on(Event.SUBMIT)
 
     cdef list begin_odd(self, list waiting):
         """Start the gradients that need to go alone, before the sums of the others start.
 
         Returns the others.
         """
+        cdef Managed managed
         cdef Pushed pushed
         cdef list together = []
-        for pushed in waiting:
+        for managed in waiting:
+            pushed = managed.pushed
             try:
                 if pushed.owner is not None or self.goes_along(pushed):
                     together.append(pushed)
@@ -529,7 +595,7 @@ cdef class Hook:
         if (
             self.batch.quick
             and managed.quick
-            and managed.pushed is None
+            and allows(managed.state, Event.BUCKET)
             and managed.passes_left == 1
         ):
             gradient = managed.parameter.grad

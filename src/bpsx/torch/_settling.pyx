@@ -6,21 +6,24 @@ Contains the loops over all parameters: the queries before the wait, and the wai
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Handle
-from bpsx.torch._gradients cimport UNCOUNTED, Failed, Managed, Pushed, counted, place_of
+from bpsx.torch._gradient_state cimport (
+    DEFERRED, NOT_STARTED, Event, allows, is_pushed, is_under_way,
+)
+from bpsx.torch._gradients cimport UNCOUNTED, Managed, Pushed, counted, place_of
 
 from bpsx.torch.tensors import mark_all_written
 
 
 def pushed_of(list managed) -> list:
-    """Return the parameters whose gradients are in flight."""
-    return [m for m in managed if (<Managed?>m).pushed is not None]
+    """Return the parameters whose gradients are to be waited for."""
+    return [m for m in managed if is_pushed((<Managed?>m).state)]
 
 
 def any_under_way(list managed) -> bool:
     """Return whether a gradient is in flight or due to be pushed."""
     cdef Managed m
     for m in managed:
-        if m.pushed is not None or m.deferred:
+        if is_under_way(m.state):
             return True
     return False
 
@@ -28,7 +31,7 @@ def any_under_way(list managed) -> bool:
 def used_of(list managed) -> list:
     """Return for each parameter whether this worker has a gradient."""
     return [
-        (<Managed?>m).pushed is not None or (<Managed>m).parameter.grad is not None for m in managed
+        is_pushed((<Managed?>m).state) or (<Managed>m).parameter.grad is not None for m in managed
     ]
 
 
@@ -36,7 +39,7 @@ def frozen_of(list managed) -> list:
     """Return the parameters that this worker has frozen and does not push."""
     return [
         m for m in managed
-        if (<Managed?>m).pushed is None and not (<Managed>m).parameter.requires_grad
+        if not is_pushed((<Managed?>m).state) and not (<Managed>m).parameter.requires_grad
     ]
 
 
@@ -47,6 +50,14 @@ def want_all(list managed) -> None:
         m.wanted = True
 
 
+def agree(list managed) -> None:
+    """Release the gradients that had to wait for the agreement of the workers."""
+    cdef Managed m
+    for m in managed:
+        if m.state == DEFERRED:
+            m.agree()
+
+
 def missing_of(list managed) -> list:
     """Return the parameters that are trained, wanted and not in flight.
 
@@ -55,9 +66,9 @@ def missing_of(list managed) -> list:
     cdef Managed m
     cdef list found = []
     for m in managed:
-        if type(m.pushed) is Pushed and type((<Pushed>m.pushed).begun) is Failed:
-            m.pushed = None
-        if m.pushed is None and m.wanted and m.parameter.requires_grad:
+        if m.state == NOT_STARTED:
+            m.drop()
+        if allows(m.state, Event.START) and m.wanted and m.parameter.requires_grad:
             found.append(m)
     return found
 
@@ -103,7 +114,7 @@ cdef keep(Managed m, Pushed pushed, Handle handle):
 
     Returns the core.
     """
-    m.pushed = None
+    m.receive()
     pushed.gradient = pushed.owner = pushed.begun = None
     pushed.spare = handle
     m.spare = pushed
@@ -133,7 +144,8 @@ def restart(list managed, int passes) -> None:
     cdef Managed m
     for m in managed:
         m.passes_left = passes
-        m.averaged = None
+        if allows(m.state, Event.CLEAR):
+            m.clear()
 
 
 def all_together(list managed) -> bool:
@@ -186,7 +198,7 @@ def settle(list managed) -> list:
                 odd.append(m)               # the next wait raises the failure again
                 continue
             done.append(gradient)
-            m.pushed = None
+            m.receive()
     finally:
         mark_all_written(done)
     return odd

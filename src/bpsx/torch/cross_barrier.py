@@ -19,8 +19,9 @@ from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_passes
 from bpsx.system.tracebacks import public_methods
-from bpsx.torch import init
-from bpsx.torch._gradients import Managed, Pushed
+from bpsx.torch import _settling, init
+from bpsx.torch._gradient_state import State
+from bpsx.torch._gradients import Managed
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.dynamo import eager
@@ -193,8 +194,8 @@ class _Barrier(Exchange):
         sparse_as_dense: bool,
         what: str,
     ) -> None:
-        # Pending updates by id of parameter: stepped, not updated.
-        self._pending: dict[int, tuple[Managed, Pushed]] = {}
+        # The gradients in State.PENDING by id of parameter, most urgent first.
+        self._pending: dict[int, Managed] = {}
         self._stepped: Round | None = None  # round in which they were pushed
         # Options of each group when step() was called.
         self._options: list[Noted] = []
@@ -231,6 +232,8 @@ class _Barrier(Exchange):
 
     def forget(self) -> None:
         """Remove all hooks, whatever is pending, and cancel later work."""
+        for managed in self._pending.values():
+            managed.drop()
         self._pending.clear()
         self.detach()
         if self.finalizer is not None:
@@ -256,7 +259,7 @@ class _Barrier(Exchange):
             self.idle = False
 
     def accumulated(self, managed: Managed) -> None:
-        if id(managed.parameter) in self._pending:
+        if managed.state is State.PENDING:
             raise GradientOrderError(
                 f"{managed.name!r} was used in a forward pass before its update. CrossBarrier"
                 " updates a module's parameters when the module is called, but the forward passes"
@@ -300,7 +303,7 @@ class _Barrier(Exchange):
         ):
             return False
         self._push_missing(now)
-        ours = [m for m in self._managed if m.pushed is not None]
+        ours = _settling.pushed_of(self._managed)
         if any(now.failures):
             for managed in ours:
                 self._await(self._receive, managed, now)
@@ -308,9 +311,8 @@ class _Barrier(Exchange):
             self._round = None
             raise_first(now.failures)
         for managed in ours:
-            assert isinstance(managed.pushed, Pushed)
-            self._pending[id(managed.parameter)] = managed, managed.pushed
-            managed.pushed = None
+            self._pending[id(managed.parameter)] = managed
+            managed.step()
         self._stepped, self._round = now, None
         self._note(type(optimizer).__bases__[1], vars(optimizer))
         self._parts = 0
@@ -340,7 +342,7 @@ class _Barrier(Exchange):
     def apply_all(self) -> None:
         """Make all pending updates."""
         if self._pending:
-            self.apply([managed.parameter for managed, _ in self._pending.values()])
+            self.apply([managed.parameter for managed in self._pending.values()])
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for the pending averages of ``parameters``, and update them.
@@ -358,14 +360,14 @@ class _Barrier(Exchange):
         self._heed(now)
         # An interruption here leaves everything as it was; failures are raised below.
         for key in due:
-            ended(self._pending[key][1])
-        pending = [*(self._pending.pop(key) for key in due), *self._arrived()]
+            ended(self._pending[key].pushed)
+        pending = [*(self._pending[key] for key in due), *self._arrived(due)]
+        gradients = [managed.pushed.gradient for managed in pending]
         # zero_grad() may have been called already.
-        before = [managed.parameter.grad for managed, _ in pending]
+        before = [managed.parameter.grad for managed in pending]
         now.failures += self._receive_all(pending)
         if any(now.failures):
             now.failures += self._receive_all(list(self._pending.values()))
-            self._pending.clear()
             self._let_go()
             next(f for f in now.failures if f is not None).add_note(
                 "CrossBarrier: some modules have been updated and others have not, so the weights"
@@ -373,16 +375,16 @@ class _Barrier(Exchange):
             )
             raise_first(now.failures)
         with _as_in_step():
-            self._step({id(managed.parameter) for managed, _ in pending if managed.wanted})
-        for (managed, pushed), grad in zip(pending, before, strict=True):
+            self._step({id(managed.parameter) for managed in pending if managed.wanted})
+        for managed, gradient, grad in zip(pending, gradients, before, strict=True):
             if not managed.wanted and managed.stands_in:
                 managed.parameter.grad = None
-            elif grad is not pushed.gradient:
+            elif grad is not gradient:
                 managed.parameter.grad = grad
         self._let_go()
 
-    def _arrived(self) -> list[tuple[Managed, Pushed]]:
-        """Take out the updates whose averages have arrived.
+    def _arrived(self, due: list[int]) -> list[Managed]:
+        """Return the gradients whose averages have arrived, without those that are due.
 
         Averages arrive by urgency, which is the order here. So the search stops at the first one
         that has not arrived. The first step is made module by module: an optimizer that depends on
@@ -390,17 +392,15 @@ class _Barrier(Exchange):
         """
         if not self._parts_agree:
             return []
-        arrived = list(itertools.takewhile(lambda key: self._pending[key][1].done(), self._pending))
-        return [self._pending.pop(key) for key in arrived]
+        waited = set(due)
+        others = (managed for key, managed in self._pending.items() if key not in waited)
+        return list(itertools.takewhile(lambda managed: managed.pushed.done(), others))
 
-    def _receive_all(self, pending: list[tuple[Managed, Pushed]]) -> list[Exception | None]:
-        def receive(managed: Managed) -> None:
-            self._receive(managed)
-
+    def _receive_all(self, pending: list[Managed]) -> list[Exception | None]:
         failures = []
-        for managed, pushed in pending:
-            managed.pushed = pushed
-            failures.append(self._try(receive, managed))
+        for managed in pending:
+            failures.append(self._try(self._receive, managed))
+            del self._pending[id(managed.parameter)]
         return failures
 
     def _note(self, base: Any, theirs: dict[str, Any]) -> None:

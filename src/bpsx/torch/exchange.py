@@ -15,6 +15,7 @@ from bpsx.plugin import adapter
 from bpsx.plugin.exchange import KINDS, PREFIX
 from bpsx.session.refusals import counted
 from bpsx.torch import _settling
+from bpsx.torch._gradient_state import Event
 from bpsx.torch._gradients import Hook, Managed, version
 from bpsx.torch.bucket import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
@@ -230,7 +231,7 @@ class Exchange:
         """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
         if self._round is not None or self._asking is not None or self._startup.under_way:
             raise interrupted(managed)
-        if managed.pushed is not None or managed.deferred:
+        if not managed.allows(Event.ADD):
             raise too_often(managed, self._passes, self.owner.what)
         if self.implicit:
             check_not_added(managed)
@@ -240,10 +241,12 @@ class Exchange:
                 self.trainer.is_here()
             self._follow_job()
         self.synchronized = self.implicit = False
+        managed.add()
         managed.passes_left -= 1
         if managed.passes_left == 0:
-            managed.deferred = managed.kind is None and not self._as_dense and managed.is_sparse()
-            if not managed.deferred:
+            if managed.kind is None and not self._as_dense and managed.is_sparse():
+                managed.defer()
+            else:
                 self._push(managed)
         # From here to the wait, the other parameters' hooks need not look at the exchange.
         managed.quick = (
@@ -325,6 +328,7 @@ class Exchange:
         if self._round is None:
             self._startup.run()
             agreed = self._agree()
+            _settling.agree(self._managed)
             self._round = Round([*self._startup.take(), *agreed, *self._heed_late()])
         return self._round
 
@@ -350,7 +354,7 @@ class Exchange:
         if unsure:
             self._heed(now)
             now.failures += [
-                self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None
+                self._try(self._push, m) for m in unsure if m.wanted and m.allows(Event.START)
             ]
         with suppress(Exception):  # the wait raises it
             self._batch.submit()
@@ -367,7 +371,6 @@ class Exchange:
 
         Before the first wait that may block, the workers must agree on what is pushed.
         """
-        assert managed.pushed is not None
         if now.users is not None and not managed.pushed.done():
             self._heed(now)
         now.failures.append(self._try(receive, managed))
@@ -432,9 +435,10 @@ class Exchange:
         try:
             act(managed)
         except Exception as e:
-            if managed.pushed is not None and not managed.pushed.done():
-                raise
-            managed.pushed = None
+            if managed.is_pushed():
+                if not managed.pushed.done():
+                    raise
+                managed.drop()
             return e
         return None
 
@@ -470,13 +474,11 @@ class Exchange:
                     ),
                 )
             except Exception as e:
-                return self._unknown_yet(unknown, e)
+                return [e]
         unknown, told, handle = self._asking
         failure = ended(handle)
         self._asking = None
-        if failure is not None:
-            return self._unknown_yet(unknown, failure)
-        return self._decide(unknown, told)
+        return [failure] if failure is not None else self._decide(unknown, told)
 
     @staticmethod
     def _kinds(unknown: list[Managed]) -> torch.Tensor:
@@ -487,18 +489,13 @@ class Exchange:
         """
         told = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
         for i, m in enumerate(unknown):
-            if m.pushed is None and m.is_sparse():
+            pushed = m.is_pushed()
+            if not pushed and m.is_sparse():
                 assert m.parameter.grad is not None
                 told[1, i], told[2, i] = 1, m.parameter.grad.sparse_dim()
-            elif m.pushed is not None or m.parameter.grad is not None:
+            elif pushed or m.parameter.grad is not None:
                 told[0, i] = 1
         return told
-
-    @staticmethod
-    def _unknown_yet(unknown: list[Managed], failure: Exception) -> list[Exception]:
-        for m in unknown:  # push what is there: other workers may wait for it
-            m.deferred = False
-        return [failure]
 
     def _decide(self, unknown: list[Managed], told: torch.Tensor) -> list[Exception]:
         """Set each parameter's kind from the sum ``told`` over all workers.
@@ -507,7 +504,6 @@ class Exchange:
         """
         found: list[Exception] = []
         for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
-            m.deferred = False
             # All workers complete it as a dense gradient, and then all raise the error.
             if sparse and dense:
                 found.append(
@@ -546,7 +542,7 @@ class Exchange:
             if self._rate is not None and chosen is not None and chosen.ef == "corrected"
             else -1.0
         )
-        managed.pushed = push(gradient, managed.named, self._average, self._compression, rate)
+        managed.start(push(gradient, managed.named, self._average, self._compression, rate))
 
     @counted("gradient", f"{PREFIX}{{}}.sparse", several=True, argument="managed")
     def _push_sparse(self, managed: Managed) -> None:
@@ -565,14 +561,15 @@ class Exchange:
             given = gradient
         elif gradient is not None:  # SparseSum reports it to the other workers
             kind["kind"] = DENSE
-        managed.pushed = SparseSum(
-            given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
+        managed.start(
+            SparseSum(
+                given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
+            )
         )
 
     def _discard(self, managed: Managed) -> None:
-        assert managed.pushed is not None
         managed.pushed.wait()
-        managed.pushed = None
+        managed.drop()
 
     def _receive(self, managed: Managed) -> None:
         """Wait for a push and store the average in the parameter's ``grad``.
@@ -580,10 +577,9 @@ class Exchange:
         It does so even if ``grad`` was replaced in the meantime.
         """
         pushed = managed.pushed
-        assert pushed is not None
         if isinstance(pushed, SparseSum):
             total = pushed.wait()
-            managed.pushed = None
+            managed.receive()
             if pushed.dense:  # dense on all workers: push it again, dense from now on
                 managed.kind = Kind.DENSE
                 self._push(managed)
@@ -593,7 +589,7 @@ class Exchange:
             return
         gradient = pushed.gradient
         received = pushed.wait()
-        managed.pushed = None
+        managed.receive()
         if pushed.ctx is not None or not pushed.own or received.data_ptr() != gradient.data_ptr():
             with torch.no_grad():
                 gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))

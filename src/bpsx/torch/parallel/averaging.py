@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bpsx.plugin import adapter
+from bpsx.torch._gradient_state import Event
 from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
@@ -135,12 +136,13 @@ class Averaging(Exchange):
             return
         self._enter()
         self._due = True
-        if managed.pushed is not None:
+        if not managed.allows(Event.ADD):
             raise GradientOrderError(
                 f"backward added to the gradient of {managed.name!r} after it had been pushed,"
                 " within one backward pass. Parameters that are used inside and outside of"
                 " torch.utils.checkpoint need use_reentrant=False"
             )
+        managed.add()
         if torch._C._current_graph_task_id() == self._pass:
             self._push(managed)
         # A pass within the pass (reentrant checkpointing) may be followed by more additions, so the
@@ -208,7 +210,7 @@ class Averaging(Exchange):
         except Exception as e:
             now.failures.append(e)
         now.failures += [
-            self._try(begin, m) for m in now.ours if m.pushed is None and id(m) not in now.aside
+            self._try(begin, m) for m in now.ours if not m.is_pushed() and id(m) not in now.aside
         ]
         self._touched = set()
         now.pushed = True
@@ -219,7 +221,7 @@ class Averaging(Exchange):
         self._startup.run()
         now.failures += self._startup.take()
         for managed in now.ours:
-            if managed.pushed is not None:
+            if managed.is_pushed():
                 self._await(self._receive, managed, now)
         self._heed(now)
         for managed in now.ours:
