@@ -170,8 +170,8 @@ class Group:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
         if output.numel() != self.size * mine.numel():
             raise ConfigError(
-                f"all_gather: the output has {output.numel()} elements; expected {self.size} workers x"
-                f" {mine.numel()}"
+                f"all_gather: the output has {output.numel()} elements; expected {self.size}"
+                f" workers x {mine.numel()}"
             )
         stage, home = self._in_place(output, "all_gather", read=False)
         begun = self.all_gather(_equal_parts(stage, self.size), mine)
@@ -252,8 +252,8 @@ class Group:
         check_tensor(given, "reduce_scatter: the input")
         if given.numel() != self.size * output.numel() or given.dtype != output.dtype:
             raise ConfigError(
-                f"reduce_scatter: the input is {given.numel()} x {dtype_name(given)}; expected {self.size}"
-                f" workers x {output.numel()} {dtype_name(output)}"
+                f"reduce_scatter: the input is {given.numel()} x {dtype_name(given)}; expected"
+                f" {self.size} workers x {output.numel()} {dtype_name(output)}"
             )
         return self._keep_own(output, plain_copy(given).view(-1), self.rank * output.numel(), op)
 
