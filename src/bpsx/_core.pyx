@@ -384,6 +384,8 @@ cdef class Core:
 
     cdef _copy_on_gpu(self, Handle handle, uint64_t nbytes):
         stream = handle.streams()
+        if handle.task.gpu.stream != <uint64_t>stream:  # such as that of a kernel of ours
+            handle.gpu.wait(stream, <uintptr_t>handle.task.gpu.input_event)
         if handle.task.input != NULL and handle.task.input != handle.task.output and nbytes:
             handle.gpu.copy(
                 <uintptr_t>handle.task.output, <uintptr_t>handle.task.input, nbytes, stream
