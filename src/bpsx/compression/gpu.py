@@ -5,7 +5,7 @@ kernels/codecs.py describes the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -137,11 +137,7 @@ class Coder:
 
         No kernel of the partition may be under way.
         """
-        for host, here, length in zip(
-            (residual, momentum, state),
-            (self._residual, self._momentum, self._state),
-            self._lengths,
-        ):
+        for host, here, length in self._kept(residual, momentum, state):
             self._gpu.move(host, here, length)
 
     def store(self, residual: int, momentum: int, state: int) -> None:
@@ -149,12 +145,11 @@ class Coder:
 
         No kernel of the partition may be under way.
         """
-        for host, here, length in zip(
-            (residual, momentum, state),
-            (self._residual, self._momentum, self._state),
-            self._lengths,
-        ):
+        for host, here, length in self._kept(residual, momentum, state):
             self._gpu.move(here, host, length)
+
+    def _kept(self, *hosts: int) -> Iterable[tuple[int, int, int]]:
+        return zip(hosts, (self._residual, self._momentum, self._state), self._lengths)
 
 
 class MomentumOnGpu:

@@ -62,9 +62,7 @@ def sums(
     def of(part: slice) -> list[tf.Tensor]:
         return op_library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)
 
-    if tf.executing_eagerly():
-        return of(slice(None)) if tensors else []
-    return [total for i in range(len(tensors)) for total in of(slice(i, i + 1))]
+    return _begun(len(tensors), of)
 
 
 def copies(
@@ -82,9 +80,14 @@ def copies(
     def of(part: slice) -> list[tf.Tensor]:
         return op_library.broadcast(list(tensors[part]), known[part], root_rank)
 
+    return _begun(len(tensors), of)
+
+
+def _begun(count: int, of: Callable[[slice], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return the results of ``of``: of all tensors at once in eager code, else of each."""
     if tf.executing_eagerly():
-        return of(slice(None)) if tensors else []
-    return [copy for i in range(len(tensors)) for copy in of(slice(i, i + 1))]
+        return of(slice(None)) if count else []
+    return [result for i in range(count) for result in of(slice(i, i + 1))]
 
 
 def _compiled(
