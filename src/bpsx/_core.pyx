@@ -23,7 +23,9 @@ from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
     background, busy_ns, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
 )
-from bpsx.core.partition cimport ENDED, RELEASED, Lane, OnGpu, Partition, Server, Task, Tell
+from bpsx.core.partition cimport (
+    ENDED, RELEASED, EndCallback, Lane, OnGpu, Partition, Server, Task,
+)
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
@@ -31,7 +33,7 @@ from bpsx.core.send cimport send_ping
 from bpsx.core.state cimport Core as CCore, Pool
 from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
-from bpsx.core.stage cimport take_tells, tell
+from bpsx.core.stage cimport run_callbacks, take_callbacks
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_known
 from bpsx.system.sync cimport (
@@ -254,7 +256,8 @@ cdef class Core:
         )
         self.reap()
         handle.task.broadcast, handle.task.asynchronous = request.broadcast, request.asynchronous
-        handle.task.rate, handle.task.keeps = request.rate, request.keeps
+        handle.task.rate = request.rate
+        handle.task.is_codec_state = request.is_codec_state
         handle.take_memory(request, nbytes)
         if request.on is not None:
             self._put_handle_on(handle, request.on)
@@ -394,10 +397,10 @@ cdef class Core:
 
     def end(self, Handle handle not None, int status, str detail) -> None:
         """End a prepared handle that was never released."""
-        cdef Tell *tells
+        cdef EndCallback *callbacks
         handle.failure = detail
         lock(&self.c.monitor)
-        tells = take_tells(&handle.task, NULL)
+        callbacks = take_callbacks(&handle.task, NULL)
         move_task(&handle.task, ENDED)
         atomic_store(&handle.task.status, status)
         if self.c.role.waiters:
@@ -406,7 +409,7 @@ cdef class Core:
             self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
         with nogil:
-            tell(tells, status)
+            run_callbacks(callbacks, status)
 
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
         """End every push_pull of ``tensor``, present and future. The first failure wins."""

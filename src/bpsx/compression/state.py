@@ -103,7 +103,7 @@ def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
         tensor.name,
         source,
         (answer.ctypes.data, answer.nbytes),
-        keeps=True,
+        is_codec_state=True,
         owner=(saved, answer),
         result=answer,
     )

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core._tensor cimport Tensor
-from bpsx.core.partition cimport Task, Tell
+from bpsx.core.partition cimport EndCallback, Task
 from bpsx.core.state cimport Core as CCore
 
 
@@ -16,7 +16,7 @@ cdef class Request:             # see _handle.pyx
     cdef readonly uint32_t divisor
     cdef readonly int priority
     cdef readonly double rate
-    cdef readonly bint broadcast, asynchronous, will_wait, keeps
+    cdef readonly bint broadcast, asynchronous, will_wait, is_codec_state
 
 
 cdef class Item:                # see _handle.pyx
@@ -62,7 +62,7 @@ cdef class Handle:
     cdef bint has_ended(self)
     cdef bint has_succeeded(self)
     cdef rest(self)
-    cdef void tell_at_end(self, Tell *tell) noexcept
+    cdef void call_at_end(self, EndCallback *callback) noexcept
     cdef error(self)
     cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)

@@ -21,7 +21,7 @@ class Request:
         priority: int = 0,
         will_wait: bool = False,
         rate: float = -1.0,
-        keeps: bool = False,
+        is_codec_state: bool = False,
         owner: object = None,
         result: object = None,
         on: object = None,
@@ -43,7 +43,7 @@ class Request:
     @property
     def will_wait(self) -> bool: ...
     @property
-    def keeps(self) -> bool: ...
+    def is_codec_state(self) -> bool: ...
 
 class Item:
     #: The :class:`Handle`, once the push_pull has begun; the exception, if it could not begin;

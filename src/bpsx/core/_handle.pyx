@@ -34,19 +34,20 @@ cdef class Request:
     alive. With ``source`` None nothing is pushed, as by a broadcast's receivers. ``divisor``:
     divides the sum; in a broadcast it is the root's rank. ``asynchronous``: add to the servers'
     value and return that; in a broadcast, set it. ``will_wait``: the caller waits at once, so no
-    other thread needs to be woken. ``rate``: the learning rate, for compression. ``keeps``: return
-    the servers' part of the tensor's compression state, after setting it to ``source`` if that is
-    given. ``on``: see :class:`bpsx.local.devices.OnGpu`. ``result``: returned by the handle's wait.
+    other thread needs to be woken. ``rate``: the learning rate, for compression.
+    ``is_codec_state``: return the servers' part of the tensor's compression state, after setting it
+    to ``source`` if that is given. ``on``: see :class:`bpsx.local.devices.OnGpu`. ``result``:
+    returned by the handle's wait.
     """
 
     def __init__(
         self, str name, source, target, *, uint32_t divisor=1, bint broadcast=False,
         bint asynchronous=False, int priority=0, bint will_wait=False, double rate=-1.0,
-        bint keeps=False, owner=None, result=None, on=None
+        bint is_codec_state=False, owner=None, result=None, on=None
     ) -> None:
         self.name, self.source, self.target, self.divisor = name, source, target, divisor
         self.broadcast, self.asynchronous, self.priority = broadcast, asynchronous, priority
-        self.will_wait, self.rate, self.keeps = will_wait, rate, keeps
+        self.will_wait, self.rate, self.is_codec_state = will_wait, rate, is_codec_state
         self.owner, self.result, self.on = owner, result, on
 
 
@@ -227,12 +228,12 @@ cdef class Handle:
         core, self.core, self.tensor = self.core, None, None
         return core
 
-    cdef void tell_at_end(self, Tell *tell) noexcept:
-        """Have ``tell.run`` called once with the status: by the thread that ends the task, without
-        the GIL, or right here if the task has ended.
+    cdef void call_at_end(self, EndCallback *callback) noexcept:
+        """Have ``callback.run`` called once with the status: by the thread that ends the task,
+        without the GIL, or right here if the task has ended.
         """
         cdef int64_t status
-        tell.next = NULL
+        callback.next = NULL
         self.by_graph = self.core.asking.graphs = True
         if self.tensor is not None:
             self.tensor.by_graph = True
@@ -240,11 +241,11 @@ cdef class Handle:
             lock(&self.c.monitor)
             status = self.task.status
             if status == PENDING:
-                tell.next = self.task.tells
-                self.task.tells = tell
+                callback.next = self.task.callbacks
+                self.task.callbacks = callback
             unlock(&self.c.monitor)
             if status != PENDING:
-                tell.run(tell, status)
+                callback.run(callback, status)
 
     cdef error(self):
         """Return the exception for a status other than DONE."""

@@ -271,8 +271,8 @@ cdef class Tensor:
 
     @property
     def server_bytes(self) -> int:
-        """Bytes of the servers' compression state, which :meth:`Core.prepare` with ``keeps``
-        transfers.
+        """Bytes of the servers' compression state, which :meth:`Core.prepare` with
+        ``is_codec_state`` transfers.
         """
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 

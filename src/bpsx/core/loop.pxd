@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport ENDED, SUBMITTED, Partition, Task, Tell, Tensor
+from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
 from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
@@ -13,7 +13,8 @@ from bpsx.core.codec.state cimport grow_scratch
 from bpsx.core.state cimport Core, Pool
 from bpsx.core.codec.pool cimport pool_finish, pool_next, work_on
 from bpsx.core.stage cimport (
-    adopt, fail_tensor, finish, fail_core, pump_pool, start, take_tells, tell,
+    adopt, fail_tensor, finish, fail_core, pump_pool, run_callbacks, start,
+    take_callbacks,
 )
 from bpsx.core.status cimport E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.transitions cimport move_task
@@ -59,7 +60,7 @@ cdef inline void submit(
     """
     cdef int64_t now = now_ns()
     cdef Task *task = first
-    cdef Tell *tells = NULL
+    cdef EndCallback *callbacks = NULL
     last.next = NULL
     while task != NULL:
         task.submitted_ns = now
@@ -70,13 +71,13 @@ cdef inline void submit(
         last.next = c.ended.on_host
         c.ended.on_host = first
         while n:
-            tells = take_tells(first, tells)
+            callbacks = take_callbacks(first, callbacks)
             move_task(first, ENDED)
             atomic_store(&first.status, E_SHUTDOWN)
             first = first.next
             n -= 1
         unlock(&c.monitor)
-        tell(tells, E_SHUTDOWN)
+        run_callbacks(callbacks, E_SHUTDOWN)
         return
     if c.inbox.first == NULL:
         c.inbox.first = first

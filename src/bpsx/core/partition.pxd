@@ -3,7 +3,7 @@
 # Ownership: the submitting thread makes a Task and hands it over through the inbox; from then on
 # the driver owns it until `status` leaves PENDING. Tensor and Partition are filled before they are
 # handed over and then belong to the driver alone. The transport's threads also access
-# Lane.in_flight, Task.wire and Server, atomically.
+# Lane.in_flight, Task.bodies_in_flight and Server, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
@@ -121,7 +121,7 @@ cdef struct Partition:
     Tensor *tensor
     Packed *packed              # NULL: not compressed
     # The current task reads or sets the server's compression state, see Flag.STATE.
-    bint keeps
+    bint is_codec_state
     bint encodes                # the pool is to encode it; otherwise to decode it
     Coding coding
     OnGpu *gpu                  # NULL: the tensor has not been on a GPU
@@ -172,10 +172,10 @@ cdef struct Tensor:
 
 # Callback for the end of a task. The memory belongs to the caller, who may free or reuse it as soon
 # as `run` begins.
-cdef struct Tell:
+cdef struct EndCallback:
     # Called once by the thread that ends the task; must not block.
-    void (*run)(Tell *self, int64_t status) noexcept nogil
-    Tell *next
+    void (*run)(EndCallback *self, int64_t status) noexcept nogil
+    EndCallback *next
 
 # State of a task; core/transitions.pxd has the table.
 cdef enum TaskState:
@@ -220,17 +220,17 @@ cdef struct Task:
     TaskOnGpu gpu
     # Reads or sets the servers' state of a compressed tensor: input and output hold that state,
     # partition after partition.
-    bint keeps
+    bint is_codec_state
     int32_t priority
     double rate                 # learning rate, for compression that needs it
     TaskState state             # set by move_task
     uint32_t remaining          # partitions that have not completed
     int64_t status              # PENDING until the driver has finished the task; read atomically
-    int64_t wire                # bodies that the transport still holds
+    int64_t bodies_in_flight    # bodies that the transport still holds
     # first error of a partition; the task ends with it after its last partition
     Outcome error
     int64_t submitted_ns
-    Tell *tells                 # guarded by the core's monitor; NULL after the end
+    EndCallback *callbacks      # guarded by the core's monitor; NULL after the end
     # Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     void *handle
     Task *next

@@ -60,7 +60,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
             c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch
         )
         return 0
-    if p.keeps:
+    if p.is_codec_state:
         if h.length != server_state_bytes(p.packed):
             return -1
         memcpy(p.target, body, h.length)

@@ -34,7 +34,7 @@ from bpsx.transports.abi cimport Landing
 
 # Bytes on their way through the transport. The transport's done callback returns their credit, on
 # any thread.
-cdef struct Wire:
+cdef struct InFlight:
     Core *core
     Lane *lane
     # task whose input the transport reads; NULL for a batch, which is a copy
@@ -46,62 +46,63 @@ cdef struct Wire:
 
 cdef enum:
     MIB = 1 << 20
-    TELLING = 1 << 18           # fewer bytes in flight are too few to measure the pace
+    MEASURABLE = 1 << 18        # fewer bytes in flight are too few to measure the pace
 
 
-cdef inline void keep_pace(Wire *w) noexcept nogil:
+cdef inline void update_pace(InFlight *f) noexcept nogil:
     """Update the server's measured pace from bytes that have been written out.
 
     If two threads update it at once, one of the measurements may be lost.
     """
-    cdef int64_t known = atomic_load(&w.lane.server.pace), found
-    if w.ahead < TELLING:
+    cdef int64_t known = atomic_load(&f.lane.server.pace), found
+    if f.ahead < MEASURABLE:
         return
-    found = max((now_ns() - w.handed_ns) * MIB // w.ahead, 1)
-    atomic_store(&w.lane.server.pace, found if known == 0 else max(known + (found - known) // 4, 1))
+    found = max((now_ns() - f.handed_ns) * MIB // f.ahead, 1)
+    atomic_store(&f.lane.server.pace, found if known == 0 else max(known + (found - known) // 4, 1))
 
 
-cdef inline void give_back(Wire *w) noexcept nogil:
-    cdef Core *c = w.core
-    cdef Server *server = w.lane.server
-    keep_pace(w)
-    atomic_add(&w.lane.in_flight, -w.bytes)
-    atomic_add(&server.in_flight, -w.bytes)
-    if w.task != NULL:
-        atomic_add(&w.task.wire, -1)        # the last access: with 0 the task's owner may free it
-    if atomic_load(&w.lane.starved) or atomic_load(&server.starved):
-        atomic_store(&w.lane.starved, 0)
+cdef inline void return_credit(InFlight *f) noexcept nogil:
+    cdef Core *c = f.core
+    cdef Server *server = f.lane.server
+    update_pace(f)
+    atomic_add(&f.lane.in_flight, -f.bytes)
+    atomic_add(&server.in_flight, -f.bytes)
+    if f.task != NULL:
+        # the last access: with 0 the task's owner may free it
+        atomic_add(&f.task.bodies_in_flight, -1)
+    if atomic_load(&f.lane.starved) or atomic_load(&server.starved):
+        atomic_store(&f.lane.starved, 0)
         atomic_store(&server.starved, 0)
         c.endpoint.wake(c.endpoint.self)
-    free(w)
+    free(f)
 
 
 cdef inline void body_done(void *data, void *hint) noexcept nogil:
-    give_back(<Wire *>hint)
+    return_credit(<InFlight *>hint)
 
 
 cdef inline void batch_done(void *data, void *hint) noexcept nogil:
     free(data)
-    give_back(<Wire *>hint)
+    return_credit(<InFlight *>hint)
 
 
-cdef inline Wire *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) noexcept nogil:
-    cdef Wire *w = <Wire *>malloc(sizeof(Wire))
-    if w == NULL:
+cdef inline InFlight *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) noexcept nogil:
+    cdef InFlight *f = <InFlight *>malloc(sizeof(InFlight))
+    if f == NULL:
         return NULL
-    w.core = c
-    w.lane = lane
-    w.task = task
-    w.bytes = bytes
+    f.core = c
+    f.lane = lane
+    f.task = task
+    f.bytes = bytes
     atomic_add(&lane.in_flight, bytes)
     atomic_add(&lane.server.in_flight, bytes)
-    w.ahead = atomic_load(&lane.server.in_flight)
-    w.handed_ns = now_ns()
+    f.ahead = atomic_load(&lane.server.in_flight)
+    f.handed_ns = now_ns()
     if task != NULL:
-        atomic_add(&task.wire, 1)
+        atomic_add(&task.bodies_in_flight, 1)
     c.counters.sent += bytes
     c.counters.messages_out += 1
-    return w
+    return f
 
 
 cdef inline bint has_room(
@@ -151,17 +152,17 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
 cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
     """Whether the server has room within what a link of that pace takes in `ahead_ns`.
 
-    The bound is at least twice TELLING, so that the pace can be measured.
+    The bound is at least twice MEASURABLE, so that the pace can be measured.
     """
     cdef double bound
     if c.settings.credit == 0 or c.settings.ahead_ns == 0 or pace == 0:
         return True
-    bound = max(<double>c.settings.ahead_ns / pace * MIB, 2.0 * TELLING)
+    bound = max(<double>c.settings.ahead_ns / pace * MIB, 2.0 * MEASURABLE)
     return has_room(&server.in_flight, <int64_t>min(bound, 1e18), bytes, &server.starved)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
-    if p.keeps:
+    if p.is_codec_state:
         return server_state_bytes(p.packed) if p.source != NULL else 0
     if p.packed != NULL:
         return p.packed.size
@@ -169,7 +170,7 @@ cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
 
 
 cdef inline char *push_body(Partition *p) noexcept nogil:
-    return <char *>wire_of(p) if p.packed != NULL and not p.keeps else p.source
+    return <char *>wire_of(p) if p.packed != NULL and not p.is_codec_state else p.source
 
 
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:
@@ -208,7 +209,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     header_init(&h, PUSH_RECORD, c.settings.job, c.settings.rank)
     h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (
         ASYNC if task.asynchronous else 0
-    ) | (STATE if p.keeps else PACKED if p.packed != NULL else 0)
+    ) | (STATE if p.is_codec_state else PACKED if p.packed != NULL else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
@@ -241,7 +242,7 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
     """
     cdef Task *task = p.tensor.current
     cdef bint packed = p.packed != NULL
-    if c.endpoint.lend == NULL or p.keeps or p.target == NULL:
+    if c.endpoint.lend == NULL or p.is_codec_state or p.target == NULL:
         return False
     if not packed and task.output != NULL and p.target == task.output + p.offset:
         return False
@@ -258,12 +259,12 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
     # A stand-in's memory belongs to the machine, and the task is freed when its round ends.
-    cdef Wire *w = take_credit(
+    cdef InFlight *f = take_credit(
         c, lane, task if task.handle != NULL else NULL, push_bytes(p)
     ) if head != NULL else NULL
     cdef Landing landing
     cdef int rc
-    if w == NULL:
+    if f == NULL:
         free(head)
         fail_core(c, E_MEMORY)
         return
@@ -271,7 +272,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
         c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p),
-        body_done, w, &landing if lend_to(c, p, &landing) else NULL
+        body_done, f, &landing if lend_to(c, p, &landing) else NULL
     )
     free(head)
     if rc != 0:
@@ -287,7 +288,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     cdef Partition *picked[BATCH_RECORDS]
     cdef Partition *p
     cdef uint32_t n = 0, i
-    cdef Wire *w
+    cdef InFlight *f
     if frame == NULL:
         heap_pop(&lane.queue)
         fail_core(c, E_MEMORY)
@@ -301,14 +302,14 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
             picked[n] = p
             n += 1
         heap_pop(&lane.queue)
-    w = take_credit(c, lane, NULL, at - frame) if n else NULL
-    if w == NULL:
+    f = take_credit(c, lane, NULL, at - frame) if n else NULL
+    if f == NULL:
         free(frame)
         if n:
             fail_core(c, E_MEMORY)
         return
     if c.endpoint.send(
-        c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL, NULL
+        c.endpoint.self, peer, frame, at - frame, batch_done, f, NULL, 0, NULL, NULL, NULL
     ) != 0:
         atomic_store(&c.mute, peer + 1)
         return

@@ -1,8 +1,8 @@
 # State machine of partitions and of the tasks that they belong to: `enter` begins a stage, and
 # `enter_on_gpu` does so for stages of GPUs and of the machine's other processes.
 #
-# Only the driver calls these functions, except `take_tells` and `tell`, which whoever ends a task
-# calls. The stages' codes are in partition.pxd.
+# Only the driver calls these functions, except `take_callbacks` and `run_callbacks`, which
+# whoever ends a task calls. The stages' codes are in partition.pxd.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
@@ -13,7 +13,7 @@ from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
     COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, PCIE_REDUCE, PUSH, RECORDED, REDUCE, RUNNING, WAITING,
-    Heap, Partition, Task, Tasks, Tell, Tensor,
+    EndCallback, Heap, Partition, Task, Tasks, Tensor,
 )
 from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.state cimport USER_STREAMS, Core, Pool
@@ -146,7 +146,7 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
-    if watched(c.watch) and not p.keeps:
+    if watched(c.watch) and not p.is_codec_state:
         record_stage(c, p)
     p.stage_index += 1
     enter(c, p)
@@ -167,7 +167,7 @@ cdef inline void fail_partition(
     if (
         p.local != NULL
         and p.local.shares != NULL
-        and not p.keeps
+        and not p.is_codec_state
         and post_results(c.machine, p, status, a, b) != 0
     ):
         fail_core(c, E_MEMORY)
@@ -178,7 +178,7 @@ cdef inline void end_partition(Core *c, Partition *p) noexcept nogil:
     cdef Tensor *tensor = p.tensor
     cdef Task *task = tensor.current
     move_partition(p, END)
-    if not p.keeps:
+    if not p.is_codec_state:
         p.round += 1
     if p.on_gpu and p.gpu.place != NULL:
         give_place(&c.gpu.places, p.gpu.place)
@@ -209,11 +209,11 @@ cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
     c.ended.last_on_gpu = task
 
 
-cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
+cdef inline EndCallback *take_callbacks(Task *task, EndCallback *others) noexcept nogil:
     """Detach a task's callbacks; return them in front of `others`. The caller holds the monitor."""
-    cdef Tell *first = task.tells
-    cdef Tell *last = first
-    task.tells = NULL
+    cdef EndCallback *first = task.callbacks
+    cdef EndCallback *last = first
+    task.callbacks = NULL
     if first == NULL:
         return others
     while last.next != NULL:
@@ -222,9 +222,9 @@ cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
     return first
 
 
-cdef inline void tell(Tell *one, int64_t status) noexcept nogil:
+cdef inline void run_callbacks(EndCallback *one, int64_t status) noexcept nogil:
     """Run callbacks. Without the monitor, because they may submit tasks."""
-    cdef Tell *following
+    cdef EndCallback *following
     while one != NULL:
         following = one.next
         one.run(one, status)
@@ -239,8 +239,8 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     cdef uint32_t i
     # Read now: the waiter may free the task as soon as its status is published.
     cdef bint stands_in = task.handle == NULL
-    cdef Tell *tells
-    if task.tensor.trace.recorded and not task.keeps:
+    cdef EndCallback *callbacks
+    if task.tensor.trace.recorded and not task.is_codec_state:
         record_end(c, task, status)
     if (
         task.gpu.end_event != NULL
@@ -253,7 +253,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         c.gpu.ends += 1
         task.gpu.end_number = c.gpu.ends
         task.gpu.end_state = RECORDED
-    if status == DONE and not task.keeps:
+    if status == DONE and not task.is_codec_state:
         c.counters.tasks += 1
         for i in range(task.tensor.n_parts if c.settings.telemetry else 0):
             c.counters.bytes += task.tensor.parts[i].length
@@ -263,7 +263,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         c.busy.total += now_ns() - c.busy.since
     if not stands_in:
         keep_for_reaping(c, task)
-    tells = take_tells(task, NULL)
+    callbacks = take_callbacks(task, NULL)
     move_task(task, ENDED)
     atomic_store(&task.status, status)
     if c.role.waiters:
@@ -271,7 +271,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     unlock(&c.monitor)
     if stands_in:
         free(task)
-    tell(tells, status)
+    run_callbacks(callbacks, status)
 
 
 cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
@@ -308,7 +308,7 @@ cdef inline bint find_missing_process(Group *m, uint32_t *who, bint under_way) n
     return False
 
 
-cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
+cdef inline void begin_state_transfer(Tensor *tensor, Task *task) noexcept nogil:
     """Begin a task that reads or sets the servers' compression state.
 
     Each partition sends its part of the task's memory as it is, and completes with the reply.
@@ -334,7 +334,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     task.next = NULL
     if (
         tensor.outcome.status == DONE
-        and not task.keeps
+        and not task.is_codec_state
         and find_missing_process(c.machine, &task.error.a, False)
     ):
         finish(c, task, E_LEFT)
@@ -356,7 +356,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     tensor.current = task
     tensor.started_ns = task.submitted_ns
     tensor.stages = &tensor.on_gpu[0] if task.on_gpu else &tensor.on_host[0]
-    tensor.waits_for_others = not task.keeps and (task.broadcast or not task.asynchronous)
+    tensor.waits_for_others = not task.is_codec_state and (task.broadcast or not task.asynchronous)
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage_index = 0
@@ -369,7 +369,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         tensor.parts[i].divisor = (
             task.divisor // c.settings.processes if task.broadcast else task.divisor
         )
-        tensor.parts[i].keeps = task.keeps
+        tensor.parts[i].is_codec_state = task.is_codec_state
         tensor.parts[i].on_gpu = task.on_gpu
     if task.on_gpu and c.gpu.watches and task.gpu.input_event != NULL:
         watch_for(c, task)
@@ -382,8 +382,8 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i, n = tensor.n_parts
     move_task(task, RUNNING)
-    if task.keeps:
-        begin_keeping(tensor, task)
+    if task.is_codec_state:
+        begin_state_transfer(tensor, task)
     elif watched(c.watch):
         record_start(c, tensor)
     if task.on_gpu:

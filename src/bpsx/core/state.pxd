@@ -56,8 +56,8 @@ cdef struct Gpu:
     Heap gathers                # results
     Heap reductions             # shares
     uint32_t group              # largest number of collectives in one group
-    Post *orders                # array with room for that many
-    uint32_t n_orders           # on processes other than the root: orders of an incomplete group
+    Post *launches              # array with room for that many
+    uint32_t n_launches         # on processes other than the root: those of an incomplete group
     Awaited awaited[N_STREAMS]
     uint64_t followed           # TaskOnGpu.input_number that NCCL's stream waits for last
     uint64_t ends               # number of tasks that have succeeded

@@ -4,7 +4,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from bpsx.plugin.adapter cimport Handle, Tell
+from bpsx.plugin.adapter cimport EndCallback, Handle
 from bpsx.system.sync cimport (
     atomic_load, atomic_store, lock, monitor_init, notify_all, now_ns, unlock, wait_until,
 )
@@ -51,7 +51,7 @@ cdef void submit(Call *call) noexcept nogil:
     """Start a call; any thread may do so. ``settle`` then runs on this thread or another."""
     cdef uint32_t i
     for i in range(call.n):
-        call.parts[i].tell.run = told
+        call.parts[i].at_end.run = part_ended
     if call.n == 0:             # an empty call: a plugin tests on loading whether calls work
         call.caller.settle(call)
         return
@@ -201,7 +201,7 @@ cdef void begin(Call *call) noexcept:
             Py_INCREF(handle)
             call.parts[i].handle = <void *>handle
             begun += 1
-            handle.tell_at_end(&call.parts[i].tell)
+            handle.call_at_end(&call.parts[i].at_end)
     except BaseException as e:
         fail(call, e)
         mark_failed(&calls, call, TOLD)
@@ -255,9 +255,9 @@ cdef stage(Part *part):
     return array
 
 
-cdef void told(Tell *tell, int64_t status) noexcept nogil:
+cdef void part_ended(EndCallback *at_end, int64_t status) noexcept nogil:
     """Handle the end of a part; the core calls this."""
-    cdef Part *part = <Part *>tell
+    cdef Part *part = <Part *>at_end
     if status < 0:
         mark_failed(&calls, part.call, part - part.call.parts + 1)
     over(part.call)

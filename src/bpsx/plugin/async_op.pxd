@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 
-from bpsx.plugin.adapter cimport Tell
+from bpsx.plugin.adapter cimport EndCallback
 from bpsx.system.sync cimport Monitor, atomic_add, lock, notify_all, unlock, wait
 
 cdef enum:
@@ -19,7 +19,7 @@ cdef enum Why:                  # Abseil's status codes, which TensorFlow and XL
     INTERNAL = 13
 
 cdef struct Part:
-    Tell tell                   # First field: the callback gets its address from the core.
+    EndCallback at_end          # First field: the callback gets its address from the core.
     Call *call
     # Memory that is pushed; the result goes to ``target``, which may be the same memory.
     char *source

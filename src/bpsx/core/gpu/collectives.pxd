@@ -2,8 +2,8 @@
 # the driver calls these functions; see docs/internals/gpus.md.
 #
 # NCCL needs the same order of collectives everywhere, or GPUs wait for each other for ever. The
-# root decides it and sends each ORDER to all processes, in the same sequence. A process that reads
-# an ORDER queues exactly that collective, whatever has become of its tensor. Without the tensor it
+# root decides it and sends each LAUNCH to all processes, in the same sequence. A process that reads
+# a LAUNCH queues exactly that collective, whatever has become of its tensor. Without the tensor it
 # sends zeros and discards what it receives.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
@@ -12,7 +12,7 @@ from bpsx.core.gpu.device cimport (
     ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device,
     item_bytes,
 )
-from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
+from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_slice, under_way
 from bpsx.core.local.neighbour cimport PART_BITS, Group
 from bpsx.core.local.group cimport agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport (
@@ -21,7 +21,7 @@ from bpsx.core.partition cimport (
 )
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport (
-    GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post,
+    GATHERS, IS_BROADCAST, IS_COPIED, IS_LAUNCH, MORE, ON_GPU, STANDS_IN, Post,
 )
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.stage cimport advance, enter, fail_partition, fail_core
@@ -31,7 +31,7 @@ from bpsx.system.sync cimport atomic_load
 
 cdef enum:
     NOBODY = 0xFFFFFFFE         # no rank of this machine: the data's owner is elsewhere, or none is
-    SMALL_PART = 1 << 16        # bytes: smaller parts are not worth a copy each
+    SMALL_SLICE = 1 << 16       # bytes: smaller slices are not worth a copy each
 
 
 # ---- on the root: the next collectives
@@ -70,7 +70,7 @@ cdef inline uint32_t choose_owner(Group *m, Partition *p) noexcept nogil:
         return m.root % m.gpus.group_size
     if m.gpus.n_roots:
         return m.gpus.roots[((p.key >> PART_BITS) + p.key) % m.gpus.n_roots] % m.gpus.group_size
-    if p.gpu.span < <uint64_t>SMALL_PART * m.gpus.group_size:
+    if p.gpu.span < <uint64_t>SMALL_SLICE * m.gpus.group_size:
         return m.root % m.gpus.group_size
     return EVERYBODY
 
@@ -88,40 +88,40 @@ cdef inline uint32_t reduction_of(Group *m, Partition *p) noexcept nogil:
     return SUM
 
 
-cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noexcept nogil:
-    """Fill in the ORDER for a partition."""
+cdef inline void fill_launch(Core *c, Partition *p, bint gathers, Post *launch) noexcept nogil:
+    """Fill in the LAUNCH for a partition."""
     cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
-    memset(order, 0, sizeof(Post))
-    order.key = p.key
-    order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (
+    memset(launch, 0, sizeof(Post))
+    launch.key = p.key
+    launch.flags = IS_LAUNCH | ON_GPU | (GATHERS if gathers else 0) | (
         IS_BROADCAST if task.broadcast else 0
     )
-    order.nbytes = p.gpu.span
-    order.dtype = p.tensor.dtype
-    order.round = p.round
-    order.group_owner = p.gpu.owner
-    order.owner = NOBODY
+    launch.nbytes = p.gpu.span
+    launch.dtype = p.tensor.dtype
+    launch.round = p.round
+    launch.group_owner = p.gpu.owner
+    launch.owner = NOBODY
     if task.broadcast and task.divisor - m.first_rank < m.size:
-        order.owner = task.divisor - m.first_rank
-    order.reduction = p.gpu.reduction
+        launch.owner = task.divisor - m.first_rank
+    launch.reduction = p.gpu.reduction
     if p.gpu.place != NULL:
-        order.offset = p.gpu.place.offset
-        order.slab = p.gpu.place.slab
-        order.slab_bytes = p.gpu.place.slab_bytes
+        launch.offset = p.gpu.place.offset
+        launch.slab = p.gpu.place.slab
+        launch.slab_bytes = p.gpu.place.slab_bytes
 
 
-cdef inline void tell_all(
-    Group *m, Partition *p, const Post *order, bint more, int *failed
+cdef inline void post_launch(
+    Group *m, Partition *p, const Post *launch, bint more, int *failed
 ) noexcept nogil:
     cdef Post post
     cdef uint32_t i
     for i in range(m.size):
         if i == m.me:
             continue
-        post = order[0]
+        post = launch[0]
         post.round = p.local.shares[i].round
-        if not p.local.shares[i].takes_part:
+        if not p.local.shares[i].participates:
             post.flags |= STANDS_IN
         if more:
             post.flags |= MORE
@@ -165,7 +165,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
             fail_core(c, E_MEMORY)
 
 
-cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
+cdef inline bint plan_copies(Core *c, Partition *p) noexcept nogil:
     """Decide which process adds and copies what. False if none can, which ends the round."""
     cdef Group *m = c.machine
     cdef Task *task = p.tensor.current
@@ -184,8 +184,8 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
         p.source = NULL
     p.gpu.others = 0
     for i in range(m.size):
-        p.local.shares[i].takes_part = p.local.shares[i].flags != 0
-        p.gpu.others += p.local.shares[i].takes_part
+        p.local.shares[i].participates = p.local.shares[i].flags != 0
+        p.gpu.others += p.local.shares[i].participates
         # No more posts about this round will come, but those of the next one may.
         if m.alone:
             p.local.shares[i].flags = 0
@@ -199,12 +199,12 @@ cdef inline Partition *next_due(Core *c) noexcept nogil:
     cdef Partition *p
     while c.gpu.gathers.size or c.gpu.reductions.size:
         p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
-        if under_way(c, p) and (p.stage == BROADCAST or plan_parts(c, p)):
+        if under_way(c, p) and (p.stage == BROADCAST or plan_copies(c, p)):
             return p
     return NULL
 
 
-cdef inline int order_next(Core *c) noexcept nogil:
+cdef inline int launch_next_group(Core *c) noexcept nogil:
     """Order and queue the next group of due collectives, results first.
 
     Returns the number of partitions.
@@ -216,19 +216,19 @@ cdef inline int order_next(Core *c) noexcept nogil:
     cdef int failed = 0
     p = next_due(c)
     while p != NULL:
-        describe(c, p, p.stage == BROADCAST, &c.gpu.orders[n])
+        fill_launch(c, p, p.stage == BROADCAST, &c.gpu.launches[n])
         n += 1
         following = next_due(c) if n < c.gpu.group else NULL
-        tell_all(m, p, &c.gpu.orders[n - 1], following != NULL, &failed)
+        post_launch(m, p, &c.gpu.launches[n - 1], following != NULL, &failed)
         p = following
     if failed:
         fail_core(c, E_MEMORY)
     elif n:
-        carry_out(c, n)
+        queue_group(c, n)
     return n
 
 
-cdef inline int pump_orders(Core *c) noexcept nogil:
+cdef inline int pump_launches(Core *c) noexcept nogil:
     """Order due collectives (root). Returns the number of partitions that advanced."""
     cdef Partition *p
     cdef int n = 0
@@ -239,28 +239,28 @@ cdef inline int pump_orders(Core *c) noexcept nogil:
             check_shares(c, p)
     if atomic_load(&c.gpu.device.ready):
         while (c.gpu.gathers.size or c.gpu.reductions.size) and not c.failed:
-            n += order_next(c)
+            n += launch_next_group(c)
     return n
 
 
 # ---- on all processes: ordered collectives
 
-cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """Whether the round that an ORDER names is under way in this process."""
+cdef inline bint means_this(Core *c, Partition *p, const Post *launch) noexcept nogil:
+    """Whether the round that a LAUNCH names is under way in this process."""
     cdef int wanted
     if (
         p == NULL
-        or order.flags & STANDS_IN
+        or launch.flags & STANDS_IN
         or not under_way(c, p)
         or not p.on_gpu
-        or p.round != order.round
-        or p.gpu.span != order.nbytes
+        or p.round != launch.round
+        or p.gpu.span != launch.nbytes
     ):
         return False
     if c.machine.me == c.machine.root:
-        wanted = BROADCAST if order.flags & GATHERS else REDUCE
+        wanted = BROADCAST if launch.flags & GATHERS else REDUCE
     else:
-        wanted = COORDINATE_BROADCAST if order.flags & GATHERS else COORDINATE_REDUCE
+        wanted = COORDINATE_BROADCAST if launch.flags & GATHERS else COORDINATE_REDUCE
     return p.stage == wanted
 
 
@@ -274,50 +274,57 @@ cdef inline int end_group(Device *d, int rc) noexcept nogil:
     return rc if rc != 0 else end
 
 
-cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
+cdef inline int queue_reduction(Core *c, const Post *launch, char *give, char *get) noexcept nogil:
     """Queue the collective that reduces shares. Returns 0, or an error."""
     cdef Group *m = c.machine
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
-    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
+    cdef uint64_t item = item_bytes(launch.dtype), n = launch.nbytes // item
     cdef uint64_t each = n // m.gpus.group_size, rest = n - each * m.gpus.group_size
     cdef int rc = 0
-    if m.alone and o.flags & IS_BROADCAST:
-        return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
-    if o.flags & IS_BROADCAST:
+    if m.alone and launch.flags & IS_BROADCAST:
+        return d.collect(
+            d.self, BROADCAST_FROM, give, get, launch.nbytes, 5, 0, launch.owner, stream
+        )
+    if launch.flags & IS_BROADCAST:
         return 0                                # the owner copies it down; nothing else is needed
     if m.alone:
-        return d.collect(d.self, ALL_REDUCE, give, get, n, o.dtype, o.reduction, 0, stream)
-    if o.group_owner != EVERYBODY:
         return d.collect(
-            d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream
+            d.self, ALL_REDUCE, give, get, n, launch.dtype, launch.reduction, 0, stream
+        )
+    if launch.group_owner != EVERYBODY:
+        return d.collect(
+            d.self, REDUCE_TO, give, get, n, launch.dtype, launch.reduction, launch.group_owner,
+            stream
         )
     rc = d.begin_group(d.self)
     if rc != 0:
         return rc
     rc = d.collect(
-        d.self, REDUCE_SCATTER, give, get + (m.me % m.gpus.group_size) * each * item, each, o.dtype,
-        o.reduction, 0, stream
+        d.self, REDUCE_SCATTER, give, get + (m.me % m.gpus.group_size) * each * item, each,
+        launch.dtype, launch.reduction, 0, stream
     )
     if rc == 0 and rest:
         rc = d.collect(
-            d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype,
-            o.reduction, m.gpus.group_size - 1, stream
+            d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest,
+            launch.dtype, launch.reduction, m.gpus.group_size - 1, stream
         )
     return end_group(d, rc)
 
 
-cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
+cdef inline int queue_gather(Core *c, const Post *launch, char *at) noexcept nogil:
     """Queue the collective that distributes the result's parts in place. Returns 0, or an error."""
     cdef Group *m = c.machine
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
-    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item
+    cdef uint64_t item = item_bytes(launch.dtype), n = launch.nbytes // item
     cdef uint64_t each = n // m.gpus.group_size, rest = n - each * m.gpus.group_size
     cdef uint64_t own = (m.me % m.gpus.group_size) * each * item
     cdef int rc
-    if o.group_owner != EVERYBODY:
-        return d.collect(d.self, BROADCAST_FROM, at, at, o.nbytes, 5, 0, o.group_owner, stream)
+    if launch.group_owner != EVERYBODY:
+        return d.collect(
+            d.self, BROADCAST_FROM, at, at, launch.nbytes, 5, 0, launch.group_owner, stream
+        )
     rc = d.begin_group(d.self)
     if rc != 0:
         return rc
@@ -330,20 +337,20 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
     return end_group(d, rc)
 
 
-cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
-    """Queue an ORDER's collective; without a partition use `zeros` and `waste`. 0, or an error."""
+cdef inline int queue_collective(Core *c, Partition *p, const Post *launch) noexcept nogil:
+    """Queue a LAUNCH's collective; without a partition use `zeros` and `waste`. 0, or an error."""
     cdef Device *d = c.gpu.device
     cdef Task *task = p.tensor.current if p != NULL else NULL
     cdef char *give = d.zeros
     cdef char *get = d.waste
     cdef int rc = 0
-    if order.nbytes == 0:
+    if launch.nbytes == 0:
         return 0
     if task != NULL and task.output != NULL:
         get = task.output + p.offset
         give = task.input + p.offset if task.input != NULL else get
-    elif order.nbytes > d.most:
-        rc = d.room(d, order.nbytes)
+    elif launch.nbytes > d.most:
+        rc = d.room(d, launch.nbytes)
         give = d.zeros
         get = d.waste
     if (
@@ -355,12 +362,12 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
     ):
         c.gpu.followed = task.gpu.input_number
         rc = d.wait(d.self, d.streams[BETWEEN], task.gpu.input_event)
-    if order.flags & GATHERS and rc == 0:
-        return gather_parts_of(c, order, get)
-    return reduce_parts(c, order, give, get) if rc == 0 else rc
+    if launch.flags & GATHERS and rc == 0:
+        return queue_gather(c, launch, get)
+    return queue_reduction(c, launch, give, get) if rc == 0 else rc
 
 
-cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept nogil:
+cdef inline int divide_sum(Core *c, Partition *p, const Post *launch) noexcept nogil:
     """Divide NCCL's sum of integers to get the average.
 
     Queued after the collective's group, since NCCL queues a group's work when the group ends.
@@ -370,19 +377,19 @@ cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept no
     cdef Task *task = p.tensor.current
     if (
         not c.machine.alone
-        or order.reduction != SUM
+        or launch.reduction != SUM
         or task.broadcast
         or task.divisor <= 1
-        or order.nbytes == 0
+        or launch.nbytes == 0
     ):
         return 0
     return d.divide(
-        d.self, task.output + p.offset, order.nbytes // item_bytes(order.dtype), order.dtype,
+        d.self, task.output + p.offset, launch.nbytes // item_bytes(launch.dtype), launch.dtype,
         task.divisor, d.streams[BETWEEN]
     )
 
 
-cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
+cdef inline void advance_after_launch(Core *c, Partition *p, const Post *launch) noexcept nogil:
     """Move a partition on after its collective has been queued."""
     cdef Group *m = c.machine
     cdef OnGpu *g = p.gpu
@@ -390,20 +397,20 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
     cdef int status
     if m.me != m.root:
         advance(c, p)                           # leave the COORDINATE_ stage
-    if not order.flags & GATHERS and not m.alone:
-        g.owner = order.group_owner
+    if not launch.flags & GATHERS and not m.alone:
+        g.owner = launch.group_owner
         g.data = task.output + p.offset if task.output != NULL else c.gpu.device.waste
-        own_part(m, g, g.span, item_bytes(order.dtype))
-        if order.flags & IS_BROADCAST:
+        own_slice(m, g, g.span, item_bytes(launch.dtype))
+        if launch.flags & IS_BROADCAST:
             g.begin = 0
-            g.length = g.span if order.owner == m.me else 0
+            g.length = g.span if launch.owner == m.me else 0
             g.data = task.input + p.offset
         if m.me != m.root:
-            status = reach(c, p, order)
+            status = map_place(c, p, launch)
             if status != 0:
                 fail_core(c, status)
                 return
-        if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
+        if m.me == m.root and (launch.owner != NOBODY or not launch.flags & IS_BROADCAST):
             p.source = g.host                   # there will be data, whichever process copies it
     # Without servers no work of the core's own follows the collective.
     if (not m.alone or p.tensor.trace.recorded) and mark(c, p, BETWEEN) != 0:
@@ -414,7 +421,7 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
         advance(c, p)
 
 
-cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
+cdef inline int map_place(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Make a place in the root's segment accessible to this process's copy engines.
 
     Returns 0; E_PROTOCOL if there can be no such place; E_DEVICE if pinning fails.
@@ -450,7 +457,7 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
     if not c.machine.alone:                     # more stages follow
         return 0
     for i in range(n):
-        task = ends_with(c, &c.gpu.orders[i])
+        task = ends_with(c, &c.gpu.launches[i])
         if task != NULL:
             over = task.gpu.end_event
     rc = (
@@ -459,75 +466,76 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
         else 0
     )
     for i in range(n if rc == 0 else 0):
-        task = ends_with(c, &c.gpu.orders[i])
+        task = ends_with(c, &c.gpu.launches[i])
         if task != NULL:
             task.gpu.end_event = over
             task.gpu.end_state = RECORDED
     return rc
 
 
-cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
-    """Return the task that ends with an ORDER's collective, if it is under way here.
+cdef inline Task *ends_with(Core *c, const Post *launch) noexcept nogil:
+    """Return the task that ends with a LAUNCH's collective, if it is under way here.
 
     A traced task completes only after its event has fired, so it is not returned.
     """
     cdef Task *task = (
-        partition_of(c.machine, order.key).tensor.current
-        if order.takes_part
+        partition_of(c.machine, launch.key).tensor.current
+        if launch.participates
         else NULL
     )
     return task if task != NULL and task.handle != NULL and not task.tensor.trace.recorded else NULL
 
 
-cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
+cdef inline void queue_group(Core *c, uint32_t n) noexcept nogil:
     """Queue the first n orders as one group, in their sequence."""
     cdef Device *d = c.gpu.device
+    cdef Post *launches = c.gpu.launches
     cdef Partition *p
     cdef uint32_t i
     cdef int rc = d.begin_group(d.self) if n > 1 else 0
     cdef bint grouped = n > 1 and rc == 0
     for i in range(n):
-        p = partition_of(c.machine, c.gpu.orders[i].key)
-        c.gpu.orders[i].takes_part = means_this(c, p, &c.gpu.orders[i])
+        p = partition_of(c.machine, launches[i].key)
+        launches[i].participates = means_this(c, p, &launches[i])
         if rc == 0:
-            rc = launch(c, p if c.gpu.orders[i].takes_part else NULL, &c.gpu.orders[i])
+            rc = queue_collective(c, p if launches[i].participates else NULL, &launches[i])
     if grouped:
         rc = end_group(d, rc)
     for i in range(n):
-        if rc == 0 and c.gpu.orders[i].takes_part:
-            rc = divide_sum(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+        if rc == 0 and launches[i].participates:
+            rc = divide_sum(c, partition_of(c.machine, launches[i].key), &launches[i])
     if rc == 0:
         rc = mark_group(c, n)
     if rc != 0:
         fail_core(c, E_DEVICE)
         return
     for i in range(n):
-        if c.gpu.orders[i].takes_part:
-            take_part(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+        if launches[i].participates:
+            advance_after_launch(c, partition_of(c.machine, launches[i].key), &launches[i])
 
 
 # ---- posts from other processes
 
-cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
-    """Handle an ORDER. Returns 0, or -1 if it is invalid."""
-    cdef uint32_t n = c.gpu.n_orders
+cdef inline int take_launch(Core *c, const Post *launch) noexcept nogil:
+    """Handle a LAUNCH. Returns 0, or -1 if it is invalid."""
+    cdef uint32_t n = c.gpu.n_launches
     if (
         c.gpu == NULL
-        or c.gpu.orders == NULL
+        or c.gpu.launches == NULL
         or n == c.gpu.group
         or not atomic_load(&c.gpu.device.ready)
     ):
         return -1
-    c.gpu.orders[n] = order[0]
-    c.gpu.n_orders += 1
-    if not order.flags & MORE:
-        c.gpu.n_orders = 0
+    c.gpu.launches[n] = launch[0]
+    c.gpu.n_launches += 1
+    if not launch.flags & MORE:
+        c.gpu.n_launches = 0
         if not c.failed:
-            carry_out(c, n + 1)
+            queue_group(c, n + 1)
     return 0
 
 
-cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
+cdef inline int count_copy(Core *c, const Post *post) noexcept nogil:
     """Handle COPIED or LOADED of another process (root). Returns 0, or -1 if it is invalid."""
     cdef Partition *p = partition_of(c.machine, post.key)
     if p == NULL or p.gpu == NULL:
@@ -561,7 +569,7 @@ cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcep
         return 0
     if stage == COORDINATE_REDUCE:
         return -1
-    status = reach(c, p, post)
+    status = map_place(c, p, post)
     if status == E_PROTOCOL:
         return -1
     if status != 0:

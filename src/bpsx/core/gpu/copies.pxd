@@ -68,7 +68,7 @@ cdef inline void land(Partition *p) noexcept nogil:
         p.source = p.gpu.host
 
 
-cdef inline void own_part(Group *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
+cdef inline void own_slice(Group *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
     """Set the bytes of a partition that this process's GPU reduces and copies, by `g.owner`."""
     cdef uint32_t me = m.me % m.gpus.group_size
     if g.owner == EVERYBODY:
@@ -103,7 +103,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
 cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
     """Continue after the GPU work of the partition's stage has completed."""
     cdef int stage = p.stage, rc = 0
-    cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
+    cdef bint posts = c.machine != NULL and c.machine.me != c.machine.root
     if p.gpu.doom.status:
         fail_partition(c, p, p.gpu.doom.status, p.gpu.doom.a, p.gpu.doom.b)
         return
@@ -114,9 +114,9 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
         return
     if stage == COPYD2H:
         land(p)
-        if tells:
+        if posts:
             rc = tell_root(c.machine, p, IS_COPIED, 0)
-    elif stage == COPYH2D and tells:
+    elif stage == COPYH2D and posts:
         rc = tell_root(c.machine, p, IS_LOADED, 0)
     if rc != 0:
         fail_core(c, E_MEMORY)
@@ -259,7 +259,7 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     if c.machine == NULL:
         g.length = p.length
     else:
-        own_part(c.machine, g, p.length, item_bytes(p.tensor.dtype))
+        own_slice(c.machine, g, p.length, item_bytes(p.tensor.dtype))
         if c.machine.me == c.machine.root:
             g.loaded = 0
             p.local.result_owner = c.machine.me
@@ -363,8 +363,8 @@ cdef inline bint prepare_gpu(Core *c, Device *d, uint32_t group) noexcept nogil:
     gpu.group = group
     gpu.watches = c.machine == NULL or not c.machine.alone
     gpu.entered = -1
-    gpu.orders = <Post *>calloc(group, sizeof(Post))
-    if gpu.orders == NULL:
+    gpu.launches = <Post *>calloc(group, sizeof(Post))
+    if gpu.launches == NULL:
         free(gpu)
         return False
     c.gpu = gpu                     # last: the driver may be at work, and looks at it
@@ -383,7 +383,7 @@ cdef inline void forget_gpu(Core *c) noexcept nogil:
     free(c.gpu.unchecked.items)
     free(c.gpu.gathers.items)
     free(c.gpu.reductions.items)
-    free(c.gpu.orders)
+    free(c.gpu.launches)
     pool_free(c.gpu.coders)
     free(c.gpu)
     c.gpu = NULL

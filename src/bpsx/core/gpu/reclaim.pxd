@@ -19,7 +19,7 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
     c.ended.on_host = NULL
     while task != NULL:
         following = task.next
-        if atomic_load(&task.wire):
+        if atomic_load(&task.bodies_in_flight):
             task.next = kept
             kept = task
         else:
@@ -40,7 +40,7 @@ cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
     cdef void *come = NULL
     cdef int token = c.gpu.device.enter(c.gpu.device.self)
     while (
-        task != NULL and not atomic_load(&task.wire)
+        task != NULL and not atomic_load(&task.bodies_in_flight)
         and (
             token < 0 or task.gpu.end_event == come
             or c.gpu.device.query(c.gpu.device.self, task.gpu.end_event) != 0

@@ -23,7 +23,7 @@ from bpsx.core.partition cimport (
     SUBMITTED, Partition, Task, Tensor,
 )
 from bpsx.core.local.ring cimport (
-    HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post,
+    HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_LAUNCH, IS_RESULT, IS_SHARE, ON_GPU, Post,
 )
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport (
@@ -33,7 +33,7 @@ from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.core.transitions cimport move_task
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
-from bpsx.core.gpu.collectives cimport pump_orders, take_gpu_result, take_order, take_word
+from bpsx.core.gpu.collectives cimport count_copy, pump_launches, take_gpu_result, take_launch
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 
 cdef enum:
@@ -422,15 +422,15 @@ cdef inline int take_posts(Core *c) noexcept nogil:
     cdef int n = 0, rc
     while next_post(c.machine, &post, &sender):
         n += 1
-        if post.flags & IS_ORDER:
+        if post.flags & IS_LAUNCH:
             rc = (
-                take_order(c, &post)
+                take_launch(c, &post)
                 if c.machine.me != c.machine.root and sender == c.machine.root
                 else -1
             )
         elif post.flags & (IS_COPIED | IS_LOADED):
             rc = (
-                take_word(c, &post)
+                count_copy(c, &post)
                 if c.machine.me == c.machine.root and post.owner == sender
                 else -1
             )
@@ -468,7 +468,7 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
             done += p.length
             work(c, p)
     if c.gpu != NULL and m.me == m.root:
-        n += pump_orders(c)
+        n += pump_launches(c)
     if atomic_load(&m.joined_news):
         consider_all(c)
         n += 1

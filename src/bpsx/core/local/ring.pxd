@@ -18,8 +18,8 @@ cdef enum PostFlag:
     IS_SHARE = 8                # to the root: the sender's share
     # For tensors on GPUs, see collectives.pxd:
     ON_GPU = 16                 # the share is on a GPU; `offset` is unused
-    IS_ORDER = 32               # from the root: queue this collective next
-    MORE = 64                   # ... the next ORDER belongs to its group
+    IS_LAUNCH = 32              # from the root: queue this collective next
+    MORE = 64                   # ... the next LAUNCH belongs to its group
     GATHERS = 128               # ... it distributes the result; otherwise it reduces shares
     STANDS_IN = 256             # ... the receiver takes part without a tensor
     IS_COPIED = 512             # to the root: the sender's part of the sum is on the host
@@ -43,7 +43,7 @@ cdef struct Post:
     # part of `owner`'s segment that contains `offset`; see pinned_pool.pxd
     uint64_t slab, slab_bytes
     uint32_t dtype, group_owner, reduction
-    bint takes_part             # set by the reader: the sender takes part in this round
+    bint participates           # set by the reader: the sender takes part in this round
 
 cdef struct Ring:
     int64_t taken               # posts read; written only by the reader

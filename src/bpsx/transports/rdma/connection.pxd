@@ -80,8 +80,8 @@ cdef struct Sent:               # a message that is posted
     bint written                # completed: the adapter no longer reads the memory here
     bint returned               # the peer has returned the token
     bint landed                 # took two work requests
-    uint32_t there, n_there     # units of the peer's inbox: first, number
-    uint32_t here, n_here       # units of the outbox: first, number
+    uint32_t inbox_unit, n_inbox_units      # units of the peer's inbox: first, number
+    uint32_t outbox_unit, n_outbox_units    # units of the outbox: first, number
     Outgoing what               # done callbacks to run on completion
 
 cdef struct Waiting:            # a message received before recv asked for it
@@ -118,7 +118,7 @@ cdef struct Outbound:           # sending
     uint64_t remote
     uint32_t rkey
     uint32_t remote_depth
-    Units there                 # allocation of the peer's inbox
+    Units inbox_units           # allocation of the peer's inbox
     uint32_t credits
     uint32_t send_room          # free entries of the send queue
     uint32_t most_inline        # bytes that a work request may carry inline
@@ -166,7 +166,7 @@ cdef struct EndpointState:
     # Registered memory from which messages are sent that are not in registered memory already:
     char *outbox
     uint32_t outbox_lkey
-    Units here                  # allocation of the outbox
+    Units outbox_units          # allocation of the outbox
     Registered memory
     int64_t copied              # bytes of bodies copied by this end
 
@@ -196,7 +196,7 @@ cdef inline void complete(Connection *c, uint32_t token) noexcept nogil:
     """Handle the completion of a write: the adapter no longer reads the memory here."""
     cdef Sent *sent = &c.outbound.sent[token]
     sent.written = True
-    give_units(&c.state.here, sent.here, sent.n_here)
+    give_units(&c.state.outbox_units, sent.outbox_unit, sent.n_outbox_units)
     tell_done(&sent.what)
     if sent.returned:
         end_token(c, token)
@@ -209,7 +209,7 @@ cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
         return False
     sent = &c.outbound.sent[token]
     sent.returned = True
-    give_units(&c.outbound.there, sent.there, sent.n_there)
+    give_units(&c.outbound.inbox_units, sent.inbox_unit, sent.n_inbox_units)
     if sent.written:
         end_token(c, token)
     return True
@@ -231,7 +231,7 @@ cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:
     """Free a unit of the outbox, from which the adapter has sent."""
     c.outbound.lent[unit] = 0
     c.outbound.n_lent -= 1
-    give_units(&c.state.here, unit, 1)
+    give_units(&c.state.outbox_units, unit, 1)
 
 
 cdef inline void wake_up(EndpointState *s) noexcept nogil:
@@ -252,7 +252,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     for token in range(TOKENS):
         if c.outbound.sent[token].used and not c.outbound.sent[token].written:
             complete(c, token)
-    for unit in range(c.state.here.n if c.outbound.n_lent else 0):
+    for unit in range(c.state.outbox_units.n if c.outbound.n_lent else 0):
         if c.outbound.lent[unit]:
             take_unit_back(c, unit)
     while c.outbound.first != NULL:

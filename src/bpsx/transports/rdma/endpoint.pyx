@@ -37,7 +37,7 @@ from bpsx.transports.rdma.connection cimport (
 from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.rdma.allocator cimport units_free, units_init
 from bpsx.transports.rdma.verbs cimport ibv_wc_status_str
-from bpsx.transports.rdma.send cimport keep, post_message
+from bpsx.transports.rdma.send cimport copy_for_queue, post_message
 
 from bpsx.errors import TransportError
 from bpsx.transports.sockets import listener
@@ -65,17 +65,17 @@ cdef enum:
 
 cdef void take_landing(EndpointState *s, Landing *out, const Landing *wanted) noexcept nogil:
     """Prepare a landing for the peer. `out.at` is 0 if the adapter cannot reach the memory."""
-    cdef Range *lies = NULL
+    cdef Range *registered = NULL
     out.at = 0
     if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
         return
     out[0] = wanted[0]
     if not wanted.remote:
-        lies = find_range(&s.memory, wanted.at, wanted.room)
-        if lies == NULL or lies.lent == NULL:
+        registered = find_range(&s.memory, wanted.at, wanted.room)
+        if registered == NULL or registered.lent == NULL:
             out.at = 0
         else:
-            out.key = lies.lent.rkey
+            out.key = registered.lent.rkey
 
 
 cdef int rdma_send(
@@ -101,7 +101,7 @@ cdef int rdma_send(
     if c != NULL and not c.dead:
         rc = post_message(s, c, &o) if c.outbound.first == NULL else 0
     if rc == 0:
-        kept = keep(&o)
+        kept = copy_for_queue(&o)
         if kept != NULL:
             if c.outbound.first == NULL:
                 c.outbound.first = kept
@@ -210,7 +210,7 @@ cdef class _Link:
             if self.c.fd >= 0:
                 close_descriptor(self.c.fd)
             free(self.c.outbound.lent)
-            units_free(&self.c.outbound.there)
+            units_free(&self.c.outbound.inbox_units)
             monitor_destroy(&self.c.tokens.monitor)
             free(self.c)
 
@@ -288,7 +288,9 @@ cdef class RdmaEndpoint(GatedEndpoint):
                 "memory that keeps its address are copied", port.name
             )
         self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
-        if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
+        if self.state.outbox_units.taken == NULL and not units_init(
+            &self.state.outbox_units, OUTBOX
+        ):
             raise MemoryError("no memory for the table of the outbox")
         if epoll_set(self.state.epoll, EPOLL_CTL_ADD, opened.channel.fd, EPOLLIN, &self.state) != 0:
             raise OSError("epoll: cannot watch the adapter's completions")
@@ -333,9 +335,9 @@ cdef class RdmaEndpoint(GatedEndpoint):
         """Run a lane's side of the handshake, on the gate's thread."""
         cdef _Link link
         try:
-            said = _hear(made, listener.PATIENCE)
+            offer = _hear(made, listener.PATIENCE)
             link = self._new_link(rank)
-            self._accept(link, said)
+            self._accept(link, offer)
             made.sendall(self._offer(link))
         except (OSError, MemoryError) as e:     # TransportError is an OSError
             log.warning("no RDMA connection with worker %d: %s", rank, e)
@@ -354,7 +356,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
             free(c)
             raise MemoryError("no memory for a connection")
         link.c, c.fd = c, -1
-        c.outbound.lent = <uint8_t *>calloc(self.state.here.n, 1)
+        c.outbound.lent = <uint8_t *>calloc(self.state.outbox_units.n, 1)
         if c.outbound.lent == NULL:
             raise MemoryError("no memory for a connection")
         c.state, c.peer, c.fd, c.qp, c.cq, c.tokens.mapped = (
@@ -376,11 +378,11 @@ cdef class RdmaEndpoint(GatedEndpoint):
             _MAGIC, <uint64_t>link.inbox.at, self.inbox, link.inbox.mr.rkey, self.depth
         ) + link.pair.describe()
 
-    cdef _accept(self, _Link link, bytes said):
+    cdef _accept(self, _Link link, bytes offer):
         cdef Connection *c = link.c
         cdef uint64_t nbytes
         cdef uint32_t i
-        magic, remote, nbytes, rkey, depth = _OFFER.unpack_from(said)
+        magic, remote, nbytes, rkey, depth = _OFFER.unpack_from(offer)
         c.outbound.remote, c.outbound.rkey, c.outbound.remote_depth = remote, rkey, depth
         if (
             magic != _MAGIC
@@ -391,10 +393,10 @@ cdef class RdmaEndpoint(GatedEndpoint):
             raise TransportError(
                 "the peer uses another protocol, or another version of it"
             )
-        if not units_init(&c.outbound.there, nbytes):
+        if not units_init(&c.outbound.inbox_units, nbytes):
             raise MemoryError("no memory for the table of an inbox")
         c.outbound.credits = c.outbound.remote_depth
-        link.pair.meet(said[_OFFER.size:])
+        link.pair.meet(offer[_OFFER.size:])
         for i in range(self.depth):
             if not expect_one(c, i):
                 raise TransportError(
@@ -490,17 +492,17 @@ cdef class RdmaEndpoint(GatedEndpoint):
         return True
 
     def __dealloc__(self):
-        units_free(&self.state.here)
+        units_free(&self.state.outbox_units)
         forget_registered(&self.state.memory, self.pid == getpid())
 
 
 def _hear(made, double seconds) -> bytes:
     """Receive the other end's offer. Raises OSError, also if it is late."""
-    said, end = b"", time.monotonic() + seconds
-    while len(said) < _OFFER.size + PAIR.size:
+    offer, end = b"", time.monotonic() + seconds
+    while len(offer) < _OFFER.size + PAIR.size:
         made.settimeout(max(0.001, end - time.monotonic()))
-        got = made.recv(_OFFER.size + PAIR.size - len(said))
+        got = made.recv(_OFFER.size + PAIR.size - len(offer))
         if not got:
             raise ConnectionError("the peer closed the connection: its own log says why")
-        said += got
-    return said
+        offer += got
+    return offer

@@ -14,7 +14,7 @@ from bpsx.transports.rdma.memory_region cimport add_range
 from bpsx.transports.rdma.verbs cimport (
     ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq,
 )
-from bpsx.transports.rdma.send cimport can_give_news, flush, give_news, has_news
+from bpsx.transports.rdma.send cimport can_send_returns, flush, has_returns, send_returns
 
 
 cdef inline void take_new(EndpointState *s) noexcept nogil:
@@ -80,7 +80,11 @@ cdef inline int from_one(EndpointState *s, Connection *c, Message *m) noexcept n
     cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
     if (
         not c.dead
-        and (got < 0 or flush(s, c) < 0 or (has_news(c, False) and give_news(s, c, False) < 0))
+        and (
+            got < 0
+            or flush(s, c) < 0
+            or (has_returns(c, False) and send_returns(s, c, False) < 0)
+        )
     ):
         lose(s, c)              # a received message stays valid as long as the endpoint
     return max(got, 0)
@@ -93,7 +97,7 @@ cdef inline bint is_busy(EndpointState *s, Connection *c) noexcept nogil:
     if (
         c.completions.at < c.completions.n
         or c.inbound.first_waiting != NULL
-        or (atomic_load(&c.tokens.n) and can_give_news(c))
+        or (atomic_load(&c.tokens.n) and can_send_returns(c))
     ):
         return True
     if not c.completions.armed:
@@ -110,7 +114,7 @@ cdef inline bint see_to(EndpointState *s, Connection *c) noexcept nogil:
 
     True: the connection has been lost, so others may use its room in the outbox.
     """
-    if c.dead or (flush(s, c) >= 0 and give_news(s, c, True) >= 0):
+    if c.dead or (flush(s, c) >= 0 and send_returns(s, c, True) >= 0):
         return False
     lose(s, c)
     return True

@@ -33,8 +33,8 @@ cdef enum:
 
 
 cdef inline bint is_lent(EndpointState *s, uint64_t at, uint64_t n) noexcept nogil:
-    cdef Range *lies = find_range(&s.memory, at, n)
-    return lies != NULL and lies.lent != NULL
+    cdef Range *registered = find_range(&s.memory, at, n)
+    return registered != NULL and registered.lent != NULL
 
 
 cdef inline bint makes_sense(

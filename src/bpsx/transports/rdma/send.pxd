@@ -47,32 +47,32 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
 
 
 cdef inline char *place_for(
-    EndpointState *s, Connection *c, uint32_t n, char *own, uint64_t *number
+    EndpointState *s, Connection *c, uint32_t n, char *inline_buffer, uint64_t *number
 ) noexcept nogil:
     """Return memory to build a message of ``n`` bytes in, and set *number to the request's id.
 
-    It is ``own`` if the adapter can send the message inline, else a unit of the outbox. NULL: the
-    outbox has no room.
+    It is ``inline_buffer`` if the adapter can send the message inline, else a unit of the outbox.
+    NULL: the outbox has no room.
     """
-    cdef int64_t here
+    cdef int64_t unit
     number[0] = NO_TOKEN
     if n <= c.outbound.most_inline:
-        return own
-    here = take_units(&s.here, 1)
-    if here < 0:
+        return inline_buffer
+    unit = take_units(&s.outbox_units, 1)
+    if unit < 0:
         return NULL
-    number[0] = FROM_UNIT | <uint64_t>here
-    c.outbound.lent[here] = 1
+    number[0] = FROM_UNIT | <uint64_t>unit
+    c.outbound.lent[unit] = 1
     c.outbound.n_lent += 1
-    return s.outbox + here * UNIT
+    return s.outbox + unit * UNIT
 
 
 cdef inline int send_out(
-    EndpointState *s, Connection *c, char *said, uint32_t n, uint64_t number
+    EndpointState *s, Connection *c, char *message, uint32_t n, uint64_t number
 ) noexcept nogil:
     """Post a send. Return 1, or -1 if the connection is broken."""
     cdef ibv_sge piece
-    piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
+    piece.addr, piece.length, piece.lkey = <uint64_t>message, n, s.outbox_lkey
     if post(c.qp, number, &piece, 1, IBV_SEND_INLINE if number == NO_TOKEN else 0, 0, 0, 0) != 0:
         return -1
     c.outbound.credits -= 1
@@ -81,43 +81,43 @@ cdef inline int send_out(
 
 
 cdef inline int post_small(EndpointState *s, Connection *c, Outgoing *o) noexcept nogil:
-    cdef char own[SMALL]
+    cdef char inline_buffer[SMALL]
     cdef uint32_t n = <uint32_t>(sizeof(Prefix) + o.head_size + o.body_size)
     cdef uint64_t number = 0
-    cdef char *said = place_for(s, c, n, own, &number)
-    if said == NULL:
+    cdef char *message = place_for(s, c, n, inline_buffer, &number)
+    if message == NULL:
         return 0
-    put_prefix(c, <Prefix *>said, o, WHOLE)
-    memcpy(said + sizeof(Prefix), o.head, o.head_size)
+    put_prefix(c, <Prefix *>message, o, WHOLE)
+    memcpy(message + sizeof(Prefix), o.head, o.head_size)
     if o.body_size:
-        memcpy(said + sizeof(Prefix) + o.head_size, o.body, o.body_size)
-    if send_out(s, c, said, n, number) < 0:
+        memcpy(message + sizeof(Prefix) + o.head_size, o.body, o.body_size)
+    if send_out(s, c, message, n, number) < 0:
         return -1
     tell_done(o)
     return 1
 
 
 cdef inline Sent *take_room(
-    EndpointState *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token
+    EndpointState *s, Connection *c, uint32_t n_inbox, uint32_t n_outbox, uint32_t *token
 ) noexcept nogil:
     """Reserve a token and units at both ends. NULL: there is no room."""
-    cdef int64_t there, here
+    cdef int64_t inbox, unit
     cdef Sent *sent
     if c.outbound.n_unused == 0:
         return NULL
-    there = take_units(&c.outbound.there, n_there) if n_there else 0
-    if there < 0:
+    inbox = take_units(&c.outbound.inbox_units, n_inbox) if n_inbox else 0
+    if inbox < 0:
         return NULL
-    here = take_units(&s.here, n_here)
-    if here < 0:
-        give_units(&c.outbound.there, <uint32_t>there, n_there)
+    unit = take_units(&s.outbox_units, n_outbox)
+    if unit < 0:
+        give_units(&c.outbound.inbox_units, <uint32_t>inbox, n_inbox)
         return NULL
     c.outbound.n_unused -= 1
     token[0] = c.outbound.unused[c.outbound.n_unused]
     sent = &c.outbound.sent[token[0]]
     memset(sent, 0, sizeof(Sent))
-    sent.used, sent.there, sent.n_there, sent.here, sent.n_here = (
-        True, <uint32_t>there, n_there, <uint32_t>here, n_here
+    sent.used, sent.inbox_unit, sent.n_inbox_units, sent.outbox_unit, sent.n_outbox_units = (
+        True, <uint32_t>inbox, n_inbox, <uint32_t>unit, n_outbox
     )
     return sent
 
@@ -130,8 +130,8 @@ cdef inline int write_out(
     Return 1, or -1 if the connection is broken; no callback has run then.
     """
     if post(
-        c.qp, token, pieces, n, 0, c.outbound.remote + <uint64_t>sent.there * UNIT, c.outbound.rkey,
-        sent.there
+        c.qp, token, pieces, n, 0, c.outbound.remote + <uint64_t>sent.inbox_unit * UNIT,
+        c.outbound.rkey, sent.inbox_unit
     ) != 0:
         return -1
     if what != NULL:
@@ -142,9 +142,9 @@ cdef inline int write_out(
 
 
 cdef inline int post_whole(
-    EndpointState *s, Connection *c, Outgoing *o, const Range *lies
+    EndpointState *s, Connection *c, Outgoing *o, const Range *registered
 ) noexcept nogil:
-    """Post a message in one write. `lies`: the registered range of its body, or NULL.
+    """Post a message in one write. `registered`: the registered range of its body, or NULL.
 
     Return 1 if it is posted, 0 if there is no room, -1 if the connection is broken.
     """
@@ -153,35 +153,35 @@ cdef inline int post_whole(
     cdef uint32_t token = 0
     cdef Sent *sent = take_room(
         s, c, units_for(begin + o.body_size),
-        units_for(begin + (0 if lies != NULL else o.body_size)), &token
+        units_for(begin + (0 if registered != NULL else o.body_size)), &token
     )
-    cdef char *here
+    cdef char *at
     cdef Prefix *p
     if sent == NULL:
         return 0
-    here = s.outbox + <uint64_t>sent.here * UNIT
-    p = <Prefix *>here
+    at = s.outbox + <uint64_t>sent.outbox_unit * UNIT
+    p = <Prefix *>at
     put_prefix(c, p, o, WHOLE)
     p.token, p.tight = (
-        token, c.outbound.there.used > c.outbound.there.n // 2
+        token, c.outbound.inbox_units.used > c.outbound.inbox_units.n // 2
         or c.outbound.n_unused < TOKENS // 2
     )
-    memcpy(here + sizeof(Prefix), o.head, o.head_size)
+    memcpy(at + sizeof(Prefix), o.head, o.head_size)
     pieces[0].addr, pieces[0].length, pieces[0].lkey = (
-        <uint64_t>here, <uint32_t>begin, s.outbox_lkey
+        <uint64_t>at, <uint32_t>begin, s.outbox_lkey
     )
-    if lies != NULL:
+    if registered != NULL:
         pieces[1].addr, pieces[1].length, pieces[1].lkey = (
-            <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
+            <uint64_t>o.body, <uint32_t>o.body_size, registered.lkey
         )
     elif o.body_size:
-        memcpy(here + begin, o.body, o.body_size)
+        memcpy(at + begin, o.body, o.body_size)
         s.copied += o.body_size
         pieces[0].length += <uint32_t>o.body_size
-    return write_out(c, sent, token, pieces, 2 if lies != NULL else 1, o)
+    return write_out(c, sent, token, pieces, 2 if registered != NULL else 1, o)
 
 
-cdef inline bint can_land(EndpointState *s, Outgoing *o, uint32_t here) noexcept nogil:
+cdef inline bint can_land(EndpointState *s, Outgoing *o, uint32_t n_outbox) noexcept nogil:
     """Whether the body can be written where its reader wants it.
 
     Its head is sent behind it and needs no room in the inbox.
@@ -191,12 +191,12 @@ cdef inline bint can_land(EndpointState *s, Outgoing *o, uint32_t here) noexcept
         and o.landing.at
         and 0 < o.body_size <= min(o.landing.room, s.most_written)
         and sizeof(Prefix) + o.head_size <= SMALL
-        and here <= s.here.n // 4
+        and n_outbox <= s.outbox_units.n // 4
     )
 
 
 cdef inline int post_landed(
-    EndpointState *s, Connection *c, Outgoing *o, const Range *lies
+    EndpointState *s, Connection *c, Outgoing *o, const Range *registered
 ) noexcept nogil:
     """Write the body where its reader wants it, and send the head. Return as post_whole()."""
     cdef uint32_t token = 0
@@ -205,11 +205,11 @@ cdef inline int post_landed(
     cdef Prefix *p
     if c.outbound.send_room <= RESERVED + 1:
         return 0
-    sent = take_room(s, c, 0, 1 if lies != NULL else 1 + units_for(o.body_size), &token)
+    sent = take_room(s, c, 0, 1 if registered != NULL else 1 + units_for(o.body_size), &token)
     if sent == NULL:
         return 0
     sent.returned = sent.landed = True          # the message uses no inbox units
-    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    p = <Prefix *>(s.outbox + <uint64_t>sent.outbox_unit * UNIT)
     put_prefix(c, p, o, LANDED)
     p.token, p.begin = NO_TOKEN, o.landing.at
     memcpy(p + 1, o.head, o.head_size)
@@ -217,11 +217,11 @@ cdef inline int post_landed(
         sizeof(Prefix) + o.head_size
     ), s.outbox_lkey
     body.addr, body.length, body.lkey = (
-        <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
-        if lies != NULL
+        <uint64_t>o.body, <uint32_t>o.body_size, registered.lkey
+        if registered != NULL
         else s.outbox_lkey
     )
-    if lies == NULL:
+    if registered == NULL:
         body.addr = <uint64_t>p + UNIT
         memcpy(<char *>body.addr, o.body, o.body_size)
         s.copied += o.body_size
@@ -251,8 +251,11 @@ cdef inline int post_piece(EndpointState *s, Connection *c, Outgoing *o) noexcep
     broken.
     """
     cdef uint32_t most = min(
-        min(longest_run(&c.outbound.there), longest_run(&s.here)),
-        min(min(c.outbound.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT))
+        min(longest_run(&c.outbound.inbox_units), longest_run(&s.outbox_units)),
+        min(
+            min(c.outbound.inbox_units.n, s.outbox_units.n) // 8,
+            <uint32_t>(s.most_written // UNIT)
+        )
     )
     cdef uint64_t left = o.head_size + o.body_size - o.sent
     cdef uint32_t token = 0
@@ -267,7 +270,7 @@ cdef inline int post_piece(EndpointState *s, Connection *c, Outgoing *o) noexcep
     )
     if sent == NULL:
         return 0
-    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    p = <Prefix *>(s.outbox + <uint64_t>sent.outbox_unit * UNIT)
     put_prefix(c, p, o, PIECE)
     p.token, p.begin, p.length = token, o.sent, <uint32_t>left
     copy_piece(<char *>(p + 1), o, left)
@@ -292,29 +295,29 @@ cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexc
     callbacks of a small message have run; those of others run on completion.
     """
     cdef int rc = 0
-    cdef uint32_t wanted, here
-    cdef const Range *lies
+    cdef uint32_t wanted, n_outbox
+    cdef const Range *registered
     if not has_room(c):
         return 0
     if o.sent == 0:
         if sizeof(Prefix) + o.head_size + o.body_size <= SMALL:
             return post_small(s, c, o)
-        lies = find_range(&s.memory, <uint64_t>o.body, o.body_size)
-        wanted = here = units_for(before_body(o.head_size) + o.body_size)
-        if lies != NULL:
-            here = units_for(before_body(o.head_size))
-        if can_land(s, o, here):
-            return post_landed(s, c, o, lies)
+        registered = find_range(&s.memory, <uint64_t>o.body, o.body_size)
+        wanted = n_outbox = units_for(before_body(o.head_size) + o.body_size)
+        if registered != NULL:
+            n_outbox = units_for(before_body(o.head_size))
+        if can_land(s, o, n_outbox):
+            return post_landed(s, c, o, registered)
         if (
-            wanted <= min(c.outbound.there.n // 4, <uint32_t>(s.most_written // UNIT))
-            and here <= s.here.n // 4
+            wanted <= min(c.outbound.inbox_units.n // 4, <uint32_t>(s.most_written // UNIT))
+            and n_outbox <= s.outbox_units.n // 4
         ):
-            rc = post_whole(s, c, o, lies)
+            rc = post_whole(s, c, o, registered)
             # Units that no reader holds become free soon, and then the message may fit.
             if (
                 rc
-                or c.outbound.there.used > c.outbound.there.n // 2
-                or longest_run(&c.outbound.there) >= wanted
+                or c.outbound.inbox_units.used > c.outbound.inbox_units.n // 2
+                or longest_run(&c.outbound.inbox_units) >= wanted
             ):
                 return rc
     while has_room(c):
@@ -324,7 +327,7 @@ cdef inline int post_message(EndpointState *s, Connection *c, Outgoing *o) noexc
     return 0
 
 
-cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
+cdef inline Outgoing *copy_for_queue(Outgoing *o) noexcept nogil:
     """Return a copy of a message for the queue. A head without a done callback is copied."""
     cdef Outgoing *kept = <Outgoing *>malloc(
         sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0)
@@ -352,7 +355,7 @@ cdef inline int flush(EndpointState *s, Connection *c) noexcept nogil:
     return 0
 
 
-cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
+cdef inline bint has_returns(Connection *c, bint all_of_it) noexcept nogil:
     cdef int64_t n = atomic_load(&c.tokens.n)
     return (
         c.inbound.consumed >= c.inbound.depth // 4
@@ -361,7 +364,7 @@ cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
     )
 
 
-cdef inline bint can_give_news(Connection *c) noexcept nogil:
+cdef inline bint can_send_returns(Connection *c) noexcept nogil:
     """Whether a RETURNS message may be sent.
 
     The last credit is reserved for messages that grant credits. Otherwise both ends could run out
@@ -373,20 +376,20 @@ cdef inline bint can_give_news(Connection *c) noexcept nogil:
     )
 
 
-cdef inline int give_news(EndpointState *s, Connection *c, bint all_of_it) noexcept nogil:
+cdef inline int send_returns(EndpointState *s, Connection *c, bint all_of_it) noexcept nogil:
     """Send RETURNS messages, with tokens and the number of receive requests posted.
 
     Only if much is to be returned or, with ``all_of_it``, if anything is. -1: the connection is
     broken.
     """
-    cdef Prefix own
+    cdef Prefix inline_buffer
     cdef uint64_t number = 0
-    cdef char *said
-    while has_news(c, all_of_it) and can_give_news(c):
-        said = place_for(s, c, sizeof(Prefix), <char *>&own, &number)
-        if said == NULL:
+    cdef char *message
+    while has_returns(c, all_of_it) and can_send_returns(c):
+        message = place_for(s, c, sizeof(Prefix), <char *>&inline_buffer, &number)
+        if message == NULL:
             return 0
-        put_prefix(c, <Prefix *>said, NULL, RETURNS)
-        if send_out(s, c, said, sizeof(Prefix), number) < 0:
+        put_prefix(c, <Prefix *>message, NULL, RETURNS)
+        if send_out(s, c, message, sizeof(Prefix), number) < 0:
             return -1
     return 0
