@@ -115,13 +115,17 @@ def test_a_worker_makes_only_the_transitions_of_the_tables(
     counted_core: Counted, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core.cores, "Core", counted_core.module.Core)
-    for _ in range(JOBS):
+    # Only on a GPU is an input awaited.
+    wanted = {row for row in table("task") if "AWAITS_INPUT" not in row}
+    jobs = 0
+    # Rare transitions depend on the moment at which the driver sees an event: more jobs, if needed.
+    while jobs < JOBS or (counted_core.seen("task") != wanted and jobs < 40 * JOBS):
         RandomJob(rng).run()
+        jobs += 1
     for machine in ("task", "partition"):
         assert not counted_core.seen(machine, listed=False)
     assert {("END", "PUSH"), ("PUSH", "PULL"), ("PULL", "END")} <= counted_core.seen("partition")
-    # Only on a GPU is an input awaited.
-    assert counted_core.seen("task") == {row for row in table("task") if "AWAITS_INPUT" not in row}
+    assert counted_core.seen("task") == wanted
 
 
 def test_an_answer_that_comes_twice_ends_a_partition_once(
