@@ -144,7 +144,7 @@ def begin(again: bool = False, **given: Any) -> None:
             raise spawned.explained(e, config.rank) from None
 
     with _lock:
-        _await_end("init")
+        _await_end("resume" if again else "init")
         if not initialised():
             _connect(enter)
 
