@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,27 +24,46 @@ WORKER = """
     input()
     for dtype in ("float16", "float64", "uint8", "int8", "int32", "int64", ml_dtypes.bfloat16):
         report(float(bpsx.push_pull(np.ones(3, dtype), np.dtype(dtype).name, average=False)[2]))
-    for name, own in (
-        ("onebit", {"scaling": True}),
-        ("randomk", {"k": 3}),
-        ("topk", {"k": 3}),
-        ("dithering", {"k": 2}),
-    ):
+    for name, own in {
+        "onebit": {"scaling": True},
+        "randomk": {"k": 3},
+        "topk": {"k": 3},
+        "dithering": {"k": 2},
+    }.items():
+        if name not in os.environ["COMPRESSORS"]:
+            continue
         bpsx.declare(name, compression={"compressor": name, "ef": "vanilla", **own})
         report(float(bpsx.push_pull(np.ones(3, "float64"), name, average=False)[2]))
     bpsx.shutdown()
 """
 
 
-def test_the_first_exchange_of_each_kind_works_without_free_descriptors(tmp_path: Path) -> None:
+class _SharedDescriptors(Job):
+    """A server on a Linux whose threads cannot have descriptors of their own."""
+
+    def command(self, name: str, words: list[str]) -> list[str]:
+        text = """
+            import runpy
+            from bpsx.system import descriptors
+            descriptors._unshare = lambda: False
+            runpy.run_module("bpsx.server", run_name="__main__", alter_sys=True)
+        """
+        return [sys.executable, "-c", textwrap.dedent(text)] if name == "server 0" else words
+
+
+@pytest.mark.parametrize(
+    ("kind", "compressors"),
+    [(Job, "onebit randomk topk dithering"), (_SharedDescriptors, "onebit")],
+    ids=["own", "shared"],
+)
+def test_the_first_exchange_of_each_kind_works_without_free_descriptors(
+    kind: type[Job], compressors: str, tmp_path: Path
+) -> None:
     # The server compiles all, workers take what is there: half a minute less of a core.
     known = {"BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"]}
-    with Job(
-        WORKER,
-        2,
-        1,
-        env={"BPSX_CACHE_DIR": str(tmp_path / "new"), "BYTEPS_MIN_COMPRESS_BYTES": "0"},
-        worker_env={0: known, 1: known},
+    new = {"BPSX_CACHE_DIR": str(tmp_path / "new"), "COMPRESSORS": compressors}
+    with kind(
+        WORKER, 2, 1, env={**new, "BYTEPS_MIN_COMPRESS_BYTES": "0"}, worker_env={0: known, 1: known}
     ) as job:
         for worker in job.workers:
             worker.wait_for_line("2.0")
@@ -58,4 +79,4 @@ def test_the_first_exchange_of_each_kind_works_without_free_descriptors(tmp_path
         )
         for worker in job.workers:
             worker.say("")
-        assert job.results(300) == [[2.0] * 12] * 2
+        assert job.results(300) == [[2.0] * (8 + len(compressors.split()))] * 2

@@ -5,6 +5,7 @@ One warning says what happened.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -12,18 +13,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import pytest
 
+from bpsx.kernels.cache import Function
+
 CODE = """
-import ctypes, logging, numpy as np
+import ctypes, logging, sys, numpy as np
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 from bpsx.kernels import load
-from bpsx.kernels.cpu import compiled
+from bpsx.kernels import cache
 
 compiling = []
-made = compiled.CFunc._compile_uncached
-compiled.CFunc._compile_uncached = lambda self: compiling.append(1) or made(self)
+made = cache._compile
+cache._compile = lambda *given: compiling.append(1) or made(*given)
 P, N = ctypes.c_void_p, ctypes.c_int64
 for code, dtype in ((5, "int32"), (1, "float32"))[:SUMS]:
     from bpsx.dtypes import BY_NAME
@@ -33,15 +37,21 @@ for code, dtype in ((5, "int32"), (1, "float32"))[:SUMS]:
         a.ctypes.data, b.ctypes.data, 9, 1
     )
     assert (a == np.arange(1, 10)).all(), a
+assert compiling or "numba" not in sys.modules
 print(len(compiling))
 """
 
 
-def sums(folder: Path, count: int = 1) -> tuple[int, list[str]]:
-    """Return how many functions a process compiled to add int32 (and float32), and its warnings."""
+def sums(
+    folder: Path, count: int = 1, before: str = "", **environment: str
+) -> tuple[int, list[str]]:
+    """Return how many functions a process compiled to add int32 (and float32), and its warnings.
+
+    ``before``: what it runs first.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", CODE.replace("SUMS", str(count))],
-        env={**os.environ, "BPSX_CACHE_DIR": str(folder)},
+        [sys.executable, "-c", before + CODE.replace("SUMS", str(count))],
+        env={**os.environ, "BPSX_CACHE_DIR": str(folder), **environment},
         capture_output=True,
         text=True,
     )
@@ -172,7 +182,7 @@ def test_no_descriptor_left_to_read_with(folder: Path) -> None:
     ).replace(
         "import ctypes",
         """
-import numba, bpsx.kernels.cpu.sum, ctypes, numba.core.ccallback
+import numba, bpsx.kernels.cpu.jit, bpsx.kernels.cpu.sum, ctypes, numba.core.ccallback
 @numba.cfunc("int32(int32)")
 def warm(x): return x
 import ctypes""",
@@ -185,3 +195,65 @@ import ctypes""",
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 3 and "Too many open files" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, {"NUMBA_OPT": "1"}],
+    ids=str,
+)
+def test_code_for_other_settings_of_numba_is_another_entry(
+    setting: dict[str, str], folder: Path
+) -> None:
+    assert sums(folder, **setting) == (3, [])
+    assert sums(folder, **setting) == (0, []) == sums(folder)
+
+
+def test_a_codec_is_compiled_once(tmp_path: Path) -> None:
+    """Its code names functions of Numba's, which its loading therefore brings along."""
+    code = CODE[: CODE.index("P, N =")] + (
+        "from bpsx.kernels.codecs import load_codec\n"
+        "assert load_codec('onebit', 'float32', True, False).encode\n"
+        "print(len(compiling))"
+    )
+    for compiled in (2, 0):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "BPSX_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(compiled), "")
+
+
+def test_a_numba_that_does_not_give_its_code_away_sums_all_the_same(tmp_path: Path) -> None:
+    """Each process compiles, and says so once."""
+    other = "import numba.core.ccallback as c; del c.CFunc.inspect_llvm\n"
+    compiled, warnings = sums(tmp_path, before=other)
+    assert compiled == 3 and len(warnings) == 1 and "cannot be cached" in warnings[0]
+    assert sums(tmp_path, before=other)[0] == 3
+
+
+def test_code_that_needs_a_function_that_is_not_there_is_refused() -> None:
+    """LLVM would end the process."""
+    text = """
+        declare i32 @nowhere()
+        define i32 @bpsx_kernel() {{
+          %r = call i32 @{name}()
+          ret i32 %r
+        }}
+        declare i32 @getpid()
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        codemodel="jitdefault", jit=True
+    )
+
+    def code(name: str) -> bytes:
+        return bytes(machine.emit_object(llvm.parse_assembly(text.format(name=name))))
+
+    there = Function(code("getpid"))
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(there.address)() == os.getpid()
+    with pytest.raises(ValueError, match="it needs nowhere"):
+        Function(code("nowhere"))

@@ -385,6 +385,11 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     )
 
 
+def make_for_server(text: str, dtype: str, nbytes: int, which: int) -> Made:
+    """Return what :func:`make` does, on the server's side, for a compression that came as text."""
+    return make(parse(text), dtype, nbytes, which, None)
+
+
 def mix(*numbers: int) -> int:
     """Return 64 bits that depend on all bits of ``numbers``.
 

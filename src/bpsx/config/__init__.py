@@ -10,7 +10,7 @@ from bpsx.config.config import (
     is_set,
     launched,
 )
-from bpsx.config.folders import cache_dir, kernel_cache, runtime_dir
+from bpsx.config.folders import cache_dir, kernel_cache, numba_settings, runtime_dir
 from bpsx.config.launchers import ALONE, STORE_PORTS, LaunchedPlace, own_store, run_id
 from bpsx.config.launchers import fields as place_fields
 from bpsx.config.options import (
@@ -42,6 +42,7 @@ __all__ = [
     "full_tracebacks",
     "is_set",
     "kernel_cache",
+    "numba_settings",
     "launched",
     "own_store",
     "place_fields",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -100,6 +101,14 @@ def kernel_cache() -> tuple[Path | None, str]:
         if named and not Path(named).is_dir():
             raise
         return None, str(e)
+
+
+def numba_settings() -> dict[str, str]:
+    """Return all that a user may have set for Numba: variables, and the content of its file."""
+    settings = {n: v for n, v in environment().items() if n.startswith("NUMBA_")}
+    with contextlib.suppress(OSError):
+        settings[".numba_config.yaml"] = Path(".numba_config.yaml").read_text(errors="replace")
+    return settings
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -1,18 +1,25 @@
 """Summation kernels: loops over elements that servers call by function pointer, without the GIL.
 
-``load(code)`` compiles the kernels of one element type, or takes them from the cache. ``abi.pxd``
-has their signatures. :mod:`bpsx.kernels.reference`, a slow oracle for the tests, defines their
+``load(code)`` compiles the kernels of one element type, or takes them from the cache in a folder of
+the user's, so only the first server ever started on a machine compiles. ``abi.pxd`` has their
+signatures. :mod:`bpsx.kernels.reference`, a slow oracle for the tests, defines their
 results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from bpsx.dtypes import BY_CODE
 from bpsx.kernels.addresses import Kernels as Kernels
+from bpsx.kernels.cache import compiled
 
+#: Kernels of each element type; the last two only of one whose sums are wider.
+_STEPS = ("pair", "add", "divide", "start", "finish")
 _lock = threading.Lock()
 _loaded: dict[int, Kernels] = {}
 
@@ -24,11 +31,30 @@ def load(code: int) -> Kernels:
     """
     with _lock:
         if code not in _loaded:
-            # Importing Numba takes a third of a second, so only processes that sum import it.
-            from bpsx.kernels.cpu import sum as cpu_sum
-
-            _loaded[code] = cpu_sum.load(code)
+            _loaded[code] = _load(code)
         return _loaded[code]
+
+
+def _source(dtype: str, step: str) -> tuple[Any, Callable[..., None]]:
+    # Importing Numba takes most of a second, so only processes that compile import it.
+    from bpsx.kernels.cpu import sum as cpu_sum
+
+    return cpu_sum.source(dtype, step)
+
+
+def _load(code: int) -> Kernels:
+    dtype = BY_CODE[code]
+    steps = _STEPS if dtype.wide_itemsize != dtype.itemsize else _STEPS[:3]
+    made = {
+        step: compiled(f"{step}-{dtype.name}", (), functools.partial(_source, dtype.name, step))
+        for step in steps
+    }
+    pair, add, divide, start, finish = (
+        made[step].address if step in made else 0 for step in _STEPS
+    )
+    return Kernels(
+        dtype.itemsize, dtype.wide_itemsize, pair, add, start, finish, divide, tuple(made.values())
+    )
 
 
 @contextlib.contextmanager

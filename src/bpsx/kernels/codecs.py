@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import operator
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from bpsx.errors import ConfigError
+from bpsx.kernels.cache import compiled, identity
 from bpsx.kernels.codec import ALIKE as ALIKE
 from bpsx.kernels.codec import N_OPTIONS as N_OPTIONS
 from bpsx.kernels.codec import N_STATE as N_STATE
@@ -117,7 +121,8 @@ def import_all() -> None:
     """
     importlib.import_module("bpsx.kernels.cpu.jit")
     importlib.import_module("bpsx.kernels.cpu.convert")
-    # Numba imports it when it compiles functions that call others.
+    # Numba imports as much again for the first function, and this for functions that call others.
+    importlib.import_module("numba").cfunc("void()")(lambda: None)
     importlib.import_module("numba.core.boxing")
     for name in _BUILT_IN:
         codec(name)
@@ -131,10 +136,24 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
     key = name, wide, residual, momentum
     with _lock:
         if key not in _loaded:
-            from bpsx.kernels.cpu import jit
-
-            _loaded[key] = jit.load(codec(name), wide, residual, momentum)
+            used = codec(name)
+            bodies = used.encoder(residual, momentum), used.decoder()
+            made = [
+                compiled(
+                    f"{body.__name__}-{name}",
+                    itertools.chain((wide, residual, momentum), identity(body)),
+                    functools.partial(_codec_source, wide, i, body),
+                )
+                for i, body in enumerate(bodies)
+            ]
+            _loaded[key] = Compiled(made[0].address, made[1].address, tuple(made))
         return _loaded[key]
+
+
+def _codec_source(wide: str, which: int, body: Callable[..., int]) -> tuple[Any, Any]:
+    from bpsx.kernels.cpu.jit import codec_signatures
+
+    return codec_signatures(wide)[which], body
 
 
 def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
@@ -144,10 +163,21 @@ def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
     """
     with _lock:
         if dtype not in _conversions:
-            from bpsx.kernels.cpu import convert
-
-            _conversions[dtype] = convert.load(dtype)
+            halves = dtype in ("float16", "bfloat16")
+            made = tuple(
+                compiled(name, (dtype,), functools.partial(_conversion_source, dtype, widens))
+                for name, widens in (("widen", True), ("narrow", False))
+                if halves
+            )
+            widen, narrow = (function.address for function in made) if made else (0, 0)
+            _conversions[dtype] = widen, narrow, made
         return _conversions[dtype]
+
+
+def _conversion_source(dtype: str, widens: bool) -> tuple[Any, Any]:
+    from bpsx.kernels.cpu import convert
+
+    return convert.source(dtype, widens)
 
 
 def load_momentum(dtype: str) -> int:
@@ -157,10 +187,15 @@ def load_momentum(dtype: str) -> int:
     """
     with _lock:
         if dtype not in _momenta:
-            from bpsx.kernels.cpu import momentum
-
-            _momenta[dtype] = momentum.load(dtype)
+            made = compiled("nesterov", (dtype,), functools.partial(_momentum_source, dtype))
+            _momenta[dtype] = made.address, made
         return _momenta[dtype][0]
+
+
+def _momentum_source(dtype: str) -> tuple[Any, Any]:
+    from bpsx.kernels.cpu import momentum
+
+    return momentum.source(dtype)
 
 
 def checked_flag(key: str, value: Any) -> bool:

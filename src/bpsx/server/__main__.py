@@ -26,6 +26,7 @@ from bpsx.scheduler.waiting import introduce
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
 from bpsx.system.address import join_host_port
+from bpsx.system.descriptors import can_have_own
 from bpsx.system.host import (
     allow_descriptors,
     heed_signals,
@@ -82,8 +83,8 @@ class Server:
         try:
             self._link = link
             # Load while the other processes still start. Later, strangers' connections may have
-            # used up the descriptors that loading needs.
-            with loading(*BY_CODE, codecs=True):
+            # used up the descriptors that loading needs; a codec is then loaded with others.
+            with loading(*BY_CODE, codecs=not can_have_own()):
                 lanes = [e.bind(host, config.ports or ()) for e in endpoints]
                 self.introduced = True
                 welcome = link.join("server", -1, host, lanes)

@@ -28,14 +28,17 @@ cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
 
 cdef inline void pack_entry(Lane *lane, KeyState *e, bytes name, bytes codec) except *:
     """Create the state of a key's compression. Raises ConfigError for an invalid codec."""
-    from bpsx.compression.spec import make, parse, stream
+    from functools import partial
+
+    from bpsx.compression.spec import make_for_server, stream
     from bpsx.dtypes import BY_CODE, BY_NAME
     from bpsx.planning.placement import PARTS_PER_TENSOR
+    from bpsx.system.descriptors import with_own
 
-    made = make(
-        parse(codec.decode(errors="replace")), BY_CODE[e.dtype].name, e.nbytes,
-        stream(name, e.key % PARTS_PER_TENSOR), None
-    )
+    made = with_own(partial(
+        make_for_server, codec.decode(errors="replace"), BY_CODE[e.dtype].name, e.nbytes,
+        stream(name, e.key % PARTS_PER_TENSOR)
+    ))
     wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
     (<object>lane.owner).load(wide)
     (<object>lane.owner).keep(made)

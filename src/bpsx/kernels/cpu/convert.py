@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
 
-from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.half_precision import narrow, widen
 from bpsx.kernels.cpu.sum import ELEMENTS
 
@@ -21,16 +21,11 @@ def _narrow_all(out: Any, elements: Any, n: int) -> None:
         out[i] = narrow(elements[i], out[i])
 
 
-def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
-    """Return the addresses of functions that widen and narrow elements of ``dtype``.
-
-    The third item keeps them alive. Both addresses are 0 if ``dtype`` is a wide type.
+def source(dtype: str, widens: bool) -> tuple[Any, Callable[..., None]]:
+    """Return the signature and the body of a function that widens elements of ``dtype``, a half,
+    or narrows to them.
     """
-    if dtype not in ("float16", "bfloat16"):
-        return 0, 0, ()
     half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
-    made = [
-        compiled(types.void(out, elements, types.int64), body)
-        for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))
-    ]
-    return made[0].address, made[1].address, tuple(made)
+    if widens:
+        return types.void(wide, half, types.int64), _widen_all
+    return types.void(half, wide, types.int64), _narrow_all

@@ -1,19 +1,45 @@
-"""Compiles a codec's Python functions to C functions with Numba, through the cache on disk."""
+"""Compiles Python functions to C functions with Numba."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
+import numba
 from numba import types
+from numba.core.registry import cpu_target
 
-from bpsx.kernels.codec import Codec, Compiled
-from bpsx.kernels.cpu.compiled import compiled
+from bpsx.kernels.cache import SYMBOL
 
 _WIDE = {"float32": types.float32, "float64": types.float64}
 
 
-def _signatures(element: types.Type) -> tuple[Any, Any]:
-    elements, raw = types.CPointer(element), types.CPointer(types.uint8)
+def compile_with_numba(signature: Any, body: Callable[..., Any]) -> tuple[Any, Callable[[], bytes]]:
+    """Return the C function, at ``.address``, and a function that returns its object code.
+
+    That raises :class:`ValueError` for code that contains addresses of this process.
+    """
+    made = numba.cfunc(signature, error_model="numpy")(body)
+    return made, lambda: _object_code(made)
+
+
+def _object_code(made: Any) -> bytes:
+    if made._library.has_dynamic_globals:
+        raise ValueError(f"{made.__name__} contains addresses of this process")
+    # Optimized by Numba for the processor and its features, which may be set.
+    module = llvm.parse_assembly(made.inspect_llvm())
+    module.get_function(made.native_name).name = SYMBOL
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True
+    )
+    return bytes(machine.emit_object(module))
+
+
+def codec_signatures(wide: str) -> tuple[Any, Any]:
+    """Return the signatures of a codec's encoder and decoder."""
+    elements, raw = types.CPointer(_WIDE[wide]), types.CPointer(types.uint8)
     state, options = types.CPointer(types.float64), types.CPointer(types.int64)
     encode = types.int64(
         elements,
@@ -29,16 +55,3 @@ def _signatures(element: types.Type) -> tuple[Any, Any]:
         types.float64,
     )
     return encode, types.int64(raw, types.int64, elements, raw, options, types.int64, types.int64)
-
-
-def load(codec: Codec, wide: str, residual: bool, momentum: bool) -> Compiled:
-    """Implement :func:`bpsx.kernels.codecs.load_codec`, whose lock admits one thread at a time."""
-    encode, decode = _signatures(_WIDE[wide])
-    made = [
-        compiled(signature, function)
-        for signature, function in (
-            (encode, codec.encoder(residual, momentum)),
-            (decode, codec.decoder()),
-        )
-    ]
-    return Compiled(made[0].address, made[1].address, tuple(made))

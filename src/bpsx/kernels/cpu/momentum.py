@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.half_precision import narrow, wide_type, widen
 from bpsx.kernels.cpu.sum import ELEMENTS
 
@@ -26,17 +26,11 @@ def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
             m[i] = 0
 
 
-def load(dtype: str) -> tuple[int, object]:
-    """Return the address of f(out, g, m, n, mu), and the object that keeps it alive.
+def source(dtype: str) -> tuple[Any, Callable[..., None]]:
+    """Return the signature and the body of f(out, g, m, n, mu): m = mu m + g, out = g + mu m.
 
-    f computes m = mu m + g, out = g + mu m. m is of the wide type, out and g of ``dtype``.
+    m is of the wide type, out and g of ``dtype``.
     """
     element = ELEMENTS[dtype]
-    elements = types.CPointer(element)
-    made = compiled(
-        types.void(
-            elements, elements, types.CPointer(wide_type(element)), types.int64, types.float64
-        ),
-        _nesterov,
-    )
-    return made.address, made
+    elements, wide = types.CPointer(element), types.CPointer(wide_type(element))
+    return types.void(elements, elements, wide, types.int64, types.float64), _nesterov

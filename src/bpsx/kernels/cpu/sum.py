@@ -1,8 +1,4 @@
-"""Sums on the CPU: the functions of ``abi.pxd`` for every element type, compiled by Numba.
-
-Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only the first server
-ever started on a machine compiles.
-"""
+"""Sums on the CPU: the functions of ``abi.pxd`` for every element type, for Numba to compile."""
 
 from __future__ import annotations
 
@@ -12,9 +8,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from bpsx.dtypes import BY_CODE
-from bpsx.kernels.addresses import Kernels
-from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.half_precision import (
     BLOCK,
     WORDS,
@@ -124,41 +117,28 @@ def _divide(a: Any, n: int, divisor: int) -> None:
         a[i] = narrow(over(widen(a[i]), divisor), a[i])
 
 
-def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
-    return compiled(types.void(*arguments), body)
+_BODIES: dict[str, dict[str, Callable[..., None]]] = {
+    "": {"pair": _pair, "add": _add, "divide": _divide, "start": _start, "finish": _finish},
+    "float16": {"pair": _pair_float16},
+    "bfloat16": {
+        "pair": _pair_bfloat16,
+        "add": _add_bfloat16,
+        "start": _start_bfloat16,
+        "finish": _finish_bfloat16,
+    },
+}
 
 
-def load(code: int) -> Kernels:
-    """Implement :func:`bpsx.kernels.load`, whose lock admits one thread at a time."""
-    dtype = BY_CODE[code]
-    element = ELEMENTS[dtype.name]
-    data = types.CPointer(element)
-    acc = types.CPointer(wide_type(element))
-    count = types.int64
-    steps = (_add, _start, _finish)
-    if dtype.name == "bfloat16":
-        steps = (_add_bfloat16, _start_bfloat16, _finish_bfloat16)
-        pair = _compile(_pair_bfloat16, data, data, count, count)
-    elif dtype.name == "float16":
-        pair = _compile(_pair_float16, data, data, count, count)
-    else:
-        pair = _compile(_pair, data, data, count, count)
-    add = _compile(steps[0], acc, data, count, count)
-    divide = _compile(_divide, data, count, count)
-    owners = [pair, add, divide]
-    if dtype.wide_itemsize != dtype.itemsize:
-        owners += [
-            _compile(steps[1], acc, data, data, count, count),
-            _compile(steps[2], data, acc, data, count, count, count),
-        ]
-    start, finish = (owners[3].address, owners[4].address) if len(owners) > 3 else (0, 0)
-    return Kernels(
-        dtype.itemsize,
-        dtype.wide_itemsize,
-        pair.address,
-        add.address,
-        start,
-        finish,
-        divide.address,
-        tuple(owners),
-    )
+def source(dtype: str, step: str) -> tuple[Any, Callable[..., None]]:
+    """Return the signature and the body of a kernel: see :func:`bpsx.kernels.load`."""
+    element, count = ELEMENTS[dtype], types.int64
+    data, acc = types.CPointer(element), types.CPointer(wide_type(element))
+    arguments = {
+        "pair": (data, data, count, count),
+        "add": (acc, data, count, count),
+        "divide": (data, count, count),
+        "start": (acc, data, data, count, count),
+        "finish": (data, acc, data, count, count, count),
+    }
+    bodies = _BODIES[""] | _BODIES.get(dtype, {})
+    return types.void(*arguments[step]), bodies[step]

@@ -1,0 +1,227 @@
+"""C functions compiled by Numba, with a cache for later processes (``BPSX_CACHE_DIR``).
+
+The cache keeps object code, which llvmlite links in a millisecond. A process whose functions are
+all there does not import Numba, which takes most of a second.
+
+Each entry is a separate file, named by everything that its code depends on, and ends with a
+checksum. A damaged entry is deleted and compiled anew. The cache is optional: any failure to store
+a function is logged as one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import platform
+import struct
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from bpsx.config import kernel_cache, numba_settings
+
+log = logging.getLogger("bpsx.kernels")
+#: Name of the function in each piece of object code.
+SYMBOL = "bpsx_kernel"
+#: How the names of Numba's own functions begin.
+_NUMBAS = ("numba_", "NRT_")
+_DIGEST = 32
+_told: set[str] = set()
+#: Returns a signature of Numba's and the Python function to compile.
+Source = Callable[[], tuple[Any, Callable[..., Any]]]
+
+
+class Function:
+    """Object code in memory: a C function at ``address`` for as long as this object lives.
+
+    Raises :class:`ValueError` if the code needs functions that this process does not have.
+    """
+
+    def __init__(self, code: bytes) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_triple(llvm.get_process_triple())
+        machine = target.create_target_machine(codemodel="jitdefault", jit=True)
+        linked = llvm.ObjectFileRef.from_data(code)
+        # LLVM ends the process if it cannot resolve a name.
+        if missing := _missing(linked):
+            raise ValueError(f"it needs {', '.join(missing)}")
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(linked)
+        self._engine.finalize_object()
+        self.address = int(self._engine.get_function_address(SYMBOL))
+        if not self.address:
+            raise ValueError(f"it does not define {SYMBOL}")
+
+
+def _missing(code: llvm.ObjectFileRef) -> list[str]:
+    """Return the names that object code needs and this process does not have."""
+    process = ctypes.CDLL(None)
+    missing = [name for name in _undefined(code) if not hasattr(process, name)]
+    if any(name.startswith(_NUMBAS) for name in missing):
+        # Numba compiles the raising of exceptions into some functions, which never do.
+        from numba.core.registry import cpu_target
+
+        cpu_target.target_context.refresh()
+    return [name for name in missing if not llvm.address_of_symbol(name)]
+
+
+def _undefined(code: llvm.ObjectFileRef) -> Iterable[str]:
+    """Yield the names that object code (ELF of 64 bits) needs from elsewhere."""
+    sections = {section.name(): section.data() for section in code.sections()}
+    names = sections.get(b".strtab", b"")
+    for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", sections.get(b".symtab", b"")):
+        if name and not section:
+            yield names[name : names.index(b"\0", name)].decode()
+
+
+def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
+    """Return a C function, at ``.address``, from the cache or compiled by Numba. Not thread-safe.
+
+    ``name`` and ``depends_on``, of which the text counts, tell it from the others of our sources.
+
+    Raises :class:`~bpsx.errors.ConfigError` if ``BPSX_CACHE_DIR`` is not a folder.
+    """
+    folder, why = kernel_cache()
+    path = None
+    if folder is None:
+        _warn("kept", f"compiled kernels are not cached, so each process compiles them: {why}")
+    else:
+        try:
+            path = folder / _file_name(name, depends_on)
+        except OSError as e:
+            _warn_unread(e)
+    found = _load(path) if path is not None else None
+    return found or _compile(source, path)
+
+
+def _compile(source: Source, path: Path | None) -> Any:
+    """Compile a function, and store it as ``path`` if there is one."""
+    # Here, as it imports Numba.
+    from bpsx.kernels.cpu.jit import compile_with_numba
+
+    made, object_code = compile_with_numba(*source())
+    if path is None:
+        return made
+    try:
+        code = object_code()
+        function = Function(code)
+        _store(path, code)
+    except Exception as e:
+        _warn("kept", f"compiled kernels cannot be cached, so each process compiles them: {e}")
+        return made
+    return function
+
+
+def _warn(kind: str, text: str) -> None:
+    """Warn once per process and ``kind``; log later messages at debug level."""
+    log.log(logging.DEBUG if kind in _told else logging.WARNING, "%s", text)
+    _told.add(kind)
+
+
+def _warn_unread(error: OSError) -> None:
+    _warn("read", f"cached kernels cannot be read, so this process compiles them: {error}")
+
+
+@functools.cache
+def _sources() -> bytes:
+    """Digest of all kernels' sources: each may be compiled into the others."""
+    digest = hashlib.blake2b(Path(__file__).read_bytes())
+    for source in sorted((Path(__file__).parent / "cpu").glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def _numba_version() -> str:
+    try:
+        return importlib.metadata.version("numba")
+    except importlib.metadata.PackageNotFoundError:
+        import numba
+
+        return str(numba.__version__)
+
+
+@functools.cache
+def _target() -> tuple[object, ...]:
+    """Return what the machine code depends on besides sources: versions, processor, settings."""
+    settings = numba_settings()
+    return (
+        platform.python_version(),
+        _numba_version(),
+        llvmlite.__version__,
+        llvm.get_process_triple(),
+        settings.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name(),
+        settings.get("NUMBA_CPU_FEATURES", llvm.get_host_cpu_features().flatten()),
+        sorted(settings.items()),
+    )
+
+
+def _file_name(name: str, depends_on: Iterable[object]) -> str:
+    """Return an entry's name: a digest of all that its code depends on."""
+    digest = hashlib.blake2b(_sources(), digest_size=16)
+    for part in (name, *_target(), *depends_on):
+        digest.update(repr(part).encode() + b"\0")
+    return f"{name}-{digest.hexdigest()}.nbc"
+
+
+def identity(body: Callable[..., Any]) -> Iterable[object]:
+    """Yield what tells a function apart whose module may be a user's, outside of our sources.
+
+    Raises :class:`OSError` for a function whose source cannot be read.
+    """
+    yield hashlib.blake2b(Path(inspect.getsourcefile(body) or "").read_bytes()).hexdigest()
+    yield body.__qualname__
+    yield body.__code__.co_firstlineno
+    constants = [cell.cell_contents for cell in body.__closure__ or ()]
+    if all(isinstance(value, int | float | str | None) for value in constants):
+        yield constants
+    else:
+        from numba.core.serialize import dumps
+
+        yield dumps(constants)
+
+
+def _load(path: Path) -> Function | None:
+    """Return the cached function, or None if it has to be compiled."""
+    try:
+        content = path.read_bytes()
+        code, checksum = content[:-_DIGEST], content[-_DIGEST:]
+        if not code or hashlib.blake2b(code, digest_size=_DIGEST).digest() != checksum:
+            raise ValueError("its checksum is wrong")
+        return Function(code)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        _warn_unread(e)
+    except Exception as e:
+        _warn(
+            "damaged",
+            f"the cached kernel {path} is damaged ({e}): bpsx deletes it and compiles it again",
+        )
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _store(path: Path, code: bytes) -> None:
+    """Write an entry, which appears under its name only when it is complete."""
+    descriptor, making = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(code + hashlib.blake2b(code, digest_size=_DIGEST).digest())
+        os.replace(making, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(making)
+        raise
