@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.mxnet_job import each, run_job
+from support.running import alone
 
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_alike_work.py"))
@@ -72,7 +73,7 @@ except errors.ConfigError as e:
 """
 
 
-def alone(script: str, **more: str) -> subprocess.CompletedProcess[str]:
+def imports(script: str, **more: str) -> subprocess.CompletedProcess[str]:
     env: dict[str, Any] = {
         key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))
     }
@@ -87,18 +88,18 @@ def alone(script: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_single_worker_has_the_same_momentum_and_compresses_nothing() -> None:
-    done = alone(ALONE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    status, text, errors = alone(["-c", ALONE])
+    assert status == 0, errors
+    assert text.splitlines() == [
         "True",
         "broadcast_optimizer_state: trainer is a str; expected a DistributedTrainer",
-    ], done.stdout
+    ], text
 
 
 @pytest.mark.parametrize(("level", "said"), [("INFO", 1), ("WARNING", 0)])
 def test_the_import_logs_its_changes_at_level_info(level: str, said: int) -> None:
     """The message appears after init() has set up logging, although the import came before."""
-    done = alone(
+    done = imports(
         "import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level
     )
     assert (

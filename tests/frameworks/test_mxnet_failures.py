@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
 from frameworks.mxnet_scripts import HEAD, run
 from support.jobs import Job
+from support.running import alone
 
 pytestmark = pytest.mark.timeout(180)
 TRAINS = (
@@ -371,15 +368,5 @@ bps.byteps_push_pull(x, name="x", is_average=False)
 print(x.asnumpy().sum(), bps.size())
 """
     )
-    env: dict[str, Any] = {
-        key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=env,
-    )
-    assert done.returncode == 0 and done.stdout.split() == ["3.0", "1"], done.stderr
+    status, text, errors = alone(["-c", script])
+    assert status == 0 and text.split() == ["3.0", "1"], errors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.mxnet_job import Finished, each, run_job, values
+from support.running import alone
 
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
@@ -217,7 +216,5 @@ def test_a_process_that_forks_while_operations_wait(job: Finished) -> None:
 
 def test_before_init() -> None:
     script = "import bpsx.mxnet as bps, mxnet as mx\nbps.byteps_push_pull(mx.nd.ones((3,)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1 and "NotInitializedError: bpsx is not initialised" in done.stderr
+    status, _, errors = alone(["-c", script])
+    assert status == 1 and "NotInitializedError: bpsx is not initialised" in errors

@@ -6,7 +6,6 @@ Also BytePS and Horovod scripts with only their import changed.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.running import launch, train
+from support.running import alone, launch, train
 from support.tensorflow_job import QUIET
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,18 +41,9 @@ def example(name: str, *arguments: str, by_bpsx_run: bool = True) -> str:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--help"],
-        env={**os.environ, **QUIET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        f"bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/{name}" in done.stdout
-    )
+    status, text, errors = alone([str(EXAMPLES / name), "--help"], **QUIET)
+    assert status == 0, errors
+    assert f"bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/{name}" in text
 
 
 def test_the_page_lists_all() -> None:
@@ -86,15 +76,9 @@ def test_keras_fit(tmp_path: Path) -> None:
 
 
 def test_keras_fit_reports_before_training_that_it_cannot_save(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "keras_fit.py", "--save", tmp_path / "digits"],
-        env={**os.environ, **QUIET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2 and "must end in .keras" in done.stderr
+    script = [str(EXAMPLES / "keras_fit.py"), "--save", str(tmp_path / "digits")]
+    status, _, errors = alone(script, **QUIET)
+    assert status == 2 and "must end in .keras" in errors
 
 
 @pytest.mark.parametrize("model", ["ResNet50", "VGG16"])

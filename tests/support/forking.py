@@ -56,8 +56,8 @@ _EARLY = (
 #: which is half of it, with the first optimizer.
 _FRAMEWORKS = {
     "torch": ("numba", "torch", "torch._dynamo"),
-    "tensorflow": ("tensorflow",),
-    "mxnet": ("bpsx.mxnet",),
+    "tensorflow": ("tensorflow", "numba"),
+    "mxnet": ("bpsx.mxnet", "numba"),
 }
 #: What is forked for NumPy's workers and the scheduler; and for who sums, with all kernels loaded.
 _PLAIN = ("bpsx.api.verbs", "bpsx.scheduler.__main__")
@@ -250,7 +250,7 @@ def nurseries() -> set[int]:
 
 def kinds() -> dict[int, str]:
     """What is forked from each of them."""
-    return {nursery.pid: kind.packages[-1] for kind, nursery in list(_all.items())}
+    return {nursery.pid: " ".join(kind.packages) for kind, nursery in list(_all.items())}
 
 
 def _source(command: list[str]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support.jobs import Job
+from support.jobs import Job, Process
 
 HERE = Path(__file__).parents[1] / "frameworks"
 JOB_SECONDS = 150.0
@@ -91,6 +91,21 @@ def train(script: list[str], workers: int, servers: int, **environment: str) -> 
             f"[{p.name}] {line}\n" for p in running.processes for line in (*p.lines, *p.errors)
         )
     return next((s for s in statuses if s), 0), output
+
+
+def alone(script: list[str], **environment: str) -> tuple[int, str, str]:
+    """Run ``python SCRIPT...`` without a job, as a fork of a process that has imported the
+    framework; return the status, stdout and stderr.
+
+    ``script``: a file and its arguments, or ``-c`` and a source.
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}
+    own = {**clean, "OMP_NUM_THREADS": "1", **environment}
+    process = Process("the process", [sys.executable, *script], own)
+    try:
+        return process.wait(), "\n".join(process.lines), "\n".join(process.errors)
+    finally:
+        process.end()
 
 
 def _quick() -> dict[str, str]:
