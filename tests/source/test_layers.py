@@ -77,6 +77,7 @@ DRIVER = [
     "receive",
     "queue",
     "notify",
+    "gpu.choice",
     "gpu.collectives",
     "gpu.copies",
     "local.reduce",

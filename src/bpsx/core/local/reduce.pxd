@@ -33,7 +33,8 @@ from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.core.transitions cimport move_task
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
-from bpsx.core.gpu.collectives cimport count_copy, pump_launches, take_gpu_result, take_launch
+from bpsx.core.gpu.choice cimport pump_launches
+from bpsx.core.gpu.collectives cimport count_copy, take_gpu_result, take_launch
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 
 cdef enum:

@@ -16,7 +16,7 @@ cdef enum PostFlag:
     IS_BROADCAST = 2            # `divisor` is the rank of the worker whose data all get
     IS_RESULT = 4               # from the root: the result, or an error in `status`
     IS_SHARE = 8                # to the root: the sender's share
-    # For tensors on GPUs, see collectives.pxd:
+    # For tensors on GPUs, see gpu/collectives.pxd:
     ON_GPU = 16                 # the share is on a GPU; `offset` is unused
     IS_LAUNCH = 32              # from the root: queue this collective next
     MORE = 64                   # ... the next LAUNCH belongs to its group

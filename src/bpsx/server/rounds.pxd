@@ -1,0 +1,195 @@
+# The open round of a key: adds pushes to it, and closes or abandons it. server/store.pxd has its
+# state, server/reply.pxd the replies.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from bpsx.core.wire cimport Header
+from bpsx.core.status cimport E_LEFT, E_MEMORY
+from bpsx.system.sync cimport atomic_load, atomic_store
+from bpsx.server.lane cimport Lane
+from bpsx.server.reply cimport close_round, fail_round, let_go, send_error
+from bpsx.server.compressed cimport add_packed, hold_packed
+from bpsx.server.store cimport (
+    ABANDONED, OPEN, KeyState, Share, add, end_round, fail_sum, memory_for,
+)
+from bpsx.transports.abi cimport Message
+
+
+cdef inline void hold(
+    Lane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+) noexcept nogil:
+    """Hold a push until its rank's turn in fixed order."""
+    cdef Share *share = &e.shares[rank]
+    share.length = length
+    if e.compressed != NULL:
+        if not hold_packed(share, body, length):
+            fail_sum(e, E_MEMORY, 0, 0)
+        return
+    if m != NULL and body == m.body:
+        share.message = m
+        share.body = body
+        kept[0] = True
+        return
+    share.body = <char *>malloc(max(e.nbytes, <uint64_t>1))
+    if share.body == NULL:
+        fail_sum(e, E_MEMORY, 0, 0)
+    else:
+        memcpy(share.body, body, e.nbytes)
+
+
+cdef inline void add_share(
+    Lane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+) noexcept nogil:
+    if e.compressed != NULL:
+        add_packed(lane, e, rank, body, length)
+    elif e.nbytes and add(e, m, body, lane.settings.workers, kept) != 0:
+        fail_sum(e, E_MEMORY, 0, 0)
+
+
+cdef inline void pass_joined(Lane *lane, KeyState *e) noexcept nogil:
+    """Skip ranks that have called join(), for which fixed order must not wait."""
+    if not lane.absent.somebody_joined:
+        return
+    while (
+        e.round.next_rank < lane.settings.workers
+        and atomic_load(&lane.absent.joined[e.round.next_rank])
+        and not e.shares[e.round.next_rank].pushed
+    ):
+        e.round.next_rank += 1
+
+
+cdef inline void add_held(Lane *lane, KeyState *e) noexcept nogil:
+    """Add held pushes as long as the next rank's is there."""
+    cdef Share *share
+    cdef bint kept
+    while e.state == OPEN:
+        pass_joined(lane, e)
+        if e.round.next_rank >= lane.settings.workers or e.shares[e.round.next_rank].body == NULL:
+            return
+        share = &e.shares[e.round.next_rank]
+        kept = False
+        add_share(lane, e, e.round.next_rank, share.message, share.body, share.length, &kept)
+        if share.message == NULL:
+            free(share.body)
+        elif not kept:
+            let_go(lane, share.message)
+        share.message = NULL
+        share.body = NULL
+        e.round.next_rank += 1
+
+
+cdef inline void drop_held(Lane *lane, KeyState *e) noexcept nogil:
+    cdef uint32_t rank
+    for rank in range(lane.settings.workers):
+        if e.shares[rank].message != NULL:
+            let_go(lane, e.shares[rank].message)
+        else:
+            free(e.shares[rank].body)
+        e.shares[rank].message = NULL
+        e.shares[rank].body = NULL
+
+
+cdef inline void contribute(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Add an accepted push to the round's result."""
+    if e.operation.broadcast:
+        if h.sender == e.operation.divisor:
+            # nothing else is added, and nothing is divided
+            e.round.added = lane.settings.workers
+            if m != NULL and body == m.body and body != NULL:
+                e.memory.first = m
+                e.memory.sum = body
+                kept[0] = True
+            else:
+                if not memory_for(&e.memory.small, e.nbytes):
+                    fail_sum(e, E_MEMORY, 0, 0)
+                    return
+                memcpy(e.memory.small, body, e.nbytes)
+                e.memory.sum = e.memory.small
+        return
+    if lane.settings.fixed_order and lane.settings.workers > 2 and e.nbytes:
+        pass_joined(lane, e)
+        if h.sender != e.round.next_rank:
+            hold(lane, e, h.sender, m, body, h.length, kept)
+            return
+        add_share(lane, e, h.sender, m, body, h.length, kept)
+        e.round.next_rank += 1
+        add_held(lane, e)
+        return
+    add_share(lane, e, h.sender, m, body, h.length, kept)
+
+
+cdef inline bint lacks_somebody(Lane *lane, KeyState *e, uint32_t *who) noexcept nogil:
+    """Whether a worker that has left has not pushed in the open round; *who: its rank."""
+    cdef uint32_t rank
+    for rank in range(lane.settings.workers):
+        if atomic_load(&lane.absent.gone[rank]) and not e.shares[rank].pushed:
+            who[0] = <uint32_t>atomic_load(&lane.absent.gone[rank]) - 1
+            return True
+    return False
+
+
+cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
+    """Whether all workers have pushed in the open round, except those that called join()."""
+    cdef uint32_t rank
+    if e.round.pushed == lane.settings.workers:
+        return True
+    if not lane.absent.somebody_joined:
+        return False
+    for rank in range(lane.settings.workers):
+        if not e.shares[rank].pushed and not atomic_load(&lane.absent.joined[rank]):
+            return False
+    return True
+
+
+cdef inline void abandon(Lane *lane, KeyState *e, uint32_t who) noexcept nogil:
+    """Fail the open round and all later ones: worker `who` will never push again."""
+    e.failure.status = E_LEFT
+    e.failure.a = who
+    fail_round(lane, e)
+    drop_held(lane, e)
+    let_go(lane, e.memory.first)
+    if lane.watch != NULL and e.round.pushed:
+        lane.watch.server.open_rounds -= 1
+    end_round(e, lane.settings.workers, ABANDONED)
+
+
+cdef inline int turn_away(Lane *lane, KeyState *e, Header *h, int status) noexcept nogil:
+    """Reply to a push with an error, because no round of its key can close.
+
+    The worker's count of rounds advances, so each later push gets the same reply.
+    """
+    send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.failure.a, 0)
+    if h.round == e.shares[h.sender].round:
+        e.shares[h.sender].round += 1
+    return 0
+
+
+cdef inline void notice(Lane *lane) noexcept nogil:
+    """Handle changes of `gone` and `joined`.
+
+    Rounds that need a worker that has left fail. Rounds that lack only joined workers close.
+    """
+    cdef uint32_t i, who = 0
+    cdef KeyState *e
+    atomic_store(&lane.absent.news, 0)
+    lane.absent.somebody_joined = False
+    for i in range(lane.settings.workers):
+        if atomic_load(&lane.absent.gone[i]):
+            lane.absent.somebody_gone = True
+        if atomic_load(&lane.absent.joined[i]):
+            lane.absent.somebody_joined = True
+    for i in range(lane.keys.n):
+        e = lane.keys.at[i]
+        if e == NULL or e.round.pushed == 0:
+            continue
+        if lane.absent.somebody_gone and lacks_somebody(lane, e, &who):
+            abandon(lane, e, who)
+            continue
+        if lane.settings.fixed_order and lane.settings.workers > 2 and not e.operation.broadcast:
+            add_held(lane, e)
+        if complete(lane, e):
+            drop_held(lane, e)
+            close_round(lane, e)
