@@ -10,15 +10,19 @@ import bpsx.torch as bps
 from bpsx.plugin import adapter
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["another job", "from no job to one"])
+@pytest.mark.parametrize(
+    ("alone", "more"),
+    [(False, {}), (True, {}), (True, {"momentum": "nesterov", "mu": 0.5})],
+    ids=["another job", "from no job to one", "the same with momentum"],
+)
 def test_compression_params_carry_over_into_another_job(
-    monkeypatch: pytest.MonkeyPatch, alone: bool
+    monkeypatch: pytest.MonkeyPatch, alone: bool, more: dict[str, object]
 ) -> None:
     jobs = [FakeSession(distributed=not alone, size=1 if alone else 2), FakeSession()]
     now = jobs[:1]
     monkeypatch.setattr(adapter, "session", lambda: now[0])
     model = network()
-    params = {"0.weight": {"compressor": "topk", "k": 2}}
+    params = {"0.weight": {"compressor": "topk", "k": 2, **more}}
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model.named_parameters(),
@@ -32,4 +36,5 @@ def test_compression_params_carry_over_into_another_job(
         backward(model)
         optimizer.step()
         assert list(jobs[1].compressions) == ["Gradient.0.weight"]
-    assert (list(jobs[0].compressions) == ["Gradient.0.weight"]) != alone
+    # A single worker compresses nothing, but has the momentum.
+    assert (list(jobs[0].compressions) == ["Gradient.0.weight"]) == (not alone or bool(more))

@@ -70,8 +70,8 @@ def refuse_gradients(verb: str, instead: str = "use DistributedOptimizer") -> No
 def refuse_compression(verb: str, compression: type[Compressor], params: Any) -> None:
     """Raise :class:`ConfigError` if asynchronous training were to compress."""
     if params or compression is not NoneCompressor:
-        what = "compression_params" if params else f"compression={compression.__name__}"
+        also = "" if compression is NoneCompressor else f"compression={compression.__name__} and "
         raise ConfigError(
-            f"{verb}: {what} cannot be used with BYTEPS_ENABLE_ASYNC=1, because servers add what is"
-            " pushed to the weights, in the weights' own dtype; omit it"
+            f"{verb}: {also}compression_params cannot be used with BYTEPS_ENABLE_ASYNC=1, because"
+            " servers add what is pushed to the weights, in the weights' own dtype; omit both"
         )
