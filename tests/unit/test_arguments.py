@@ -13,7 +13,7 @@ import pytest
 
 import bpsx
 from bpsx.api import verbs
-from bpsx.api.arguments import checked_root, integer
+from bpsx.api.arguments import as_integer, checked_root
 from bpsx.config import Config
 from bpsx.errors import ConfigError
 from bpsx.session.session import Session
@@ -49,7 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     ids=repr,
 )
 def test_integers_of_python_and_numpy_are_recognised(value: Any, expected: int | None) -> None:
-    found = integer(value)
+    found = as_integer(value)
     assert found == expected and type(found) is type(expected)
 
 

@@ -16,7 +16,7 @@ from bpsx.errors import ConfigError
 LEAST_URGENT, MOST_URGENT = -(2**31), 2**31 - 1
 
 
-def integer(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
     """Return ``value`` as an int if it is an integer of any kind, including NumPy's.
 
     Returns None for other values and for a bool.
@@ -50,7 +50,7 @@ def check_flag(value: Any, argument: str, verb: str) -> None:
 
 def check_priority(priority: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``priority`` is an integer that fits on the wire."""
-    number = integer(priority)
+    number = as_integer(priority)
     if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
         raise ConfigError(
             f"{verb}: priority={priority!r}: expected an integer from {LEAST_URGENT} to"
@@ -63,7 +63,7 @@ def checked_root(root_rank: Any, verb: str, size: int) -> int:
 
     Raises :class:`ConfigError` unless it is a rank among ``size`` workers.
     """
-    rank = integer(root_rank)
+    rank = as_integer(root_rank)
     if rank is None or not 0 <= rank < size:
         raise ConfigError(f"{verb}: root_rank={root_rank!r}: expected 0 to {size - 1}")
     return rank
@@ -71,7 +71,7 @@ def checked_root(root_rank: Any, verb: str, size: int) -> int:
 
 def checked_passes(passes: Any, verb: str) -> int:
     """Return ``backward_passes_per_step`` as an int. Raises :class:`ConfigError`."""
-    number = integer(passes)
+    number = as_integer(passes)
     if number is None or number < 1:
         raise ConfigError(
             f"{verb}: backward_passes_per_step={passes!r}: expected an integer from 1"

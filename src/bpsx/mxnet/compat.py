@@ -184,7 +184,7 @@ def prepare() -> None:
         return
     names = missing()
     sys.meta_path.insert(0, _Finder(Facade(np, names)))
-    adapter.early(
+    adapter.log_from_import(
         log,
         "MXNet's modules, and no others, get a distutils.version and these names that NumPy %s no"
         " longer has: %s",

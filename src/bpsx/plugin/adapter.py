@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bpsx import secret
 from bpsx.api.arguments import (
+    as_integer,
     check_flag,
     check_handle,
     check_name,
@@ -18,7 +19,6 @@ from bpsx.api.arguments import (
     check_unmasked,
     checked_passes,
     checked_root,
-    integer,
 )
 from bpsx.api.lifecycle import add_engine, finish, initialised, session
 from bpsx.api.torchrun import FRAMEWORK, Store, init, resume
@@ -27,11 +27,11 @@ from bpsx.compression.spec import CompressionSpec, compression
 from bpsx.config import LaunchedPlace, child_environment, is_set, launched, own_store
 from bpsx.core._handle import Handle, Item
 from bpsx.local.devices import Streams
-from bpsx.session.limits import capacity
+from bpsx.session.limits import padded_length
 from bpsx.session.session import Session
 from bpsx.system import host
 from bpsx.system._exit_status import set_exit_status
-from bpsx.system.logs import early
+from bpsx.system.logs import log_from_import
 
 __all__ = [
     "FRAMEWORK",
@@ -45,7 +45,7 @@ __all__ = [
     "Streams",
     "TensorView",
     "add_engine",
-    "capacity",
+    "as_integer",
     "check_flag",
     "check_handle",
     "check_name",
@@ -54,14 +54,14 @@ __all__ = [
     "checked_passes",
     "checked_root",
     "compression",
-    "early",
     "finish",
     "init",
     "initialised",
-    "integer",
     "is_set",
     "launched",
+    "log_from_import",
     "own_host",
+    "padded_length",
     "proof",
     "resume",
     "session",

@@ -96,7 +96,7 @@ class ProcessSet:
     def __init__(self, ranks: Sequence[int] | None) -> None:
         known: list[int] = []
         if isinstance(ranks, Sequence):
-            known = [r for r in map(adapter.integer, ranks) if r is not None and r >= 0]
+            known = [r for r in map(adapter.as_integer, ranks) if r is not None and r >= 0]
         complete = isinstance(ranks, Sequence) and len(set(known)) == len(ranks)
         if ranks is not None and not complete:
             raise ConfigError(
@@ -369,7 +369,7 @@ def check_groups(
     listed = groups is not None and isinstance(groups, Sequence)
     counts = (("num_groups", num_groups), ("groups", 0 if groups is None or listed else groups))
     for argument, count in counts:
-        number = adapter.integer(count)
+        number = adapter.as_integer(count)
         if number is None or number < 0:
             more = f", or a list of lists of {what}s" if argument == "groups" else ""
             raise ConfigError(f"{verb}: {argument}={count!r}: expected an integer from 0{more}")
@@ -396,7 +396,7 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
             )
         return [rows // size] * size
     given = list(splits) if isinstance(splits, Iterable) else []
-    numbers_ = [n for n in map(adapter.integer, given) if n is not None and n >= 0]
+    numbers_ = [n for n in map(adapter.as_integer, given) if n is not None and n >= 0]
     too_many = rows is not None and sum(numbers_) > rows
     if len(given) != size or len(numbers_) != size or too_many:
         limit = "" if rows is None else f", with at most {rows} rows in total"

@@ -18,7 +18,7 @@ import numpy as np
 
 from bpsx.errors import BpsxError
 from bpsx.plugin import adapter
-from bpsx.plugin.adapter import Handle, TensorView, capacity, check_name, checked_root
+from bpsx.plugin.adapter import Handle, TensorView, check_name, checked_root, padded_length
 from bpsx.plugin.encoding import Encoder, decode
 
 _PURPOSE = "pickled object"
@@ -213,7 +213,7 @@ def _begun(array: np.ndarray, name: str, root: int) -> Handle:
 
 def _room(length: int, text: bytes) -> np.ndarray:
     """Return an array for ``length`` bytes that begins with ``text``; few sizes are used."""
-    body = np.zeros(capacity(length), np.uint8)
+    body = np.zeros(padded_length(length), np.uint8)
     body[: len(text)] = np.frombuffer(text, np.uint8)
     return body
 

@@ -35,7 +35,7 @@ def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
         )
 
 
-def capacity(length: int) -> int:
+def padded_length(length: int) -> int:
     """Round ``length`` up to the next step of a series that grows by a factor of about 1.25.
 
     A declaration is kept until the job ends, so lengths that change must not be declared as they

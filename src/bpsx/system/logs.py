@@ -17,7 +17,7 @@ _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fat
 _early: list[tuple[logging.Logger, str, tuple[object, ...]]] = []
 
 
-def early(logger: logging.Logger, text: str, *values: object) -> None:
+def log_from_import(logger: logging.Logger, text: str, *values: object) -> None:
     """Log at level INFO from an import, which may run before :func:`configure`.
 
     Without a handler, the message is kept until :func:`configure`. Thread-safe.

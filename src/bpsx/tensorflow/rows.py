@@ -19,7 +19,7 @@ def _capacities() -> tuple[int, ...]:
     """
     found = [0]
     while found[-1] < 2**31:
-        found.append(adapter.capacity(found[-1] + 1))
+        found.append(adapter.padded_length(found[-1] + 1))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ import torch
 from bpsx.api.staged import Handle
 from bpsx.errors import MismatchError
 from bpsx.plugin import adapter
-from bpsx.plugin.adapter import capacity, check_name
+from bpsx.plugin.adapter import check_name, padded_length
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public_methods
 from bpsx.torch.dense import push_pull_dense
@@ -198,7 +198,9 @@ class RowGathering:
 
     def _begin(self, mine: torch.Tensor, name: str, root: int) -> torch.Tensor:
         n = self._counts[root]
-        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
+        stage = torch.empty(
+            (padded_length(n), *mine.shape[1:]), dtype=mine.dtype, device=mine.device
+        )
         ours = adapter.session()
         if root == ours.rank:
             with torch.no_grad():
@@ -247,7 +249,9 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return this worker's rows of the gradient's sum or average over workers."""
-        padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
+        padding = gradient.new_zeros(
+            (padded_length(len(gradient)) - len(gradient), *gradient.shape[1:])
+        )
         return (
             _push_pull_gradient(
                 torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad"

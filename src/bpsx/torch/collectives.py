@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError, MismatchError
 from bpsx.plugin import adapter
-from bpsx.plugin.adapter import capacity, checked_root
+from bpsx.plugin.adapter import checked_root, padded_length
 from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.submit import submit
 from bpsx.torch.tensors import (
@@ -380,7 +380,7 @@ def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
     send bytes, of a different length each time, and names are never forgotten. So lengths are
     rounded up to a capacity from a short series.
     """
-    whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8, device="cpu")
+    whole = torch.zeros(padded_length(length) + _LENGTH, dtype=torch.uint8, device="cpu")
     if stage is not None:
         whole[:length] = stage
         whole[-_LENGTH:] = torch.frombuffer(

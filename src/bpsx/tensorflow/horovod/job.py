@@ -54,7 +54,7 @@ def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
 
 
 def _check_id(verb: str, process_set_id: Any) -> None:
-    if adapter.integer(process_set_id) != 0:
+    if adapter.as_integer(process_set_id) != 0:
         raise ConfigError(
             f"{verb}: process_set_id={process_set_id!r}: expected 0, the set of all workers"
         )
