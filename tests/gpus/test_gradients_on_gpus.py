@@ -15,7 +15,7 @@ import contextlib
 import torch
 import bpsx.torch as bps
 from bpsx.plugin.adapter import TensorView
-from bpsx.torch import _gradients, bucket, exchange, submit, tensors
+from bpsx.torch import _bucket, _gradients, bucket, exchange, submit, tensors
 from bpsx.errors import ConfigError
 
 known = {}
@@ -33,7 +33,7 @@ def as_on_gpu(tensor, nbytes, dtype, shape):
     return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, 0, lambda: stream[0])
 
 
-_gradients.streams_of, _gradients.ALL_ON_GPU = lambda device: lambda: stream[0], take_for_a_gpus
+_bucket.streams_of, _gradients.ALL_ON_GPU = lambda device: lambda: stream[0], take_for_a_gpus
 
 
 def alone(*arguments, **options):
@@ -92,9 +92,9 @@ class Net(torch.nn.Module):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
 
-def Parameter(name):  # the attributes that a batch uses
+def Parameter(name):  # the attributes that a bucket uses
     return _gradients.Managed(
-        name, torch.nn.Parameter(torch.zeros(1)), bucket.Named(name, name, 0), 1
+        name, torch.nn.Parameter(torch.zeros(1)), bucket.GradientInfo(name, name, 0), 1
     )
 
 
@@ -377,7 +377,7 @@ def test_an_arrived_gradient_stays_valid_after_its_group_is_released(pretend: Pa
     run(
         TORCH,
         """
-        together = bucket.batch_of(False)
+        together = bucket.bucket_of(False)
         parameters, stay = [Parameter(str(i)) for i in range(8)], []
         def send():
             for p in parameters:
@@ -411,7 +411,7 @@ def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
         TORCH,
         """
         together, one, both = (
-            bucket.batch_of(False),
+            bucket.bucket_of(False),
             torch.full((5000,), r + 1.0),
             [Parameter("a"), Parameter("b")],
         )
@@ -434,7 +434,7 @@ def test_memory_lives_until_the_sum_has_arrived_even_without_references(pretend:
         TORCH,
         """
         import gc
-        together, expired = bucket.batch_of(False), torch.UntypedStorage._expired
+        together, expired = bucket.bucket_of(False), torch.UntypedStorage._expired
         first = Parameter("a")
         together.add(first, torch.full((5000,), r + 1.0))  # exchanged with others from then on
         first.pushed.wait()

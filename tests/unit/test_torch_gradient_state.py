@@ -17,7 +17,7 @@ from torch_fake import FakeSession
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
-from bpsx.torch import _gradients, bucket
+from bpsx.torch import _bucket, _gradients, bucket
 from bpsx.torch._gradient_state import TABLE, Event, State
 from bpsx.torch.cross_barrier import CrossBarrier
 from support.places import ROOT
@@ -42,7 +42,7 @@ def on_gpu(yes: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         if yes:
             stack.enter_context(patch.object(_gradients, "ALL_ON_GPU", lambda *_: None))
-            stack.enter_context(patch.object(_gradients, "streams_of", lambda device: lambda: 0))
+            stack.enter_context(patch.object(_bucket, "streams_of", lambda device: lambda: 0))
         yield
 
 
@@ -53,9 +53,9 @@ class One:
     """One gradient, its bucket, and a way to cause each event."""
 
     def __init__(self) -> None:
-        named = bucket.Named("Gradient.a", "gradient of 'a'", 0)
-        self.managed = _gradients.Managed("a", nn.Parameter(torch.zeros(4)), named, 1)
-        self.bucket = _gradients.Batch(self._begin, self._fail, self._fail, lambda: 1 << 20)
+        info = bucket.GradientInfo("Gradient.a", "gradient of 'a'", 0)
+        self.managed = _gradients.Managed("a", nn.Parameter(torch.zeros(4)), info, 1)
+        self.bucket = _bucket.Bucket(self._begin, self._fail, self._fail, lambda: 1 << 20)
         self.refusal: Exception | None = None
 
     def _begin(self, items: list[Any], *_: Any) -> None:

@@ -2,8 +2,9 @@
 """State of one gradient: the states, the events, and the table of transitions.
 
 :class:`bpsx.torch._gradients.Managed` holds the state, and each of its methods is an event, which
-also sets the fields that belong to the new state. These files call them: ``_gradients.pyx`` (hooks
-and the bucket), ``_settling.pyx`` (the wait), ``exchange.py`` and ``cross_barrier.py``.
+also sets the fields that belong to the new state. Only these files call them: ``_bucket.pyx`` (hook
+and bucket), ``_settling.pyx`` (waits), ``exchange.py``, ``parallel/averaging.py`` and
+``cross_barrier.py``.
 """
 
 #: The next state by state and event. An event that is not listed cannot occur in that state.

@@ -1,10 +1,9 @@
-# Declarations of _gradients.pyx for _settling.pyx.
+# Declarations of _gradients.pyx for _bucket.pyx and _settling.pyx.
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx.plugin.adapter cimport Item
 from bpsx.torch._gradient_state cimport Event, State
-from bpsx.torch.dlpack cimport Seen
-from bpsx.torch.rlock cimport RLock
+from bpsx.torch.dlpack cimport DLTensor
 
 cdef enum:
     UNCOUNTED = -1              # version of memory without a counter
@@ -12,8 +11,10 @@ cdef enum:
 
 cdef class Managed:
     cdef object __weakref__
-    cdef readonly object parameter, named
+    cdef readonly object parameter, info
     cdef readonly str name
+    cdef str wire                       # those of `info`, whose attributes are slower
+    cdef int priority
     cdef readonly State state
     # a Pushed or a SparseSum in the states of is_pushed(), otherwise None
     cdef readonly object pushed
@@ -46,8 +47,8 @@ cdef class Pushed(Item):
     cdef readonly object gradient, ctx
     cdef readonly bint own
     cdef readonly bint written      # valid after the wait
-    cdef object named
-    cdef Batch batch                # None: it has started alone
+    cdef object info
+    cdef object bucket              # the Bucket; None: it has started alone
     cdef int64_t version
     cdef bint waited
 
@@ -56,28 +57,12 @@ cdef class Pushed(Item):
     cdef total(self)
 
 
-cdef class Batch:
-    # hooks may skip the checks of Exchange.accumulated
-    cdef public bint quick
-    cdef object begin, begin_alone, begin_here, worth, streams, stream
-    cdef RLock turn
-    cdef list waiting
-    cdef int device
-    cdef uint64_t nbytes, most
-
-    cdef bint put(self, Managed managed, gradient, const Seen *seen) except -1
-    cdef bint put_here(self, Managed managed, gradient, const Seen *seen) except -1
-    cdef Pushed new_pushed(self, Managed managed, gradient)
-    cdef turn_to(self, int device)
-    cdef append(self, Managed managed, Pushed pushed)
-    cdef open_for(self, stream)
-    cdef submit_quietly(self)
-    cdef begin_all(self, list waiting)
-    cdef note_begun(self, Managed managed, of_all)
-    cdef list begin_odd(self, list waiting)
-    cdef bint goes_along(self, Pushed pushed) except -1
-    cdef on_its_stream(self)
-
-
+cpdef bint is_dense_on_gpu(tensor) except -1
+cdef bint take_view(tensor, DLTensor *view)
+cdef bint is_on_gpu(const DLTensor *view)
+cdef bint view_on_gpu(tensor, DLTensor *view)
+cdef int device_of(tensor, const DLTensor *view) except -2
+cdef dtype_of(const DLTensor *view)
+cdef bint take_plain_memory(Pushed pushed, const DLTensor *view) except -1
 cdef int64_t counted(tensor) except -2
 cdef uint64_t place_of(tensor) except? 0

@@ -1,10 +1,9 @@
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 
-from bpsx.plugin.adapter import Item, Streams
+from bpsx.plugin.adapter import Item
 from bpsx.torch._gradient_state import Event, State
 
 #: Test hook: if set, all memory counts as the first GPU's. It is called for each gradient with the
@@ -34,11 +33,11 @@ class Managed:
     #: False: as far as is known, no worker has a gradient in this step.
     wanted: bool
 
-    def __init__(self, name: str, parameter: torch.Tensor, named: Any, passes: int) -> None: ...
+    def __init__(self, name: str, parameter: torch.Tensor, info: Any, passes: int) -> None: ...
     @property
     def parameter(self) -> torch.Tensor: ...
     @property
-    def named(self) -> Any: ...
+    def info(self) -> Any: ...
     @property
     def name(self) -> str: ...
     @property
@@ -71,28 +70,3 @@ class Pushed(Item):
     def written(self) -> bool: ...
     def done(self) -> bool: ...
     def wait(self) -> torch.Tensor: ...
-
-class Batch:
-    #: Hooks may skip the checks of :meth:`bpsx.torch.exchange.Exchange.accumulated`.
-    quick: bool
-    def __init__(
-        self,
-        begin: Callable[[list[Item], int, Streams, int], None],
-        begin_alone: Callable[[torch.Tensor, Any], Pushed],
-        begin_here: Callable[[Item], bool],
-        worth: Callable[[], int],
-    ) -> None: ...
-    def add(self, managed: Managed, gradient: torch.Tensor) -> None: ...
-    def take(self, managed: Managed, gradient: torch.Tensor) -> bool: ...
-    def submit(self) -> None: ...
-
-class Hook:
-    def __init__(
-        self,
-        exchange: ref[Any],
-        managed: ref[Any],
-        batch: Batch,
-        accumulated: Callable[[Any, Any], None],
-    ) -> None: ...
-    def rival(self) -> None: ...
-    def __call__(self, _: torch.Tensor) -> None: ...

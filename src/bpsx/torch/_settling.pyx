@@ -128,7 +128,7 @@ cdef bint is_as_pushed(Managed m) except -1:
         return False
     pushed = m.pushed
     if (
-        pushed.batch is None
+        pushed.bucket is None
         or type(pushed.begun) is not Handle
         or (<Handle>pushed.begun).gpu is not None
     ):
@@ -156,7 +156,7 @@ def all_together(list managed) -> bool:
         if type(m.pushed) is not Pushed:
             return False
         pushed = m.pushed
-        if pushed.batch is None or type(pushed.begun) is not Handle or m.stands_in:
+        if pushed.bucket is None or type(pushed.begun) is not Handle or m.stands_in:
             return False
         if (<Handle>pushed.begun).gpu is None:
             return False

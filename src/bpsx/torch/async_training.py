@@ -51,7 +51,7 @@ class Weights(async_training.Weights[Managed]):
         def begin(name: str, managed: Managed) -> Handle:
             parameter, change = managed.parameter.detach(), before[name]
             torch.sub(parameter, change, out=change)
-            return submit(change, parameter, name, average=False, priority=managed.named.priority)
+            return submit(change, parameter, name, average=False, priority=managed.info.priority)
 
         try:
             self._begin_all(weights, begin)

@@ -26,10 +26,9 @@ from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
-from bpsx.torch.exchange_round import Round, ended, raise_first
+from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first
 from bpsx.torch.module_hooks import Serving, check_model
 from bpsx.torch.names import Names, names_of
-from bpsx.torch.noted import OWN, Noted
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import (
     _DistributedOptimizer,
@@ -39,6 +38,7 @@ from bpsx.torch.optimizer import (
     needs_sparse,
     takes_closure,
 )
+from bpsx.torch.saved_options import OWN, SavedOptions
 
 #: BytePS's name for :func:`push_pull_async_inplace`; BytePS's module of this name has it too.
 byteps_push_pull = push_pull_async_inplace
@@ -196,9 +196,9 @@ class _Barrier(Exchange):
     ) -> None:
         # The gradients in State.PENDING by id of parameter, most urgent first.
         self._pending: dict[int, Managed] = {}
-        self._stepped: Round | None = None  # round in which they were pushed
+        self._stepped: ExchangeRound | None = None  # round in which they were pushed
         # Options of each group when step() was called.
-        self._options: list[Noted] = []
+        self._options: list[SavedOptions] = []
         # Number of parts in which the update has been made so far.
         self._parts = 0
         # A step in several parts has shown that the parts do not depend on each other.
@@ -292,7 +292,7 @@ class _Barrier(Exchange):
         Returns False, with nothing done, if gradients travel sparse, in two parts. Raises the first
         failure, after the last push has ended.
         """
-        with self.trainer.at_work():
+        with self.training_thread.at_work():
             return self._defer(optimizer)
 
     def _defer(self, optimizer: _CrossBarrier) -> bool:
@@ -307,7 +307,7 @@ class _Barrier(Exchange):
         if any(now.failures):
             for managed in ours:
                 self._await(self._receive, managed, now)
-            self._heed(now)
+            self._evaluate_usage(now)
             self._round = None
             raise_first(now.failures)
         for managed in ours:
@@ -353,11 +353,11 @@ class _Barrier(Exchange):
         """
         due = [id(p) for p in parameters if id(p) in self._pending]
         if due and self._stepped is not None:
-            with self.trainer.at_work():
+            with self.training_thread.at_work():
                 self._apply(due, self._stepped)
 
-    def _apply(self, due: list[int], now: Round) -> None:
-        self._heed(now)
+    def _apply(self, due: list[int], now: ExchangeRound) -> None:
+        self._evaluate_usage(now)
         # An interruption here leaves everything as it was; failures are raised below.
         for key in due:
             ended(self._pending[key].pushed)
@@ -406,9 +406,9 @@ class _Barrier(Exchange):
     def _note(self, base: Any, theirs: dict[str, Any]) -> None:
         """Save the optimizer's state for the update, which is still to be made in parts."""
         self._held = base, theirs
-        self._attributes = Noted({k: v for k, v in theirs.items() if k not in OWN})
+        self._attributes = SavedOptions({k: v for k, v in theirs.items() if k not in OWN})
         self._options = [
-            Noted({k: v for k, v in group.items() if k != "params"})
+            SavedOptions({k: v for k, v in group.items() if k != "params"})
             for group in _plain(theirs["param_groups"])
         ]
 
@@ -479,7 +479,7 @@ class _Group(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         optimizer = self.owner() if key == "params" else None
         if optimizer is not None:
-            optimizer._look()
+            optimizer._wait_before_read()
         return super().__getitem__(key)
 
     def __reduce__(self) -> Any:
@@ -523,17 +523,17 @@ class _CrossBarrier(_DistributedOptimizer):
 
     def _apply_pending(self) -> None:
         barrier = vars(self).get("_barrier")
-        if barrier is not None and barrier.pending and barrier.trainer.may_be_here():
+        if barrier is not None and barrier.pending and barrier.training_thread.may_be_here():
             barrier.apply_all()
 
-    def _look(self) -> None:
+    def _wait_before_read(self) -> None:
         """Prepare for an access to the parameters.
 
         It also waits for gradients that have been pushed, as code that unscales or clips gradients
         expects.
         """
         self._apply_pending()
-        self._barrier.look()
+        self._barrier.wait_before_read()
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-# PyTorch's tensors seen from C through DLPack's exchange API (github.com/dmlc/dlpack, 1.2 and
+# PyTorch's tensors view from C through DLPack's exchange API (github.com/dmlc/dlpack, 1.2 and
 # newer), which PyTorch provides since 2.10. One call replaces several calls of PyTorch's methods,
 # which are a fifth of a hook's cost. Call with the GIL.
 from cpython.exc cimport PyErr_Clear
@@ -11,7 +11,7 @@ cdef enum:
     ON_CUDA = 2                 # kDLCUDA
     MAJOR = 1                   # version of this layout; later minor versions keep it
 
-cdef struct Seen:               # DLTensor
+cdef struct DLTensor:
     char *data
     int32_t device_type
     int32_t device
@@ -23,75 +23,76 @@ cdef struct Seen:               # DLTensor
     int64_t *strides            # in elements
     uint64_t offset             # bytes, from data
 
-cdef struct Table:              # DLPackExchangeAPI
+cdef struct ExchangeTable:      # DLPackExchangeAPI
     uint32_t major
     uint32_t minor
-    Table *previous             # table of an older major version
+    ExchangeTable *previous             # table of an older major version
     void *allocate
     void *give
     void *take
-    int (*look)(PyObject *tensor, Seen *seen) noexcept      # nonzero: a Python error is set
+    # nonzero: a Python error is set
+    int (*describe)(PyObject *tensor, DLTensor *view) noexcept
     int (*stream)(int32_t device_type, int32_t device, void **stream) noexcept
 
 
-cdef inline Table *table_of(object tensors):
+cdef inline ExchangeTable *table_of(object tensors):
     """Return the table of a tensor class; NULL if it has no usable one."""
-    cdef Table *table
+    cdef ExchangeTable *table
     capsule = getattr(tensors, "__dlpack_c_exchange_api__", None)
     if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
         return NULL
-    table = <Table *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    table = <ExchangeTable *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     while table != NULL and table.major != MAJOR:
         table = table.previous
-    return table if table != NULL and table.look != NULL else NULL
+    return table if table != NULL and table.describe != NULL else NULL
 
 
-cdef inline bint look(Table *table, object tensor, Seen *seen):
+cdef inline bint fill_view(ExchangeTable *table, object tensor, DLTensor *view):
     """Fill in a tensor's layout. False if it has none, as a sparse tensor."""
-    if table.look(<PyObject *>tensor, seen) == 0:
+    if table.describe(<PyObject *>tensor, view) == 0:
         return True
     PyErr_Clear()
     return False
 
 
-cdef inline char *address(const Seen *seen) noexcept:
-    return seen.data + seen.offset
+cdef inline char *address(const DLTensor *view) noexcept:
+    return view.data + view.offset
 
 
-cdef inline uint64_t elements(const Seen *seen) noexcept:
+cdef inline uint64_t elements(const DLTensor *view) noexcept:
     cdef uint64_t n = 1
     cdef int32_t i
-    for i in range(seen.dimensions):
-        n *= <uint64_t>seen.shape[i]
+    for i in range(view.dimensions):
+        n *= <uint64_t>view.shape[i]
     return n
 
 
-cdef inline bint is_contiguous(const Seen *seen) noexcept:
+cdef inline bint is_contiguous(const DLTensor *view) noexcept:
     """Return whether the elements are in order without gaps.
 
     The stride of a dimension of length 1 does not matter.
     """
     cdef int64_t expected = 1
     cdef int32_t i
-    if seen.strides == NULL or elements(seen) == 0:
+    if view.strides == NULL or elements(view) == 0:
         return True
-    for i in reversed(range(seen.dimensions)):
-        if seen.shape[i] != 1 and seen.strides[i] != expected:
+    for i in reversed(range(view.dimensions)):
+        if view.shape[i] != 1 and view.strides[i] != expected:
             return False
-        expected *= seen.shape[i]
+        expected *= view.shape[i]
     return True
 
 
-cdef inline bint has_shape(const Seen *seen, shape):
+cdef inline bint has_shape(const DLTensor *view, shape):
     """Return whether ``shape`` is a tuple with the same lengths."""
     cdef int32_t i
-    if type(shape) is not tuple or len(<tuple>shape) != seen.dimensions:
+    if type(shape) is not tuple or len(<tuple>shape) != view.dimensions:
         return False
-    for i in range(seen.dimensions):
-        if <int64_t>(<tuple>shape)[i] != seen.shape[i]:
+    for i in range(view.dimensions):
+        if <int64_t>(<tuple>shape)[i] != view.shape[i]:
             return False
     return True
 
 
-cdef inline tuple shape_of(const Seen *seen):
-    return tuple([seen.shape[i] for i in range(seen.dimensions)])
+cdef inline tuple shape_of(const DLTensor *view):
+    return tuple([view.shape[i] for i in range(view.dimensions)])

@@ -15,12 +15,12 @@ from bpsx.plugin import adapter
 from bpsx.plugin.exchange import KINDS, PREFIX
 from bpsx.session.refusals import counted
 from bpsx.torch import _settling
+from bpsx.torch._bucket import Hook
 from bpsx.torch._gradient_state import Event
-from bpsx.torch._gradients import Hook, Managed, version
-from bpsx.torch.bucket import Named, batch_of, push
+from bpsx.torch._gradients import Managed, version
+from bpsx.torch.bucket import GradientInfo, bucket_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
-from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
-from bpsx.torch.looking import Trainer
+from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first, zero_gradient
 from bpsx.torch.names import ExchangeOwner
 from bpsx.torch.ops import Handle
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
@@ -35,7 +35,8 @@ from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
 from bpsx.torch.submit import submit
 from bpsx.torch.tensors import check_tensor, mark_written, summable
-from bpsx.torch.unused_parameters import Users
+from bpsx.torch.training_thread import TrainingThread
+from bpsx.torch.unused_parameters import UsageCount
 
 
 class Kind(Enum):
@@ -56,7 +57,7 @@ class Exchange:
     A worker with a gradient knows whether it is sparse. A worker without one must send the same
     kind as the others. So until every parameter has had a gradient on some worker, :meth:`complete`
     begins with a small sum of the kinds. A parameter that has no gradient on any worker keeps none,
-    as in one process; :class:`Users` finds that out.
+    as in one process; :class:`UsageCount` finds that out.
 
     Arguments:
     - ``sparse_as_dense``: send every gradient dense.
@@ -95,7 +96,7 @@ class Exchange:
         ordinal: int | None = None,
     ) -> None:
         self.owner = ExchangeOwner(what, self, ordinal)
-        self.trainer = Trainer()
+        self.training_thread = TrainingThread()
         # Every grad holds the average, and backward has added nothing since.
         self.synchronized = False
         # The wait was implicit: param_groups were read, synchronize() was not called.
@@ -109,14 +110,14 @@ class Exchange:
         self.choices, self._rate = choices or {}, rate
         self._adds_momentum = any(c.momentum for c in self.choices.values())
         self.active = active or self._adds_momentum
-        self._batch = batch_of(average)
+        self._bucket = bucket_of(average)
         self._managed: list[Managed] = []
         self._known: set[int] = set()  # ids of the parameters
         self._startup = StartupCheck(self.owner, self._managed)
         self._session: object = None  # session in which the kinds were agreed on
         self._begun = False  # backward has run since the last wait
-        self._round: Round | None = None
-        self._late: Users | None = None  # count of the last step, not evaluated yet
+        self._round: ExchangeRound | None = None
+        self._late_usage: UsageCount | None = None  # count of the last step, not evaluated yet
         # Sum of the kinds of gradients, in flight.
         self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None
         self.finalizer: Any = None  # detaches when the optimizer is deleted
@@ -129,8 +130,8 @@ class Exchange:
         for name, parameter in names:
             if id(parameter) not in self._known:
                 self._known.add(id(parameter))
-                named = Named(PREFIX + name, f"gradient of {name!r}", -len(self._managed))
-                self._managed.append(Managed(name, parameter, named, self._passes))
+                info = GradientInfo(PREFIX + name, f"gradient of {name!r}", -len(self._managed))
+                self._managed.append(Managed(name, parameter, info, self._passes))
                 if self.active:
                     self._declare(name, parameter)
         if attach:
@@ -200,7 +201,7 @@ class Exchange:
         ref = weakref.ref(self)
         for managed in self._managed:
             if managed.hook is None and managed.parameter.requires_grad:
-                hook = Hook(ref, weakref.ref(managed), self._batch, type(self).accumulated)
+                hook = Hook(ref, weakref.ref(managed), self._bucket, type(self).accumulated)
                 for other in (
                     getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}
                 ).values():
@@ -224,7 +225,7 @@ class Exchange:
 
     def restart_count(self) -> None:
         """Forget the backward passes that have been added up so far."""
-        self._batch.quick = False
+        self._bucket.quick = False
         _settling.restart(self._managed, self._passes)
 
     def accumulated(self, managed: Managed) -> None:
@@ -238,7 +239,7 @@ class Exchange:
         if not self._begun:
             self._begun = True
             if not managed.parameter.is_cuda:  # autograd computes those on threads of its own
-                self.trainer.is_here()
+                self.training_thread.is_here()
             self._follow_job()
         self.synchronized = self.implicit = False
         managed.add()
@@ -252,7 +253,7 @@ class Exchange:
         managed.quick = (
             managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
         )
-        self._batch.quick = self.has_quick_hooks
+        self._bucket.quick = self.has_quick_hooks
 
     def _goes_together(self, managed: Managed) -> bool:
         """Return whether a dense gradient of this parameter may join a bucket."""
@@ -262,13 +263,13 @@ class Exchange:
             and not managed.sparse_here
         )
 
-    def look(self) -> None:
+    def wait_before_read(self) -> None:
         """Wait for gradients in flight before they are read, so that the reader sees averages.
 
         Raises as :meth:`complete`. Does nothing in a signal handler, during a backward pass, or on
         another thread than the training thread, where it would disturb the training.
         """
-        if self.under_way and self.trainer.may_wait():
+        if self.under_way and self.training_thread.may_wait():
             self.complete()
             self.implicit = True
             for managed in self._managed:
@@ -287,7 +288,7 @@ class Exchange:
         self.active = adapter.session().config.distributed or self._adds_momentum
         if not self.active and not self.under_way:
             return
-        with self.trainer.at_work():
+        with self.training_thread.at_work():
             self._complete(discard)
 
     def _complete(self, discard: bool) -> None:
@@ -298,18 +299,18 @@ class Exchange:
         together = _settling.all_together(ours)
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
-                self._heed(now)
+                self._evaluate_usage(now)
                 managed.pushed.advance()
-        if now.users is not None and together and not now.frozen:
-            self._late, now.users = now.users, None
-        if together and now.users is None and not discard:
+        if now.usage is not None and together and not now.frozen:
+            self._late_usage, now.usage = now.usage, None
+        if together and now.usage is None and not discard:
             ours = _settling.settle(ours)
         elif not together and not discard:
-            self._heed(now)  # before the first wait that may block; see _await
+            self._evaluate_usage(now)  # before the first wait that may block; see _await
             ours = _settling.settle_here(ours)
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
-        self._heed(now)
+        self._evaluate_usage(now)
         for managed in self._managed:
             if not managed.wanted:
                 managed.parameter.grad = None
@@ -318,31 +319,33 @@ class Exchange:
         raise_first(now.failures)
         self.synchronized = True
 
-    def _open_round(self) -> Round:
+    def _open_round(self) -> ExchangeRound:
         """Return the round that an interruption has left open, or a new one.
 
         For a new round, all workers first agree on the kind of each gradient.
         """
-        self._batch.quick = False
+        self._bucket.quick = False
         self.owner.check_current()
         if self._round is None:
             self._startup.run()
             agreed = self._agree()
             _settling.agree(self._managed)
-            self._round = Round([*self._startup.take(), *agreed, *self._heed_late()])
+            self._round = ExchangeRound(
+                [*self._startup.take(), *agreed, *self._evaluate_late_usage()]
+            )
         return self._round
 
-    def _push_missing(self, now: Round) -> None:
+    def _push_missing(self, now: ExchangeRound) -> None:
         """Push the gradients that hooks have not pushed, and start the count of used parameters."""
         if now.pushed:
             return
         with suppress(Exception):  # it is submitted again below, and the failure is raised then
-            self._batch.submit()
+            self._bucket.submit()
         missing = _settling.missing_of(self._managed)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
             try:
-                self._count(now, _settling.used_of(self._managed), self._managed[0].name)
+                self._count_usage(now, _settling.used_of(self._managed), self._managed[0].name)
             except Exception as e:
                 now.failures.append(e)
             now.failures += [self._try(self._push, m) for m in missing if m not in unsure]
@@ -352,30 +355,32 @@ class Exchange:
         # Pushing zeros would send the residual that compression has kept. If no worker has a
         # gradient, the sum is discarded, and the residual would be lost.
         if unsure:
-            self._heed(now)
+            self._evaluate_usage(now)
             now.failures += [
                 self._try(self._push, m) for m in unsure if m.wanted and m.allows(Event.START)
             ]
         with suppress(Exception):  # the wait raises it
-            self._batch.submit()
+            self._bucket.submit()
         now.pushed = True
 
-    def _count(self, now: Round, used: list[bool], name: str) -> None:
+    def _count_usage(self, now: ExchangeRound, used: list[bool], name: str) -> None:
         """Start the count of workers that have ``used`` each parameter."""
-        if now.users is None:
+        if now.usage is None:
             now.frozen = set(map(id, _settling.frozen_of(self._managed)))
-            now.users = Users(used, [id(m) not in now.frozen for m in self._managed], name)
+            now.usage = UsageCount(used, [id(m) not in now.frozen for m in self._managed], name)
 
-    def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
+    def _await(
+        self, receive: Callable[[Managed], None], managed: Managed, now: ExchangeRound
+    ) -> None:
         """Let ``receive`` wait for a push.
 
         Before the first wait that may block, the workers must agree on what is pushed.
         """
-        if now.users is not None and not managed.pushed.done():
-            self._heed(now)
+        if now.usage is not None and not managed.pushed.done():
+            self._evaluate_usage(now)
         now.failures.append(self._try(receive, managed))
 
-    def _heed(self, now: Round) -> None:
+    def _evaluate_usage(self, now: ExchangeRound) -> None:
         """Evaluate the count of used parameters.
 
         It finds the parameters without a gradient on any worker, for which all workers have pushed
@@ -383,40 +388,40 @@ class Exchange:
         workers. The workers that have frozen such a parameter push zeros for it. Otherwise the
         others would wait, and would receive the gradient of a later step.
         """
-        if now.users is None:
+        if now.usage is None:
             return
-        failure = ended(now.users)
-        users, now.users = now.users, None
+        failure = ended(now.usage)
+        usage, now.usage = now.usage, None
         if failure is not None:
             now.failures.append(failure)
             return
-        if users.agree:
+        if usage.agree:
             _settling.want_all(self._managed)
             return
-        for managed, count in zip(self._managed, users.counts, strict=True):
+        for managed, count in zip(self._managed, usage.counts, strict=True):
             managed.wanted = count.used > 0
             if count.trained and count.frozen:
                 now.failures.insert(0, frozen_on_some(managed, count))
                 if id(managed) in now.frozen:
                     now.failures.append(self._try(self._stand_in, managed))
 
-    def _heed_late(self) -> list[Exception]:
+    def _evaluate_late_usage(self) -> list[Exception]:
         """Evaluate the count of the step before, and return the errors.
 
         In that step this worker had all gradients and had frozen nothing, so the count could wait.
         Waiting for it there would have meant waiting for the other workers, which gradients on GPUs
         do not need.
         """
-        users = self._late
-        if users is None:
+        usage = self._late_usage
+        if usage is None:
             return []
-        failure = ended(users)  # an interruption leaves it for the next call
-        self._late = None
-        if failure is not None or not users.differ:
+        failure = ended(usage)  # an interruption leaves it for the next call
+        self._late_usage = None
+        if failure is not None or not usage.differ:
             return [failure] if failure is not None else []
         return [
             frozen_on_some(m, count)
-            for m, count in zip(self._managed, users.counts)
+            for m, count in zip(self._managed, usage.counts)
             if count.trained and count.frozen
         ]
 
@@ -446,11 +451,11 @@ class Exchange:
         """In a resumed job with other workers, forget what was agreed in the job before."""
         session = adapter.session()
         if session is not self._session:
-            self._session, self._late = session, None
+            self._session, self._late_usage = session, None
             for managed in self._managed:
                 managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
-                    session.declare(managed.named.wire, self.choices[managed.name])
+                    session.declare(managed.info.wire, self.choices[managed.name])
 
     def _agree(self) -> list[Exception]:
         """Find out which gradients are sparse, where that is not known yet.
@@ -534,7 +539,7 @@ class Exchange:
         elif gradient.layout is torch.sparse_coo:
             managed.sparse_dim = gradient.sparse_dim()
             gradient = parameter.grad = gradient.detach().to_dense()
-        if self._goes_together(managed) and self._batch.take(managed, gradient):
+        if self._goes_together(managed) and self._bucket.take(managed, gradient):
             return
         chosen = self.choices.get(managed.name)
         rate = (
@@ -542,7 +547,7 @@ class Exchange:
             if self._rate is not None and chosen is not None and chosen.ef == "corrected"
             else -1.0
         )
-        managed.start(push(gradient, managed.named, self._average, self._compression, rate))
+        managed.start(push(gradient, managed.info, self._average, self._compression, rate))
 
     @counted("gradient", f"{PREFIX}{{}}.sparse", several=True, argument="managed")
     def _push_sparse(self, managed: Managed) -> None:
@@ -550,14 +555,14 @@ class Exchange:
         chosen = self.choices.get(managed.name)
         if chosen is not None and chosen.momentum:
             raise ConfigError(
-                f"{managed.named.what}: it is sparse and therefore not compressed, so"
+                f"{managed.info.what}: it is sparse and therefore not compressed, so"
                 " compression_params' momentum='nesterov' cannot be added to it. Omit momentum for"
                 " this parameter, or give sparse_as_dense=True"
             )
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}
         if gradient is not None and managed.is_sparse():
-            check_sparse(gradient, managed.named.what)
+            check_sparse(gradient, managed.info.what)
             given = gradient
         elif gradient is not None:  # SparseSum reports it to the other workers
             kind["kind"] = DENSE

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bpsx.torch.unused_parameters import Users
+from bpsx.torch.unused_parameters import UsageCount
 
 
 class Waited(Protocol):
@@ -15,7 +15,7 @@ class Waited(Protocol):
     def wait(self) -> Any: ...
 
 
-class Round:
+class ExchangeRound:
     """One exchange of all gradients, from the first wait to its end.
 
     A wait may be interrupted by Ctrl-C or another exception of a signal handler. Then the round
@@ -25,7 +25,7 @@ class Round:
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures: list[Exception | None] = [*failures]
-        self.users: Users | None = None  # count in flight, not evaluated yet
+        self.usage: UsageCount | None = None  # count in flight, not evaluated yet
         self.frozen: set[int] = set()  # ids of the Managed objects that this worker does not push
         self.begun = False  # all gradients that need no count have been pushed
         self.pushed = False  # all others have been pushed

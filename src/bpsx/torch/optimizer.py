@@ -230,7 +230,7 @@ class _DistributedOptimizer(_Base):
 
         Reading them waits for gradients in flight, since the reader may be about to use gradients.
         """
-        self._exchange.look()
+        self._exchange.wait_before_read()
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         return groups
 
@@ -404,7 +404,7 @@ class _DistributedOptimizer(_Base):
                 " state; call it before shutdown()"
             )
             return {}
-        exchange.look()
+        exchange.wait_before_read()
         if exchange.under_way:
             warn(
                 "state_dict() was called in a signal handler, a backward pass or another thread"

@@ -28,7 +28,7 @@ class Count(NamedTuple):
     frozen: int
 
 
-class Users:
+class UsageCount:
     """Sum in flight of three flags per parameter.
 
     All workers pass the same parameters in the same order, under the same ``name``.

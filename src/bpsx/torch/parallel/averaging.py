@@ -16,7 +16,7 @@ from bpsx.torch._gradient_state import Event
 from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
-from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
+from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first, zero_gradient
 from bpsx.torch.ops import Handle
 from bpsx.torch.submit import submit
 
@@ -36,7 +36,7 @@ class _End:
             alive._pass_ends()
 
 
-class _Round(Round):
+class _ModuleRound(ExchangeRound):
     """A round of one module's gradients.
 
     ``ours``: the exchanged parameters. ``aside``: by id, the handle and the compressor's context of
@@ -73,7 +73,7 @@ class Averaging(Exchange):
         self._due = False
         self.expected = False  # a forward pass has been made that requires an exchange
         # Round in flight; an interruption leaves it open.
-        self._round: _Round | None = None
+        self._round: _ModuleRound | None = None
         self._pass = -1
         self._end: Callable[[], _End | None] = lambda: None
         super().__init__(
@@ -193,7 +193,7 @@ class Averaging(Exchange):
     def _begin_round(self) -> None:
         self._due = self.expected = False
         if self._round is None:
-            self._round = _Round([m for m in self._managed if m.parameter.requires_grad])
+            self._round = _ModuleRound([m for m in self._managed if m.parameter.requires_grad])
         now = self._round
         if now.pushed:
             return
@@ -206,7 +206,7 @@ class Averaging(Exchange):
 
         self._startup.begin()  # the wait comes when all modules of this pass have started
         try:
-            self._count(now, [self._is_used(m) for m in self._managed], self._name)
+            self._count_usage(now, [self._is_used(m) for m in self._managed], self._name)
         except Exception as e:
             now.failures.append(e)
         now.failures += [
@@ -223,7 +223,7 @@ class Averaging(Exchange):
         for managed in now.ours:
             if managed.is_pushed():
                 self._await(self._receive, managed, now)
-        self._heed(now)
+        self._evaluate_usage(now)
         for managed in now.ours:
             if id(managed) in now.aside:
                 handle, ctx = now.aside[id(managed)]
@@ -253,7 +253,7 @@ class Averaging(Exchange):
             )
         wire, ctx = self._compression.compress(plain)
         return (
-            submit(wire, wire, managed.named.wire, average=True, priority=managed.named.priority),
+            submit(wire, wire, managed.info.wire, average=True, priority=managed.info.priority),
             ctx,
         )
 

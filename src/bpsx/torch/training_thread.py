@@ -16,7 +16,7 @@ import torch
 _VARARGS = 0x04  # CO_VARARGS of a code object
 
 
-class Trainer:
+class TrainingThread:
     """The training thread of one optimizer, if known, and whether it is waiting now."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch_fake import DATA, FakeSession, Push, network, sgd
 
 from bpsx.torch.cross_barrier import CrossBarrier
-from bpsx.torch.looking import in_signal_handler
+from bpsx.torch.training_thread import in_signal_handler
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ OWN = {
 }
 
 
-class Noted:
+class SavedOptions:
     """Values by name at the time of ``step()``, and the changes that the update has made to them.
 
     The changes must be the same in each part of the update. Numbers, containers of numbers and
