@@ -1,6 +1,6 @@
 """Figures are the same everywhere: docs/compare/figures.md repeats those of other pages.
 
-README.md repeats some of that page's.
+README.md and docs/compare/libraries.md repeat some of that page's.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ def test_the_readme_and_the_page_have_the_same_figures() -> None:
     assert in_readme
     for said, found in in_readme:
         assert found <= OF_PAGE, f"{said}: {sorted(found - OF_PAGE)}"
+
+
+def test_advice_on_the_choice_of_a_library_rests_on_these_figures() -> None:
+    advice = (PAGE.parent / "libraries.md").read_text().partition("## Choose")[2]
+    ratios = {number for number in numbers([advice]) if "." in number}
+    assert ratios and ratios <= OF_PAGE, sorted(ratios - OF_PAGE)
 
 
 @pytest.mark.parametrize("page", sorted(PAGE.parent.glob("*.md")), ids=lambda p: p.name)
