@@ -96,10 +96,12 @@ def test_doctor_names_a_scheduler_that_does_not_answer(launcher: Launcher) -> No
 
 
 def test_a_failing_push_pull_is_reported(launcher: Launcher, tmp_path: Path) -> None:
-    # An import of numba in the server's process gets this module instead.
+    # An import of numba in the server's process gets this module instead. The server imports numba
+    # as its cache of kernels is empty.
     (tmp_path / "numba.py").write_text("raise ImportError('broken numba of the test')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    status, report, _ = doctor(launcher, {"PYTHONPATH": path})
+    cache = str(tmp_path / "cache")
+    status, report, _ = doctor(launcher, {"PYTHONPATH": path, "BPSX_CACHE_DIR": cache})
     assert status == 1
     assert any(
         "a push_pull on this machine failed" in p and "broken numba of the test" in p
