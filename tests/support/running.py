@@ -103,7 +103,8 @@ def alone(script: list[str], **environment: str) -> tuple[int, str, str]:
     own = {**clean, "OMP_NUM_THREADS": "1", **environment}
     process = Process("the process", [sys.executable, *script], own)
     try:
-        return process.wait(), "\n".join(process.lines), "\n".join(process.errors)
+        status = process.wait(120)
+        return status, "\n".join(process.lines), "\n".join(process.errors)
     finally:
         process.end()
 

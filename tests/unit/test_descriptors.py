@@ -25,7 +25,7 @@ def none_left() -> Iterator[None]:
     os.close(held)
 
 
-def test_files_can_be_opened_where_the_process_cannot(none_left: None, tmp_path: Path) -> None:
+def test_files_can_be_opened_where_the_process_cannot(none_left: None) -> None:
     with pytest.raises(OSError, match="Too many open files"):
         os.pipe()
     assert with_own(lambda: Path(__file__).read_bytes())

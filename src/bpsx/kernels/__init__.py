@@ -35,18 +35,18 @@ def load(code: int) -> Kernels:
         return _loaded[code]
 
 
-def _source(dtype: str, step: str) -> tuple[Any, Callable[..., None]]:
+def _compile(dtype: str, step: str) -> tuple[Any, Callable[[], bytes]]:
     # Importing Numba takes most of a second, so only processes that compile import it.
     from bpsx.kernels.cpu import sum as cpu_sum
 
-    return cpu_sum.source(dtype, step)
+    return cpu_sum.compile_sum(dtype, step)
 
 
 def _load(code: int) -> Kernels:
     dtype = BY_CODE[code]
     steps = _STEPS if dtype.wide_itemsize != dtype.itemsize else _STEPS[:3]
     made = {
-        step: compiled(f"{step}-{dtype.name}", (), functools.partial(_source, dtype.name, step))
+        step: compiled(f"{step}-{dtype.name}", (), functools.partial(_compile, dtype.name, step))
         for step in steps
     }
     pair, add, divide, start, finish = (

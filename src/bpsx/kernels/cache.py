@@ -37,8 +37,9 @@ SYMBOL = "bpsx_kernel"
 _NUMBAS = ("numba_", "NRT_")
 _DIGEST = 32
 _told: set[str] = set()
-#: Returns a signature of Numba's and the Python function to compile.
-Source = Callable[[], tuple[Any, Callable[..., Any]]]
+#: Compiles a function; returns it, with an ``.address``, and what returns its object code. It is
+#: :func:`bpsx.kernels.cpu.jit.compile_with_numba` for one function; whoever calls it imports Numba.
+Source = Callable[[], tuple[Any, Callable[[], bytes]]]
 
 
 class Function:
@@ -107,10 +108,7 @@ def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
 
 def _compile(source: Source, path: Path | None) -> Any:
     """Compile a function, and store it as ``path`` if there is one."""
-    # Here, as it imports Numba.
-    from bpsx.kernels.cpu.jit import compile_with_numba
-
-    made, object_code = compile_with_numba(*source())
+    made, object_code = source()
     if path is None:
         return made
     try:

@@ -137,23 +137,23 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
     with _lock:
         if key not in _loaded:
             used = codec(name)
-            bodies = used.encoder(residual, momentum), used.decoder()
+            bodies = (False, used.encoder(residual, momentum)), (True, used.decoder())
             made = [
                 compiled(
                     f"{body.__name__}-{name}",
                     itertools.chain((wide, residual, momentum), identity(body)),
-                    functools.partial(_codec_source, wide, i, body),
+                    functools.partial(_compile_codec, wide, decodes, body),
                 )
-                for i, body in enumerate(bodies)
+                for decodes, body in bodies
             ]
             _loaded[key] = Compiled(made[0].address, made[1].address, tuple(made))
         return _loaded[key]
 
 
-def _codec_source(wide: str, which: int, body: Callable[..., int]) -> tuple[Any, Any]:
-    from bpsx.kernels.cpu.jit import codec_signatures
+def _compile_codec(wide: str, decodes: bool, body: Callable[..., int]) -> tuple[Any, Any]:
+    from bpsx.kernels.cpu import jit
 
-    return codec_signatures(wide)[which], body
+    return jit.compile_codec(wide, decodes, body)
 
 
 def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
@@ -165,7 +165,7 @@ def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
         if dtype not in _conversions:
             halves = dtype in ("float16", "bfloat16")
             made = tuple(
-                compiled(name, (dtype,), functools.partial(_conversion_source, dtype, widens))
+                compiled(name, (dtype,), functools.partial(_compile_conversion, dtype, widens))
                 for name, widens in (("widen", True), ("narrow", False))
                 if halves
             )
@@ -174,10 +174,10 @@ def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
         return _conversions[dtype]
 
 
-def _conversion_source(dtype: str, widens: bool) -> tuple[Any, Any]:
+def _compile_conversion(dtype: str, widens: bool) -> tuple[Any, Any]:
     from bpsx.kernels.cpu import convert
 
-    return convert.source(dtype, widens)
+    return convert.compile_conversion(dtype, widens)
 
 
 def load_momentum(dtype: str) -> int:
@@ -187,15 +187,15 @@ def load_momentum(dtype: str) -> int:
     """
     with _lock:
         if dtype not in _momenta:
-            made = compiled("nesterov", (dtype,), functools.partial(_momentum_source, dtype))
+            made = compiled("nesterov", (dtype,), functools.partial(_compile_momentum, dtype))
             _momenta[dtype] = made.address, made
         return _momenta[dtype][0]
 
 
-def _momentum_source(dtype: str) -> tuple[Any, Any]:
+def _compile_momentum(dtype: str) -> tuple[Any, Any]:
     from bpsx.kernels.cpu import momentum
 
-    return momentum.source(dtype)
+    return momentum.compile_momentum(dtype)
 
 
 def checked_flag(key: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from numba import types
 
 from bpsx.kernels.cpu.half_precision import narrow, widen
+from bpsx.kernels.cpu.jit import compile_with_numba
 from bpsx.kernels.cpu.sum import ELEMENTS
 
 
@@ -21,11 +22,9 @@ def _narrow_all(out: Any, elements: Any, n: int) -> None:
         out[i] = narrow(elements[i], out[i])
 
 
-def source(dtype: str, widens: bool) -> tuple[Any, Callable[..., None]]:
-    """Return the signature and the body of a function that widens elements of ``dtype``, a half,
-    or narrows to them.
-    """
+def compile_conversion(dtype: str, widens: bool) -> tuple[Any, Callable[[], bytes]]:
+    """Compile a function that widens elements of ``dtype``, a half, or narrows to them."""
     half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
     if widens:
-        return types.void(wide, half, types.int64), _widen_all
-    return types.void(half, wide, types.int64), _narrow_all
+        return compile_with_numba(types.void(wide, half, types.int64), _widen_all)
+    return compile_with_numba(types.void(half, wide, types.int64), _narrow_all)

@@ -37,8 +37,10 @@ def _object_code(made: Any) -> bytes:
     return bytes(machine.emit_object(module))
 
 
-def codec_signatures(wide: str) -> tuple[Any, Any]:
-    """Return the signatures of a codec's encoder and decoder."""
+def compile_codec(
+    wide: str, decodes: bool, body: Callable[..., int]
+) -> tuple[Any, Callable[[], bytes]]:
+    """Compile a codec's encoder or decoder."""
     elements, raw = types.CPointer(_WIDE[wide]), types.CPointer(types.uint8)
     state, options = types.CPointer(types.float64), types.CPointer(types.int64)
     encode = types.int64(
@@ -54,4 +56,5 @@ def codec_signatures(wide: str) -> tuple[Any, Any]:
         types.float64,
         types.float64,
     )
-    return encode, types.int64(raw, types.int64, elements, raw, options, types.int64, types.int64)
+    decode = types.int64(raw, types.int64, elements, raw, options, types.int64, types.int64)
+    return compile_with_numba(decode if decodes else encode, body)

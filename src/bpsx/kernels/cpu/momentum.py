@@ -9,6 +9,7 @@ import numpy as np
 from numba import types
 
 from bpsx.kernels.cpu.half_precision import narrow, wide_type, widen
+from bpsx.kernels.cpu.jit import compile_with_numba
 from bpsx.kernels.cpu.sum import ELEMENTS
 
 
@@ -26,11 +27,12 @@ def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
             m[i] = 0
 
 
-def source(dtype: str) -> tuple[Any, Callable[..., None]]:
-    """Return the signature and the body of f(out, g, m, n, mu): m = mu m + g, out = g + mu m.
+def compile_momentum(dtype: str) -> tuple[Any, Callable[[], bytes]]:
+    """Compile f(out, g, m, n, mu): m = mu m + g, out = g + mu m.
 
     m is of the wide type, out and g of ``dtype``.
     """
     element = ELEMENTS[dtype]
     elements, wide = types.CPointer(element), types.CPointer(wide_type(element))
-    return types.void(elements, elements, wide, types.int64, types.float64), _nesterov
+    signature = types.void(elements, elements, wide, types.int64, types.float64)
+    return compile_with_numba(signature, _nesterov)

@@ -19,6 +19,7 @@ from bpsx.kernels.cpu.half_precision import (
     wide_type,
     widen,
 )
+from bpsx.kernels.cpu.jit import compile_with_numba
 
 # Numba has no 16-bit floats, so integer types stand for them; see half_precision.py.
 ELEMENTS: dict[str, types.Type] = {
@@ -129,8 +130,8 @@ _BODIES: dict[str, dict[str, Callable[..., None]]] = {
 }
 
 
-def source(dtype: str, step: str) -> tuple[Any, Callable[..., None]]:
-    """Return the signature and the body of a kernel: see :func:`bpsx.kernels.load`."""
+def compile_sum(dtype: str, step: str) -> tuple[Any, Callable[[], bytes]]:
+    """Compile a kernel: see :func:`bpsx.kernels.load`."""
     element, count = ELEMENTS[dtype], types.int64
     data, acc = types.CPointer(element), types.CPointer(wide_type(element))
     arguments = {
@@ -141,4 +142,4 @@ def source(dtype: str, step: str) -> tuple[Any, Callable[..., None]]:
         "finish": (data, acc, data, count, count, count),
     }
     bodies = _BODIES[""] | _BODIES.get(dtype, {})
-    return types.void(*arguments[step]), bodies[step]
+    return compile_with_numba(types.void(*arguments[step]), bodies[step])
