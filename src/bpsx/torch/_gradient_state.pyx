@@ -4,7 +4,7 @@
 :class:`bpsx.torch._gradients.Managed` holds the state, and each of its methods is an event, which
 also sets the fields that belong to the new state. Only these files call them: ``_bucket.pyx`` (hook
 and bucket), ``_settling.pyx`` (waits), ``exchange.py``, ``parallel/averaging.py`` and
-``cross_barrier.py``.
+``pending_updates.py``.
 """
 
 #: The next state by state and event. An event that is not listed cannot occur in that state.

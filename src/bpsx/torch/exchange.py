@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 from typing import Any
 
 import torch
 
-from bpsx.errors import ConfigError, MismatchError
+from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.plugin.exchange import KINDS, PREFIX
+from bpsx.plugin.exchange import PREFIX
 from bpsx.session.refusals import counted
 from bpsx.torch import _settling
 from bpsx.torch._bucket import Hook
@@ -21,8 +20,8 @@ from bpsx.torch._gradients import Managed, version
 from bpsx.torch.bucket import GradientInfo, bucket_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first, zero_gradient
+from bpsx.torch.gradient_kinds import Kind, KindAgreement
 from bpsx.torch.names import ExchangeOwner
-from bpsx.torch.ops import Handle
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
 from bpsx.torch.order_errors import (
     check_not_added,
@@ -33,17 +32,9 @@ from bpsx.torch.order_errors import (
 )
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
-from bpsx.torch.submit import submit
 from bpsx.torch.tensors import check_tensor, mark_written, summable
 from bpsx.torch.training_thread import TrainingThread
 from bpsx.torch.unused_parameters import UsageCount
-
-
-class Kind(Enum):
-    """How a parameter's gradient travels, on all workers."""
-
-    DENSE = "dense"
-    SPARSE = "sparse"
 
 
 class Exchange:
@@ -118,8 +109,7 @@ class Exchange:
         self._begun = False  # backward has run since the last wait
         self._round: ExchangeRound | None = None
         self._late_usage: UsageCount | None = None  # count of the last step, not evaluated yet
-        # Sum of the kinds of gradients, in flight.
-        self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None
+        self._kinds = KindAgreement(self._managed, self.decides_early)
         self.finalizer: Any = None  # detaches when the optimizer is deleted
         self.add(names, attach=False)
 
@@ -151,9 +141,14 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Whether a gradient has been pushed, or was due to be, and has not been waited for."""
-        if self._round is not None or self._asking is not None or self._startup.under_way:
+        if self._is_interrupted:
             return True
         return _settling.any_under_way(self._managed)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether an interruption has left a wait open."""
+        return self._round is not None or self._kinds.under_way or self._startup.under_way
 
     @property
     def busy(self) -> bool:
@@ -230,7 +225,7 @@ class Exchange:
 
     def accumulated(self, managed: Managed) -> None:
         """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
-        if self._round is not None or self._asking is not None or self._startup.under_way:
+        if self._is_interrupted:
             raise interrupted(managed)
         if not managed.allows(Event.ADD):
             raise too_often(managed, self._passes, self.owner.what)
@@ -328,7 +323,9 @@ class Exchange:
         self.owner.check_current()
         if self._round is None:
             self._startup.run()
-            agreed = self._agree()
+            if not self._kinds.under_way:
+                self._follow_job()
+            agreed = self._kinds.agree()
             _settling.agree(self._managed)
             self._round = ExchangeRound(
                 [*self._startup.take(), *agreed, *self._evaluate_late_usage()]
@@ -456,75 +453,6 @@ class Exchange:
                 managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
                     session.declare(managed.info.wire, self.choices[managed.name])
-
-    def _agree(self) -> list[Exception]:
-        """Find out which gradients are sparse, where that is not known yet.
-
-        Returns the errors. Even then, every worker pushes.
-        """
-        if self._asking is None:
-            self._follow_job()
-            for m in self._managed:
-                m.wanted = True
-            unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
-            if not unknown:
-                return []
-            told = self._kinds(unknown)
-            try:
-                self._asking = (
-                    unknown,
-                    told,
-                    submit(
-                        told, told, f"{KINDS}{self._managed[0].name}", average=False, priority=1
-                    ),
-                )
-            except Exception as e:
-                return [e]
-        unknown, told, handle = self._asking
-        failure = ended(handle)
-        self._asking = None
-        return [failure] if failure is not None else self._decide(unknown, told)
-
-    @staticmethod
-    def _kinds(unknown: list[Managed]) -> torch.Tensor:
-        """Return the kinds of gradients, shape (3, parameters), int32.
-
-        The rows are: workers with a dense gradient (here 0 or 1), workers with a sparse gradient,
-        and the sparse dimensions of the latter.
-        """
-        told = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
-        for i, m in enumerate(unknown):
-            pushed = m.is_pushed()
-            if not pushed and m.is_sparse():
-                assert m.parameter.grad is not None
-                told[1, i], told[2, i] = 1, m.parameter.grad.sparse_dim()
-            elif pushed or m.parameter.grad is not None:
-                told[0, i] = 1
-        return told
-
-    def _decide(self, unknown: list[Managed], told: torch.Tensor) -> list[Exception]:
-        """Set each parameter's kind from the sum ``told`` over all workers.
-
-        Returns an error for each parameter whose kind differs between workers.
-        """
-        found: list[Exception] = []
-        for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
-            # All workers complete it as a dense gradient, and then all raise the error.
-            if sparse and dense:
-                found.append(
-                    MismatchError(
-                        f"the gradient of {m.name!r} is sparse on {sparse} workers and dense on"
-                        f" {dense}; it must be sparse or dense on all of them. To send it dense,"
-                        " give sparse_as_dense=True"
-                    )
-                )
-            elif sparse or dense:
-                m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
-            else:
-                m.wanted = False
-                if self.decides_early:
-                    m.kind = Kind.DENSE
-        return found
 
     def _push(self, managed: Managed) -> None:
         if managed.kind is Kind.SPARSE:

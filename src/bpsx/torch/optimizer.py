@@ -22,6 +22,7 @@ from bpsx.torch.async_training import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
+from bpsx.torch.lr_schedulers import current_rates, patch_step_again, take_patched_step
 from bpsx.torch.momentum import Momenta
 from bpsx.torch.names import Names, names_of
 
@@ -177,7 +178,7 @@ def mix_in(
 
     Returns the same object.
     """
-    scheduled = _take_patched_step(optimizer)
+    scheduled = take_patched_step(optimizer)
     base = type(optimizer)
     optimizer.__class__ = type(
         base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__}
@@ -185,7 +186,7 @@ def mix_in(
     mixed = cast("_DistributedOptimizer", optimizer)
     mixed._exchange, mixed._should_synchronize = exchange, True
     if scheduled:
-        _patch_step_again(optimizer)
+        patch_step_again(optimizer)
     exchange.attach()
     exchange.finalizer = weakref.finalize(optimizer, exchange.detach)
     exchange.finalizer.atexit = False
@@ -429,30 +430,6 @@ def takes_closure(optimizer: _DistributedOptimizer) -> bool:
     return not owner.__module__.startswith("torch.optim.")
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
-    """Return a function that gives a parameter's current learning rate.
-
-    The function does not keep the optimizer alive.
-    """
-    ref, places = weakref.ref(optimizer), dict[int, int]()
-
-    def rate(parameter: torch.Tensor) -> float:
-        alive = ref()
-        assert alive is not None
-        groups: list[dict[str, Any]] = vars(alive)["param_groups"]
-        if id(parameter) not in places:  # groups are only added, never removed
-            places.update(
-                {
-                    id(p): i
-                    for i, group in enumerate(groups)
-                    for p in dict.__getitem__(group, "params")
-                }
-            )
-        return float(dict.__getitem__(groups[places[id(parameter)]], "lr"))
-
-    return rate
-
-
 def needs_sparse(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer refuses dense gradients."""
     return isinstance(optimizer, torch.optim.SparseAdam)
@@ -481,7 +458,7 @@ def _exchange_for(
             sparse_as_dense,
             average,
             choices,
-            _rates(optimizer),
+            current_rates(optimizer),
             what,
             names.ordinal,
         )
@@ -494,41 +471,3 @@ def _exchange_for(
             " worker steps on its own gradients; omit op"
         )
     return AsyncExchange(names, passes, what, names.ordinal)
-
-
-#: Marks of a step() that a learning-rate scheduler has replaced: since PyTorch 2.4, and before.
-_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")
-
-
-def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Remove the ``step`` that an earlier learning-rate scheduler put on the object.
-
-    It would hide the mixin's ``step``. Returns whether there was one.
-    """
-    patched = vars(optimizer).get("step")
-    if patched is None:
-        return False
-    if not any(hasattr(patched, mark) for mark in _SCHEDULED):
-        raise ConfigError(
-            "DistributedOptimizer: this optimizer's step() has been replaced; make the optimizer"
-            " distributed before that"
-        )
-    del optimizer.step
-    return True
-
-
-def _patch_step_again(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap ``step`` as the scheduler did, so that the scheduler sees that steps are taken."""
-    ref = weakref.ref(optimizer)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        alive = ref()
-        assert alive is not None
-        alive._opt_called = True
-        if hasattr(alive, "_step_count"):  # PyTorch before 2.4 looks there
-            alive._step_count += 1
-        return type(alive).step(alive, *args, **kwargs)
-
-    for mark in _SCHEDULED:
-        setattr(step, mark, True)
-    optimizer.step = step
