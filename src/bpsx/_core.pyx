@@ -49,7 +49,7 @@ from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
 from bpsx.core._tensor import waiting
-from bpsx.core.waiters import Asking
+from bpsx.core.waiters import Waiters
 from bpsx.secret import lane_proof
 
 
@@ -84,13 +84,13 @@ cdef class Core:
     """
     cdef CCore c
     cdef object endpoint, capsule, thread, machine, watch, gpu, coder
-    cdef readonly object asking     # which threads wait for which handles: see waiters.py
+    cdef readonly object waiters    # which threads wait for which handles: see waiters.py
     cdef readonly int pid       # creator: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
     cdef str failure
     cdef bint closed, greeted
-    cdef readonly bint told     # whether a failure has been raised in the script
+    cdef readonly bint failure_raised     # whether a failure has been raised in the script
 
     def __cinit__(
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
@@ -127,7 +127,7 @@ cdef class Core:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self._make_lanes(list(lanes), beside)
         self.tensors = set()
-        self.asking = Asking()
+        self.waiters = Waiters()
 
     cdef _make_lanes(self, list servers, beside):
         cdef uint32_t i
@@ -278,7 +278,7 @@ cdef class Core:
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
-        if self._join(handle, tensor):
+        if self._attach(handle, tensor):
             with nogil:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
@@ -298,7 +298,7 @@ cdef class Core:
         handle = item.take_spare()
         handle.fill(self, &self.c, item.name, divisor, item.priority, item.owner, None)
         handle.task.input = handle.task.output = <char *><uintptr_t>item.address
-        self._join(handle, tensor)
+        self._attach(handle, tensor)
         item.begun = handle
         with nogil:
             submit(&self.c, &handle.task, &handle.task, 1, False)
@@ -344,7 +344,7 @@ cdef class Core:
             item = items[i]
             item.begun = made[i]
         for handle, tensor in zip(made, tensors):
-            if handle is not None and self._join(handle, tensor):
+            if handle is not None and self._attach(handle, tensor):
                 if n == 0:
                     first = &handle.task
                 else:
@@ -355,7 +355,7 @@ cdef class Core:
             with nogil:
                 submit(&self.c, first, last, n, False)
 
-    cdef bint _join(self, Handle handle, Tensor tensor) except -1:
+    cdef bint _attach(self, Handle handle, Tensor tensor) except -1:
         """Attach a tensor to a handle. False if that failed; then the handle has ended."""
         if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
             self.end(handle, E_DEVICE, self.failed)
@@ -422,7 +422,7 @@ cdef class Core:
         if tell_failed(&self.c, status):
             self.failure = detail
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """Make the driver check for changes that it cannot see by itself."""
         tell_news(&self.c)
 
@@ -444,7 +444,7 @@ cdef class Core:
         """The status with which everything ends since the core failed, or 0."""
         return <int>self.c.failed
 
-    def know(self, Tensor tensor not None) -> None:
+    def adopt(self, Tensor tensor not None) -> None:
         """Adopt a tensor that the machine's other processes push, without pushing it."""
         self.tensors.add(tensor)
         if self.gpu is not None:
@@ -484,7 +484,7 @@ cdef class Core:
 
     def waiting(self, age_s: float) -> list:
         """See :func:`bpsx.core._tensor.waiting`."""
-        return waiting(self.tensors, age_s, self.asking.everything_ns)
+        return waiting(self.tensors, age_s, self.waiters.everything_ns)
 
     def gauges(self) -> dict:
         """Return the push_pulls under way, partitions that wait to be sent, and bytes handed to the
@@ -518,7 +518,7 @@ cdef class Core:
         self.fail(E_SHUTDOWN, "bpsx was shut down while this operation was under way")
         cdef int64_t end = now_ns() + 2_000_000_000
         while self.thread is not None and self.c.busy.outstanding and now_ns() < end:
-            self.settle(0.01)
+            self.wait_for_progress(0.01)
         lock(&self.c.monitor)
         atomic_store(&self.c.role.stopping, 1)
         notify_all(&self.c.monitor)
@@ -547,7 +547,7 @@ cdef class Core:
                 for tensor in self.tensors:
                     (<Tensor>tensor).take_off()
 
-    def settle(self, seconds: float) -> None:
+    def wait_for_progress(self, seconds: float) -> None:
         """Let outstanding work proceed for a moment, whichever thread drives."""
         cdef Handle none = Handle.__new__(Handle)
         cdef int64_t until = now_ns() + <int64_t>(seconds * 1e9)
@@ -595,8 +595,8 @@ cdef class Core:
         """Return the exception for a handle that has failed."""
         cdef int status = <int>handle.task.status
         if self.c.failed and self.c.failed == status:
-            self.told = True
-        self.asking.unheard.discard(handle.name)
+            self.failure_raised = True
+        self.waiters.unraised_names.discard(handle.name)
         detail = (
             handle.failure
             if handle.failure is not None or handle.tensor is None

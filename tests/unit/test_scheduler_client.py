@@ -55,7 +55,7 @@ def test_a_link_that_breaks_right_after_the_welcome_is_an_error_at_once():
         )
     )
     try:
-        link.join("worker", 0, "127.0.0.1", [])
+        link.enter_job("worker", 0, "127.0.0.1", [])
         hub_thread.join()
         text = ""
         end = time.monotonic() + 60

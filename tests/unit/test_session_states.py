@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.config import Config
-from bpsx.core._tensor import Declared, Tensor
+from bpsx.core._tensor import Declaration, Tensor
 from bpsx.core.declared_state import DECLARED, DeclaredEvent, DeclaredState
 from bpsx.errors import InternalError, PeerLeftError, Status
 from bpsx.session.join import Joining
@@ -182,7 +182,7 @@ def test_a_session_only_goes_forward(events: list[Event]) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(DeclaredEvent), max_size=12))
 def test_only_a_placed_declaration_is_pushed_directly(events: list[DeclaredEvent]) -> None:
-    declared, expected = Declared(0, (4,), 3, 16), DeclaredState.ASKED
+    declared, expected = Declaration(0, (4,), 3, 16), DeclaredState.ASKED
     tensor = declared.tensor = Tensor("x", 3, [(1, 0, 0, 0, 16)], b"")
     for event in events:
         if event in DECLARED.rows[expected]:

@@ -272,7 +272,7 @@ def _leave(event: Event, waited: float, failure: str = "") -> Session | None:
 
 def _tell_untold(ours: Session | None) -> None:
     """Report a failure of the job that no exception has reported, and set exit status 1."""
-    if ours is not None and ours.failure and not ours.told:
+    if ours is not None and ours.failure and not ours.failure_raised:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
         set_exit_status(1)
         process_exit.end_child_with(1)
@@ -373,7 +373,7 @@ def session() -> Session:
     return found
 
 
-refusals.refused = lambda *refused: session().refused(*refused) if initialised() else None
+refusals.count_refused = lambda *call: session().count_refused(*call) if initialised() else None
 
 
 def local_place() -> Session | Kept:

@@ -69,7 +69,7 @@ def until_idle(core: Core, tensor: Tensor, seconds: float) -> None:
                 f"cannot access the compression state of {tensor.name!r}: a push_pull of it has"
                 f" been under way for more than {seconds:g} s"
             )
-        core.settle(_WAIT)
+        core.wait_for_progress(_WAIT)
 
 
 def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[str, Saved]:

@@ -8,7 +8,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from bpsx.core._tensor cimport Declared, Tensor
+from bpsx.core._tensor cimport Declaration, Tensor
 from bpsx.core.partition cimport FIRED
 from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.gpu.reclaim cimport waits_for_end, note_wait
@@ -69,7 +69,7 @@ cdef class Item:
         """Return the core's tensor of this name, if it is declared with this shape and dtype,
         uncompressed; otherwise None.
         """
-        cdef Declared found = declared.get(self.name)
+        cdef Declaration found = declared.get(self.name)
         code = codes.get(self.dtype)
         if found is None or code is None:
             return None
@@ -151,7 +151,7 @@ cdef class Handle:
         cdef int64_t status = atomic_load(&self.task.status)
         if status == PENDING:
             self._ask()
-            self.core.asking.polls()
+            self.core.waiters.polls()
         return (
             status != PENDING
             and (
@@ -197,7 +197,7 @@ cdef class Handle:
                 self._between_slices(end)
                 waited = True
         if waited:
-            self.core.asking.over()
+            self.core.waiters.over()
         if self.gpu is None:
             self.core.reap()
         # Even after a failure: later users of the memory must not meet this task's work there.
@@ -234,7 +234,7 @@ cdef class Handle:
         """
         cdef int64_t status
         callback.next = NULL
-        self.by_graph = self.core.asking.graphs = True
+        self.by_graph = self.core.waiters.graphs = True
         if self.tensor is not None:
             self.tensor.by_graph = True
         with nogil:
@@ -286,7 +286,7 @@ cdef class Handle:
     cdef _between_slices(self, int64_t end):
         """Check for signals and the deadline; before raising, let another thread drive."""
         self._ask()
-        self.core.asking.note(self)
+        self.core.waiters.note(self)
         try:
             PyErr_CheckSignals()
             if end and now_ns() >= end:
@@ -296,7 +296,7 @@ cdef class Handle:
         except BaseException:
             if self.tensor is not None:
                 self.tensor.ask_no_more()
-            self.core.asking.over(atomic_load(&self.task.status) == PENDING)
+            self.core.waiters.over(atomic_load(&self.task.status) == PENDING)
             self.core.kick()
             raise
 

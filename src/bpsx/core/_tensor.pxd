@@ -24,7 +24,7 @@ cdef class Tensor:
     cdef take_off(self)
 
 
-cdef class Declared:
+cdef class Declaration:
     cdef readonly uint32_t generation
     cdef readonly object shape
     cdef readonly int dtype

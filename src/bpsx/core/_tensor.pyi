@@ -36,7 +36,7 @@ class Tensor:
     @property
     def server_bytes(self) -> int: ...
 
-class Declared:
+class Declaration:
     #: The compression, or None.
     codec: CompressionSpec | None
     #: None: not placed yet.

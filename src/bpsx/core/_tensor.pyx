@@ -277,8 +277,8 @@ cdef class Tensor:
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 
 
-cdef class Declared:
-    """A worker's latest declaration of a name."""
+cdef class Declaration:
+    """A worker's declaration of a generation of a name."""
 
     def __init__(self, uint32_t generation, shape, int dtype, uint64_t nbytes, codec=None) -> None:
         self.generation, self.shape, self.dtype, self.nbytes, self.codec = (

@@ -15,7 +15,7 @@ OURS: set[int] = set()
 RECENT = 3.0
 
 
-class Asking:
+class Waiters:
     """The waiting threads of one session. Thread-safe; each thread writes only its own entries."""
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class Asking:
         #: thread -> time of its last question, in seconds of the monotonic clock
         self.asked: dict[int, float] = {}
         #: Number of waits that ended with an exception before their push_pull did.
-        self.deserted = 0
+        self.abandoned_waits = 0
         #: Whether a framework's graph contains push_pulls. It proceeds without any thread asking.
         self.graphs = False
         #: Time from which everything under way is waited for, in ns of the monotonic clock; 0: not.
         self.everything_ns = 0
         #: Names that workers disagree about, until an error of that name is raised in the script.
         #: A name is added before its error can be raised.
-        self.unheard: set[str] = set()
+        self.unraised_names: set[str] = set()
 
     def note(self, handle: Any) -> None:
         """Record that the calling thread waits for ``handle``."""
@@ -43,12 +43,12 @@ class Asking:
         """Record that the calling thread asks whether a push_pull has ended."""
         self.asked[get_ident()] = time.monotonic()
 
-    def over(self, deserted: bool = False) -> None:
+    def over(self, abandoned: bool = False) -> None:
         """Record that the calling thread's wait is over.
 
-        ``deserted``: the wait ended before the push_pull did.
+        ``abandoned``: the wait ended before the push_pull did.
         """
-        self.deserted += deserted
+        self.abandoned_waits += abandoned
         self.waits.pop(get_ident(), None)
 
     def busy(self, threads: Collection[int]) -> bool:

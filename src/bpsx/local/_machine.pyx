@@ -180,7 +180,7 @@ cdef class Machine:
             atomic_store(&self.c.all[local_rank].joined, 1)
             atomic_store(&self.c.joined_news, 1)
 
-    def rest(self, bint on) -> None:
+    def set_joined(self, bint on) -> None:
         """Mark this process as having called join(), or as taking part again.
 
         While joined, it works for the other processes if they need its GPU. The caller must wake

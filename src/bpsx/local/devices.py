@@ -161,13 +161,13 @@ class Devices:
         if source.address != target.address and source.nbytes:
             place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
 
-    def rest(self, joined: bool) -> None:
+    def announce_joined(self, joined: bool) -> None:
         """Tell the machine's processes that this one has called join(), or takes part again.
 
         NCCL needs all GPUs of a machine once, to create the communicator. If this process's GPU has
         never been used, processes that wait for it are notified too.
         """
-        self._near.rest(joined, self._core.look)
+        self._near.announce_joined(joined, self._core.notify)
         with self._lock:
             self._gatherings += not joined
             if self._gpu is None and self._near.machine is not None:
@@ -202,7 +202,7 @@ class Devices:
                         gpu,
                         most,
                         self._gatherings,
-                        self._core.look,
+                        self._core.notify,
                         self._fail,
                     )
                     self._meeting.start()

@@ -120,14 +120,14 @@ class Neighbourhood:
         (machine.left if kind == "LEFT" else machine.joined)(local_rank)
         return True
 
-    def rest(self, on: bool, look: Callable[[], None]) -> None:
+    def announce_joined(self, on: bool, look: Callable[[], None]) -> None:
         """Mark this process as joined, or as taking part again.
 
         For a root, the scheduler's messages do that, in order with those about the other processes.
         ``look``: the core's method.
         """
         if self.machine is not None and self.place in (MachineRole.MEMBER, MachineRole.ONLY_MEMBER):
-            self.machine.rest(on)
+            self.machine.set_joined(on)
             look()
 
     def close(self) -> None:

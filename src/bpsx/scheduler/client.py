@@ -1,4 +1,4 @@
-"""A node's link to the scheduler: it joins the job, then one thread reads, writes and watches.
+"""A node's link to the scheduler: it enters the job, then one thread reads, writes and watches.
 
 The thread needs the GIL only to handle control messages. Liveness does not depend on the GIL:
 ZeroMQ's I/O threads answer heartbeats.
@@ -60,7 +60,7 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
-        self._joined = False
+        self._in_job = False
         # Descriptor of the connection of the hub's last message; -1 before the first.
         self._descriptor = -1
         self._refusals = 0  # handshakes that failed in a row
@@ -70,9 +70,9 @@ class Link:
         self._early: list[dict[str, Any]] = []  # messages that `news` read, for `start` to handle
         self.goodbye = threading.Event()
 
-    # ---- joining
+    # ---- entering the job
 
-    def join(
+    def enter_job(
         self, role: str, rank: int, host: str, lanes: list[str], again: bool = False
     ) -> dict[str, Any]:
         """Introduce this node and wait for all others; returns the WELCOME message.
@@ -168,7 +168,7 @@ class Link:
                 raise kind(f"{who}: {by}{message['reason']}")
             elif message["type"] == "WELCOME":
                 log.info("%s: the job is complete", who)
-                self._joined = True
+                self._in_job = True
                 return message
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
@@ -226,7 +226,7 @@ class Link:
     def news(self) -> dict[str, Any] | None:
         """Return a message that has already arrived, or None; LOST if the scheduler is gone.
 
-        For use between :meth:`join` and :meth:`start`.
+        For use between :meth:`enter_job` and :meth:`start`.
         """
         message = self._receive(0)
         if message is None and self._disconnected():
@@ -330,12 +330,12 @@ class Link:
         )
 
     def give_up(self, failure: str) -> None:
-        """Leave the job between :meth:`join` and :meth:`start`, and send the others the reason.
+        """Leave the job between :meth:`enter_job` and :meth:`start`; send the others the reason.
 
         Waits up to 2 seconds for the reply: if the connection ended first, the others would learn
         only that.
         """
-        if not self._joined:
+        if not self._in_job:
             return
         self._socket.send(messages.encode("BYE", failure=failure[:_MOST_FAILURE]))
         end = time.monotonic() + _GOODBYE_SECONDS

@@ -2,8 +2,9 @@
 failures.
 
 One rule decides which push_pulls are summed together. A *declaration* is (epoch, name, generation)
-and has its own keys on the servers; under a key the n-th pushes of all workers belong to one round.
-So after an error all workers must count alike: see "After an error" in docs/internals/failures.md.
+and has its own keys on the servers. Until a join(), the n-th pushes of all workers under a key
+belong to one round; a joined worker's count stands still (docs/internals/rounds-and-joins.md). So
+after an error all workers must count alike: see "After an error" in docs/internals/failures.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bpsx._core import Core
 from bpsx.compression.manager import Compressing
 from bpsx.compression.spec import CompressionSpec, parse
 from bpsx.core._handle import Handle
-from bpsx.core._tensor import Declared
+from bpsx.core._tensor import Declaration
 from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.errors import Status
 from bpsx.scheduler.client import Link
@@ -72,16 +73,19 @@ class Declarations:
         self._joining = Joining(self._life)
         # Notified when a declaration has been placed or has failed.
         self._settled = threading.Condition(self._lock)
-        # Latest used declaration of each name.
-        self._tensors: dict[str, Declared] = {}
+        # Declaration that each name used last.
+        self._latest: dict[str, Declaration] = {}
         # Every declaration by (name, generation).
-        self._declared: dict[tuple[str, int], Declared] = {}
-        # Declarations by (name, shape, dtype code, compression).
-        self._shapes: dict[tuple[str, tuple[int, ...], int, CompressionSpec | None], Declared] = {}
+        self._declared: dict[tuple[str, int], Declaration] = {}
+        # By (name, shape, dtype code, compression): asked and placed declarations, and failed ones
+        # until the name's next push_pull.
+        self._by_signature: dict[
+            tuple[str, tuple[int, ...], int, CompressionSpec | None], Declaration
+        ] = {}
         self._generations: dict[str, int] = {}  # next generation of each name
         # Refusals by the pattern of their names; they also apply to names that are seen later.
         self._renewed: Counter[tuple[str, str]] = Counter()
-        self._lost: dict[str, Declared] = {}  # latest failed declaration of each name
+        self._failed: dict[str, Declaration] = {}  # latest failed declaration of each name
         self._epoch = 0
         # Threads that have begun push_pulls, and the one that has begun the session.
         self._threads = {threading.get_ident()}
@@ -100,16 +104,20 @@ class Declarations:
         name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
         with self._lock:
             codec = parse(message["codec"]) if message["codec"] else None
-            declared = Declared(generation, shape, message["dtype"], message["nbytes"], codec)
-            self._declared[name, generation] = self._shapes[
+            declared = Declaration(generation, shape, message["dtype"], message["nbytes"], codec)
+            self._declared[name, generation] = self._by_signature[
                 name, shape, message["dtype"], codec
             ] = declared
             self._generations[name] = max(self._generations.get(name, 0), generation + 1)
         self._placed(name, generation, message["places"])
         if declared.tensor is not None:
-            self._core.know(declared.tensor)
+            self._core.adopt(declared.tensor)
 
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int, int]]) -> None:
+        """Give a declaration its core tensor, and submit the handles that waited for it.
+
+        ``places``: (key, lane, slot, bytes) of each partition.
+        """
         with self._lock:
             declared = self._declared.get((name, generation))
             if declared is None or declared.state not in _UNANSWERED:
@@ -136,22 +144,23 @@ class Declarations:
     def _fail_declaration(self, name: str, generation: int, status: int, text: str) -> None:
         """Fail a generation of a name about whose declaration the workers disagree.
 
-        That generation is over on all workers; the next push_pull has the next generation. This is
-        right where each worker has used the declaration once. Otherwise it is unknown which of the
-        later push_pulls belong together.
+        That generation is over on all workers; the next push_pull has the next generation. Going on
+        is safe only if each worker has used the failed generation once. Otherwise it is unknown
+        which of the later push_pulls belong together, and the job ends.
         """
         with self._lock:
             declared = self._declared.get((name, generation))
             if declared is None or declared.state is DeclaredState.FAILED:
                 return
             declared.move(DeclaredEvent.DISPUTED)  # the next push_pull declares the name anew
-            self._lost[name] = declared
+            self._failed[name] = declared
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
             if declared.uses > 0:
-                self._core.asking.unheard.add(name)
+                self._core.waiters.unraised_names.add(name)
             if declared.tensor is not None:
                 self._core.fail_tensor(declared.tensor, status, text)
+            # Whether this worker's script gets the error. In join() it makes no push_pulls.
             used = declared.uses > 0 or self._life.in_join
             if not used and self._generations[name] == generation + 1:
                 # A worker that has not used it yet gets the error when it does.
@@ -171,12 +180,16 @@ class Declarations:
     def _reset(self, epoch: int, status: int, text: str) -> None:
         """Begin a new epoch: no worker could go on.
 
-        Everything in progress fails on all workers, and all count from zero. Each worker then has
-        to be at one place in its script and get the error there. Where it is not, it is unknown
-        which of the later push_pulls belong together.
+        Everything in progress fails on all workers, and all count from zero. All workers must be at
+        the same point of the script and get the error there. Otherwise it is unknown which of the
+        later push_pulls belong together, and the job ends.
         """
-        asking = self._core.asking
-        deserted, waits = asking.deserted, asking.all_wait(self._threads - {self._joining.thread})
+        waiters = self._core.waiters
+        # Read them before failing anything, because a failure ends the waits.
+        abandoned, waits = (
+            waiters.abandoned_waits,
+            waiters.all_wait(self._threads - {self._joining.thread}),
+        )
         with self._lock:
             pending = [
                 handle for declared in self._declared.values() for handle in declared.pending
@@ -187,11 +200,11 @@ class Declarations:
                 if declared.tensor is not None:
                     self._core.fail_tensor(declared.tensor, status, text)
             for known in (
-                self._tensors,
+                self._latest,
                 self._declared,
-                self._shapes,
+                self._by_signature,
                 self._generations,
-                self._lost,
+                self._failed,
                 self._said,
                 self._renewed,
             ):
@@ -200,7 +213,7 @@ class Declarations:
             self._settled.notify_all()
         for handle in pending:
             self._core.end(handle, status, text)
-        if not waits or asking.deserted != deserted:
+        if not waits or waiters.abandoned_waits != abandoned:
             self._doubt(status, f"some of its threads were not waiting when this happened: {text}")
 
     def _doubt(self, status: int, text: str) -> None:
@@ -240,7 +253,7 @@ class Declarations:
             ]
             over = [list(key) for key in self._said if key not in now]
             self._said, epoch = now, self._epoch
-        busy = self._core.asking.busy(self._threads - {self._joining.thread})
+        busy = self._core.waiters.busy(self._threads - {self._joining.thread})
         end = max(len(new), len(over), 1)
         for at in range(0, end, MOST_ITEMS):
             self._link.send(
@@ -255,7 +268,7 @@ class Declarations:
 
     # ---- declaring (any thread)
 
-    def refused(self, kind: str, name: str, count: int = 1) -> None:
+    def count_refused(self, kind: str, name: str, count: int = 1) -> None:
         """Count ``count`` push_pulls that were refused before the session knew of them.
 
         ``(kind, name)`` is the pattern of their names. They count as on workers where they were not
@@ -284,9 +297,9 @@ class Declarations:
             if self._link is None or self._life.state in CLOSING:
                 return
             for name in [name for name in self._generations if _stands_for(which, name)]:
-                self._tensors.pop(name, None)
-                for known in [known for known in self._shapes if known[0] == name]:
-                    self._shapes.pop(known).move(DeclaredEvent.CALL_REFUSED)
+                self._latest.pop(name, None)
+                for known in [known for known in self._by_signature if known[0] == name]:
+                    self._by_signature.pop(known).move(DeclaredEvent.CALL_REFUSED)
                 self._generations[name] += 1
             self._renewed[which] += 1
 
@@ -298,7 +311,7 @@ class Declarations:
             )
         return self._generations[name]
 
-    def _first_sight(
+    def _submit_slow(
         self,
         handle: Handle,
         name: str,
@@ -307,9 +320,11 @@ class Declarations:
         nbytes: int,
         codec: CompressionSpec | None,
     ) -> None:
-        """Find the declaration of a name that differs from its latest one, or make it.
+        """Submit ``handle`` where :meth:`Session.submit`'s fast path has found no placed tensor.
 
-        The caller holds the lock. The wait for another declaration of the name releases it.
+        Finds or makes its declaration, then hands the handle to the core, or keeps it in
+        ``pending`` until PLACED. The caller holds the lock. The wait for another declaration of the
+        name releases it.
         """
         assert self._link is not None
         if self._life.state in CLOSING:
@@ -318,8 +333,8 @@ class Declarations:
         if self._core.failed:
             self._core.end(handle, self._core.status, self._core.failed)
             return
-        last = self._tensors.get(name)
-        declared = self._shapes.get((name, shape, dtype, codec))
+        last = self._latest.get(name)
+        declared = self._by_signature.get((name, shape, dtype, codec))
         if declared is not None and declared.state is DeclaredState.FAILED:
             declared = None
         if last is not declared and last is not None and last.pending:
@@ -327,20 +342,20 @@ class Declarations:
             # submission, so it goes first.
             while last.pending and not self._core.failed and self._life.state not in CLOSING:
                 self._settled.wait(1.0)
-            self._first_sight(handle, name, shape, dtype, nbytes, codec)
+            self._submit_slow(handle, name, shape, dtype, nbytes, codec)
             return
-        lost = self._lost.pop(name, None)
-        # Another thread was using the declaration when it failed, or the script has begun this
-        # push_pull, too, before it has seen the error.
-        if lost is not None and (lost.uses > 1 or name in self._core.asking.unheard):
+        failed = self._failed.pop(name, None)
+        # Another thread was using the declaration when it failed, or the script has called
+        # push_pull again before the first error was raised.
+        if failed is not None and (failed.uses > 1 or name in self._core.waiters.unraised_names):
             self._doubt(
                 Status.MISMATCH,
                 f"it has started more than one push_pull of {name!r}, about which the workers"
                 " disagree",
             )
         if declared is None:
-            declared = self._declare(name, shape, dtype, nbytes, codec)
-        self._tensors[name] = declared
+            declared = self._request_placement(name, shape, dtype, nbytes, codec)
+        self._latest[name] = declared
         declared.codec = codec  # later calls compare this object by identity
         declared.uses += 1
         if declared.tensor is not None:
@@ -348,20 +363,20 @@ class Declarations:
         else:
             declared.pending.append(handle)
 
-    def _declare(
+    def _request_placement(
         self,
         name: str,
         shape: tuple[int, ...],
         dtype: int,
         nbytes: int,
         codec: CompressionSpec | None,
-    ) -> Declared:
+    ) -> Declaration:
         """Ask the scheduler for a tensor's keys, lanes and slots. The caller holds the lock."""
         assert self._link is not None
         generation = self._generation(name)
         self._generations[name] = generation + 1
-        declared = Declared(generation, shape, dtype, nbytes, codec)
-        self._declared[name, generation] = self._shapes[name, shape, dtype, codec] = declared
+        declared = Declaration(generation, shape, dtype, nbytes, codec)
+        self._declared[name, generation] = self._by_signature[name, shape, dtype, codec] = declared
         self._order.setdefault(name, len(self._order))
         self._link.send(
             "DECLARE",

@@ -39,7 +39,7 @@ class Lanes:
     def __init__(self, endpoint: Any, addresses: list[tuple[int, str]], servers: list[str]) -> None:
         """``addresses``: number of the server and address, for each lane. ``servers``: names."""
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
-        #: Readable when :meth:`look` has something to see; negative: this process has no lanes.
+        #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
         self.descriptor = -1
         #: When and how the first connection broke: until the verdict, the session is in doubt.
         self.broken: tuple[float, str] | None = None
@@ -69,10 +69,10 @@ class Lanes:
         return f"{self._servers[server]} at {address}"
 
     def watch(self) -> None:
-        """Begin to notice broken connections, for :meth:`look`."""
+        """Begin to notice broken connections, for :meth:`take_broken`."""
         self.descriptor = self._endpoint.watch()
 
-    def look(self, leaving: bool = False) -> None:
+    def take_broken(self, leaving: bool = False) -> None:
         """Take the connections that have broken from the endpoint, and note the first.
 
         ``leaving``: they end because this worker leaves.
@@ -104,7 +104,7 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class Membership:
+class WorkerResources:
     """What a worker holds once it is in a job. The session owns and closes it.
 
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
@@ -130,7 +130,7 @@ class Membership:
                 _tell(self.link, error)
 
 
-def enter(config: Config, again: bool) -> Membership:
+def enter(config: Config, again: bool) -> WorkerResources:
     """Join the job that ``config`` describes; return when all lanes have replied.
 
     ``again``: whether this process has been in an earlier job. Raises
@@ -152,27 +152,27 @@ def enter(config: Config, again: bool) -> Membership:
     except Exception as e:
         failing.tell("worker", e, config)
         raise
-    return _join(config, near, reporter, link, again)
+    return _enter_job(config, near, reporter, link, again)
 
 
-def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> Membership:
+def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> WorkerResources:
     endpoint = LoopbackEndpoint()
     core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
     lanes, opened = Lanes(endpoint, [], []), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
-    return Membership(core, endpoint, near, reporter, lanes, None, 0, again, opened)
+    return WorkerResources(core, endpoint, near, reporter, lanes, None, 0, again, opened)
 
 
-def _join(
+def _enter_job(
     config: Config, near: Neighbourhood, reporter: Reporter, link: Link, again: bool
-) -> Membership:
+) -> WorkerResources:
     with ExitStack() as opened:
         opened.callback(link.stop)
         opened.callback(near.close)
         try:
             with near.kernels_loading():
-                welcome = link.join("worker", config.rank, own_host(config), [], again)
+                welcome = link.enter_job("worker", config.rank, own_host(config), [], again)
             endpoint = near.open_endpoint()
             opened.callback(endpoint.close)
             lanes = _connect(config, near, endpoint, link, welcome)
@@ -186,7 +186,7 @@ def _join(
             _tell(link, e)
             raise
         job, continued = welcome["job"], welcome["again"]
-        return Membership(
+        return WorkerResources(
             core, endpoint, near, reporter, lanes, link, job, continued, opened.pop_all()
         )
 
@@ -253,7 +253,7 @@ def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
     named, secret = lanes.named(), config.secret_bytes
 
     def broken() -> str:
-        lanes.look()
+        lanes.take_broken()
         return lanes.verdict()
 
     greet_lanes(

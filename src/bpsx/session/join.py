@@ -27,7 +27,7 @@ class Joining:
         self._left = ""  # error text if a worker has left instead of joining
 
     @staticmethod
-    def refuse(name: str) -> None:
+    def raise_joined(name: str) -> None:
         """Raise :class:`JoinedError`: this worker has joined, and servers do not count on it."""
         raise JoinedError(
             f"{name!r}: this worker has called join() and cannot exchange anything until all"

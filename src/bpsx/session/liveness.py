@@ -48,7 +48,7 @@ class Liveness(Declarations):
         lanes, life = self._lanes, self._life
 
         def look() -> None:
-            lanes.look(leaving=life.state in (Life.LEAVING, Life.CLOSED))
+            lanes.take_broken(leaving=life.state in (Life.LEAVING, Life.CLOSED))
 
         watched = (lanes.descriptor, look) if lanes.descriptor >= 0 else None
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
@@ -65,7 +65,7 @@ class Liveness(Declarations):
             self._reset(message["epoch"], message["status"], message["text"])
             self._say_heard()
         elif kind in ("ALL_JOINED", "UNJOINED"):
-            self.devices.rest(kind == "UNJOINED")
+            self.devices.announce_joined(kind == "UNJOINED")
             if kind == "ALL_JOINED":
                 self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
             self._joining.hear(message)
@@ -76,7 +76,7 @@ class Liveness(Declarations):
         elif kind == "ADOPT":
             self._adopt(message)
         elif self._near.hear(message):
-            self._core.look()
+            self._core.notify()
             if kind == "CLEAR" and self._link is not None:
                 self._link.send("CLEARED", generation=message["generation"])
         else:
@@ -133,7 +133,7 @@ class Liveness(Declarations):
         ):
             # Another local process may have posted, before it learned of the failure, to an idle
             # root that would never reply. Or the root may have posted work that has failed here.
-            self._core.look()
+            self._core.notify()
         self._core.reap()
         self.compressing.check_told()
         self.reporter.tick()

@@ -50,8 +50,8 @@ def _without_session(kind: str, name: str, count: int) -> None:
 
 mine = _Mine()
 #: Set by the module that owns the session; it has the arguments of
-#: :meth:`bpsx.session.declarations.Declarations.refused`.
-refused: Callable[[str, str, int], None] = _without_session
+#: :meth:`bpsx.session.declarations.Declarations.count_refused`.
+count_refused: Callable[[str, str, int], None] = _without_session
 
 
 def counted(
@@ -74,7 +74,7 @@ def counted(
             if mine.broken or (unasked or several) and not isinstance(error, _TOLD):
                 name = _name(signature.bind_partial, args, more, (prefix, argument), wire)
                 kind = "unnamed" if name is None else "below" if several else "name"
-                refused(kind, verb if name is None else name, int(unasked))
+                count_refused(kind, verb if name is None else name, int(unasked))
 
         return _outermost(function, count)
 
@@ -92,7 +92,7 @@ def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
         def count(error: BaseException, unasked: bool, args: Any, more: Any) -> None:
             if mine.broken or not isinstance(error, _TOLD):
                 for i, beginning in enumerate(beginnings):
-                    refused("beginning", beginning, int(i == 0 and unasked))
+                    count_refused("beginning", beginning, int(i == 0 and unasked))
 
         return _outermost(function, count)
 

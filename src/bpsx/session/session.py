@@ -50,22 +50,23 @@ class Session(Liveness):
     ) -> None:
         # A suspended session passes its order on, like ``remembered``.
         super().__init__(dict(order or {}))
-        joined = enter(config, again)
-        self._core, self._endpoint, self._near = joined.core, joined.endpoint, joined.near
-        self._lanes, self._link, self.reporter = joined.lanes, joined.link, joined.reporter
-        self.config, self.job, self.continued = config, joined.job, joined.continued
+        resources = enter(config, again)
+        self._core, self._endpoint = resources.core, resources.endpoint
+        self._near, self._lanes = resources.near, resources.lanes
+        self._link, self.reporter = resources.link, resources.reporter
+        self.config, self.job, self.continued = config, resources.job, resources.continued
         self.rank, self.size = config.rank, config.size
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
         self._async: bool = config.asynchronous
         self._reason = ""  # why this worker left work undone, as its goodbye says
         self._speedometer = Speedometer()
-        tensors = self._tensors  # a reference to the session would keep the session alive
+        latest = self._latest  # a reference to the session would keep the session alive
         self.compressing = Compressing(
             config,
             self._near,
             self._core,
-            lambda name: tensors[name].tensor if name in tensors else None,
+            lambda name: latest[name].tensor if name in latest else None,
             remembered,
         )
         self.devices = Devices(config, self._near, self._core, self._gpu_failed)
@@ -75,7 +76,7 @@ class Session(Liveness):
                 self._life.move(Event.BEGUN)
         except BaseException as e:
             self._life.move(Event.CANNOT_BEGIN)
-            joined.abandon(e)
+            resources.abandon(e)
             raise
 
     # ---- the verbs
@@ -89,9 +90,12 @@ class Session(Liveness):
     def declare(
         self, name: str, compression: CompressionSpec | None = None, anew: bool = False
     ) -> int:
-        """Return the index of ``name`` in the order in which this worker first saw names.
+        """Register ``name`` on this worker: fix its index and, if given, its compression.
 
-        The index never changes. ``compression``: compression of the name's sums from now on, the
+        Does not contact the scheduler; the name's first push_pull does. Returns the index of
+        ``name`` in the order in which this worker first saw names, which never changes.
+
+        ``compression``: compression of the name's sums from now on, the
         same on all workers from the same push_pull on; None leaves it as it was. ``anew``: for an
         optimizer, see :meth:`bpsx.compression.manager.Compressing.begin`. Raises
         :class:`~bpsx.errors.ConfigError` for an invalid name, and for compression in asynchronous
@@ -117,12 +121,19 @@ class Session(Liveness):
         rate: float = -1.0,
         result: object = None,
     ) -> Handle:
-        """Sum or average ``source`` over all workers into ``target``, which may be the same memory.
+        """Sum ``source`` over all workers into ``target``, which may be the same memory.
 
-        Returns at once. A larger ``priority`` is more urgent. ``will_wait``: the caller waits at
-        once, and so drives the exchange itself. ``rate``: the learning rate, for names whose
-        compression has ef="corrected". Raises :class:`~bpsx.errors.ConfigError` for a dtype that
-        cannot be summed, and for a source and a target that differ in shape or dtype.
+        Returns at once. The handle keeps both views' owners alive until the result has arrived and
+        the transport has released the memory. Until the result has arrived, nothing else may change
+        ``source`` or use ``target``.
+
+        ``average``: divide the sum by the number of workers. A larger ``priority`` is more urgent.
+        ``will_wait``: hint that the caller waits at once, so no thread is woken to drive. ``rate``:
+        the learning rate, for names whose compression has ef="corrected"; -1: none. ``result``:
+        returned by the handle's wait.
+
+        Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed, and for a source
+        and a target that differ in shape or dtype.
         """
         try:
             if source.shape != target.shape or source.dtype != target.dtype:
@@ -131,11 +142,8 @@ class Session(Liveness):
                     f" {target.shape}; dtype and shape must be equal"
                 )
             dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
-            place = (
-                None
-                if source.gpu < 0 and target.gpu < 0
-                else self.devices.place(name, source, target)
-            )
+            on_host = source.gpu < 0 and target.gpu < 0
+            on = None if on_host else self.devices.place(name, source, target)
             request = Request(
                 name,
                 (source.address, source.nbytes),
@@ -147,10 +155,10 @@ class Session(Liveness):
                 rate=rate,
                 owner=(source.owner, target.owner),
                 result=result,
-                on=place,
+                on=on,
             )
         except BaseException:
-            self._refuse(name)
+            self._count_refused(name)
             raise
         return self.submit(request, source.shape, dtype.code, source.nbytes)
 
@@ -162,20 +170,20 @@ class Session(Liveness):
         All are on GPU ``gpu``, and CUDA's stream ``stream`` has written them. ``streams`` returns
         the stream of the caller that waits.
 
-        Items that begin get their handles; the others get the exceptions that :meth:`push_pull`
-        would raise. Raises only the errors that concern all items.
+        Sets each item's ``begun`` to its handle, or to the exception that :meth:`push_pull` would
+        raise: some items may begin and others not. Raises only the errors that concern all items.
         """
         self._threads.add(threading.get_ident())
         try:
             on = self.devices.place_on(items[0].name, gpu, streams, stream)
         except BaseException:
             for item in items:
-                self._refuse(item.name)
+                self._count_refused(item.name)
             raise
         divisor = self.size if average else 1
         # Known tensors need no declaration.
         quick = not (self.compressing.any or self._async or self._life.in_join)
-        self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
+        self._core.submit_all(items, self._latest if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is not None:
                 self._calls += 1
@@ -186,7 +194,7 @@ class Session(Liveness):
         """Begin :meth:`push_pull` of a known host tensor in place, at a fraction of its cost.
 
         It is meant for many small tensors. The tensor must have been summed before with the same
-        declaration. Returns True, and the item has its handle.
+        declaration. Sets the item's ``begun`` to its handle and returns True.
 
         Returns False, and has done nothing, if names, element types, compression or join() require
         :meth:`push_pull`.
@@ -195,18 +203,18 @@ class Session(Liveness):
             return False
         self._threads.add(threading.get_ident())
         self._calls += 1
-        if self._core.submit_known(item, self._tensors, FLOAT_CODES, self.size if average else 1):
+        if self._core.submit_known(item, self._latest, FLOAT_CODES, self.size if average else 1):
             return True
         self._calls -= 1
         return False
 
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
-        where = (item.address, item.nbytes)
+        span = (item.address, item.nbytes)
         try:
             request = Request(
                 item.name,
-                where,
-                where,
+                span,
+                span,
                 divisor=divisor,
                 asynchronous=self._async,
                 priority=item.priority,
@@ -239,13 +247,13 @@ class Session(Liveness):
                 )
             dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
         except BaseException:
-            self._refuse(name)
+            self._count_refused(name)
             raise
-        place = (view.address, view.nbytes)
+        span = (view.address, view.nbytes)
         request = Request(
             name,
-            place if root == self.rank else None,
-            place,
+            span if root == self.rank else None,
+            span,
             divisor=root,
             broadcast=True,
             asynchronous=self._async if asynchronous is None else asynchronous,
@@ -261,18 +269,27 @@ class Session(Liveness):
         self.submit(request, (), BY_NAME["uint8"].code, 0).wait()
 
     def join(self) -> int:
-        """Join: see :func:`bpsx.join`."""
+        """Wait until all workers have joined: see :func:`bpsx.join`.
+
+        Returns the rank that joined last. Raises the error that has ended the job meanwhile.
+        """
         if self._link is None:
             return self.rank
-        self.devices.rest(True)
-        self._core.asking.everything_ns = monotonic_ns()  # join() waits for all in progress
+        self.devices.announce_joined(True)
+        self._core.waiters.everything_ns = monotonic_ns()  # join() waits for all in progress
         try:
-            last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
+            last = self._joining.run(
+                self._unfinished, self._core.wait_for_progress, self._link.send
+            )
         finally:
-            self._core.asking.everything_ns = 0
+            self._core.waiters.everything_ns = 0
         if last < 0:
-            self.barrier()  # raises the error that has ended the job
+            self._raise_job_error()
         return last
+
+    def _raise_job_error(self) -> None:
+        """Raise the error that has ended the job, as any further call does."""
+        self.barrier()
 
     def submit(self, request: Request, shape: tuple[int, ...], dtype: int, nbytes: int) -> Handle:
         """Begin a push_pull or a broadcast.
@@ -282,13 +299,13 @@ class Session(Liveness):
         """
         name = request.name
         if self._life.in_join:
-            self._joining.refuse(name)
+            self._joining.raise_joined(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
         mine.asked += 1
         try:
             codec = self._codec_of(request, dtype, nbytes)
-            declared = self._tensors.get(name)
+            declared = self._latest.get(name)
             tensor = None if declared is None else declared.now(shape, dtype, codec)
             if declared is not None and tensor is not None:
                 declared.uses += 1
@@ -304,7 +321,7 @@ class Session(Liveness):
                 self.reporter.copied(name, begin, nbytes)
                 return handle
             with self._lock:
-                self._first_sight(handle, name, shape, dtype, nbytes, codec)
+                self._submit_slow(handle, name, shape, dtype, nbytes, codec)
             return handle
         except BaseException:
             self._renew(name)
@@ -333,7 +350,7 @@ class Session(Liveness):
             self.devices.check_average(name, dtype, request.divisor, request.on)
         return codec
 
-    def _refuse(self, name: str) -> None:
+    def _count_refused(self, name: str) -> None:
         """Count a push_pull of ``name`` that was refused before :meth:`submit`."""
         if not self._life.in_join:
             self._calls += 1
@@ -341,9 +358,9 @@ class Session(Liveness):
             self._renew(name)
 
     def speed(self) -> Speed:
-        """Return the speed since the last call, per second in which work was in progress.
+        """Return MB/s of tensors and on the wire since the last call: see :class:`Speed`.
 
-        It is zero without telemetry.
+        Only time in which work was in progress counts. All fields are zero without telemetry.
         """
         return (
             self._speedometer.read(self._core.counters())
@@ -361,9 +378,9 @@ class Session(Liveness):
         return self._reason or self._failure
 
     @property
-    def told(self) -> bool:
+    def failure_raised(self) -> bool:
         """Whether the script has received an exception for the failure of the job."""
-        return bool(self._core.told)
+        return bool(self._core.failure_raised)
 
     # ---- leaving
 
@@ -371,13 +388,14 @@ class Session(Liveness):
         """Leave the job: wait for work in progress, say goodbye, free everything. Idempotent.
 
         ``failure``: why this worker ends with work undone; the other workers get this text.
-        ``waited``: seconds of ``BPSX_SHUTDOWN_TIMEOUT`` that are already over. Does not raise.
+        Waits for work until ``waited`` and the wait make ``BPSX_SHUTDOWN_TIMEOUT`` seconds; then
+        for the scheduler's reply as long as :meth:`Link.leave` says. Does not raise.
         """
         with self._lock:
             if self.state in CLOSING:
                 return
             self._life.move(Event.CLOSE_CALLED)
-        self._core.asking.everything_ns = monotonic_ns()
+        self._core.waiters.everything_ns = monotonic_ns()
         try:
             self._take_leave(failure, self.config.shutdown_timeout - waited)
         finally:
@@ -405,7 +423,7 @@ class Session(Liveness):
             and self._unfinished()
             and time.monotonic() < end
         ):
-            self._core.settle(0.05)
+            self._core.wait_for_progress(0.05)
         left = self._unfinished()
         with self._lock:  # the control thread may have learnt of a failure meanwhile
             failure = failure or self._failure or self._core.failed
