@@ -31,7 +31,7 @@ class Rig:
             self.endpoint.link(rank, worker, 0)
         self.log: list[str] = []
         self.lane = Lane(
-            wrap(self.endpoint), job=7, workers=workers, log=self.log.append, **options
+            wrap(self.endpoint), job=7, senders=workers, log=self.log.append, **options
         )
         self.thread = threading.Thread(target=self.lane.run)
         self.thread.start()

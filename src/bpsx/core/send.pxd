@@ -190,7 +190,6 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
-    h.epoch = c.settings.epoch
     h.cookie = p.length
     h.priority = p.tensor.codec.size
     h.length = p.tensor.name.size + p.tensor.codec.size
@@ -213,7 +212,6 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
-    h.epoch = c.settings.epoch
     h.round = p.round
     h.divisor = p.divisor
     h.priority = task.priority
@@ -392,7 +390,6 @@ cdef inline int send_ping(Core *c, uint32_t peer, const char *nonce) noexcept no
     cdef char frame[HEADER_BYTES + NONCE_BYTES]
     cdef Header h
     header_init(&h, PING, c.settings.job, c.settings.rank)
-    h.epoch = c.settings.epoch
     h.flags = INLINE
     h.length = NONCE_BYTES
     memcpy(frame, &h, HEADER_BYTES)

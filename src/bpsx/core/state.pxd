@@ -75,7 +75,6 @@ cdef struct Settings:           # constant once the core has started
     uint64_t job
     # the servers' number for this process; with a root per machine, the machine's number
     uint32_t rank
-    uint32_t epoch
     int64_t credit              # bytes in flight per lane; 0: no bound
     # Time in which the slowest server's link can write out what is in flight to a server; 0: no
     # bound.

@@ -65,6 +65,8 @@ cdef packed struct Header:
     uint32_t slot               # the lane's index of this key
     # the worker, or the machine whose workers it speaks for; the same in both directions
     uint32_t sender
+    # reserved for jobs that change their size: 0, and a lane refuses other pushes; ERROR has a rank
+    # here
     uint32_t epoch
     uint32_t round
     uint32_t divisor            # divides the sum; with BROADCAST: the root's rank

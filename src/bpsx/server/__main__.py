@@ -87,7 +87,7 @@ class Server:
             with loading(*BY_CODE, codecs=not can_have_own()):
                 lanes = [e.bind(host, config.ports or ()) for e in endpoints]
                 self.introduced = True
-                welcome = link.join("server", -1, host, lanes)
+                welcome = link.enter_job("server", -1, host, lanes)
                 # Before anything slow: workers are connecting already and do not wait for long.
                 for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
@@ -133,7 +133,7 @@ class Server:
             lane = Lane(
                 endpoint,
                 job=welcome["job"],
-                workers=welcome["workers"],
+                senders=welcome["workers"],
                 processes=welcome["processes"],
                 fixed_order=config.fixed_order,
                 asynchronous=config.asynchronous,

@@ -7,7 +7,7 @@ class Lane:
         endpoint: Any,
         *,
         job: int,
-        workers: int,
+        senders: int,
         processes: int = 1,
         asynchronous: bool = False,
         fixed_order: bool = False,

@@ -21,7 +21,7 @@ from bpsx.server.async_update cimport push_delta
 from bpsx.server.checkpoint cimport push_state
 from bpsx.server.register cimport register
 from bpsx.server.rounds cimport (
-    abandon, complete, contribute, drop_held, lacks_somebody, notice, turn_away,
+    abandon, complete, contribute, drop_held, misses_departed_worker, notice, turn_away,
 )
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
 from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
@@ -51,14 +51,19 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
 
 
 cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+    """Handle a PUSH. Returns 0, or -1 if it is malformed.
+
+    ``m``: its message if the body is the message's own, else NULL. Sets *kept if the lane now owns
+    `m`; otherwise the caller releases it.
+    """
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
     cdef Verdict verdict
-    cdef uint32_t who = 0
+    cdef uint32_t worker = 0
     cdef int64_t begin = 0
     cdef int rc
     if lane.counters.dropped:
         return -1               # the lane is ending; the scheduler will report why
-    if e == NULL or h.epoch != lane.settings.epoch:
+    if e == NULL or h.epoch != 0:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if h.flags & STATE:
@@ -73,7 +78,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         return rc
     if e.state == ABANDONED and h.key == e.key:
         return turn_away(lane, e, h, E_LEFT)
-    verdict = count_push(e, h, lane.settings.workers)
+    verdict = count_push(e, h, lane.settings.senders)
     if verdict == MALFORMED:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
@@ -87,8 +92,8 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         contribute(lane, e, h, m, body, kept)
         if lane.watch != NULL:
             note_sum(lane, e, h, begin)
-    if lane.absent.somebody_gone and lacks_somebody(lane, e, &who):
-        abandon(lane, e, who)
+    if lane.absent.any_gone and misses_departed_worker(lane, e, &worker):
+        abandon(lane, e, worker)
     elif complete(lane, e):
         drop_held(lane, e)
         close_round(lane, e)
@@ -101,7 +106,7 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     cdef char *body = NULL
     cdef size_t at = 0
     cdef bint kept = False
-    cdef int more = 1 if m.peer < lane.settings.workers else -1
+    cdef int more = 1 if m.peer < lane.settings.senders else -1
     lane.counters.messages_in += 1
     if lane.watch != NULL:
         note_message(lane.watch, m)
@@ -147,7 +152,11 @@ cdef Message *receive(CLane *lane) noexcept nogil:
 
 
 cdef int turn(CLane *lane) noexcept nogil:
-    """Receive and handle some messages; return how many were handled."""
+    """Receive and handle some messages; return how many were handled.
+
+    With `scheduled` it receives all that have arrived, and handles the most urgent one, besides
+    those for which the queue has no memory.
+    """
     cdef int n = 0
     cdef Message *m
     if not lane.settings.scheduled:
@@ -164,12 +173,13 @@ cdef int turn(CLane *lane) noexcept nogil:
             break
         if not keep_pending(lane, m):
             handle(lane, m)
+            n += 1
     if lane.pending.n:
         lane.pending.n -= 1
         if lane.watch != NULL:
             lane.watch.server.arrived = lane.pending.items[lane.pending.n].arrived
         handle(lane, lane.pending.items[lane.pending.n].message)
-        n = 1
+        n += 1
     return n
 
 
@@ -198,16 +208,23 @@ cdef void run(CLane *lane) noexcept nogil:
 cdef class Lane:
     """A lane over one endpoint.
 
-    :meth:`run` blocks until :meth:`stop`. Any thread may call the other methods.
+    :meth:`run` blocks until :meth:`stop`. Any thread may call ``gone``, ``joined``,
+    ``all_joined``, ``stop`` and ``counters``; only the lane's own thread ``load``, ``keep``,
+    ``break_with``, ``log`` and ``prove``.
+
+    ``senders``: number of senders, one per worker, or one per machine; each speaks for
+    ``processes`` workers. ``asynchronous``: pushes may be added to a value that the lane keeps.
+    ``fixed_order``: sum in the order of senders. ``scheduled``: handle the most urgent message
+    first. ``spin_us``: microseconds without messages after which the lane sleeps.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
     cdef Exception broken
     cdef bytes secret
-    cdef list kept
+    cdef list _kernel_owners
 
     def __cinit__(
-        self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False,
+        self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
         bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
         bytes secret=b""
     ):
@@ -216,25 +233,25 @@ cdef class Lane:
         self.capsule = endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.c.settings.job = job
-        self.c.settings.workers = workers
+        self.c.settings.senders = senders
         self.c.settings.processes = processes
         self.c.settings.asynchronous = asynchronous
         self.c.settings.fixed_order = fixed_order
         self.c.settings.scheduled = scheduled
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.owner = <void *>self
-        self.c.outs = <Out *>calloc(workers, sizeof(Out))
-        self.c.absent.gone = <int64_t *>calloc(workers, sizeof(int64_t))
-        self.c.absent.joined = <int64_t *>calloc(workers, sizeof(int64_t))
+        self.c.outs = <Out *>calloc(senders, sizeof(Out))
+        self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))
+        self.c.absent.joined = <int64_t *>calloc(senders, sizeof(int64_t))
         self.logger = log
         self.broken = None
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self.secret = secret
-        self.kept = []
+        self._kernel_owners = []
         if self.c.outs == NULL or self.c.absent.gone == NULL or self.c.absent.joined == NULL:
-            raise MemoryError(f"no memory for {workers} workers")
+            raise MemoryError(f"no memory for {senders} senders")
 
     def load(self, dtype: int) -> None:
         """Load the kernels of a dtype code into this lane.
@@ -242,12 +259,12 @@ cdef class Lane:
         Raises :class:`KeyError` for an unknown code.
         """
         found = load_kernels(dtype)
-        self.kept.append(found)
+        self._kernel_owners.append(found)
         fill_in(&self.c.kernels[dtype], found)
 
     def keep(self, what) -> None:
         """Keep the owner of compiled code alive as long as this lane."""
-        self.kept.append(what)
+        self._kernel_owners.append(what)
 
     def break_with(self, why: Exception) -> None:
         """Set the exception that :meth:`run` raises at its end."""
@@ -297,7 +314,7 @@ cdef class Lane:
     def all_joined(self) -> None:
         """All workers are back: forget :meth:`joined` before any message that arrives later."""
         cdef int i
-        for i in range(self.c.settings.workers):
+        for i in range(self.c.settings.senders):
             atomic_store(&self.c.absent.joined[i], 0)
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
@@ -308,9 +325,14 @@ cdef class Lane:
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def counters(self) -> dict:
-        """Return this lane's counters.
+        """Return this lane's counters, all since its start except ``pending``.
 
-        Rounds closed, bytes of their results, messages, and the messages refused.
+        * ``rounds``: rounds closed, and ``bytes``: bytes of their results;
+        * ``messages_received``, ``messages_sent``;
+        * ``malformed``: records or messages refused as malformed;
+        * ``repeated``: pushes ignored because their sender had pushed in the round already;
+        * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
+        * ``pending``: messages received and not handled yet.
         """
         return {
             "rounds": self.c.counters.rounds, "bytes": self.c.counters.bytes,
@@ -331,7 +353,7 @@ cdef class Lane:
                 entry_free(self.c.keys.at[i])
         drop_records(&self.c.keys.slabs)
         if self.c.outs != NULL:
-            for i in range(self.c.settings.workers):
+            for i in range(self.c.settings.senders):
                 free(self.c.outs[i].frame)
         free(self.c.pending.items)
         free(self.c.scratch.at)

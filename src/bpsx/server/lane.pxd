@@ -33,11 +33,10 @@ cdef struct PendingQueue:       # sorted, the most urgent last
 
 cdef struct LaneSettings:       # constant while the lane runs
     uint64_t job
-    uint32_t epoch
-    uint32_t workers            # senders: one per worker, or one per machine
+    uint32_t senders            # one per worker, or one per machine
     uint32_t processes          # workers for which each sender speaks
     bint asynchronous           # pushes may be added to a value that the lane keeps
-    bint fixed_order            # sum in the order of ranks
+    bint fixed_order            # sum in the order of senders
     bint scheduled              # handle the most urgent message first
     int64_t spin_ns
 
@@ -53,9 +52,9 @@ cdef struct Keys:
 cdef struct Absent:             # workers that left or joined; any thread sets `news`, gone, joined
     int64_t news                # `gone` or `joined` has changed since the last notice()
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
-    bint somebody_gone
+    bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
-    bint somebody_joined
+    bint any_joined
 
 cdef struct LaneCounters:
     int64_t rounds

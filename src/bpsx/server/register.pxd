@@ -39,7 +39,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     ):
         return -1
     lane.keys.at[h.slot] = entry_new(
-        &lane.keys.slabs, h.key, h.cookie, h.dtype, k, lane.settings.workers
+        &lane.keys.slabs, h.key, h.cookie, h.dtype, k, lane.settings.senders
     )
     if lane.keys.at[h.slot] == NULL:
         return -1

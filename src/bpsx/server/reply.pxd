@@ -45,13 +45,13 @@ cdef inline void frame_done(void *data, void *hint) noexcept nogil:
     free(data)
 
 
-cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
+cdef inline void flush(Lane *lane, uint32_t sender) noexcept nogil:
     """Send the batch of a worker."""
-    cdef Out *out = &lane.outs[rank]
+    cdef Out *out = &lane.outs[sender]
     if out.frame == NULL:
         return
     lane.endpoint.send(
-        lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL
+        lane.endpoint.self, sender, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL
     )
     if lane.watch != NULL:
         lane.watch.server.sent += out.size
@@ -61,20 +61,20 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
 
 
 cdef inline void flush_all(Lane *lane) noexcept nogil:
-    cdef uint32_t rank
-    for rank in range(lane.settings.workers):
-        flush(lane, rank)
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        flush(lane, sender)
 
 
-cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
+cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) noexcept nogil:
     """Add a record to a worker's batch.
 
     Without memory the record is lost and counted, which ends the lane and so the job.
     """
-    cdef Out *out = &lane.outs[rank]
+    cdef Out *out = &lane.outs[sender]
     cdef size_t size = HEADER_BYTES + padded(h.length)
     if out.frame != NULL and out.size + size > BATCH_BYTES:
-        flush(lane, rank)
+        flush(lane, sender)
     if out.frame == NULL:
         out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size))
         if out.frame == NULL:
@@ -89,35 +89,35 @@ cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) no
 
 
 cdef inline void reply_header(
-    Lane *lane, Header *h, uint8_t kind, uint32_t rank, KeyState *e, uint64_t cookie
+    Lane *lane, Header *h, uint8_t kind, uint32_t sender, KeyState *e, uint64_t cookie
 ) noexcept nogil:
-    header_init(h, kind, lane.settings.job, rank)
+    header_init(h, kind, lane.settings.job, sender)
     h.dtype = e.dtype
     h.key = e.key
-    h.round = e.shares[rank].round
+    h.round = e.shares[sender].round
     h.cookie = cookie
 
 
 cdef inline void send_error(
-    Lane *lane, uint32_t rank, uint64_t key, uint32_t round_, uint64_t cookie, int status,
+    Lane *lane, uint32_t sender, uint64_t key, uint32_t round_, uint64_t cookie, int status,
     uint32_t a, uint32_t b
 ) noexcept nogil:
     cdef Header h
-    header_init(&h, ERROR, lane.settings.job, rank)
+    header_init(&h, ERROR, lane.settings.job, sender)
     h.key = key
     h.round = round_
     h.cookie = cookie
     h.divisor = -status
     h.slot = a
     h.epoch = b
-    put_record(lane, rank, &h, NULL)
+    put_record(lane, sender, &h, NULL)
 
 
-cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogil:
+cdef inline void send_pong(Lane *lane, uint32_t sender, char *proof) noexcept nogil:
     cdef Header h
-    header_init(&h, PONG, lane.settings.job, rank)
+    header_init(&h, PONG, lane.settings.job, sender)
     h.length = PROOF_BYTES
-    put_record(lane, rank, &h, proof)
+    put_record(lane, sender, &h, proof)
 
 
 cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:
@@ -138,15 +138,16 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
 
 
 cdef inline void send_result(
-    Lane *lane, KeyState *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length,
+    Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie, Result *r, char *body,
+    uint64_t length,
     const Landing *landing
 ) noexcept nogil:
     """Send a large result. `landing`: that of the push it replies to, or NULL."""
     cdef Header h
-    reply_header(lane, &h, ANSWER, rank, e, cookie)
+    reply_header(lane, &h, ANSWER, sender, e, cookie)
     h.length = length
     lane.endpoint.send(
-        lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r,
+        lane.endpoint.self, sender, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r,
         landing
     )
     if lane.watch != NULL:
@@ -155,26 +156,26 @@ cdef inline void send_result(
 
 
 cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
-    cdef uint32_t rank
+    cdef uint32_t sender
     cdef Result *r = result_in(lane, e.memory.first, e.round.pushed)
     if r == NULL:
         return
-    for rank in range(lane.settings.workers):
-        if e.shares[rank].pushed:
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].pushed:
             send_result(
-                lane, e, rank, e.shares[rank].cookie, r, e.memory.sum, e.nbytes,
-                &e.shares[rank].landing
+                lane, e, sender, e.shares[sender].cookie, r, e.memory.sum, e.nbytes,
+                &e.shares[sender].landing
             )
 
 
 cdef inline void answer_small(Lane *lane, KeyState *e, char *body, uint64_t length) noexcept nogil:
     cdef Header h
-    cdef uint32_t rank
-    for rank in range(lane.settings.workers):
-        if e.shares[rank].pushed:
-            reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].pushed:
+            reply_header(lane, &h, ANSWER, sender, e, e.shares[sender].cookie)
             h.length = length
-            put_record(lane, rank, &h, body)
+            put_record(lane, sender, &h, body)
 
 
 cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
@@ -182,7 +183,7 @@ cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
 
     Without memory the result is lost and counted, which ends the lane and so the job.
     """
-    cdef uint32_t rank
+    cdef uint32_t sender
     cdef char *wire = encode_sum(lane, e)
     cdef Result *r = NULL
     if wire == NULL:
@@ -197,11 +198,11 @@ cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
         free(wire)
         return
     r.memory = wire
-    for rank in range(lane.settings.workers):
-        if e.shares[rank].pushed:
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].pushed:
             send_result(
-                lane, e, rank, e.shares[rank].cookie, r, wire, e.compressed.packed.size,
-                &e.shares[rank].landing
+                lane, e, sender, e.shares[sender].cookie, r, wire, e.compressed.packed.size,
+                &e.shares[sender].landing
             )
 
 
@@ -211,16 +212,17 @@ cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
     Call it when the round is complete, or when it never will be. Earlier, the workers' counts of
     rounds would diverge.
     """
-    cdef uint32_t rank
+    cdef uint32_t sender
     if (e.failure.status == E_MISMATCH or e.failure.status == E_CODEC) and not e.failure.named:
         # The sender of a machine is its last worker.
         e.failure.a = (e.failure.a + 1) * lane.settings.processes - 1
         e.failure.b = (e.failure.b + 1) * lane.settings.processes - 1
         e.failure.named = True
-    for rank in range(lane.settings.workers):
-        if e.shares[rank].pushed:
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].pushed:
             send_error(
-                lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.failure.status,
+                lane, sender, e.key, e.shares[sender].round, e.shares[sender].cookie,
+                e.failure.status,
                 e.failure.a, e.failure.b
             )
 
@@ -241,7 +243,7 @@ cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     if e.operation.broadcast:
         end_broadcast(e)
     elif e.state == OPEN:
-        finish_sum(e, lane.settings.workers)
+        finish_sum(e, lane.settings.senders)
     if lane.watch != NULL:
         note_closing(lane, e)
     if e.state == OPEN:
@@ -259,4 +261,4 @@ cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
         let_go(lane, e.memory.first)
     if lane.watch != NULL:
         note_closed(lane, e)
-    end_round(e, lane.settings.workers, EMPTY)
+    end_round(e, lane.settings.senders, EMPTY)

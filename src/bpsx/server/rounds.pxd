@@ -17,10 +17,10 @@ from bpsx.transports.abi cimport Message
 
 
 cdef inline void hold(
-    Lane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+    Lane *lane, KeyState *e, uint32_t sender, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
-    """Hold a push until its rank's turn in fixed order."""
-    cdef Share *share = &e.shares[rank]
+    """Hold a push until its sender's turn in fixed order. *kept: see push()."""
+    cdef Share *share = &e.shares[sender]
     share.length = length
     if e.compressed != NULL:
         if not hold_packed(share, body, length):
@@ -39,65 +39,72 @@ cdef inline void hold(
 
 
 cdef inline void add_share(
-    Lane *lane, KeyState *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept
+    Lane *lane, KeyState *e, uint32_t sender, Message *m, char *body, uint64_t length, bint *kept
 ) noexcept nogil:
     if e.compressed != NULL:
-        add_packed(lane, e, rank, body, length)
-    elif e.nbytes and add(e, m, body, lane.settings.workers, kept) != 0:
+        add_packed(lane, e, sender, body, length)
+    elif e.nbytes and add(e, m, body, lane.settings.senders, kept) != 0:
         fail_sum(e, E_MEMORY, 0, 0)
 
 
+cdef inline bint fixed_order(Lane *lane) noexcept nogil:
+    """Whether pushes are added by sender. Two floats add to the same bits in either order."""
+    return lane.settings.fixed_order and lane.settings.senders > 2
+
+
 cdef inline void pass_joined(Lane *lane, KeyState *e) noexcept nogil:
-    """Skip ranks that have called join(), for which fixed order must not wait."""
-    if not lane.absent.somebody_joined:
+    """Skip senders that have called join(), for which fixed order must not wait."""
+    if not lane.absent.any_joined:
         return
     while (
-        e.round.next_rank < lane.settings.workers
-        and atomic_load(&lane.absent.joined[e.round.next_rank])
-        and not e.shares[e.round.next_rank].pushed
+        e.round.next_sender < lane.settings.senders
+        and atomic_load(&lane.absent.joined[e.round.next_sender])
+        and not e.shares[e.round.next_sender].pushed
     ):
-        e.round.next_rank += 1
+        e.round.next_sender += 1
 
 
 cdef inline void add_held(Lane *lane, KeyState *e) noexcept nogil:
-    """Add held pushes as long as the next rank's is there."""
+    """Add held pushes as long as the next sender's is there."""
     cdef Share *share
     cdef bint kept
     while e.state == OPEN:
         pass_joined(lane, e)
-        if e.round.next_rank >= lane.settings.workers or e.shares[e.round.next_rank].body == NULL:
+        if e.round.next_sender >= lane.settings.senders:
             return
-        share = &e.shares[e.round.next_rank]
+        if e.shares[e.round.next_sender].body == NULL:
+            return
+        share = &e.shares[e.round.next_sender]
         kept = False
-        add_share(lane, e, e.round.next_rank, share.message, share.body, share.length, &kept)
+        add_share(lane, e, e.round.next_sender, share.message, share.body, share.length, &kept)
         if share.message == NULL:
             free(share.body)
         elif not kept:
             let_go(lane, share.message)
         share.message = NULL
         share.body = NULL
-        e.round.next_rank += 1
+        e.round.next_sender += 1
 
 
 cdef inline void drop_held(Lane *lane, KeyState *e) noexcept nogil:
-    cdef uint32_t rank
-    for rank in range(lane.settings.workers):
-        if e.shares[rank].message != NULL:
-            let_go(lane, e.shares[rank].message)
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].message != NULL:
+            let_go(lane, e.shares[sender].message)
         else:
-            free(e.shares[rank].body)
-        e.shares[rank].message = NULL
-        e.shares[rank].body = NULL
+            free(e.shares[sender].body)
+        e.shares[sender].message = NULL
+        e.shares[sender].body = NULL
 
 
 cdef inline void contribute(
     Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
-    """Add an accepted push to the round's result."""
+    """Add an accepted push to the round's result. *kept: see push()."""
     if e.operation.broadcast:
         if h.sender == e.operation.divisor:
-            # nothing else is added, and nothing is divided
-            e.round.added = lane.settings.workers
+            # Pretend that all were added, so that finish_sum() does not divide.
+            e.round.added = lane.settings.senders
             if m != NULL and body == m.body and body != NULL:
                 e.memory.first = m
                 e.memory.sum = body
@@ -109,51 +116,54 @@ cdef inline void contribute(
                 memcpy(e.memory.small, body, e.nbytes)
                 e.memory.sum = e.memory.small
         return
-    if lane.settings.fixed_order and lane.settings.workers > 2 and e.nbytes:
+    if fixed_order(lane) and e.nbytes:
         pass_joined(lane, e)
-        if h.sender != e.round.next_rank:
+        if h.sender != e.round.next_sender:
             hold(lane, e, h.sender, m, body, h.length, kept)
             return
         add_share(lane, e, h.sender, m, body, h.length, kept)
-        e.round.next_rank += 1
+        e.round.next_sender += 1
         add_held(lane, e)
         return
     add_share(lane, e, h.sender, m, body, h.length, kept)
 
 
-cdef inline bint lacks_somebody(Lane *lane, KeyState *e, uint32_t *who) noexcept nogil:
-    """Whether a worker that has left has not pushed in the open round; *who: its rank."""
-    cdef uint32_t rank
-    for rank in range(lane.settings.workers):
-        if atomic_load(&lane.absent.gone[rank]) and not e.shares[rank].pushed:
-            who[0] = <uint32_t>atomic_load(&lane.absent.gone[rank]) - 1
+cdef inline bint misses_departed_worker(Lane *lane, KeyState *e, uint32_t *worker) noexcept nogil:
+    """Whether the open round lacks the push of a sender one of whose workers has left.
+
+    *worker: that worker's rank.
+    """
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if atomic_load(&lane.absent.gone[sender]) and not e.shares[sender].pushed:
+            worker[0] = <uint32_t>atomic_load(&lane.absent.gone[sender]) - 1
             return True
     return False
 
 
 cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
     """Whether all workers have pushed in the open round, except those that called join()."""
-    cdef uint32_t rank
-    if e.round.pushed == lane.settings.workers:
+    cdef uint32_t sender
+    if e.round.pushed == lane.settings.senders:
         return True
-    if not lane.absent.somebody_joined:
+    if not lane.absent.any_joined:
         return False
-    for rank in range(lane.settings.workers):
-        if not e.shares[rank].pushed and not atomic_load(&lane.absent.joined[rank]):
+    for sender in range(lane.settings.senders):
+        if not e.shares[sender].pushed and not atomic_load(&lane.absent.joined[sender]):
             return False
     return True
 
 
-cdef inline void abandon(Lane *lane, KeyState *e, uint32_t who) noexcept nogil:
-    """Fail the open round and all later ones: worker `who` will never push again."""
+cdef inline void abandon(Lane *lane, KeyState *e, uint32_t worker) noexcept nogil:
+    """Fail the open round and all later ones: worker `worker` will never push again."""
     e.failure.status = E_LEFT
-    e.failure.a = who
+    e.failure.a = worker
     fail_round(lane, e)
     drop_held(lane, e)
     let_go(lane, e.memory.first)
     if lane.watch != NULL and e.round.pushed:
         lane.watch.server.open_rounds -= 1
-    end_round(e, lane.settings.workers, ABANDONED)
+    end_round(e, lane.settings.senders, ABANDONED)
 
 
 cdef inline int turn_away(Lane *lane, KeyState *e, Header *h, int status) noexcept nogil:
@@ -172,23 +182,23 @@ cdef inline void notice(Lane *lane) noexcept nogil:
 
     Rounds that need a worker that has left fail. Rounds that lack only joined workers close.
     """
-    cdef uint32_t i, who = 0
+    cdef uint32_t i, worker = 0
     cdef KeyState *e
     atomic_store(&lane.absent.news, 0)
-    lane.absent.somebody_joined = False
-    for i in range(lane.settings.workers):
+    lane.absent.any_joined = False
+    for i in range(lane.settings.senders):
         if atomic_load(&lane.absent.gone[i]):
-            lane.absent.somebody_gone = True
+            lane.absent.any_gone = True
         if atomic_load(&lane.absent.joined[i]):
-            lane.absent.somebody_joined = True
+            lane.absent.any_joined = True
     for i in range(lane.keys.n):
         e = lane.keys.at[i]
         if e == NULL or e.round.pushed == 0:
             continue
-        if lane.absent.somebody_gone and lacks_somebody(lane, e, &who):
-            abandon(lane, e, who)
+        if lane.absent.any_gone and misses_departed_worker(lane, e, &worker):
+            abandon(lane, e, worker)
             continue
-        if lane.settings.fixed_order and lane.settings.workers > 2 and not e.operation.broadcast:
+        if fixed_order(lane) and not e.operation.broadcast:
             add_held(lane, e)
         if complete(lane, e):
             drop_held(lane, e)

@@ -2,8 +2,8 @@
 # clock.
 #
 # A round of a key opens with its first push and closes when each worker has pushed once. The lane
-# adds pushes as they arrive. With fixed order it adds them by rank, and holds a push until all
-# lower ranks have been added.
+# adds pushes as they arrive. With fixed order it adds them by sender, and holds a push until all
+# lower senders have been added.
 #
 # Each worker counts its own rounds: a push carries the number of its sender's earlier pushes of
 # this key. The workers' counts differ after join(), because a joined worker takes part in fewer
@@ -22,17 +22,16 @@ from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
 from bpsx.transports.abi cimport Landing, Message
 
 cdef enum Verdict:
-    ACCEPTED = 0                # counted; without join() the round is still open
-    CLOSED = 1                  # counted, and it completes the round
-    REPEATED = 2                # this worker has pushed in this round already; ignore it
-    MALFORMED = 3               # wrong round, length, dtype or key
-    FAILED = 4                  # counted, but the round has failed and ignores its body
+    ACCEPTED = 0                # counted
+    REPEATED = 1                # this worker has pushed in this round already; ignore it
+    MALFORMED = 2               # wrong round, length, dtype or key
+    FAILED = 3                  # counted, but the round has failed and ignores its body
 
 # State of the open round of a key; `after_round_state` has the transitions.
 cdef enum RoundState:
     EMPTY = 0                   # no push yet
     OPEN = 1
-    FAILING = 2                 # it has failed; the lane says so once all workers have pushed
+    FAILING = 2                 # it has failed; the lane says so once all senders have pushed
     ABANDONED = 3               # for ever: a worker that has left would have to push
     REFUSED = 4                 # for ever: unknown compression, nothing is summed
 
@@ -49,10 +48,10 @@ cdef struct Share:
     Landing landing             # where the worker wants the reply's body
 
 cdef struct RoundCount:         # the open round
-    uint32_t pushed             # workers that have pushed
-    uint32_t added              # workers whose push is in the sum
-    uint32_t next_rank          # in fixed order: the next rank to add
-    uint32_t opener             # the rank that opened the round and so chose the operation
+    uint32_t pushed             # senders that have pushed
+    uint32_t added              # senders whose push is in the sum
+    uint32_t next_sender        # in fixed order: the next sender to add
+    uint32_t opener             # the sender that opened the round and so chose the operation
 
 cdef struct Operation:
     uint32_t divisor
@@ -62,12 +61,12 @@ cdef struct Operation:
 cdef struct Failure:
     int status                  # why the round fails; 0: it does not
     uint32_t a, b
-    bint named                  # a and b are workers' ranks, not senders'
-
+    bint named                  # a and b are senders' ranks, not senders'
+    bint named                  # a and b are ranks of workers, not senders
 cdef struct RoundMemory:        # freed at the round's end: the key may never be pushed again
     Message *first              # the first large push: its body is the accumulator and the result
     char *small                 # a small key's accumulator and result, nbytes
-    # Accumulator in the wide type, for half and 8-bit types summed over three or more workers.
+    # Accumulator in the wide type, for half and 8-bit types summed over three or more senders.
     char *wide
     char *sum                   # the result: first.body or small
 
@@ -96,7 +95,7 @@ cdef struct KeyState:
     RoundCount round
     Operation operation
     Failure failure
-    Share *shares               # by rank
+    Share *shares               # by sender
     RoundMemory memory
     Compressed *compressed      # NULL: not compressed
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
@@ -105,10 +104,10 @@ cdef struct KeyState:
 
 
 cdef inline KeyState *entry_new(
-    Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers,
+    Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t senders,
 ) noexcept nogil:
     """Create an entry with its shares; its memory is part of `slabs`. NULL: no memory."""
-    cdef KeyState *e = <KeyState *>take_record(slabs, sizeof(KeyState) + workers * sizeof(Share))
+    cdef KeyState *e = <KeyState *>take_record(slabs, sizeof(KeyState) + senders * sizeof(Share))
     if e == NULL:
         return NULL
     e.shares = <Share *>(e + 1)
@@ -164,27 +163,27 @@ cdef inline void fail_sum(KeyState *e, int status, uint32_t a, uint32_t b) noexc
     move_round(e, FAILING)
 
 
-cdef inline void end_round(KeyState *e, uint32_t workers, RoundState following) noexcept nogil:
+cdef inline void end_round(KeyState *e, uint32_t senders, RoundState following) noexcept nogil:
     """End the open round, after the replies; the workers that pushed advance by one round.
 
     Held messages must have been removed before.
     """
-    cdef uint32_t rank
-    for rank in range(workers):
-        if e.shares[rank].pushed:
-            e.shares[rank].round += 1
-            e.shares[rank].pushed = False
+    cdef uint32_t sender
+    for sender in range(senders):
+        if e.shares[sender].pushed:
+            e.shares[sender].round += 1
+            e.shares[sender].pushed = False
     e.rounds += 1
     e.round.pushed = 0
     e.round.added = 0
-    e.round.next_rank = 0
+    e.round.next_sender = 0
     e.failure.status = 0
     e.memory.first = NULL
     free_round(e)
     move_round(e, following)
 
 
-cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcept nogil:
+cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t senders) noexcept nogil:
     """Check a push against its key and count it. Looks at the header only."""
     cdef Share *share = &e.shares[h.sender]
     cdef bint broadcast = (h.flags & BROADCAST) != 0
@@ -204,7 +203,7 @@ cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcep
         or h.divisor == 0 and not (broadcast or disagreed)
     ):
         return MALFORMED
-    if broadcast and not disagreed and h.divisor >= workers:
+    if broadcast and not disagreed and h.divisor >= senders:
         return MALFORMED
     if h.round != share.round:
         return REPEATED if h.round + 1 == share.round else MALFORMED
@@ -233,16 +232,14 @@ cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t workers) noexcep
         )
     ):
         fail_sum(e, E_MISMATCH, e.round.opener, h.sender)
-    if e.state == FAILING:
-        return FAILED
-    return CLOSED if e.round.pushed == workers else ACCEPTED
+    return FAILED if e.state == FAILING else ACCEPTED
 
 
-cdef inline void note_landing(KeyState *e, uint32_t rank, const Message *m) noexcept nogil:
+cdef inline void note_landing(KeyState *e, uint32_t sender, const Message *m) noexcept nogil:
     """Store a counted push's landing. `m`: its message, if the body is the message's own."""
-    e.shares[rank].landing.at = 0
+    e.shares[sender].landing.at = 0
     if m != NULL:
-        e.shares[rank].landing = m.landing
+        e.shares[sender].landing = m.landing
 
 
 cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
@@ -252,7 +249,7 @@ cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
 
 
 cdef inline int add(
-    KeyState *e, Message *m, char *body, uint32_t workers, bint *kept
+    KeyState *e, Message *m, char *body, uint32_t senders, bint *kept
 ) noexcept nogil:
     """Add a push to the sum; *kept says that the message now belongs to the entry.
 
@@ -273,32 +270,32 @@ cdef inline int add(
                 return -1
             memcpy(e.memory.small, body, e.nbytes)
             e.memory.sum = e.memory.small
-        if workers == 1 and e.operation.divisor > 1:
+        if senders == 1 and e.operation.divisor > 1:
             k.divide(e.memory.sum, n, e.operation.divisor)
         return 0
-    if wants_wide(k, workers) and not memory_for(&e.memory.wide, n * k.wide_itemsize):
+    if wants_wide(k, senders) and not memory_for(&e.memory.wide, n * k.wide_itemsize):
         return -1
     accumulate(
-        k, e.memory.sum, e.memory.wide, body, e.round.added - 1, workers, n, e.operation.divisor
+        k, e.memory.sum, e.memory.wide, body, e.round.added - 1, senders, n, e.operation.divisor
     )
     return 0
 
 
-cdef inline void finish_sum(KeyState *e, uint32_t workers) noexcept nogil:
+cdef inline void finish_sum(KeyState *e, uint32_t senders) noexcept nogil:
     """Finish the sum without the last worker's push, which `add` would have finished.
 
-    The missing workers have joined and count as zeros.
+    The missing senders have joined and count as zeros.
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
-    if e.round.added == 0 or e.round.added >= workers or e.nbytes == 0 or e.compressed != NULL:
+    if e.round.added == 0 or e.round.added >= senders or e.nbytes == 0 or e.compressed != NULL:
         return
-    if e.round.added > 1 and wants_wide(k, workers):
+    if e.round.added > 1 and wants_wide(k, senders):
         memset(e.memory.sum, 0, e.nbytes)
         k.finish(
             e.memory.sum, e.memory.wide, e.memory.sum, n, e.operation.divisor,
-            shift_for(workers, e.operation.divisor)
+            shift_for(senders, e.operation.divisor)
         )
     elif e.operation.divisor > 1:
         k.divide(e.memory.sum, n, e.operation.divisor)
-    e.round.added = workers
+    e.round.added = senders

@@ -54,7 +54,7 @@ cdef inline int64_t note_push(Lane *lane, KeyState *e, Header *h, const char *bo
         e.trace.opened_ns = w.server.now
         e.trace.recorded = recording(w, e.rounds + 1) if watched(w) else 0
         w.server.open_rounds += 1
-    elif e.round.pushed == lane.settings.workers:
+    elif e.round.pushed == lane.settings.senders:
         w.server.waited_ns += w.server.now - e.trace.opened_ns
         if h.sender < w.server.n_late:
             w.server.late[h.sender].rounds += 1
@@ -78,7 +78,7 @@ cdef inline void note_sum(Lane *lane, KeyState *e, Header *h, int64_t begin) noe
     cdef Watch *w = lane.watch
     cdef bint wide = (
         e.memory.wide != NULL
-        and 1 < e.round.added < lane.settings.workers
+        and 1 < e.round.added < lane.settings.senders
         and not e.operation.broadcast
     )
     if begin:
@@ -107,7 +107,7 @@ cdef inline void note_closing(Lane *lane, KeyState *e) noexcept nogil:
     Prints the result's values here, because the result may be freed afterwards.
     """
     cdef Watch *w = lane.watch
-    cdef uint32_t rank
+    cdef uint32_t sender
     w.server.open_rounds -= 1
     if not watched(w):
         return
@@ -117,13 +117,13 @@ cdef inline void note_closing(Lane *lane, KeyState *e) noexcept nogil:
             w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype,
             e.memory.sum if e.state == OPEN else NULL, e.nbytes
         )
-    for rank in range(lane.settings.workers if w.messages else 0):
-        if not e.shares[rank].pushed:
+    for sender in range(lane.settings.senders if w.messages else 0):
+        if not e.shares[sender].pushed:
             continue
         say(
             w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u",
             b"ANSWER" if e.state == OPEN else b"ERROR", <big>e.key, e.rounds,
-            <big>(e.nbytes if e.state == OPEN else 0), rank
+            <big>(e.nbytes if e.state == OPEN else 0), sender
         )
 
 
