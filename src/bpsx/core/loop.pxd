@@ -1,6 +1,6 @@
 # The driver's loop, and how threads hand over its role. One thread at a time drives: see
-# docs/internals/driver-and-queue.md.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+# docs/internals/driver-and-queue.md. Deadlines are in ns of the monotonic clock; INT64_MAX: none.
+from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
 from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor
@@ -27,7 +27,8 @@ cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
 
 cdef enum:
-    # bounds the delay of a lost wake-up; an idle process makes no calls at all
+    # A parked driver rechecks after this time, should a wake-up be lost. With nothing outstanding
+    # no thread drives (except for a joined root), so an idle process makes no system calls.
     PARK_MS = 1000
     NAP_US = 50                 # between two queries of awaited events of the GPU
     # between two attempts to post to a full ring: its reader does not signal that it has room
@@ -68,6 +69,7 @@ cdef inline void submit(
         task = task.next
     lock(&c.monitor)
     if c.role.stopping:
+        # No driver will come: end the tasks here, on this thread.
         last.next = c.ended.on_host
         c.ended.on_host = first
         while n:
@@ -162,7 +164,8 @@ cdef inline int take_news(Core *c) noexcept nogil:
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
     if c.machine != NULL and take_departures(c.machine):
-        c.machine.somebody_gone = True          # before starting tasks that lack this process
+        # First note the neighbours that have left: tasks that need them must fail when they start.
+        c.machine.somebody_gone = True
     while known != NULL:
         if adopt(c, known) != 0:
             fail_core(c, E_MEMORY)
@@ -183,7 +186,10 @@ cdef inline int take_news(Core *c) noexcept nogil:
 
 
 cdef inline void end_all(Core *c) noexcept nogil:
-    """End tasks that no driver has seen: the core has failed, and no thread drives any more."""
+    """End every task. The core must have failed, and no thread may drive any more.
+
+    take_news() ends all tasks of a failed core.
+    """
     begin_outside_gpu(c)
     atomic_store(&c.inbox.news, 1)
     take_news(c)
@@ -209,18 +215,16 @@ cdef inline void tell_neighbours(Core *c) noexcept nogil:
     unlock(&c.monitor)
 
 
-cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
-    """Sleep until something happens. Returns False if there was news already."""
-    cdef int64_t left_ms = PARK_MS
-    if deadline_ns:
-        left_ms = min(left_ms, (deadline_ns - now_ns()) // 1000000 + 1)
+cdef inline void park(Core *c, int64_t deadline_ns) noexcept nogil:
+    """Sleep in endpoint.wait until woken, at most PARK_MS; return at once if there is news."""
+    cdef int64_t left_ms = min(<int64_t>PARK_MS, (deadline_ns - now_ns()) // 1000000 + 1)
     if c.machine != NULL and c.machine.unsent:
         left_ms = min(left_ms, CROWDED_MS)
     lock(&c.monitor)
     c.role.parked = not c.inbox.news and not c.role.stopping
     unlock(&c.monitor)
     if not c.role.parked:
-        return False
+        return
     if c.machine != NULL and not fall_asleep(c.machine):
         left_ms = 0
     c.endpoint.wait(c.endpoint.self, <int>max(left_ms, 0))
@@ -229,7 +233,6 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
     lock(&c.monitor)
     c.role.parked = False
     unlock(&c.monitor)
-    return True
 
 
 cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
@@ -270,7 +273,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
             idle_since = 0
             continue
         now = now_ns()
-        if deadline_ns and now >= deadline_ns:
+        if now >= deadline_ns:
             return
         if idle_since == 0:
             idle_since = now
@@ -308,7 +311,10 @@ cdef inline void return_coded(Core *c, Pool *pool, uint32_t me, Partition *p) no
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:
-    """Wait for a task, driving if no other thread does. False if the deadline passed first."""
+    """Wait for a task, driving if no other thread does. Returns whether the task has ended.
+
+    False also means that the deadline has passed, or that the core is stopping.
+    """
     lock(&c.monitor)
     while task.status == PENDING and not c.role.stopping:
         if now_ns() >= deadline_ns:
@@ -323,7 +329,8 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
         drive(c, task, deadline_ns)
         lock(&c.monitor)
         c.role.driving = False
-        # Also when only this slice has ended: this thread may not get the GIL back for long.
+        # Wake others even if `task` is not done: wait_for is called in slices of 200 ms, and this
+        # thread may need long to get the GIL back in between.
         if c.busy.outstanding and (c.role.waiters or c.role.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
@@ -341,7 +348,7 @@ cdef inline void background(Core *c) noexcept nogil:
             continue
         c.role.driving = True
         unlock(&c.monitor)
-        drive(c, NULL, 0)
+        drive(c, NULL, INT64_MAX)
         lock(&c.monitor)
         c.role.driving = False
         if c.role.waiters:

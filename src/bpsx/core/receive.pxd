@@ -3,7 +3,7 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
 
-from bpsx.core.stream_copy cimport copy_past
+from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PULL, Partition, wire_of
@@ -38,7 +38,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         return -1
     if h.kind == PONG:
         if h.length != PROOF_BYTES or memcmp(body, c.lanes.at[m.peer].proof, PROOF_BYTES) != 0:
-            return -1                       # the lane does not know the secret: send it no tensors
+            # Wrong proof: the lane stays not ready, so greet() reports it and init() fails.
+            return -1
         if not c.lanes.at[m.peer].ready:
             c.lanes.at[m.peer].ready = True
             c.lanes.n_ready += 1
@@ -52,6 +53,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         # its round has failed meanwhile: the reply is late, not invalid
         return 0
     if h.kind == ERROR:
+        # `divisor` is -status, `slot` and `epoch` are ranks: see wire.pxd. E_COMPRESSOR is the
+        # lowest status that a lane sends.
         status = -<int>h.divisor
         if status == E_JOINED:
             # Report the rank of the broadcast's root: the server may know only machines.
@@ -70,13 +73,14 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if h.length > most_bytes(p.packed):
             return -1
         p.packed.size = h.length
-        # The lane replies only after it has received the push, so `wire` may be overwritten.
+        # The lane has received the push when it replies, so the reply's encoded bytes may overwrite
+        # those of the push.
         if h.length and body != <char *>wire_of(p):
             memcpy(wire_of(p), body, h.length)
     elif h.length != p.length:
         return -1
     elif p.length and body != p.target:
-        copy_past(p.target, body, p.length)
+        copy_nontemporal(p.target, body, p.length)
     advance(c, p)
     return 0
 
@@ -100,6 +104,7 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         c.counters.received += m.head_size + m.body_size
         at = 0
         more = -1 if m.peer >= c.lanes.n else 1
+        # The first invalid record discards the rest of the message.
         while more > 0:
             more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
             if more > 0 and take_record(c, &m, &h, body) != 0:

@@ -413,7 +413,7 @@ cdef inline uint32_t span_parts(Core *c, Tensor *tensor) noexcept nogil:
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
     """Queue a task until the GPU has produced its input.
 
-    The position in the line is by `recorded`, since a later round of a tensor may start late.
+    The line is ordered by input_number, since a later round of a tensor may start late.
     """
     cdef Tasks *line = &c.gpu.unseen[task.gpu.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first

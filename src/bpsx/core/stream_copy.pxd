@@ -9,7 +9,7 @@ cdef extern from *:
     #include <stdint.h>
     #if defined(__SSE2__)
     #include <emmintrin.h>
-    static inline void bpsx_copy_past(char *to, const char *from, size_t n) {
+    static inline void bpsx_copy_nontemporal(char *to, const char *from, size_t n) {
         size_t head = (64 - ((uintptr_t)to & 63)) & 63;
         if (n < (1 << 20)) { memcpy(to, from, n); return; }
         memcpy(to, from, head); to += head; from += head; n -= head;
@@ -25,7 +25,9 @@ cdef extern from *:
         memcpy(to, from, n);
     }
     #else
-    #define bpsx_copy_past memcpy
+    #define bpsx_copy_nontemporal memcpy
     #endif
     """
-    void copy_past "bpsx_copy_past"(char *to, const char *source, size_t n) noexcept nogil
+    void copy_nontemporal "bpsx_copy_nontemporal"(
+        char *to, const char *source, size_t n
+    ) noexcept nogil
