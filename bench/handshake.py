@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from bpsx import secret
-from bpsx.transports.zeromq.auth import Door, token
+from bpsx.transports.zeromq.auth import Acceptor, token
 
 JOB, KEY = 7, b"a secret for this measurement"
 MECHANISMS = ("null", "token", "curve")
@@ -21,18 +21,18 @@ MECHANISMS = ("null", "token", "curve")
 
 def _lane(context: zmq.Context[Any], mechanism: str) -> tuple[Any, Any]:
     s = context.socket(zmq.ROUTER)
-    door = None
+    acceptor = None
     if mechanism != "null":
-        door = Door(context, KEY)
+        acceptor = Acceptor(context, KEY)
         s.setsockopt(zmq.ZAP_DOMAIN, b"bpsx")
         s.setsockopt(zmq.PLAIN_SERVER if mechanism == "token" else zmq.CURVE_SERVER, 1)
     if mechanism == "curve":
         s.setsockopt(zmq.CURVE_SECRETKEY, secret.curve_key(KEY, "lane"))
     s.bind("tcp://127.0.0.1:*")
     address = s.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-    if door is not None:
-        door.open(JOB, address)
-    return s, door
+    if acceptor is not None:
+        acceptor.open(JOB, address)
+    return s, acceptor
 
 
 def _connect(context: zmq.Context[Any], mechanism: str, address: str, rank: int) -> Any:
@@ -56,7 +56,7 @@ def seconds(mechanism: str, times: int = 100) -> float:
     Both ends are on this machine.
     """
     with zmq.Context() as lanes, zmq.Context() as workers:
-        lane, door = _lane(lanes, mechanism)
+        lane, acceptor = _lane(lanes, mechanism)
         address = lane.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         taken = []
         for rank in range(times):
@@ -74,8 +74,8 @@ def seconds(mechanism: str, times: int = 100) -> float:
                 )
                 s.recv()
                 taken.append(time.perf_counter() - begun)
-        if door is not None:
-            door.close()
+        if acceptor is not None:
+            acceptor.close()
         lane.close(0)
         return statistics.median(taken)
 

@@ -217,9 +217,9 @@ class _SlowServers(Job):
         source = """
             import sys, time
             from bpsx import kernels
-            from bpsx.transports.zeromq import auth
+            from bpsx.transports import refusals
 
-            auth.HANDSHAKE_MS = 2000
+            refusals.HANDSHAKE_MS = 2000
             # the workers' own loading is not slowed down
             from bpsx.server import __main__ as server
 

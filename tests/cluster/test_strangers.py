@@ -18,7 +18,7 @@ import pytest
 
 from bpsx.launch.ssh.backend import assignment
 from bpsx.transports.shm import handshake
-from bpsx.transports.sockets import listener as gate
+from bpsx.transports.sockets import listener
 from cluster.strangers import command, greeting, memory
 from support.jobs import Job
 
@@ -62,7 +62,7 @@ def test_an_overheard_greeting_cannot_be_used_again():
         with near, far:
             # The worker's side of the greeting, up to its proof.
             far.sendall(worker.recv(32, socket.MSG_WAITALL))
-            gate.greet(near, _KEY, 7, address, 3)
+            listener.greet(near, _KEY, 7, address, 3)
             overheard = far.recv(4096)
         thief.recv(32, socket.MSG_WAITALL)
         thief.sendall(overheard)
@@ -74,9 +74,9 @@ def test_an_overheard_greeting_cannot_be_used_again():
 
 @contextlib.contextmanager
 def opened_gate(taken: list[int]) -> object:
-    listener = gate.listen("127.0.0.1")
-    made = gate.Gate(listener, _KEY, lambda s, rank: (taken.append(rank), s.close()))
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    bound = listener.listen("127.0.0.1")
+    made = listener.Acceptor(bound, _KEY, lambda s, rank: (taken.append(rank), s.close()))
+    address = f"127.0.0.1:{bound.getsockname()[1]}"
     made.open(7, address)
     try:
         yield address
@@ -108,11 +108,11 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
         for s in strangers[: 200 - 64]:
             s.settimeout(20)
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and s.recv(1) == b""
-        # And the gate's own descriptors.
+        # And the acceptor's own descriptors.
         assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64 + 8
         for s in strangers[200 - 64 :]:
             assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and not readable(s)
-        gate.dial(address, _KEY, 7, 5).close()  # a worker is admitted nevertheless
+        listener.dial(address, _KEY, 7, 5).close()  # a worker is admitted nevertheless
         end = time.monotonic() + 60
         while not taken and time.monotonic() < end:
             time.sleep(0.01)

@@ -1,8 +1,8 @@
 from collections.abc import Sequence
 
-from bpsx.transports.sockets.endpoint import GatedEndpoint
+from bpsx.transports.sockets.endpoint import ListeningEndpoint
 
-class RdmaEndpoint(GatedEndpoint):
+class RdmaEndpoint(ListeningEndpoint):
     def __init__(
         self,
         *,

@@ -25,11 +25,11 @@ from posix.unistd cimport getpid
 from bpsx.system.sync cimport atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.rdma.receive cimport expect_one, take_all, take_waiting
-from bpsx.transports.tcp.connection cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
+from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take_new
-from bpsx.transports.sockets.endpoint cimport GatedEndpoint
+from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
-from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring
+from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, signal_loss
 from bpsx.transports.rdma.connection cimport (
     SMALL, TOKENS, Connection, Outgoing, EndpointState, let_go, lose, return_token, tell_done,
     wake_up,
@@ -88,7 +88,7 @@ cdef int rdma_send(
     cdef Outgoing *kept
     cdef int rc = -1
     take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     o.next, o.head, o.head_size, o.head_done, o.head_hint = (
         NULL, <char *>head, head_size, head_done, head_hint
     )
@@ -120,7 +120,7 @@ cdef int rdma_send(
 cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
     if not register_lent(&s.memory, <char *>at, n):
-        ring(&s.losses)         # lost() logs the refusal
+        signal_loss(&s.losses)         # lost() logs the refusal
 
 
 cdef int rdma_receive(void *self, Message *m) noexcept nogil:
@@ -216,7 +216,7 @@ cdef class _Link:
 
 
 @cython.no_gc_clear
-cdef class RdmaEndpoint(GatedEndpoint):
+cdef class RdmaEndpoint(ListeningEndpoint):
     """Endpoint with one reliable RDMA connection per peer.
 
     See :mod:`bpsx.transports.base` for the interface.
@@ -302,7 +302,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
         Returns and stores ``host:port``.
         """
         self._use_adapter(host)
-        return GatedEndpoint.bind(self, host, ports)
+        return ListeningEndpoint.bind(self, host, ports)
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
@@ -332,7 +332,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
         self._use(link, made)
 
     def _take(self, made, rank: int) -> None:
-        """Run a lane's side of the handshake, on the gate's thread."""
+        """Run a lane's side of the handshake, on the acceptor's thread."""
         cdef _Link link
         try:
             offer = _hear(made, listener.PATIENCE)
@@ -419,7 +419,7 @@ cdef class RdmaEndpoint(GatedEndpoint):
     def lost(self) -> list:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef Connection *c
-        found = GatedEndpoint.lost(self)
+        found = ListeningEndpoint.lost(self)
         for peer in found:
             c = self.state.all
             while c != NULL:
@@ -455,8 +455,8 @@ cdef class RdmaEndpoint(GatedEndpoint):
         if self.closed:
             return
         self.closed = True
-        if self.gate is not None:
-            self.gate.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         if self.pid != getpid():        # a forked child has only the descriptors
             return
         take_new(&self.state)

@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Message
 from bpsx.transports.rdma.receive cimport next_message, take_waiting
-from bpsx.transports.tcp.connection cimport (
+from bpsx.transports.sockets.epoll cimport (
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait,
 )
 from bpsx.transports.sockets.peers cimport read, room_for_peer

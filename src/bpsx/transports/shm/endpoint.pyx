@@ -50,7 +50,7 @@ cdef int shared_send(
     cdef EndpointState *s = <EndpointState *>self
     cdef Link *l
     take_new(s)
-    l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
+    l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     if l != NULL and not l.dead:
         notice(s, l)
     if (
@@ -143,7 +143,7 @@ cdef void shared_wake(void *self) noexcept nogil:
 
 cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
-    cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
+    cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     if l == NULL or l.dead:             # a live link copies bodies into the segment
         s.inner.lend(s.inner.self, peer, at, n)
 
@@ -164,7 +164,7 @@ cdef class SharedEndpoint:
     """
     cdef EndpointState state
     cdef Endpoint table
-    cdef object inner, capsule, gate
+    cdef object inner, capsule, acceptor
     cdef bytes secret
     cdef object job
     cdef int rank, descriptor
@@ -202,7 +202,7 @@ cdef class SharedEndpoint:
         """
         self.state.is_lane = True
         address = self.inner.bind(host, ports)
-        self.gate = handshake.listen(address, self.secret, self._meet)
+        self.acceptor = handshake.listen(address, self.secret, self._meet)
         self._open()
         return address
 
@@ -216,8 +216,8 @@ cdef class SharedEndpoint:
         self._open()
 
     def _open(self):
-        if self.gate is not None and self.job is not None:
-            self.gate.open(self.job, self.inner.address)
+        if self.acceptor is not None and self.job is not None:
+            self.acceptor.open(self.job, self.inner.address)
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``.
@@ -245,7 +245,7 @@ cdef class SharedEndpoint:
         self._use(l)
 
     def _meet(self, made, rank: int) -> None:
-        """Give a worker of this machine its slot. Called by a lane's gate, on the gate's thread."""
+        """Give a worker of this machine its slot. Called on the thread of a lane's acceptor."""
         cdef Link *l = NULL
         try:
             with handshake.welcome(made) as guest:
@@ -362,7 +362,7 @@ cdef class SharedEndpoint:
     @property
     def refused(self) -> int:
         """Number of connections refused because the peer did not know the job secret."""
-        return self.inner.refused + (0 if self.gate is None else self.gate.refused)
+        return self.inner.refused + (0 if self.acceptor is None else self.acceptor.refused)
 
     @property
     def malformed(self) -> int:
@@ -386,8 +386,8 @@ cdef class SharedEndpoint:
         if self.closed:
             return
         self.closed = True
-        if self.gate is not None:
-            self.gate.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         self.inner.close()          # may still send from the segment, so it comes first
         take_new(&self.state)
         l = self.state.all

@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 
-from bpsx.transports.sockets import listener as gate
+from bpsx.transports.sockets import listener
 
 log = logging.getLogger("bpsx.connections")
 _OFFER = struct.Struct("<8sI")
@@ -38,24 +38,24 @@ def _is_ours(link: socket.socket) -> bool:
 
 def listen(
     address: str, key: bytes, take: Callable[[socket.socket, int], None]
-) -> gate.Gate | None:
-    """Return a gate for the workers of this machine.
+) -> listener.Acceptor | None:
+    """Return the acceptor of the workers of this machine.
 
     None if the lane cannot listen; the workers then use the network.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(_name(address))
-        listener.listen(gate.BACKLOG)
+        bound.bind(_name(address))
+        bound.listen(listener.BACKLOG)
     except OSError as e:
         log.warning(
             "this server offers no shared memory to workers of its machine, because its Unix"
             " socket cannot be created: %s",
             e,
         )
-        listener.close()
+        bound.close()
         return None
-    return gate.Gate(listener, key, take)
+    return listener.Acceptor(bound, key, take)
 
 
 class Guest:
@@ -80,7 +80,7 @@ def welcome(link: socket.socket) -> Iterator[Guest]:
     """
     bells: list[int] = []
     try:
-        link.settimeout(gate.PATIENCE)
+        link.settimeout(listener.PATIENCE)
         if not _is_ours(link):
             raise PermissionError("the peer is a process of another user")
         _, bells, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -117,7 +117,7 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         # Before connect: any process may have bound this name without ever accepting, and a
         # blocking connect would then wait for ever.
-        link.settimeout(gate.PATIENCE)
+        link.settimeout(listener.PATIENCE)
         try:
             link.connect(_name(address))
         except ConnectionRefusedError:  # no such socket on this machine
@@ -136,7 +136,7 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
         try:
             if not _is_ours(link):
                 raise PermissionError("the server's socket belongs to another user")
-            gate.greet(link, key, job, address, rank)
+            listener.greet(link, key, job, address, rank)
             socket.send_fds(link, [_YES], [wake])
             said, found, _, _ = socket.recv_fds(link, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
         except OSError as e:

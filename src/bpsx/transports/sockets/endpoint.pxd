@@ -6,19 +6,20 @@ from bpsx.transports.abi cimport Endpoint
 from bpsx.transports.sockets.peers cimport Losses
 
 
-cdef class GatedEndpoint:
+cdef class ListeningEndpoint:
     cdef Endpoint table
     cdef int *epoll             # this and the next three point into the data plane's state
     cdef int *wake_fd
     cdef Losses *losses
-    cdef int64_t *nonsense
-    cdef object gate, job
+    cdef int64_t *malformed_count
+    cdef object acceptor, job
     cdef bytes secret
+    # seconds: between heartbeats; of silence after which a connection breaks
     cdef double interval, timeout
     cdef int rank
     cdef bint joined, closed
     cdef readonly str address
     cdef _set_up(
-        self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor,
+        self, int *epoll, int *wake_fd, Losses *losses, int64_t *malformed, Monitor *monitor,
         bint encrypt
     )

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-class GatedEndpoint:
+class ListeningEndpoint:
     @property
     def address(self) -> str: ...
     @property

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Base class of the endpoints that listen on a plain socket.
 
-Workers connect through the gate of ``listener.py``. One epoll and one wake-up eventfd end waits,
-and broken connections are reported by peer number.
+Workers connect through the acceptor of ``listener.py``. One epoll and one wake-up eventfd end
+waits, and broken connections are reported by peer number.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t
@@ -10,7 +10,7 @@ from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.sync cimport Monitor, atomic_load, lock, monitor_init, unlock
-from bpsx.transports.tcp.connection cimport (
+from bpsx.transports.sockets.epoll cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set,
     eventfd,
 )
@@ -18,23 +18,23 @@ from bpsx.transports.sockets.peers cimport Losses, read, write
 
 from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
-from bpsx.transports.sockets import listener as gate
+from bpsx.transports.sockets import listener
 from bpsx.system.address import join_host_port
 
 
-cdef class GatedEndpoint:
+cdef class ListeningEndpoint:
     """An endpoint without its connections.
 
-    A subclass provides ``connect``, ``close`` and ``_take``. The gate calls ``_take`` with each
+    A subclass provides ``connect``, ``close`` and ``_take``. The acceptor calls ``_take`` with each
     accepted socket and its worker's rank.
     """
 
     cdef _set_up(
-        self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor,
+        self, int *epoll, int *wake_fd, Losses *losses, int64_t *malformed, Monitor *monitor,
         bint encrypt
     ):
-        self.epoll, self.wake_fd, self.losses, self.nonsense, self.address, self.rank = (
-            epoll, wake_fd, losses, nonsense, "", -1
+        self.epoll, self.wake_fd, self.losses, self.malformed_count, self.address, self.rank = (
+            epoll, wake_fd, losses, malformed, "", -1
         )
         epoll[0] = wake_fd[0] = losses.fd = -1
         if encrypt:
@@ -55,9 +55,9 @@ cdef class GatedEndpoint:
 
         Returns and stores ``host:port``.
         """
-        listener = gate.listen(host, ports)
-        self.gate = gate.Gate(listener, self.secret, self._take)
-        self.address = join_host_port(host, listener.getsockname()[1])
+        bound = listener.listen(host, ports)
+        self.acceptor = listener.Acceptor(bound, self.secret, self._take)
+        self.address = join_host_port(host, bound.getsockname()[1])
         self._open()
         return self.address
 
@@ -71,8 +71,8 @@ cdef class GatedEndpoint:
         self._open()
 
     def _open(self):
-        if self.gate is not None and self.joined and self.address:
-            self.gate.open(self.job, self.address)
+        if self.acceptor is not None and self.joined and self.address:
+            self.acceptor.open(self.job, self.address)
 
     def watch(self) -> int:
         """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
@@ -96,12 +96,12 @@ cdef class GatedEndpoint:
     @property
     def refused(self) -> int:
         """Number of connections refused because the peer did not know the job secret."""
-        return 0 if self.gate is None else self.gate.refused
+        return 0 if self.acceptor is None else self.acceptor.refused
 
     @property
     def malformed(self) -> int:
         """Number of malformed messages; the connection of each was closed."""
-        return atomic_load(self.nonsense)
+        return atomic_load(self.malformed_count)
 
     def abi(self):
         """Return the data plane: a capsule with the C :c:struct:`Endpoint`.

@@ -22,7 +22,7 @@ from bpsx.errors import TransportError
 from bpsx.system.address import is_ipv6, resolve
 from bpsx.transports.ports import bind_one
 from bpsx.transports.reach import explain
-from bpsx.transports.zeromq.auth import HANDSHAKE_MS, Refusals
+from bpsx.transports.refusals import HANDSHAKE_MS, Refusals
 
 #: Greeting: magic with version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
@@ -31,8 +31,8 @@ _MAGIC = b"bpsxtcp2"
 #: useless on another connection.
 _NONCE_BYTES = 32
 BACKLOG = 4096
-#: Bounds on the connections that have not greeted yet; the gate closes the oldest above the bound.
-#: The bound is a share of the process's descriptors, because a process has several gates and needs
+#: Bounds on the connections that have not greeted yet; the acceptor closes the oldest above it. The
+#: bound is a share of the process's descriptors, because a process has several acceptors and needs
 #: descriptors for other things.
 _MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
 #: One address may hold at most this fraction (1/4) of them.
@@ -177,7 +177,7 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
 
 
 def most_waiting() -> int:
-    """Return how many connections of one gate may be waiting to greet.
+    """Return how many connections of one acceptor may be waiting to greet.
 
     The bound follows from the process's limit of descriptors.
     """
@@ -197,11 +197,11 @@ class _Newcomer:
         self.until = time.monotonic() + PATIENCE
 
 
-class Gate:
+class Acceptor:
     """Listener of one lane, which accepts each worker once.
 
-    The gate's thread calls ``take`` with the socket and the rank of each worker whose greeting is
-    valid. A greeting answers the nonce of its own connection, so an eavesdropper cannot reuse it.
+    Its thread calls ``take`` with the socket and the rank of each worker whose greeting is valid. A
+    greeting answers the nonce of its own connection, so an eavesdropper cannot reuse it.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ class Gate:
         self._most = most_waiting()
 
     def open(self, job: int, address: str) -> None:
-        """Start to accept workers, on the gate's own thread.
+        """Start to accept workers, on the acceptor's own thread.
 
         The thread sleeps except while a peer connects.
         """
         self._job, self._address = job, address
-        self._thread = threading.Thread(target=self._run, name="bpsx-gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bpsx-accept", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -333,6 +333,6 @@ class Gate:
                 newcomer.made.close()
         self._listener.close()
         os.close(self._wake)
-        # `_take` refers to the endpoint, which refers to this gate; the cycle would keep
+        # `_take` refers to the endpoint, which refers to this acceptor; the cycle would keep
         # descriptors open until the next garbage collection.
         del self._take

@@ -33,37 +33,40 @@ cdef extern from *:
     void free_aligned "bpsx_free_aligned"(void *at) nogil
 
 cdef struct Peers:              # connections by peer number
-    void **at
-    uint32_t n
+    void **at                   # NULL where there is none
+    uint32_t capacity
 
 cdef struct Losses:             # peers lost since the last lost()
     Monitor monitor
     int fd                      # eventfd, readable while there are new losses
     uint32_t *peers
     uint32_t n
-    uint32_t room
+    uint32_t capacity
 
 
 cdef inline bint room_for_peer(Peers *p, uint32_t peer) noexcept nogil:
-    return make_room(&p.at, &p.n, peer + 1, sizeof(void *))
+    return make_room(&p.at, &p.capacity, peer + 1, sizeof(void *))
 
 
 cdef inline void forget_peers(Peers *p) noexcept nogil:
     free(p.at)
-    p.at, p.n = NULL, 0
+    p.at, p.capacity = NULL, 0
 
 
-cdef inline void ring(Losses *l) noexcept nogil:
+cdef inline void signal_loss(Losses *l) noexcept nogil:
     """Signal new losses. Any thread may call it."""
     cdef uint64_t one = 1
     write(l.fd, &one, sizeof(one))
 
 
 cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
-    """Record that ``peer`` is lost, and signal it. Any thread may call it."""
+    """Record that ``peer`` is lost, and signal it. Any thread may call it.
+
+    Without memory the loss is signalled, but :meth:`lost` does not return the peer.
+    """
     lock(&l.monitor)
-    if make_room(&l.peers, &l.room, l.n + 1, sizeof(uint32_t)):
+    if make_room(&l.peers, &l.capacity, l.n + 1, sizeof(uint32_t)):
         l.peers[l.n] = peer
         l.n += 1
     unlock(&l.monitor)
-    ring(l)
+    signal_loss(l)

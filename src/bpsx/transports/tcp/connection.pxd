@@ -5,20 +5,13 @@ from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport done_fn
+from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.sockets.peers cimport Losses, Peers, add_loss, free_aligned, room_for_peer
 
 cdef extern from *:
     """
-    #include <sys/epoll.h>
-    #include <sys/eventfd.h>
     #include <sys/socket.h>
     #include <sys/uio.h>
-    #include <stdlib.h>
-    #include <unistd.h>
-    static inline int bpsx_epoll_set(int epoll, int how, int fd, uint32_t events, void *what) {
-        struct epoll_event e = { .events = events, .data = { .ptr = what } };
-        return epoll_ctl(epoll, how, fd, &e);
-    }
     """
     cdef struct iovec:
         void *iov_base
@@ -26,33 +19,15 @@ cdef extern from *:
     cdef struct msghdr:
         iovec *msg_iov
         size_t msg_iovlen
-    ctypedef union epoll_data_t:
-        void *ptr
-    cdef struct epoll_event:
-        uint32_t events
-        epoll_data_t data
     enum:
-        EPOLL_CLOEXEC
-        EPOLL_CTL_ADD
-        EPOLL_CTL_MOD
-        EPOLL_CTL_DEL
-        EPOLLIN
-        EPOLLOUT
-        EFD_CLOEXEC
-        EFD_NONBLOCK
         MSG_DONTWAIT
         MSG_NOSIGNAL
-    int epoll_create1(int flags) nogil
-    int epoll_wait(int epoll, epoll_event *events, int most, int timeout_ms) nogil
-    int epoll_set "bpsx_epoll_set"(int epoll, int how, int fd, uint32_t events, void *what) nogil
-    int eventfd(unsigned int initval, int flags) nogil
     ssize_t sendmsg(int fd, msghdr *m, int flags) nogil
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
 cdef enum:
     # Bytes read ahead, beyond the body in progress; small messages arrive many at a time.
     BUFFER = 64 << 10
-    EVENTS = 64
     # Messages from ready connections before epoll is asked again: other connections may be readable
     # or writable by then.
     LOOK_EVERY = 16

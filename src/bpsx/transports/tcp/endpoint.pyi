@@ -1,6 +1,6 @@
-from bpsx.transports.sockets.endpoint import GatedEndpoint
+from bpsx.transports.sockets.endpoint import ListeningEndpoint
 
-class TcpEndpoint(GatedEndpoint):
+class TcpEndpoint(ListeningEndpoint):
     def __init__(
         self,
         *,

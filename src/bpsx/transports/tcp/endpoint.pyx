@@ -19,10 +19,11 @@ from libc.stdlib cimport calloc, free
 from bpsx.system.sync cimport atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.tcp.connection cimport (
-    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, epoll_event,
-    epoll_wait, iovec, let_go, lose, make_ready, next_ready, take_new,
+    LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, iovec, let_go, lose, make_ready,
+    next_ready, take_new,
 )
-from bpsx.transports.sockets.endpoint cimport GatedEndpoint
+from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
+from bpsx.transports.sockets.epoll cimport EPOLLOUT, EVENTS, epoll_event, epoll_wait
 from bpsx.transports.tcp.receive cimport next_message
 from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, read, write
 from bpsx.transports.tcp.send cimport (
@@ -47,7 +48,7 @@ cdef int tcp_send(
     cdef ssize_t sent = -1
     cdef Outgoing *o = NULL
     take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     prefix.head_size, prefix.has_body, prefix.body_size = (
         <uint32_t>head_size, body != NULL, body_size
         if body != NULL
@@ -142,7 +143,7 @@ cdef void tcp_wake(void *self) noexcept nogil:
     write((<EndpointState *>self).wake_fd, &one, sizeof(one))
 
 
-cdef class TcpEndpoint(GatedEndpoint):
+cdef class TcpEndpoint(ListeningEndpoint):
     """Endpoint with one TCP connection per peer.
 
     See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`wake`,
@@ -207,7 +208,7 @@ cdef class TcpEndpoint(GatedEndpoint):
             made.close()
             raise MemoryError("no memory for a connection")
         listener.prepare(made, self.interval, self.timeout)
-        if self.gate is not None:
+        if self.acceptor is not None:
             self._size_buffers(made, made.getsockname()[0])
         c.peer, c.fd = peer, made.detach()
         lock(&self.state.monitor)
@@ -222,8 +223,8 @@ cdef class TcpEndpoint(GatedEndpoint):
         if self.closed:
             return
         self.closed = True
-        if self.gate is not None:
-            self.gate.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         take_new(&self.state)
         while self.state.all != NULL:
             c, self.state.all = self.state.all, self.state.all.next

@@ -6,9 +6,10 @@ from libc.string cimport memcpy, memset
 
 from bpsx.transports.abi cimport done_fn
 from bpsx.transports.tcp.connection cimport (
-    EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing,
-    Prefix, EndpointState, end_outgoing, epoll_set, iovec, msghdr, sendmsg,
+    GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing, Prefix, EndpointState, end_outgoing,
+    iovec, msghdr, sendmsg,
 )
+from bpsx.transports.sockets.epoll cimport EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, epoll_set
 
 
 cdef inline size_t size_of(Prefix *p) noexcept nogil:

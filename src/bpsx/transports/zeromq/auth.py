@@ -7,22 +7,16 @@ stranger therefore cannot make a lane read, keep or even count anything.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from typing import Any
 
 import zmq
 
 from bpsx import secret
+from bpsx.transports.refusals import Refusals
 
-log = logging.getLogger("bpsx.server")
 ENDPOINT = "inproc://zeromq.zap.01"
-#: Milliseconds after which a connection without a token is closed. A worker may connect before the
-#: lane knows the job's number.
-HANDSHAKE_MS = 10_000
-EVERY_SECONDS = 10.0
 # ZAP request: version, request id, domain, address, routing id, mechanism; then the credentials.
 _FRAMES = 6
 
@@ -32,29 +26,7 @@ def token(key: bytes, job: int, address: str, rank: int) -> bytes:
     return secret.derive(key, "data connection: worker's token", job, address, rank).hex().encode()
 
 
-class Refusals:
-    """Counter of refused connections, which logs a line now and then."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._told, self._next = 0, 0.0
-
-    def add(self, who: str) -> None:
-        """Count a refused connection from the address ``who``."""
-        self.count += 1
-        now = time.monotonic()
-        if now >= self._next:
-            more = self.count - self._told - 1
-            self._next, self._told = now + EVERY_SECONDS, self.count
-            log.warning(
-                "refused a connection from %s: it does not know the job secret, or its token has"
-                " been used before%s",
-                who,
-                f"; {more} more since the last such warning" if more else "",
-            )
-
-
-class Door:
+class Acceptor:
     """ZAP handler for the sockets of one ZeroMQ context.
 
     Create it before they listen; call :meth:`open` once the job's number is known.
@@ -79,7 +51,7 @@ class Door:
     def open(self, job: int, address: str) -> None:
         """Start to answer requests on its own thread, which sleeps except while a peer connects."""
         self._job, self._address = job, address
-        self._thread = threading.Thread(target=self._run, name="bpsx-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bpsx-accept", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -5,7 +5,7 @@ pyzmq creates, configures and closes the socket. In between, the data path calls
 that pyzmq loaded, through function pointers, so no system ZeroMQ is needed. Sends pass the caller's
 memory to libzmq (``zmq_msg_init_data``); receives pass libzmq's memory to the caller.
 
-Both sides use ROUTER. A lane binds; a worker connects, with an alias for each lane
+Both sides use ROUTER. A lane binds; a worker connects, and gives each lane a routing id of its own
 (``ZMQ_CONNECT_ROUTING_ID``). A routing id is a tag byte, a 32-bit index (a worker's rank, or the
 worker's index of a lane) and the 64-bit job id. Before its first message a connection shows a token
 (``auth.py``); an encrypted one needs keys derived from the job secret to begin at all.
@@ -29,6 +29,7 @@ from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
+from bpsx.transports import refusals
 from bpsx.transports.zeromq import auth
 from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
@@ -276,7 +277,7 @@ cdef class ZeroMQEndpoint:
     """
     cdef EndpointState state
     cdef Endpoint table
-    cdef object context, socket, monitor_socket, door
+    cdef object context, socket, monitor_socket, acceptor
     cdef bytes secret
     cdef object send_buffer
     cdef int rank
@@ -366,10 +367,10 @@ cdef class ZeroMQEndpoint:
 
         Call it before :meth:`bind` creates the listener, which copies the options.
         """
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, auth.HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, refusals.HANDSHAKE_MS)
         self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, b"bpsx")
-        self.door = auth.Door(self.context, self.secret)
+        self.acceptor = auth.Acceptor(self.context, self.secret)
         if self.encrypt:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_key(self.secret, KEY_PURPOSE))
@@ -378,8 +379,8 @@ cdef class ZeroMQEndpoint:
 
     def _open(self):
         """Accept workers, once the address and the job's number are known."""
-        if self.door is not None and self.joined and self.address:
-            self.door.open(self.state.job, self.address)
+        if self.acceptor is not None and self.joined and self.address:
+            self.acceptor.open(self.state.job, self.address)
 
     def _show(self, str address):
         """Set the credentials for the connection to the lane at ``address``, before it is made."""
@@ -475,7 +476,7 @@ cdef class ZeroMQEndpoint:
     @property
     def refused(self) -> int:
         """Number of connections refused because the peer did not know the job secret."""
-        return 0 if self.door is None else self.door.refused
+        return 0 if self.acceptor is None else self.acceptor.refused
 
     @property
     def malformed(self) -> int:
@@ -498,8 +499,8 @@ cdef class ZeroMQEndpoint:
         if self.closed:
             return
         self.closed = True
-        if self.door is not None:
-            self.door.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
         if self.monitor_socket is not None:
             self.socket.disable_monitor()
             self.monitor_socket.close(0)
