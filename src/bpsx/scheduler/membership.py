@@ -3,9 +3,10 @@
 Pure: events in, messages out; no sockets, no clock of its own. ``states.py`` has the tables.
 
 A node is present after a valid HELLO. When all nodes are, the job is running and every node gets
-WELCOME. The job is done when all workers have left in good order. It has failed when a node
-disappears without a BYE; all others then get its name. An asynchronous job survives the death of
-workers, and ends as failed because of it.
+WELCOME. The job is done when all workers have left in good order. It fails when a node disappears
+without a BYE, a worker's BYE has a failure, a server leaves early, a worker sends DOUBT, a deadlock
+cannot be resolved, or the scheduler has to end; all others then get the reason. An asynchronous job
+goes on after workers die, and is reported as failed at its end.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
 from bpsx.scheduler.gathering import Gathering, Output
 from bpsx.scheduler.join_barrier import Joins
-from bpsx.scheduler.registry import Declared, Registry
+from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node
 from bpsx.scheduler.stall_detector import Stalls
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
-#: Prefix of the failure text of a worker whose script ended with this exception.
-_FOR_WANT = "ended by PeerLeftError"
+#: Start of the failure text of a worker that ended with PeerLeftError.
+_PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
 class Membership(Gathering):
@@ -55,10 +56,10 @@ class Membership(Gathering):
         self._joins = Joins()
         # Machine -> its root's connection, where only the root speaks to the servers.
         self._roots: dict[int, bytes] = {}
-        self._nobody_left_early = True
+        # The first worker that left without a failure.
+        self._first_leaver: Node | None = None
         self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
-        # The job then ended: as "failed" because of those deaths, though the other workers left
-        # well.
+        # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
         self.blamed: Node | None = None  # the node whose end was the first unexpected one
 
@@ -91,7 +92,7 @@ class Membership(Gathering):
         roster = {
             "type": "WELCOME",
             "job": self.job,
-            "workers": self.size // self.processes,
+            "workers": self.size // self.processes,  # senders: one per worker, or per machine
             "processes": self.processes,
             "lanes": [s.lanes for s in servers],
             "names": {"server": [str(n) for n in servers]},
@@ -99,10 +100,8 @@ class Membership(Gathering):
         }
         # A server names a worker that it loses; workers know only servers by name.
         peers = [str(w) for w in workers]
-        told: list[Output] = [
-            (s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers
-        ]
-        return told + [(w.ident, roster) for w in workers]  # workers know their ranks
+        out: list[Output] = [(s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers]
+        return out + [(w.ident, roster) for w in workers]  # workers know their ranks
 
     def _shares(self) -> list[float]:
         """The fraction of all bytes that each server should sum."""
@@ -116,9 +115,10 @@ class Membership(Gathering):
     # ---- while the job runs
 
     def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A worker declares a tensor.
+        """Handle DECLARE: send the worker the tensor's places, or the error to all concerned.
 
-        A declaration sent before the worker got RESET is void.
+        A declaration sent before the worker got RESET is void. ``m``: name, generation, nbytes,
+        dtype, shape, codec, epoch.
         """
         node = self.nodes.get(ident)
         if (
@@ -129,7 +129,7 @@ class Membership(Gathering):
         ):
             return []
         name, generation = m["name"], m["generation"]
-        known, told = self.registry.declare(
+        known, ranks = self.registry.declare(
             node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"]
         )
         if known.failure:
@@ -140,7 +140,7 @@ class Membership(Gathering):
                 "text": known.failure,
             }
             return self._tell_error(
-                (self._roster.live[r] for r in told if r in self._roster.live), failed
+                (self._roster.live[r] for r in ranks if r in self._roster.live), failed
             )
         placed = {
             "type": "PLACED",
@@ -149,7 +149,9 @@ class Membership(Gathering):
             "places": [list(p) for p in known.places],
         }
         out: list[Output] = [(ident, placed)]
-        return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
+        return (
+            out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
+        )
 
     def _tell_error(self, workers: Iterable[Node], message: dict[str, Any]) -> list[Output]:
         """Send an error to several workers.
@@ -164,22 +166,26 @@ class Membership(Gathering):
         return out
 
     def heard(self, ident: bytes) -> list[Output]:
-        """A worker confirms that it received an error."""
+        """Handle HEARD: count the confirmation of an error; the last one ends deferrals of BYEs."""
         node = self._roster.unheard.get(ident)
         if node is None:
             return []
         self._roster.confirmed(node)
-        return self._let_leave()
+        return self._process_deferred_byes()
 
-    def _let_leave(self) -> list[Output]:
-        """Let the workers leave that wait to, once no confirmation is outstanding."""
+    def _process_deferred_byes(self) -> list[Output]:
+        """Process the deferred BYEs, once no confirmation is outstanding."""
         if self._roster.unheard:
             return []
         leaving, self._roster.leaving = self._roster.leaving, {}
         return [out for n in leaving.values() for out in self.bye(n.ident, n.goodbye)]
 
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
-        """A worker reports what has changed in the tensors that it has pushed and waits for."""
+        """Handle WAITING: note changes in a worker's push_pulls in progress, and end a deadlock.
+
+        ``m``: new and over (push_pulls that began or ended to be in progress), busy (a thread does
+        something else), calls (push_pulls asked for), epoch, last (the report is complete).
+        """
         node = self.nodes.get(ident)
         if (
             node is None
@@ -197,14 +203,17 @@ class Membership(Gathering):
         return out + self._end_deadlock()
 
     def doubt(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A worker cannot tell which of its later push_pulls match which of the others'."""
+        """Handle DOUBT: end the job, because a worker cannot tell which later push_pulls match.
+
+        ``m``: text and status of the error that led to it.
+        """
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state is not JobState.RUNNING:
             return []
         return self._fail(f"the job has to end after an error: {node}: {m['text']}", m["status"])
 
     def join(self, ident: bytes) -> list[Output]:
-        """A worker has no more data and waits until all workers have joined."""
+        """Handle JOIN: let rounds close without the worker, until all workers have joined."""
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state is not JobState.RUNNING:
             return []
@@ -212,12 +221,14 @@ class Membership(Gathering):
         if node.supply is Supply.PUSHING:
             self._roster.join(node)
         out = (
-            self._joins.join(node.rank, *self._here(), self._roots, self.processes)
-            + self._end_join()
+            self._joins.join(node.rank, *self._present(), self._roots, self.processes)
+            + self._notify_unjoined()
         )
-        return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
+        return (
+            out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
+        )
 
-    def _make_known(self, machine: int) -> list[Output]:
+    def _send_adoptions(self, machine: int) -> list[Output]:
         """Send a joined root the tensors that only its neighbours have declared.
 
         A root that has joined sums for its neighbours even what it does not push itself.
@@ -226,12 +237,12 @@ class Membership(Gathering):
         if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
             return []
         return [
-            (self._roster.live[root].ident, self._adopted(name, generation, d))
+            (self._roster.live[root].ident, self._adopt_message(name, generation, d))
             for name, generation, d in self.registry.adopt(root)
         ]
 
     @staticmethod
-    def _adopted(name: str, generation: int, d: Declared) -> dict[str, Any]:
+    def _adopt_message(name: str, generation: int, d: RegisteredTensor) -> dict[str, Any]:
         return {
             "type": "ADOPT",
             "name": name,
@@ -244,7 +255,10 @@ class Membership(Gathering):
         }
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A server or a machine's root has cleared its marks of joined workers."""
+        """Handle CLEARED, the confirmation of a CLEAR: after the last, send ALL_JOINED.
+
+        ``m``: generation, the number of the join.
+        """
         last = self._joins.cleared(ident, m["generation"])
         if last is None:
             return []
@@ -257,8 +271,8 @@ class Membership(Gathering):
             if not w.left
         ]
 
-    def _end_join(self) -> list[Output]:
-        """Workers in ``join()`` cannot wait for a worker that has left: send them UNJOINED."""
+    def _notify_unjoined(self) -> list[Output]:
+        """Send UNJOINED to workers in ``join()`` if a worker has left without joining."""
         left = self._roster.left_unjoined
         if not left or self.asynchronous or not self._joins.joined:
             return []
@@ -272,10 +286,10 @@ class Membership(Gathering):
             if w.supply is Supply.JOINED
         ]
 
-    def _here(self) -> tuple[Collection[int], list[bytes]]:
-        """The ranks of the workers and the servers that are still in the job.
+    def _present(self) -> tuple[Collection[int], list[bytes]]:
+        """The ranks of the workers that join() waits for, and the connections of live servers.
 
-        Without asynchronous training, all workers count.
+        A synchronous job waits for departed workers, too: they were to take part in its rounds.
         """
         return self._roster.live if self.asynchronous else range(self.size), list(
             self._roster.live_servers
@@ -331,7 +345,11 @@ class Membership(Gathering):
     # ---- leaving
 
     def bye(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A node leaves; a ``failure`` means that it leaves unfinished work."""
+        """Handle BYE: remove the node, or defer it until all errors are confirmed.
+
+        A deferred node gets GOODBYE only then. ``m``: failure, the reason for which it leaves
+        unfinished work, or "".
+        """
         node = self.nodes.get(ident)
         if node is None:
             return [(ident, {"type": "GOODBYE"})]
@@ -346,18 +364,14 @@ class Membership(Gathering):
             if node.presence is Presence.LIVE:
                 self._roster.defer(node, m)
             return []
-        self._let_go(node)
-        out += self._let_leave()
-        node.early = node.role == "worker" and self._nobody_left_early and not m["failure"]
-        self._nobody_left_early = self._nobody_left_early and not node.early
+        self._remove(node)
+        out += self._process_deferred_byes()
+        if node.role == "worker" and not m["failure"]:
+            self._first_leaver = self._first_leaver or node
         if m["failure"] and self.state is JobState.RUNNING:
             # A worker that failed because another one had left is not the first cause.
-            early = (
-                [w for w in self._of("worker") if w.early]
-                if m["failure"].startswith(_FOR_WANT)
-                else []
-            )
-            self.blamed = self.blamed or next(iter(early), node)
+            by_leaver = m["failure"].startswith(_PEER_LEFT_PREFIX)
+            self.blamed = self.blamed or by_leaver and self._first_leaver or node
             return (
                 out
                 + self._lost(node, f"{node} has failed: {m['failure']}")
@@ -369,7 +383,7 @@ class Membership(Gathering):
         return out + self._after_leaving(node)
 
     def gone(self, ident: bytes, why: str) -> list[Output]:
-        """A node's connection has ended."""
+        """Remove a node whose connection has ended; the job fails, unless the node was leaving."""
         node = self.nodes.get(ident)
         if node is None or node.left:
             return []
@@ -378,11 +392,11 @@ class Membership(Gathering):
             return []
         if node.presence is Presence.LEAVING:  # it had sent BYE and did not wait for the reply
             return [out for out in self.bye(ident, node.goodbye) if out[0] != ident]
-        self._let_go(node)
+        self._remove(node)
         out = self._lost(node, f"{node} is gone: {why}") if self.state is JobState.RUNNING else []
-        return out + self._let_leave() + self._after_leaving(node)
+        return out + self._process_deferred_byes() + self._after_leaving(node)
 
-    def _let_go(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         """Remove a node from all of the job's accounts."""
         self._roster.leave(node)
         if node.role == "worker":
@@ -423,7 +437,9 @@ class Membership(Gathering):
         self._move(event, text)
         lost = {"type": "LOST", "text": text, "status": status}
         self._roster.excuse(*self._roster.unheard.values())
-        return [(n.ident, lost) for n in self.nodes.values() if not n.left] + self._let_leave()
+        return [
+            (n.ident, lost) for n in self.nodes.values() if not n.left
+        ] + self._process_deferred_byes()
 
     def _after_leaving(self, node: Node) -> list[Output]:
         workers, servers = self._roster.live, list(self._roster.live_servers.values())
@@ -432,14 +448,14 @@ class Membership(Gathering):
             first = node.rank // self.processes * self.processes
             neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
             out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in [*servers, *neighbours]]
-            out += self._joins.left(*self._here()) + self._end_join()
+            out += self._joins.left(*self._present()) + self._notify_unjoined()
         if not workers:
             if self.state is JobState.RUNNING and self._dead:
-                told = "; ".join(self._dead)
+                deaths = "; ".join(self._dead)
                 self.survived = True
                 self._move(
                     JobEvent.EMPTY_AFTER_DEATHS,
-                    f"{told}; the other workers continued and left in good order",
+                    f"{deaths}; the other workers continued and left in good order",
                 )
             elif self.state is JobState.RUNNING:
                 self._move(JobEvent.EMPTY)

@@ -16,7 +16,7 @@ from bpsx.planning.placement import PARTS_PER_TENSOR, Assignment, Placement
 
 
 @dataclass
-class Declared:
+class RegisteredTensor:
     """One generation of a name: the n-th declaration of it on each worker."""
 
     nbytes: int
@@ -44,10 +44,10 @@ class Registry:
         self._placement = placement
         self._partition_bytes = partition_bytes
         self._processes = processes
-        self._tensors: dict[tuple[str, int], Declared] = {}
+        self._tensors: dict[tuple[str, int], RegisteredTensor] = {}
         self._placed = 0  # number of tensors placed so far, never reset
         # Root -> tensors that only its neighbours have declared.
-        self._unadopted: dict[int, dict[tuple[str, int], Declared]] = {}
+        self._unadopted: dict[int, dict[tuple[str, int], RegisteredTensor]] = {}
 
     def declare(
         self,
@@ -58,13 +58,13 @@ class Registry:
         dtype: int,
         shape: Sequence[int],
         codec: str = "",
-    ) -> tuple[Declared, list[int]]:
+    ) -> tuple[RegisteredTensor, list[int]]:
         """Record that worker ``rank`` declares a tensor.
 
         Returns its state and the ranks to notify. If ``failure`` is set, those ranks must receive
         the failure; otherwise the one rank must receive the places.
         """
-        wanted = Declared(nbytes, dtype, tuple(shape), codec, {rank: None})
+        wanted = RegisteredTensor(nbytes, dtype, tuple(shape), codec, {rank: None})
         known = self._tensors.get((name, generation))
         if known is None:
             if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
@@ -99,7 +99,7 @@ class Registry:
         self._note(rank, name, generation, known)
         return known, told
 
-    def _note(self, rank: int, name: str, generation: int, declared: Declared) -> None:
+    def _note(self, rank: int, name: str, generation: int, declared: RegisteredTensor) -> None:
         """Update the list of tensors that a machine's root must adopt when it joins."""
         if self._processes == 1:
             return
@@ -109,7 +109,7 @@ class Registry:
         else:
             self._unadopted.setdefault(root, {})[name, generation] = declared
 
-    def adopt(self, root: int) -> list[tuple[str, int, Declared]]:
+    def adopt(self, root: int) -> list[tuple[str, int, RegisteredTensor]]:
         """Return the tensors that only the neighbours of worker ``root`` have declared.
 
         From then on, ``root`` counts as having declared them.

@@ -39,7 +39,6 @@ class Node:
     pid: int
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    early: bool = False  # the first worker to leave, in good order
     presence: Presence = Presence.ABSENT
     hearing: Hearing = Hearing.HEARD
     unconfirmed: int = 0
