@@ -65,7 +65,7 @@ class Child:
     def overhear(self, data: bytes) -> None:
         """Handle a piece of standard error, which is also shown."""
 
-    def look(self) -> bool:
+    def poll_exit(self) -> bool:
         """Check, without reaping it, whether it has ended since the last call."""
         if self.status is not None:
             return False

@@ -46,16 +46,17 @@ class Job:
     def __init__(self, plan: Plan, commands: Mapping[str, Sequence[str]] | None = None) -> None:
         self._plan = plan
         self._commands = commands or {}
-        self._seen = JobStatus(plan.forgiving)
-        self._ending = Ending(plan.grace, plan.kill_after)  # for workers
-        self._helpers = Ending(plan.grace, plan.kill_after)  # for scheduler and servers
+        self._status = JobStatus(plan.forgiving)
+        # When to send which signal, to workers and to scheduler and servers.
+        self._worker_ending = Ending(plan.grace, plan.kill_after)
+        self._helper_ending = Ending(plan.grace, plan.kill_after)
         self._record: int | None = None
 
     def run(self) -> int:
         """Run the job to its end.
 
-        Returns the largest exit status of the children that ended by themselves. Raises ConfigError
-        before any process is started.
+        Returns bpsx-run's exit status: see :meth:`JobStatus.exit_status`. Raises ConfigError before
+        any process is started.
         """
         self._plan.check()
         config = Config()
@@ -68,14 +69,14 @@ class Job:
             self._pump = Pump(wake, child_environment())
             try:
                 self._start_all()
-                while any(child.status is None for child in self._seen.children):
+                while any(child.status is None for child in self._status.children):
                     self._step()
-                self._settle()
+                self._drain_output()
             finally:
                 self._sweep()
                 if self._record is not None:
                     job_registry.remove(self._record)
-        return self._seen.exit_status(self._pump.written)
+        return self._status.exit_status(self._pump.written)
 
     # Starting
 
@@ -85,23 +86,23 @@ class Job:
         if shutil.which(needed[0]) is None:
             there = "/" in needed[0] and os.path.exists(needed[0])
             code = errno.EACCES if there else errno.ENOENT
-            return self._give_up(*cannot_run(needed, OSError(code, os.strerror(code))))
+            self._give_up(*cannot_run(needed, OSError(code, os.strerror(code))))
+            return
         port = self._plan.port
         if scheduler := self._plan.scheduler():
             port = self._start_scheduler(scheduler)
             self._make_record(port)
-        if self._seen.halted:
-            return None
+        if self._status.halted:
+            return
         for process in self._plan.others(port):
-            if self._seen.halted:
-                return None
+            if self._status.halted:
+                return
             self._start(process)
-        self._seen.complete = not self._seen.trouble
-        return None
+        self._status.complete = not self._status.trouble
 
     def _make_record(self, port: int) -> None:
         """Record the job for bpsx-run top. The job runs without the record, too."""
-        if self._seen.halted:
+        if self._status.halted:
             return
         environment = self._plan.environment("worker", 0, port)
         try:
@@ -115,14 +116,14 @@ class Job:
             self._pump.say(f"bpsx-run top cannot find this job, as its record failed: {error}")
 
     def _start_scheduler(self, scheduler: Process) -> int:
-        """Start the scheduler; returns its port."""
+        """Start the scheduler. Returns its port, or 0 if the job halted before it was known."""
         timeout = Config(scheduler.environment).rendezvous_timeout
         if not scheduler.here:
             self._start(scheduler)
             return self._plan.port or self._await_port(
-                lambda: max((child.port for child in self._seen.children), default=0), timeout
+                lambda: max((child.port for child in self._status.children), default=0), timeout
             )
-        with self._seen.scheduler.writer() as state, self._port_file() as file:
+        with self._status.scheduler.writer() as state, self._port_file() as file:
             environment = {**scheduler.environment, "BPSX_STATE_FD": str(state)}
             if file:
                 environment["BPSX_PORT_FILE"] = str(file)
@@ -147,12 +148,16 @@ class Job:
             yield Path(folder, "port")
 
     def _await_port(self, look: Callable[[], int], timeout: float) -> int:
+        """Wait until ``look`` returns the scheduler's port; return it, or 0 if the job halted.
+
+        The job halts after ``timeout`` seconds, or if a child ends.
+        """
         deadline = time.monotonic() + timeout
-        while not self._seen.halted:
+        while not self._status.halted:
             if port := look():
                 return port
-            if self._seen.ended:
-                first = self._seen.ended[0]
+            if self._status.ended:
+                first = self._status.ended[0]
                 self._give_up(f"{first.story()} before it listened", first.status or 1)
             elif time.monotonic() >= deadline:
                 self._give_up(
@@ -179,14 +184,14 @@ class Job:
                     preexec_fn=child_setup(self._mask, process.cpus, process.ignored),
                 )
             )
-            self._seen.children.append(child)
+            self._status.children.append(child)
             child.begin()
         except OSError as error:
-            return self._give_up(*cannot_run(command, error, process.environment))
+            self._give_up(*cannot_run(command, error, process.environment))
+            return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         child.forward_output(self._pump)
-        return None
 
     # Running
 
@@ -194,37 +199,44 @@ class Job:
         """Wait at most ``longest`` seconds for events, and handle them."""
         now = time.monotonic()
         waits = [
-            max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None
+            max(0.0, due - now)
+            for due in (self._worker_ending.due, self._helper_ending.due)
+            if due is not None
         ]
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
-        self._look(time.monotonic())
+        self._handle_exits(time.monotonic())
         self._escalate(time.monotonic())
 
-    def _look(self, now: float) -> None:
-        seen = self._seen
+    def _handle_exits(self, now: float) -> None:
+        """Record ended children, and begin to end the rest if the job is over, failed or cannot
+        form.
+        """
+        seen = self._status
         ended: list[Child] = []
-        while fresh := [child for child in seen.children if child.look()]:
+        while fresh := [child for child in seen.children if child.poll_exit()]:
             ended += fresh
-            # Reads their last messages. It also takes the wake-up of a child that ends meanwhile,
-            # so the children are looked at again.
+            # step(0) reads their last messages, but may consume the SIGCHLD of another child that
+            # ends meanwhile, so check all children again.
             self._pump.step(0)
         for child in ended:
-            if not child.up and not seen.stop and not self._ending.due:
+            if not child.up and not seen.stop and not self._worker_ending.due:
                 self._give_up(child.story(), child.status or 1)
         # Of children that ended at the same time, a killed one, then a worker, is the likelier
         # cause.
         seen.ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
+        # All workers have ended.
         done = seen.complete and all(child.status is not None for child in seen.workers)
-        # In an asynchronous job, the other workers continue without a lost one.
+        # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = any(
             child.status and not (self._asynchronous and child.role == "worker") for child in ended
         )
-        # Children that wait for a job that cannot form any more would wait in vain.
-        in_vain = (
+        # A child ended that the job needs to form, so the others would wait for ever.
+        cannot_form = (
             not seen.stop
             and (done or any(child.status for child in ended))
             and seen.scheduler.forming()
         )
+        # Workers that ended well without joining the job.
         early = [
             child
             for child in ended
@@ -239,30 +251,32 @@ class Job:
                 f"{child.name} exited with status 0 without joining the job, which cannot form"
                 " without it"
             )
-        if in_vain:
+        if cannot_form:
             self._end_all(now)
         elif seen.stop:
-            self._ending.begin(now, self._term_grace if seen.stop[-1] == signal.SIGTERM else None)
+            self._worker_ending.begin(
+                now, self._term_grace if seen.stop[-1] == signal.SIGTERM else None
+            )
         elif fatal or early:
-            self._ending.begin(now)
+            self._worker_ending.begin(now)
         if done or early:  # workers do not need scheduler and servers any more, or never will
-            self._helpers.begin(now)
+            self._helper_ending.begin(now)
 
     def _end_all(self, now: float) -> None:
         """Make SIGTERM due now for all children."""
-        for ending in (self._ending, self._helpers):
+        for ending in (self._worker_ending, self._helper_ending):
             ending.begin(now, 0)
 
     def _escalate(self, now: float) -> None:
-        if number := self._ending.take(now):
-            self._send_overdue(number, self._seen.workers)
+        if number := self._worker_ending.take(now):
+            self._send_overdue(number, self._status.workers)
             # Scheduler and servers must outlive the workers that they serve.
-            self._helpers.begin(now, self._plan.kill_after)
-        if number := self._helpers.take(now):
-            self._send_overdue(number, self._seen.helpers)
+            self._helper_ending.begin(now, self._plan.kill_after)
+        if number := self._helper_ending.take(now):
+            self._send_overdue(number, self._status.helpers)
 
     def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
-        seen = self._seen
+        seen = self._status
         seen.scheduler.freeze()
         terminated = seen.stop and seen.stop[-1] == signal.SIGTERM
         for child in children:
@@ -280,7 +294,7 @@ class Job:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on at once, as the loop may be in the middle of a step."""
-        seen = self._seen
+        seen = self._status
         kill = number == signal.SIGINT and number in seen.stop
         to_all = kill or (number in ENDING and (not seen.complete or seen.scheduler.forming()))
         for child in seen.children if to_all else seen.workers:
@@ -290,28 +304,33 @@ class Job:
             seen.stop.append(number)
 
     def _give_up(self, text: str, status: int = 1) -> None:
-        self._seen.trouble = self._seen.trouble or (text, status)
+        """Halt the job: record the cause, unless there is one, and make SIGTERM due now.
+
+        Does not raise: the caller returns, and :meth:`run` waits for the children. ``status``: exit
+        status of bpsx-run.
+        """
+        self._status.trouble = self._status.trouble or (text, status)
         self._end_all(time.monotonic())
 
     # Ending
 
-    def _settle(self) -> None:
+    def _drain_output(self) -> None:
         """Write the children's last output, kill what they left behind, and report failures."""
         until = time.monotonic() + _LINGER
         while self._pump.sources and (left := until - time.monotonic()) > 0:
             self._pump.step(left)
-        for child in self._seen.children:
+        for child in self._status.children:
             child.send(signal.SIGKILL)
         self._pump.close()
-        if self._seen.exit_status(self._pump.written):
-            self._pump.say(self._seen.report())
+        if self._status.exit_status(self._pump.written):
+            self._pump.say(self._status.report())
         until = time.monotonic() + _LINGER
-        while not (self._pump.written or (self._seen.stop and time.monotonic() >= until)):
+        while not (self._pump.written or (self._status.stop and time.monotonic() >= until)):
             self._pump.step(_LINGER)
 
     def _sweep(self) -> None:
         """Kill all processes that may be left, whatever happened."""
-        children = self._seen.children
+        children = self._status.children
         for child in children:
             child.send(signal.SIGKILL)
         for child in children:
@@ -320,4 +339,4 @@ class Job:
         while time.monotonic() < end and not all(child.vanished() for child in children):
             time.sleep(_LOOK)  # the end of a grandchild causes no event
         self._pump.close()
-        self._seen.scheduler.close()
+        self._status.scheduler.close()

@@ -101,7 +101,7 @@ class Runner:
         timeout = min((w for w in waits if w is not None), default=None)
         for descriptor, _ in poll.poll(None if timeout is None else int(timeout * 1000) + 1):
             self._read(descriptor)
-        self._child.look()
+        self._child.poll_exit()
         number = self._ending.take(time.monotonic())
         if number == signal.SIGTERM:
             self._pass_on(number)

@@ -114,9 +114,9 @@ class SshChild(Child):
         if not self.up:
             self._complaints = (self._complaints + data)[-_COMPLAINTS:]
 
-    def look(self) -> bool:
+    def poll_exit(self) -> bool:
         """See :class:`~bpsx.launch.child.Child`."""
-        if not super().look():
+        if not super().poll_exit():
             return False
         with contextlib.suppress(OSError):
             self._control.close()
