@@ -10,11 +10,11 @@ import mxnet as mx
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, overwrite, submit
 from bpsx.plugin.compression_params import Params, check_names
-from bpsx.plugin.exchange import PREFIX, USERS, GradientExchange
+from bpsx.plugin.exchange import PREFIX, USED_COUNTS, GradientExchange
 from bpsx.plugin.momentum import Momentum
 
 #: Prefixes of all names that an exchange uses.
-BEGINNINGS = (PREFIX, USERS)
+BEGINNINGS = (PREFIX, USED_COUNTS)
 _VERB = "DistributedTrainer"
 
 
@@ -73,7 +73,7 @@ class Exchange(GradientExchange):
             for p in self._parameters
         ]
         counts = mx.nd.array(own, dtype="int32", ctx=mx.cpu())
-        submit(counts, USERS + self.names[0])
+        submit(counts, USED_COUNTS + self.names[0])
         users = counts.asnumpy()
         for parameter in (p for p, count in zip(self._parameters, users, strict=True) if count):
             for data, gradient in zip(parameter.list_data(), parameter.list_grad(), strict=True):

@@ -15,14 +15,17 @@ from bpsx.plugin.momentum import Momentum
 
 #: A gradient's name on the wire is this and its parameter's name.
 PREFIX = "Gradient."
-#: Workers count the users of each gradient under this prefix and the first parameter's name, and
-#: agree on sparse gradients under the next one.
-USERS = "Users of gradients from "
+#: TensorFlow and MXNet: under this prefix and the first parameter's name workers count how many of
+#: them have used each gradient. PyTorch does so under a prefix of its own.
+USED_COUNTS = "Users of gradients from "
+#: TensorFlow and PyTorch: workers agree on sparse gradients under this prefix and that name.
 KINDS = "Kinds of gradients from "
 
 
 class GradientExchange:
-    """Names and compression of one optimizer's gradients; a plugin's exchange derives from it.
+    """Names and compression of one optimizer's gradients.
+
+    The exchanges of TensorFlow's and MXNet's plugins derive from it; PyTorch has its own.
 
     ``verb``: begins each error. ``params``: ``compression_params``, applied on the way.
     ``compression``: converts tensors before the exchange. ``has_momentum``: whether the optimizer
@@ -74,22 +77,23 @@ class GradientExchange:
         self,
         names: Sequence[str],
         momentum: Momentum | None = None,
-        own: Callable[[], Mapping[str, str]] | None = None,
+        script_names: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         """Declare how gradients travel, each once in a job.
 
         ``names``: of the gradients' parameters. ``momentum``: the optimizer's, which compression
-        may replace. ``own``: returns users' names of all parameters, by name, if they differ; it is
-        called for new names only. Raises :class:`ConfigError`.
+        may replace. ``script_names``: returns each parameter's name in the script, by its name in
+        ``names``; it is called for new names only. None: the names are equal. Raises
+        :class:`ConfigError`.
         """
         session = adapter.session()
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
         if new:
-            users = own() if own is not None else dict(zip(names, names))
-            momenta = momentum.by_name(list(users.values())) if momentum is not None else {}
-            chosen = choose(self._params, users.values(), self._verb, momenta)
-            found = {name: chosen[users[name]] for name in names if users[name] in chosen}
+            in_script = script_names() if script_names is not None else dict(zip(names, names))
+            momenta = momentum.by_name(list(in_script.values())) if momentum is not None else {}
+            chosen = choose(self._params, in_script.values(), self._verb, momenta)
+            found = {name: chosen[in_script[name]] for name in names if in_script[name] in chosen}
             self.choices = {**self.choices, **found}
         if momentum is not None:
             momentum.take_over(names, self.choices)

@@ -12,7 +12,7 @@ from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import check_flag
 from bpsx.plugin.compression_params import Params
-from bpsx.plugin.exchange import KINDS, PREFIX, USERS, GradientExchange
+from bpsx.plugin.exchange import KINDS, PREFIX, USED_COUNTS, GradientExchange
 from bpsx.plugin.momentum import Momentum
 from bpsx.session.refusals import counted_together
 from bpsx.tensorflow import startup, xla
@@ -86,7 +86,7 @@ class Exchange(GradientExchange):
             if name in self.choices:
                 adapter.session().declare(wire, self.choices[name], anew=self._anew)
 
-    @counted_together(PREFIX, USERS, KINDS)
+    @counted_together(PREFIX, USED_COUNTS, KINDS)
     def __call__(
         self,
         gradients: Sequence[Any],
@@ -171,7 +171,7 @@ class Exchange(GradientExchange):
             # workers.
             one = adapter.session().size if self._average else 1
             tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
-            wanted.append(USERS + wires[order[0]])
+            wanted.append(USED_COUNTS + wires[order[0]])
             urgent.append(-len(found))
         totals = sums(
             tensors,
