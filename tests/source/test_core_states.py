@@ -29,8 +29,8 @@ def on_page(machine: str) -> Transitions:
     for row in rows.splitlines()[2:]:
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         befores, afters = (set(re.findall(r"`(\w+)`", cell)) for cell in (cells[0], cells[-1]))
-        if cells[0] == "every other":
-            befores = set(states(machine).values()) - afters
+        if cells[0].startswith("all but "):
+            befores = set(states(machine).values()) - befores
         found |= {(before, after) for before in befores for after in afters}
     return found
 

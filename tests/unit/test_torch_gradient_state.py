@@ -251,7 +251,7 @@ def test_a_sparse_gradient_may_be_frozen_before_the_workers_agree_on_it() -> Non
 def rows_of_the_page() -> dict[State, dict[Event, State]]:
     """Return the table of docs/internals/states.md that tells a gradient's states."""
     page = (ROOT / "docs" / "internals" / "states.md").read_text()
-    section = page.partition("\n## 4. ")[2].partition("\n## ")[0]
+    section = page.partition("\n## A gradient in torch\n")[2].partition("\n## ")[0]
     found: dict[State, dict[Event, State]] = {}
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
