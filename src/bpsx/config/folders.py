@@ -107,7 +107,8 @@ def numba_settings() -> dict[str, str]:
     """Return all that a user may have set for Numba: variables, and the content of its file."""
     settings = {n: v for n, v in environment().items() if n.startswith("NUMBA_")}
     with contextlib.suppress(OSError):
-        settings[".numba_config.yaml"] = Path(".numba_config.yaml").read_text(errors="replace")
+        for path in Path().glob(".numba_config.*"):
+            settings[path.name] = path.read_text(errors="replace")
     return settings
 
 
