@@ -201,7 +201,7 @@ def test_a_departed_process_is_named_whether_root_or_not(make):
         tensor = ours.tensor(stays, 4000)
         handle = submit(ours, stays, tensor, np.ones(1000, np.float32))
         ours.machines[stays].left(leaver)
-        ours.cores[stays].look()
+        ours.cores[stays].notify()
         with pytest.raises(errors.PeerLeftError, match=f"worker {2 + leaver} "):
             handle.wait(60)
         with pytest.raises(errors.PeerLeftError, match=f"worker {2 + leaver} "):
@@ -215,7 +215,7 @@ def test_a_result_posted_before_the_root_left_counts(make):
         os.sched_yield()
     ours.post(0, 1, 0, head_bytes(2), 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False)
     ours.machines[0].left(1)
-    ours.cores[0].look()
+    ours.cores[0].notify()
     assert (handle.wait(60) == 1).all()
 
 
@@ -316,7 +316,7 @@ def test_queued_rounds_fail_when_the_root_has_left(make):
             0, 1, part, head_bytes(2) + part * length, 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False
         )
     ours.machines[0].left(1)
-    ours.cores[0].look()
+    ours.cores[0].notify()
     assert (handles[0].wait(60) == 1).all()
     for handle in handles[1:]:
         with pytest.raises(errors.PeerLeftError, match="worker 3 "):
@@ -331,16 +331,16 @@ def test_a_round_that_lacks_a_neighbour_fails_at_once(make):
     ours = make(3, only={1, 2})
     tensors = {i: ours.tensor(i, 4000) for i in (1, 2)}
     ours.machines[2].left(0)
-    ours.cores[2].look()
+    ours.cores[2].notify()
     with pytest.raises(errors.PeerLeftError, match="worker 3 "):
         submit(ours, 2, tensors[2], np.ones(1000, np.float32)).wait(60)
     handle = submit(ours, 1, tensors[1], np.ones(1000, np.float32))
     until(lambda: ours.posts(2, 1) == 1)
-    ours.cores[2].look()  # as the session does once a second
+    ours.cores[2].notify()  # as the session does once a second
     with pytest.raises(errors.PeerLeftError, match="worker 3 "):
         handle.wait(60)
     ours.machines[1].left(0)
-    ours.cores[1].look()
+    ours.cores[1].notify()
     with pytest.raises(errors.PeerLeftError, match="worker 3 "):
         submit(ours, 1, tensors[1], np.ones(1000, np.float32)).wait(60)
     assert ours.posts(2, 1) == 1

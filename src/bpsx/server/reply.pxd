@@ -139,8 +139,7 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
 
 cdef inline void send_result(
     Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie, Result *r, char *body,
-    uint64_t length,
-    const Landing *landing
+    uint64_t length, const Landing *landing
 ) noexcept nogil:
     """Send a large result. `landing`: that of the push it replies to, or NULL."""
     cdef Header h
@@ -222,8 +221,7 @@ cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
         if e.shares[sender].pushed:
             send_error(
                 lane, sender, e.key, e.shares[sender].round, e.shares[sender].cookie,
-                e.failure.status,
-                e.failure.a, e.failure.b
+                e.failure.status, e.failure.a, e.failure.b
             )
 
 

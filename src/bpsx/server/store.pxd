@@ -62,6 +62,7 @@ cdef struct Failure:
     int status                  # why the round fails; 0: it does not
     uint32_t a, b
     bint named                  # a and b are ranks of workers, not senders
+
 cdef struct RoundMemory:        # freed at the round's end: the key may never be pushed again
     Message *first              # the first large push: its body is the accumulator and the result
     char *small                 # a small key's accumulator and result, nbytes
