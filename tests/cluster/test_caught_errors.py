@@ -442,13 +442,13 @@ _HELPERS = {
     "torch": (
         """
 import bpsx.torch.horovod as hvd
-from bpsx.torch.bucket import Named, push
+from bpsx.torch.bucket import GradientInfo, push
 def of(value): return torch.full((1,), value)
 def spread(one):
     one = one * 2
     bps.broadcast_parameters([("x", one)], 1)
     return one
-def gradient(one): return push(one, Named("Gradient.x", "gradient of 'x'", 0), False).wait()
+def gradient(one): return push(one, GradientInfo("Gradient.x", "gradient of 'x'", 0), False).wait()
 """
     ),
     "tensorflow": (
