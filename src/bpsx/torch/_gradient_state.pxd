@@ -41,7 +41,7 @@ cdef inline bint allows(State state, Event event) noexcept:
 cdef inline int enter(State *state, Event event, str name) except -1:
     """Change the state of the gradient ``name``.
 
-    Raises :class:`RuntimeError` if the table does not allow the event.
+    Raises :class:`~bpsx.errors.InternalError` if the table does not allow the event.
     """
     cdef int following = NEXT[<int>state[0]][<int>event]
     if following == REFUSED:

@@ -7,6 +7,8 @@ and bucket), ``_settling.pyx`` (waits), ``exchange.py``, ``parallel/averaging.py
 ``pending_updates.py``.
 """
 
+from bpsx.errors import InternalError
+
 #: The next state by state and event. An event that is not listed cannot occur in that state.
 TABLE = {
     State.ADDING: {
@@ -45,7 +47,7 @@ fill_in()
 
 cdef int refuse(State state, Event event, str name) except -1:
     """Raise the error for an event that the table does not allow."""
-    raise RuntimeError(
+    raise InternalError(
         f"internal error: the gradient of {name!r} is {State(state).name}, where"
         f" {Event(event).name} cannot occur; please report it with the code of the training loop"
     )

@@ -149,7 +149,8 @@ cdef class Managed:
     """A trained parameter: its wire name, urgency, remaining backward passes, and its gradient.
 
     ``state`` is the gradient's; the methods that are events change it by the table in
-    :mod:`bpsx.torch._gradient_state`. They raise :class:`RuntimeError` if it does not allow them.
+    :mod:`bpsx.torch._gradient_state`. They raise :class:`~bpsx.errors.InternalError` if it does not
+    allow them.
     """
 
     def __init__(self, str name, parameter, info, int passes) -> None:
