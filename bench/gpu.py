@@ -41,7 +41,7 @@ import re
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,16 +176,10 @@ def run(options: argparse.Namespace) -> list[Case]:
     )
     control = [options.congestion] if options.congestion else ()
     ways = options.ways.split(",")
-    for given, known, option in (
-        (wanted, PARTS, "--only"),
-        (networks or (), NETWORKS, "--networks"),
-        (control, network.congestions(), "--congestion"),
-        (ways, WAYS, "--ways"),
-    ):
-        if unknown := set(given) - set(known):
-            raise BenchError(
-                f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
-            )
+    check_known("--only", wanted, PARTS)
+    check_known("--networks", networks or (), NETWORKS)
+    check_known("--congestion", control, network.congestions())
+    check_known("--ways", ways, WAYS)
     setup = Setup(
         options.device,
         options.gpus,
@@ -202,6 +196,14 @@ def run(options: argparse.Namespace) -> list[Case]:
     if reason := _why_not(setup, wanted):
         raise BenchError(reason)
     return [case for name, part in PARTS.items() if name in wanted for case in part(setup)]
+
+
+def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise :class:`BenchError` if words ``given`` to ``option`` are not ``known``."""
+    if unknown := set(given) - set(known):
+        raise BenchError(
+            f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
+        )
 
 
 def plan_of(device: str, quick: bool) -> Plan:
@@ -254,59 +256,81 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     return ""
 
 
-def own(machines: int, gpus: int, visible: str | None) -> dict[int, dict[str, str]]:
-    """Return the variables of imitated machines by index.
+def own(
+    machines: int, gpus: int, visible: str | None, processes: int = 1
+) -> dict[int, dict[str, str]]:
+    """Return the variables of the workers of imitated machines, by index.
 
-    Each machine has one of ``gpus`` GPUs, of those that ``CUDA_VISIBLE_DEVICES`` names here. Each
-    is another host to NCCL, which would refuse two processes of one host on one GPU.
+    Each machine has ``processes`` of ``gpus`` GPUs, of those that ``CUDA_VISIBLE_DEVICES`` names
+    here. Each is another host to NCCL, which would refuse two processes of one host on one GPU.
     """
     known = visible.split(",") if visible else [str(i) for i in range(gpus)]
-    return {
-        i: {"CUDA_VISIBLE_DEVICES": known[i % gpus], "NCCL_HOSTID": f"machine{i}"}
-        for i in range(machines)
-    }
+    found = {}
+    for i in range(machines * processes):
+        machine = i // processes
+        of_machine = [known[(machine * processes + k) % gpus] for k in range(processes)]
+        found[i] = {
+            "CUDA_VISIBLE_DEVICES": ",".join(of_machine),
+            "NCCL_HOSTID": f"machine{machine}",
+        }
+    return found
 
 
 @contextlib.contextmanager
-def _job(
-    setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True
+def gpu_job(
+    device: str,
+    workers: int,
+    servers: int,
+    own: Mapping[int, Mapping[str, str]] | None = None,
+    *,
+    links: network.Links | None = None,
+    peer: bool = True,
+    transport: str = "zmq",
+    processes: int | None = None,
+    **environment: str,
 ) -> Iterator[Job]:
-    """Start a job with a worker per GPU; with ``links``, a worker per machine.
+    """Start a job of :mod:`bench.gpu_worker`; see :class:`bench.jobs.Job`.
 
-    Without servers all workers are on one machine, otherwise each is on its own. With ``peer`` they
-    are torch.distributed's processes, too.
+    With ``peer`` its workers are torch.distributed's processes, too.
     """
-    count = setup.gpus if links is None else setup.machines
     interface = "lo" if links is None else "net0"
-    environment = {
-        "BENCH_DEVICE": setup.device,
+    common = {
+        "BENCH_DEVICE": device,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "NCCL_IB_DISABLE": "1",
+        **environment,
     }
-    variables = (
-        own(
-            count,
-            setup.gpus,
-            os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None,
-        )
-        if servers
-        else {}
-    )
-    modules = dict.fromkeys(range(count), "bench.gpu_worker")
+    modules = dict.fromkeys(range(workers), "bench.gpu_worker")
     with (
         tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder,
-        Job(
-            count, servers, environment=environment, modules=modules, links=links, own=variables
-        ) as job,
+        Job(workers, servers, transport, common, modules, links, own, processes) as job,
     ):
         if peer:
             for i, worker in enumerate(job.workers):
-                worker.tell("join", store=str(Path(folder) / "store"), rank=i, size=count)
+                worker.tell("join", store=str(Path(folder) / "store"), rank=i, size=workers)
             for worker in job.workers:
                 worker.answer(_SECONDS)
         yield job
+
+
+def visible_devices(device: str) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, if tensors are on GPUs."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") if device == "cuda" else None
+
+
+def _job(
+    setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True
+) -> contextlib.AbstractContextManager[Job]:
+    """Start a job with a worker per GPU; with ``links``, a worker per machine.
+
+    Without servers all workers are on one machine, otherwise each is on its own. ``peer``: see
+    :func:`gpu_job`.
+    """
+    count = setup.gpus if links is None else setup.machines
+    variables = own(count, setup.gpus, visible_devices(setup.device)) if servers else None
+    return gpu_job(setup.device, count, servers, variables, links=links, peer=peer)
 
 
 def nccl(setup: Setup) -> list[Case]:

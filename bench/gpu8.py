@@ -34,7 +34,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,11 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Case]:
     """Return the cases of all parts. Raises :class:`BenchError` if none can run."""
     wanted, networks = options.only.split(","), options.networks.split(",")
-    for given, known, option in ((wanted, PARTS, "--only"), (networks, gpu.NETWORKS, "--networks")):
-        if unknown := set(given) - set(known):
-            raise BenchError(
-                f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"
-            )
+    gpu.check_known("--only", wanted, PARTS)
+    gpu.check_known("--networks", networks, gpu.NETWORKS)
     setup = Setup(options.device, _gpus(options), networks, options.quick)
     # The jobs of all parts inherit it: multicast over NVLink is not what is compared here.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -170,10 +167,9 @@ def tests(setup: Setup) -> Iterator[Case]:
 
 def one(setup: Setup) -> Iterator[Case]:
     """Measure **one**: see the module's docstring."""
-    plan = dataclasses.replace(gpu.plan_of(setup.device, setup.quick))
-    same = gpu.Setup(setup.device, setup.gpus, setup.gpus, plan=plan)
-    if setup.device == "cpu":
-        same = dataclasses.replace(same, networks=["tiny"])
+    plan = gpu.plan_of(setup.device, setup.quick)
+    networks = ["tiny"] if setup.device == "cpu" else None
+    same = gpu.Setup(setup.device, setup.gpus, setup.gpus, networks, plan=plan)
     yield from gpu.nccl(same)
     yield from gpu.train(same)
 
@@ -203,24 +199,6 @@ def choices(gpus: int) -> dict[str, dict[str, str | None]]:
     }
 
 
-def own_of_machines(
-    machines: int, processes: int, visible: str | None
-) -> dict[int, dict[str, str]]:
-    """Return the variables of workers by index: each imitated machine has GPUs of its own.
-
-    ``visible``: this process's CUDA_VISIBLE_DEVICES.
-    """
-    known = visible.split(",") if visible else [str(i) for i in range(machines * processes)]
-    return {
-        i: {
-            "NCCL_HOSTID": f"machine{i // processes}",
-            "CUDA_VISIBLE_DEVICES": ",".join(known[first : first + processes]),
-        }
-        for i in range(machines * processes)
-        for first in [i // processes * processes]
-    }
-
-
 def roots(setup: Setup) -> Iterator[Case]:
     """Measure **roots**: see the module's docstring."""
     begin = time.monotonic()
@@ -242,6 +220,8 @@ class _Roots:
         self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def run(self) -> Iterator[Case]:
+        if self._setup.late:
+            raise BenchError(f"no time was left for {self._label}")
         wanted = choices(self._each)
         with self._job() as job:
             turn = 0
@@ -256,38 +236,19 @@ class _Roots:
                 turn += 1
         yield from roots_cases(self._label, self._seconds)
 
-    @contextmanager
-    def _job(self) -> Iterator[Job]:
+    def _job(self) -> AbstractContextManager[Job]:
         """Start the job of the first choice."""
-        setup, machines, processes = self._setup, self._machines, self._each
-        known = os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None
-        own = own_of_machines(machines, processes, known)
-        environment = {
-            "BENCH_DEVICE": setup.device,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
-            "BYTEPS_LOG_LEVEL": "info",
-        }
-        with (
-            tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder,
-            Job(
-                machines * processes,
-                machines,
-                "shm" if machines == 1 else "zmq",
-                environment,
-                dict.fromkeys(range(machines * processes), "bench.gpu_worker"),
-                own=own,
-                processes=processes,
-            ) as job,
-        ):
-            store = str(Path(folder) / "store")
-            for i, worker in enumerate(job.workers):
-                worker.tell("join", store=store, rank=i, size=len(job.workers))
-            for worker in job.workers:
-                worker.answer(_SECONDS)
-            yield job
+        setup, machines, each = self._setup, self._machines, self._each
+        visible = gpu.visible_devices(setup.device)
+        return gpu.gpu_job(
+            setup.device,
+            machines * each,
+            machines,
+            gpu.own(machines, machines * each, visible, each),
+            transport="shm" if machines == 1 else "zmq",
+            processes=each,
+            BYTEPS_LOG_LEVEL="info",  # a worker reports how bpsx groups the GPUs
+        )
 
     def _choose(self, job: Job, name: str, variables: Mapping[str, str | None]) -> None:
         """Measure all networks with this choice, and DDP."""

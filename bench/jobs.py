@@ -123,17 +123,6 @@ class Child:
         return stop(self.process)
 
 
-def processor_seconds(pid: int) -> float:
-    """Return the processor time in seconds that the live threads of a process have used."""
-    return (
-        sum(
-            int(file.read_text().split()[0])
-            for file in Path(f"/proc/{pid}/task").glob("*/schedstat")
-        )
-        / 1e9
-    )
-
-
 def ask_all(
     children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any
 ) -> list[Any]:

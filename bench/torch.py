@@ -34,8 +34,8 @@ import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 
-from bench import network, peers
-from bench.jobs import Child, Job, ask_all, processor_seconds, progress
+from bench import machine, network, peers
+from bench.jobs import Child, Job, ask_all, progress
 from bench.report import BenchError, Case, median_case
 from bench.shapes import SMALL_ELEMENTS
 
@@ -221,9 +221,9 @@ def small(plan: Plan) -> Case:
                 ("gloo", gloo, "gloo"),
                 ("alone", gloo, "alone"),
             ):
-                before = sum(processor_seconds(server.pid) for server in job.servers)
+                before = sum(machine.cpu_seconds(server.pid) for server in job.servers)
                 each = ask_all(workers, "processor", workload="small", way=way, count=plan.steps)
-                servers = sum(processor_seconds(server.pid) for server in job.servers) - before
+                servers = sum(machine.cpu_seconds(server.pid) for server in job.servers) - before
                 found[name].append(
                     (statistics.mean(each) + servers / plan.steps / WORKERS) / n * 1e6
                 )

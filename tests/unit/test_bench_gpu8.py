@@ -40,10 +40,10 @@ def test_choices_are_those_of_the_paper_on_four_gpus(bench: ModuleType) -> None:
 
 
 def test_each_machine_has_gpus_of_its_own(bench: ModuleType) -> None:
-    own = bench.own_of_machines(2, 2, None)
+    own = bench.gpu.own(2, 4, None, 2)
     assert [v["CUDA_VISIBLE_DEVICES"] for v in own.values()] == ["0,1", "0,1", "2,3", "2,3"]
     assert [v["NCCL_HOSTID"] for v in own.values()] == ["machine0"] * 2 + ["machine1"] * 2
-    own = bench.own_of_machines(2, 1, "5,7")
+    own = bench.gpu.own(2, 2, "5,7")
     assert [v["CUDA_VISIBLE_DEVICES"] for v in own.values()] == ["5", "7"]
 
 
@@ -59,6 +59,12 @@ def test_the_default_is_compared_with_the_best_other_choice(bench: ModuleType) -
     best = cases["roots-1x4-vgg16-best"]
     assert (best.value, best.peer, best.met) == (250, 240, False) and "all" in best.note
     assert [c.case for c in bench.roots_cases("1x2", {("tiny", "ddp"): [1.0]})] == []
+
+
+def test_machines_for_which_no_time_is_left_are_named(bench: ModuleType) -> None:
+    late = bench.Setup("cpu", 4, ["tiny"], quick=True, end=0.0)
+    with pytest.raises(bench.BenchError, match="no time was left for 1x4"):
+        list(bench.roots(late))
 
 
 def test_costs_are_per_byte_of_a_workers_tensors(bench: ModuleType) -> None:
