@@ -39,8 +39,9 @@ _LOOK = 0.2
 
 
 class Kept(NamedTuple):
-    """What suspend() keeps of a session: this worker's place on its machine, the order of declared
-    names, and their compression.
+    """Parts of a session that suspend() keeps for resume().
+
+    They are this worker's place on its machine, the order of declared names, and their compression.
     """
 
     local_rank: int

@@ -8,7 +8,7 @@ from bpsx.system.transitions import Table
 
 
 class Process(Enum):
-    """What this process has to do with a job."""
+    """Relation of this process to a job."""
 
     OUTSIDE = auto()  #: before init(), after shutdown(), and in a forked child
     CONNECTING = auto()  #: in init() or resume(), after shutdown() or at first
@@ -20,7 +20,7 @@ class Process(Enum):
 
 
 class Event(Enum):
-    """What may happen to this process."""
+    """Event in the life of this process."""
 
     INIT_OR_RESUME = auto()
     SESSION_BEGINS = auto()

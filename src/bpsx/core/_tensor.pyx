@@ -288,7 +288,7 @@ cdef class Declaration:
 
     @property
     def state(self) -> DeclaredState:
-        """What has become of the declaration."""
+        """State of the declaration."""
         return DeclaredState(self.number)
 
     def move(self, event) -> None:

@@ -18,7 +18,7 @@ class DeclaredState(Enum):
 
 
 class DeclaredEvent(Enum):
-    """What may happen to a declaration on a worker."""
+    """Event in the life of a declaration on a worker."""
 
     PLACED = 0  #: the scheduler's answer, or ADOPT
     DISPUTED = 1  #: FAILED: the workers disagree about it

@@ -25,7 +25,7 @@ class Presence(Enum):
 
 
 class PresenceEvent(Enum):
-    """What changes where a process is."""
+    """Event that changes a :class:`Presence`."""
 
     ACCEPTED = auto()  #: its HELLO
     TURNED_AWAY = auto()  #: its HELLO was refused, or it said CANNOT, and its place is free
@@ -72,7 +72,7 @@ class Hearing(Enum):
 
 
 class HearingEvent(Enum):
-    """What changes a worker's :class:`Hearing`."""
+    """Event that changes a worker's :class:`Hearing`."""
 
     ERROR_SENT = auto()  #: FAILED or RESET
     ERROR_CONFIRMED = auto()  #: HEARD, and others are outstanding
@@ -105,7 +105,7 @@ class Supply(Enum):
 
 
 class SupplyEvent(Enum):
-    """What changes a worker's :class:`Supply`."""
+    """Event that changes a worker's :class:`Supply`."""
 
     JOINED = auto()  #: JOIN
     ALL_JOINED = auto()  #: all have joined, and all marks are cleared
@@ -121,7 +121,7 @@ SUPPLY: Table[Supply, SupplyEvent] = Table(
 
 
 class JobState(StrEnum):
-    """What the job does. The values go to observers."""
+    """State of the job. Observers get the values."""
 
     WAITING = auto()  #: for nodes
     RUNNING = auto()
@@ -130,7 +130,7 @@ class JobState(StrEnum):
 
 
 class JobEvent(Enum):
-    """What may happen to the job."""
+    """Event in the life of the job."""
 
     COMPLETE = auto()  #: all nodes are present
     EXPIRED = auto()  #: the deadline is over, or a missed node did not come back

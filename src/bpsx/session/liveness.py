@@ -1,5 +1,5 @@
-"""What a session hears from the scheduler and sees of its connections: messages, deaths, the
-verdict about a broken connection.
+"""The control thread's part of a session: handles the scheduler's messages, deaths and broken
+connections.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Liveness(Declarations):
 
     @property
     def state(self) -> Life:
-        """What the session does."""
+        """The session's state."""
         return self._life.state
 
     def _listen(self) -> None:

@@ -13,7 +13,7 @@ from bpsx.system.transitions import Table
 
 
 class Life(Enum):
-    """What a session does."""
+    """State of a session."""
 
     GATHERING = auto()  #: the constructor waits for the other processes
     RUNNING = auto()
@@ -27,7 +27,7 @@ class Life(Enum):
 
 
 class Event(Enum):
-    """What may happen to a session."""
+    """Event in the life of a session."""
 
     BEGUN = auto()
     CANNOT_BEGIN = auto()
