@@ -59,6 +59,8 @@ class Table(C.Structure):
         ("wait", C.CFUNCTYPE(None, C.c_void_p, C.c_int)),
         ("wake", C.CFUNCTYPE(None, C.c_void_p)),
         ("lend", C.CFUNCTYPE(None, C.c_void_p, C.c_uint32, C.c_void_p, C.c_uint64)),
+        ("drop", C.CFUNCTYPE(None, C.c_void_p, C.c_uint32)),
+        ("keeps", C.c_int),
     ]
 
 
@@ -183,6 +185,10 @@ class DataPlane:
         if self.table.lend:
             self.table.lend(self.table.self, 0, C.addressof(memory), len(memory))
         return Landing(C.addressof(memory), len(memory), 0, 0)
+
+    def drop(self, peer: int) -> None:
+        """End the connection to ``peer``."""
+        self.table.drop(self.table.self, peer)
 
     def wait(self, timeout_ms: int) -> None:
         self.table.wait(self.table.self, timeout_ms)

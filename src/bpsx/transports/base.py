@@ -15,6 +15,8 @@ from typing import Any, Protocol
 class Endpoint(Protocol):
     """Interface of every transport's endpoint.
 
+    The data plane's ``drop`` ends the connection to one peer, :meth:`close` ends all.
+
     One thread at a time may call it, except where a method says otherwise.
     """
 
@@ -52,7 +54,10 @@ class Endpoint(Protocol):
         """
 
     def lost(self) -> list[int]:
-        """Return the peers whose connection broke since the last call; -1 for an unknown peer."""
+        """Return the peers whose connection broke since the last call; -1 for an unknown peer.
+
+        A peer is not reported after it was dropped (``drop`` in ``abi.pxd``).
+        """
 
     def abi(self) -> Any:
         """Return a capsule named ``bpsx.Endpoint`` with the table of C functions.

@@ -20,7 +20,8 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from bpsx.system.sync cimport (
-    Monitor, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait, wait_until,
+    Monitor, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
+    unlock, wait, wait_until,
 )
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
@@ -52,6 +53,7 @@ cdef struct EndpointState:
     bint closed
     EndpointState *peers[MAX_PEERS]     # receiver of messages to peer i
     uint32_t names[MAX_PEERS]   # this endpoint's peer number there
+    int64_t dropped[MAX_PEERS]  # 1: lost() does not report peer i
 
 
 cdef Node *node_new(
@@ -168,6 +170,14 @@ cdef void loopback_wake(void *self) noexcept nogil:
     unlock(&s.monitor)
 
 
+cdef void loopback_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    if peer < MAX_PEERS:
+        # No message is unsent. Done callbacks that are held back wait for complete().
+        s.peers[peer] = NULL
+        atomic_store(&s.dropped[peer], 1)
+
+
 #: Address -> bound endpoint of this process.
 _bound = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -203,6 +213,7 @@ cdef class LoopbackEndpoint:
         self.table.release = loopback_release
         self.table.wait = loopback_wait
         self.table.wake = loopback_wake
+        self.table.drop, self.table.keeps = loopback_drop, True
 
     @property
     def wake_descriptor(self) -> int:
@@ -263,7 +274,7 @@ cdef class LoopbackEndpoint:
             found, self.gone = self.gone, []
             if found and self.watched >= 0:
                 os.eventfd_read(self.watched)
-            return found
+            return [peer for peer in found if not atomic_load(&self.state.dropped[<int>peer])]
 
     cdef _lose(self, LoopbackEndpoint other):
         """``other`` was closed. The lock is held."""

@@ -20,9 +20,10 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, strdup
 from posix.unistd cimport close as close_descriptor
 
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
@@ -70,6 +71,7 @@ ctypedef struct LibZmq:
     void *(*msg_data)(zmq_msg_t *) noexcept nogil
     size_t (*msg_size)(const zmq_msg_t *) noexcept nogil
     int (*poll)(zmq_pollitem_t *, int, long) noexcept nogil
+    int (*disconnect)(void *, const char *) noexcept nogil
     int (*err)() noexcept nogil
 
 cdef enum:
@@ -109,10 +111,15 @@ def _load() -> None:
     lib.msg_data = <void *(*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_data")
     lib.msg_size = <size_t (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_size")
     lib.poll = <int (*)(zmq_pollitem_t *, int, long) noexcept nogil><uintptr_t>address("poll")
+    lib.disconnect = <int (*)(void *, const char *) noexcept nogil><uintptr_t>address("disconnect")
     lib.err = <int (*)() noexcept nogil><uintptr_t>address("errno")
 
 
 _load()
+
+cdef struct Connection:         # made by connect()
+    char *url                   # NULL: none to this peer
+    int64_t dropped
 
 cdef struct EndpointState:
     void *socket
@@ -122,6 +129,10 @@ cdef struct EndpointState:
     # Of workers, by rank: descriptor + 1, known since the first message. Only a lane has them.
     int64_t *descriptors
     uint32_t n_descriptors
+    Connection *connections     # by peer number
+    uint32_t n_connections
+    bint has_aside
+    Message aside               # received by zmq_drop; the next receive returns it
 
 
 cdef inline void put_id(EndpointState *s, char *out, uint32_t index) noexcept nogil:
@@ -161,6 +172,10 @@ cdef int send_frame(
     return 0
 
 
+cdef inline bint is_dropped(EndpointState *s, uint32_t peer) noexcept nogil:
+    return peer < s.n_connections and atomic_load(&s.connections[peer].dropped)
+
+
 cdef int zmq_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
     void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
@@ -171,7 +186,10 @@ cdef int zmq_send(
     put_id(s, routing_id, peer)
     # ROUTER refuses an unknown peer at the first frame. After that it sends or drops all frames of
     # the message together.
-    if send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0:
+    if (
+        is_dropped(s, peer)
+        or send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0
+    ):
         if head_done != NULL:
             head_done(head, head_hint)
         if body_done != NULL:
@@ -205,8 +223,17 @@ cdef void drop_rest(EndpointState *s, zmq_msg_t *last) noexcept nogil:
     atomic_add(&s.malformed, 1)
 
 
-cdef int zmq_receive(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
+cdef inline void find_parts(Message *m) noexcept nogil:
+    """Point a message's head and body into its frames, which may hold short ones themselves."""
+    cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
+    cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
+    m.head, m.head_size = <char *>lib.msg_data(head), lib.msg_size(head)
+    m.body, m.body_size = NULL, 0
+    if m.has_body:
+        m.body, m.body_size = <char *>lib.msg_data(body), lib.msg_size(body)
+
+
+cdef int read_message(EndpointState *s, Message *m) noexcept nogil:
     cdef zmq_msg_t routing_id
     cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
     cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
@@ -233,15 +260,20 @@ cdef int zmq_receive(void *self, Message *m) noexcept nogil:
                 lib.msg_close(head)
                 lib.msg_close(body)
                 continue
-            m.body = <char *>lib.msg_data(body)
-            m.body_size = lib.msg_size(body)
-        else:
-            m.body = NULL
-            m.body_size = 0
-        m.head = <char *>lib.msg_data(head)
-        m.head_size = lib.msg_size(head)
+        find_parts(m)
         return 1
     return 0
+
+
+cdef int zmq_receive(void *self, Message *m) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    if not s.has_aside:
+        return read_message(s, m)
+    s.has_aside = False
+    m.peer, m.has_body = s.aside.peer, s.aside.has_body
+    memcpy(m.opaque, s.aside.opaque, sizeof(m.opaque))
+    find_parts(m)
+    return 1
 
 
 cdef void zmq_release(void *self, Message *m) noexcept nogil:
@@ -254,6 +286,8 @@ cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
     cdef zmq_pollitem_t items[2]
     cdef uint64_t drained = 0
+    if s.has_aside:
+        return      # without zmq_poll, which would read ahead: see zmq_drop
     items[0].socket = s.socket
     items[0].fd = -1
     items[1].socket = NULL
@@ -267,6 +301,21 @@ cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
 cdef void zmq_wake(void *self) noexcept nogil:
     cdef uint64_t one = 1
     write((<EndpointState *>self).wake_fd, &one, sizeof(one))
+
+
+cdef void zmq_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    if peer >= s.n_connections or s.connections[peer].url == NULL or is_dropped(s, peer):
+        return
+    atomic_store(&s.connections[peer].dropped, 1)
+    # zmq_poll reads ahead: the routing id and the head of a message may have left its pipe, and its
+    # body not. libzmq 4.3.5 aborts the process if such a pipe is torn down. Read the whole message.
+    if not s.has_aside:
+        s.has_aside = read_message(s, &s.aside)
+    # Drops the messages in both directions. The done callbacks run on an I/O thread, or while this
+    # thread next receives or waits.
+    while lib.disconnect(s.socket, s.connections[peer].url) != 0 and lib.err() == EINTR:
+        pass
 
 
 cdef class ZeroMQEndpoint:
@@ -334,6 +383,7 @@ cdef class ZeroMQEndpoint:
         self.table.release = zmq_release
         self.table.wait = zmq_wait
         self.table.wake = zmq_wake
+        self.table.drop, self.table.keeps = zmq_drop, True
 
     def bind(self, host: str, ports=()) -> str:
         """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
@@ -414,7 +464,13 @@ cdef class ZeroMQEndpoint:
     def connect(self, peer: int, address: str) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
         cdef char routing_id[ID_BYTES]
+        cdef Connection *made
         host, _, port = address.rpartition(":")
+        if not make_room(
+            &self.state.connections, &self.state.n_connections, peer + 1, sizeof(Connection)
+        ):
+            raise MemoryError("no memory for a connection")
+        made = &self.state.connections[<uint32_t>peer]
         put_id(&self.state, routing_id, peer)
         self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
         try:
@@ -424,9 +480,14 @@ cdef class ZeroMQEndpoint:
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
             self._size_buffers(numeric)
             self._show(address)
-            self.socket.connect(tcp_url(numeric, port))
+            url = tcp_url(numeric, port)
+            self.socket.connect(url)
         except (OSError, zmq.ZMQError) as e:
             raise TransportError(f"cannot connect to {address}: {e}") from e
+        free(made.url)
+        made.url = strdup(url.encode())
+        if made.url == NULL:
+            raise MemoryError("no memory for an address")
         self.peers[join_host_port(numeric, int(port))] = peer
 
     def watch(self) -> int:
@@ -438,6 +499,8 @@ cdef class ZeroMQEndpoint:
         self.monitor_socket = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}"
         )
+        # The descriptor only signals events that come after an attempt to read.
+        self.monitor_socket.getsockopt(zmq.EVENTS)
         return self.monitor_socket.getsockopt(zmq.FD)
 
     def lost(self) -> list:
@@ -445,15 +508,17 @@ cdef class ZeroMQEndpoint:
 
         Call it on the thread that called :meth:`watch`.
         """
+        cdef uint32_t peer
         found = []
         while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self.monitor_socket.recv_multipart(zmq.DONTWAIT))
-            found.append(
-                self._worker_at(event["value"]) if self.address
-                else self.peers.get(
-                    event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1
-                )
-            )
+            if self.address:
+                found.append(self._worker_at(event["value"]))
+                continue
+            named = event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://")
+            peer = <uint32_t>self.peers.get(named, -1)
+            if not is_dropped(&self.state, peer):
+                found.append(<int>peer)
         return found
 
     def _worker_at(self, int64_t descriptor):
@@ -504,13 +569,20 @@ cdef class ZeroMQEndpoint:
         if self.monitor_socket is not None:
             self.socket.disable_monitor()
             self.monitor_socket.close(0)
+        if self.state.has_aside:
+            self.state.has_aside = False
+            zmq_release(&self.state, &self.state.aside)
         self.socket.close(0)
         self.context.term()
 
     def __dealloc__(self):
+        cdef uint32_t i
         # Close the descriptor last: a done callback that runs while the context ends may still
         # write to it. Not with os.close: at the interpreter's end this module's globals may be gone
         # already.
         if self.state.wake_fd >= 0:
             close_descriptor(self.state.wake_fd)
         free(self.state.descriptors)
+        for i in range(self.state.n_connections):
+            free(self.state.connections[i].url)
+        free(self.state.connections)

@@ -1,0 +1,338 @@
+"""Tests of ``drop``, which every transport that has it must pass."""
+
+from __future__ import annotations
+
+import ctypes as C
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from conformance.test_transports import (
+    other_endpoint,
+    shared_endpoint,
+    tcp_endpoint,
+    zeromq_endpoint,
+)
+from support.dataplane import DataPlane, Message
+from support.places import ROOT
+
+Make = Callable[..., Any]
+KINDS: dict[str, tuple[Make, str]] = {
+    "loopback": (LoopbackEndpoint, "127.0.0.1"),
+    "zeromq": (zeromq_endpoint, "127.0.0.1"),
+    "zeromq-ipv6": (zeromq_endpoint, "::1"),
+    "zeromq-encrypted": (
+        lambda: zeromq_endpoint(secret=b"sixteen bytes, or more", encrypt=True),
+        "127.0.0.1",
+    ),
+    "tcp": (tcp_endpoint, "127.0.0.1"),
+    "tcp-ipv6": (tcp_endpoint, "::1"),
+    "shared-zeromq": (shared_endpoint, "127.0.0.1"),
+    "shared-tcp": (lambda: shared_endpoint(tcp_endpoint), "127.0.0.1"),
+}
+#: Transports whose lane may be in another process.
+APART = ["zeromq", "tcp", "shared-zeromq", "shared-tcp"]
+if "CONFORMANCE_OF" in os.environ:
+    KINDS, APART = {"other": (other_endpoint, "127.0.0.1")}, []
+#: A lane that answers its first message with a body of 100,000 bytes and then reads no more.
+_LANE = """
+import sys
+from conformance.test_drop import KINDS
+from support.dataplane import DataPlane
+make, host = KINDS[sys.argv[1]]
+lane = make()
+lane.join(77, 0)
+print(lane.bind(host), flush=True)
+s = DataPlane(lane)
+assert s.receive() == (5, b"hello", None)
+s.send(5, b"answer", b"a" * 100_000)
+s.wait(0)
+sys.stdin.read()
+"""
+
+
+class Job:
+    """A worker's endpoint and its lanes; the lanes' data planes are called by the test."""
+
+    def __init__(self, kind: str) -> None:
+        self.make, self.host = KINDS[kind]
+        self.kind, self.worker, self.lanes = kind, self.make(), {}
+        self.planes: dict[int, DataPlane] = {}
+        self.worker.join(77, 5)
+        self.w = DataPlane(self.worker)
+        self.descriptor = self.worker.watch()
+        self.child: subprocess.Popen[str] | None = None
+
+    def connect(self, peer: int) -> DataPlane:
+        """Connect the worker to a new lane of this process, and exchange a message."""
+        lane = self.make()
+        lane.join(77, peer)
+        self.worker.connect(peer, lane.bind(self.host))
+        self.lanes[peer], self.planes[peer] = lane, DataPlane(lane)
+        assert self.w.send(peer, b"hello") == 0
+        assert self.planes[peer].receive() == (5, b"hello", None)
+        return self.planes[peer]
+
+    def connect_apart(self, peer: int) -> Message:
+        """Connect the worker to a lane in another process; return that lane's answer."""
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", _LANE, self.kind],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.child.stdout is not None
+        self.worker.connect(peer, self.child.stdout.readline().strip())
+        assert self.w.send(peer, b"hello") == 0
+        answer = self.w.take()
+        assert answer is not None
+        return answer
+
+    def assert_done(self, *tokens: int) -> None:
+        """Assert that exactly these done callbacks run, each once; token 0 does not count."""
+        for _ in range(6000):
+            if len(self.w.done) - self.w.done.count(0) >= len(tokens):
+                break
+            self.w.wait(10)
+        self.w.wait(0)
+        assert sorted(token for token in self.w.done if token) == sorted(tokens)
+
+    def assert_in_order(self, peer: int, n: int) -> None:
+        """Assert that messages to and from ``peer`` arrive, all and in order."""
+        for i in range(n):
+            assert self.w.send(peer, i.to_bytes(4, "little"), bytes(i), token=0) == 0
+        for i in range(n):
+            assert self.planes[peer].receive() == (5, i.to_bytes(4, "little"), bytes(i))
+            self.planes[peer].send(5, i.to_bytes(4, "little"), bytes(i))
+        for i in range(n):
+            assert self.w.receive() == (peer, i.to_bytes(4, "little"), bytes(i))
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.communicate()
+        self.worker.close()
+        for lane in self.lanes.values():
+            lane.close()
+
+
+@pytest.fixture(params=list(KINDS))
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    one = Job(request.param)
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=APART)
+def apart(request: pytest.FixtureRequest) -> Iterator[Job]:
+    one = Job(request.param)
+    yield one
+    one.close()
+
+
+def contents(m: Message) -> tuple[int, bytes, bytes]:
+    return m.peer, C.string_at(m.head, m.head_size), C.string_at(m.body, m.body_size)
+
+
+def test_a_drop_returns_the_memory_of_unsent_messages(job: Job) -> None:
+    job.connect(0)
+    job.connect(1)
+    for token in range(1, 21):
+        assert job.w.send(0, b"h", bytes(1_000_000), token, own_head=True) == 0
+    job.w.drop(0)
+    sent = [*range(1, 21), *range(1001, 1021)]
+    job.assert_done(*sent)
+    assert job.w.send(0, b"h", b"body", 30, own_head=True) == -1
+    job.assert_done(*sent, 30, 1030)
+    job.w.drop(0)
+    assert job.w.send(0, b"h", b"body", 31) == -1
+    job.assert_done(*sent, 30, 1030, 31)
+
+
+def test_other_peers_do_not_notice_a_drop(job: Job) -> None:
+    job.connect(0)
+    s = job.connect(1)
+    for i in range(200):
+        assert job.w.send(0, b"h", bytes(10_000), 1) == 0
+        assert job.w.send(1, i.to_bytes(4, "little"), bytes(1000 + i)) == 0
+        if i == 100:
+            job.w.drop(0)
+            break
+    for i in range(101):
+        assert s.receive() == (5, i.to_bytes(4, "little"), bytes(1000 + i))
+        job.w.wait(0)
+    job.assert_in_order(1, 100)
+
+
+def test_messages_that_wait_in_the_endpoint_survive_the_drop_of_another_peer(job: Job) -> None:
+    """Each drop happens after a wait, which may have read the beginning of a message ahead."""
+    planes = [job.connect(peer) for peer in range(4)]
+    for s in planes:
+        for i in range(3):
+            s.send(5, bytes([i]), bytes([i]) * 5000)
+            s.send(5, bytes([10 + i]), bytes([i]))  # small enough to be in the frame itself
+    for s in planes:
+        s.wait(0)
+    for peer in range(3):
+        job.w.wait(1000)
+        job.w.drop(peer)
+    got = []
+    while len(got) < 6:
+        found = job.w.receive()
+        assert found is not None
+        if found[0] == 3:
+            got.append(found[1:])
+    assert got == [
+        one
+        for i in range(3)
+        for one in ((bytes([i]), bytes([i]) * 5000), (bytes([10 + i]), bytes([i])))
+    ]
+    job.assert_in_order(3, 10)
+
+
+def test_a_dropped_peer_is_not_reported_as_lost(job: Job) -> None:
+    for peer in range(3):
+        job.connect(peer)
+    job.w.drop(0)
+    job.lanes[0].close()
+    job.lanes[1].close()
+    lost: list[int] = []
+    while not lost:
+        job.w.wait(20)
+        job.w.receive(0.1)
+        lost = job.worker.lost()
+    assert lost == [1]
+    job.lanes[2].close()
+    while not _readable(job.descriptor):
+        job.w.receive(0.1)
+    job.w.drop(2)  # after the loss was noticed, before it was reported
+    assert job.worker.lost() == []
+
+
+def _readable(descriptor: int) -> bool:
+    import select
+
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def test_a_message_received_before_the_drop_stays_readable(job: Job) -> None:
+    s = job.connect(0)
+    s.send(5, b"head", b"b" * 100_000)
+    m = job.w.take()
+    assert m is not None
+    job.w.drop(0)
+    job.lanes[0].close()
+    assert contents(m) == (0, b"head", b"b" * 100_000)
+    C.memset(m.body, 7, m.body_size)
+    assert contents(m)[2] == bytes([7]) * 100_000
+    job.w.release(m)
+
+
+def test_close_after_a_drop_runs_each_callback_once(job: Job) -> None:
+    job.connect(0)
+    job.connect(1)
+    for token in range(1, 11):
+        for peer in (0, 1):
+            job.w.send(peer, b"h", bytes(500_000), token + 100 * peer)
+    job.w.drop(0)
+    job.worker.close()
+    assert sorted(job.w.done) == [*range(1, 11), *range(101, 111)]
+
+
+def test_a_drop_of_an_unknown_peer_does_nothing(job: Job) -> None:
+    job.connect(0)
+    for peer in (1, 200, 2**32 - 1):
+        job.w.drop(peer)
+    job.assert_in_order(0, 5)
+
+
+def test_a_drop_of_a_killed_peer_returns_the_memory(apart: Job) -> None:
+    """Neither sends to the dead peer nor waits block, and its answer stays readable."""
+    job = apart
+    answer = job.connect_apart(0)
+    job.connect(1)
+    assert job.child is not None
+    for token in range(1, 11):
+        assert job.w.send(0, b"h", bytes(1_000_000), token, own_head=True) == 0
+    job.child.kill()
+    job.child.wait()
+    for token in range(11, 31):
+        assert job.w.send(0, b"h", bytes(1_000_000), token, own_head=True) in (0, -1)
+        job.w.wait(1)
+    while not _readable(job.descriptor):
+        job.w.receive(0.1)
+    job.assert_in_order(1, 20)
+    job.w.drop(0)
+    job.assert_done(*range(1, 31), *range(1001, 1031))
+    assert job.worker.lost() == []
+    assert job.w.send(0, b"h", b"body", 31) == -1
+    assert contents(answer) == (0, b"answer", b"a" * 100_000)
+    job.w.release(answer)
+    job.assert_in_order(1, 20)
+
+
+def test_a_drop_of_a_stopped_peer_returns_the_memory(apart: Job) -> None:
+    job = apart
+    answer = job.connect_apart(0)
+    job.connect(1)
+    assert job.child is not None
+    os.kill(job.child.pid, signal.SIGSTOP)
+    for token in range(1, 41):
+        assert job.w.send(0, b"h", bytes(1_000_000), token, own_head=True) == 0
+    job.w.wait(0)
+    assert len(job.w.done) < 80  # the peer does not read, and no buffer holds 40 MB
+    job.w.drop(0)
+    job.assert_done(*range(1, 41), *range(1001, 1041))
+    os.kill(job.child.pid, signal.SIGCONT)
+    assert contents(answer) == (0, b"answer", b"a" * 100_000)
+    job.w.release(answer)
+    job.assert_in_order(1, 20)
+    assert job.worker.lost() == []
+
+
+def _held() -> tuple[int, int, int]:
+    """Return this process's descriptors, its mappings of segments, and its bytes of malloc."""
+
+    class Info(C.Structure):
+        _fields_ = [
+            (name, C.c_size_t)
+            for name in ["arena", "ord", "smb", "hblks", "hblkhd", "us", "fsm", "uord", "f", "k"]
+        ]
+
+    of = C.CDLL(None).mallinfo2
+    of.restype = Info
+    info = of()
+    with open("/proc/self/maps") as maps:
+        segments = sum("memfd:bpsx-lane" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), segments, info.uord + info.hblkhd
+
+
+def test_dropped_peers_leave_nothing_behind(job: Job) -> None:
+    """Peer numbers are never used again, so what stays of one would grow without bound."""
+
+    def cycle(peer: int) -> None:
+        s = job.connect(peer)
+        assert job.w.send(peer, b"h", bytes(100_000)) == 0
+        s.send(5, b"answer", bytes(100_000))
+        m = job.w.take()
+        assert m is not None
+        job.w.drop(peer)
+        job.w.release(m)
+        job.lanes.pop(peer).close()
+        del job.planes[peer]
+        job.w.wait(0)
+
+    for peer in range(10):
+        cycle(peer)
+    before = _held()
+    for peer in range(10, 60):
+        cycle(peer)
+    after = _held()
+    assert after[:2] == before[:2]
