@@ -6,8 +6,8 @@ in ``core/*.pxd`` without the GIL, which this module compiles; this file itself 
 and hands over.
 """
 import contextlib
+import os
 import threading
-from os import urandom
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -16,26 +16,30 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
+from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.gpu.device cimport DOWN, UP, Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
-    background, busy_ns, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
+    background, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
-    ENDED, RELEASED, EndCallback, Lane, OnGpu, Partition, Server, Task,
+    ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
+from bpsx.core.moves cimport forget_rounds
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
 from bpsx.core.state cimport Core as CCore, Pool
+from bpsx.core.busy cimport busy_ns
 from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
 from bpsx.core.stage cimport run_callbacks, take_callbacks
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
-from bpsx.core.notify cimport tell_failed, tell_failing, tell_known
+from bpsx.core.targets cimport free_term, free_terms
+from bpsx.core.notify cimport tell_failed, tell_failing, tell_joined, tell_known, tell_term
 from bpsx.system.sync cimport (
     atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
     wait_until,
@@ -94,7 +98,8 @@ cdef class Core:
 
     def __cinit__(
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
-        machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=()
+        machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=(),
+        bint elastic=False
     ):
         """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
         ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
@@ -102,9 +107,11 @@ cdef class Core:
         ``beside``: the servers on this machine; ``machine``: a
         :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and
         ``rank`` is then the machine's number; ``telemetry``: count the bytes of completed tensors;
-        ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`.
+        ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`; ``elastic``: keep the latest results
+        for other workers, as a server may be lost.
         """
         memset(&self.c, 0, sizeof(CCore))
+        self.c.moving.told = -1
         self.c.wait_for = wait_for
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -122,6 +129,9 @@ cdef class Core:
         self.c.settings.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
+        self.c.settings.elastic = elastic
+        if elastic:
+            self.c.moving.told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
@@ -178,7 +188,7 @@ cdef class Core:
         cdef bytes nonce, proof
         cdef uint32_t i
         for i in range(self.c.lanes.n):
-            nonce = urandom(NONCE_BYTES)
+            nonce = os.urandom(NONCE_BYTES)
             proof = lane_proof(secret, self.c.settings.job, addresses[i], nonce)
             memcpy(self.c.lanes.at[i].proof, <char *>proof, PROOF_BYTES)
             send_ping(&self.c, i, nonce)
@@ -428,8 +438,87 @@ cdef class Core:
 
     @property
     def mute(self) -> int:
-        """The lane to which sending failed; -1: none."""
-        return <int>self.c.mute - 1
+        """The first lane to which sending failed and that no term has named lost; -1: none."""
+        cdef uint32_t i
+        for i in range(self.c.lanes.n):     # unsynchronized reads while the driver works
+            if self.c.lanes.at[i].mute and self.c.lanes.at[i].moved == NULL:
+                return <int>i
+        return -1
+
+    @property
+    def moved_descriptor(self) -> int:
+        """Readable when :meth:`take_moved` has something to return; -1: the core is not elastic."""
+        return self.c.moving.told
+
+    def begin_term(self, uint32_t term, list moves not None) -> None:
+        """Hand the loss of lanes to the driver; any thread.
+
+        ``moves``: pairs of a lost lane and its targets, which are pairs of a lane and its first
+        slot: see docs/internals/elastic.md. Raises :class:`ValueError` for lanes that do not exist.
+        """
+        if not self.c.settings.elastic or self.c.endpoint.drop == NULL:
+            raise ValueError("this core cannot move partitions to other lanes")
+        tell_term(&self.c, self._new_term(term, moves))
+
+    cdef Term *_new_term(self, uint32_t number, list moves) except NULL:
+        cdef Term *term = <Term *>calloc(1, sizeof(Term))
+        cdef uint32_t i
+        if term != NULL:
+            term.moves = <Move *>calloc(max(len(moves), 1), sizeof(Move))
+        if term == NULL or term.moves == NULL:
+            free_term(term)
+            raise MemoryError("no memory for a term")
+        term.number = number
+        try:
+            for i, (lane, targets) in enumerate(moves):
+                term.n = i + 1
+                self._fill_move(&term.moves[i], lane, list(targets))
+        except BaseException:
+            free_term(term)
+            raise
+        return term
+
+    cdef _fill_move(self, Move *move, uint32_t lane, list targets):
+        cdef uint32_t i
+        lanes = [lane]
+        for target, _ in targets:
+            lanes.append(target)
+        if not targets or max(lanes) >= self.c.lanes.n:
+            raise ValueError(f"lane {lane} moves to {targets}; there are {self.c.lanes.n} lanes")
+        move.targets = <Target *>calloc(len(targets), sizeof(Target))
+        if move.targets == NULL:
+            raise MemoryError("no memory for a term")
+        move.lane, move.n = lane, <uint32_t>len(targets)
+        for i, (target, base) in enumerate(targets):
+            move.targets[i].lane, move.targets[i].base = target, base
+
+    def take_moved(self) -> list:
+        """Return the terms whose keys have all been taken since the last call, the oldest first.
+
+        Each is (number, partitions that have moved and had been used, bytes pushed again). Any
+        thread.
+        """
+        cdef Term *term
+        found = []
+        if self.c.moving.told < 0:
+            return found
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.c.moving.told)
+        lock(&self.c.monitor)
+        term = self.c.moving.over
+        while term != NULL and not term.taken:
+            term.taken = True
+            found.append((term.number, term.partitions, term.again))
+            term = term.next
+        unlock(&self.c.monitor)
+        return found[::-1]
+
+    def all_joined(self) -> None:
+        """Tell the driver that all workers have joined and go on; any thread.
+
+        Push_pulls that are submitted later count their rounds from here.
+        """
+        tell_joined(&self.c)
 
     @property
     def failed(self) -> str:
@@ -504,7 +593,8 @@ cdef class Core:
             "bytes_sent": self.c.counters.sent, "bytes_received": self.c.counters.received,
             "messages_sent": self.c.counters.messages_out,
             "messages_received": self.c.counters.messages_in,
-            "malformed": self.c.counters.malformed, "busy_ns": busy_ns(&self.c)
+            "malformed": self.c.counters.malformed, "stale": self.c.counters.stale,
+            "busy_ns": busy_ns(&self.c)
         }
 
     def close(self) -> None:
@@ -533,6 +623,7 @@ cdef class Core:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
             end_all(&self.c)
+            forget_rounds(&self.c)
         if self.c.gpu != NULL and self.c.gpu.coders != NULL:
             pool_stop(self.c.gpu.coders)
             self.coder.join()
@@ -559,6 +650,12 @@ cdef class Core:
         cdef uint32_t i
         for i in range(self.c.lanes.n):
             free(self.c.lanes.at[i].queue.items)
+            free(self.c.lanes.at[i].acks)
+        free_terms(self.c.moving.over)
+        free_terms(self.c.moving.terms)
+        free_terms(self.c.inbox.terms)
+        if self.c.moving.told >= 0:
+            close_descriptor(self.c.moving.told)
         free(self.c.lanes.at)
         free(self.c.lanes.servers)
         free(self.c.table.at)

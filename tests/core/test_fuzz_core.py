@@ -49,7 +49,7 @@ def _mutant(rng: random.Random, push: w.Record) -> tuple[bytes, bytes | None]:
     if kind == 2:
         return w.pack(right, magic=rng.randrange(2**31)), None
     if kind == 3:
-        return w.pack(right, version=rng.randrange(3, 256)), None
+        return w.pack(right, version=rng.randrange(w.VERSION + 1, 256)), None
     if kind == 4:
         return w.pack(right._replace(flags=0)), rng.randbytes(rng.randrange(push.length))
     field, most = rng.choice(

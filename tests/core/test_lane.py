@@ -242,7 +242,7 @@ def test_a_repeated_push_is_counted_not_summed(rig):
         {"key": 5},
         {"slot": 3},
         {"slot": 1 << 30},
-        {"epoch": 1},
+        {"term": 1},
         {"round": 2},
         {"divisor": 0},
         {"flags": w.INLINE | w.BROADCAST, "divisor": 9},
@@ -322,7 +322,7 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
         r.push(2, 0, one, round_=round_)
         for rank in range(3):
             (e,) = r.take(rank)
-            assert (e.kind, e.divisor, e.slot, e.epoch, e.round) == (w.ERROR, 2, 0, 1, round_)
+            assert (e.kind, e.divisor, e.slot, e.term, e.round) == (w.ERROR, 2, 0, 1, round_)
         for rank in range(3):
             r.push(rank, 0, one, round_=round_ + 1)
         assert all(

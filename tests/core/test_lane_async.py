@@ -72,7 +72,7 @@ def test_a_repeat_is_ignored_and_nonsense_refused(rig):
         {"dtype": "int32"},
         {"length": 8, "body": bytes(8)},
         {"slot": 9},
-        {"epoch": 1},
+        {"term": 1},
     ):
         r.push(0, 0, ONE, flags=w.ASYNC, **{"round": 1, **change})
         (refusal,) = r.take(0)

@@ -110,7 +110,7 @@ def test_undecodable_data_fails_the_round_by_name_and_the_next_one_is_right(rig,
         r.push(0, 0, wire, flags=PACKED, round_=2 * round_)
         r.push(1, 0, bad, flags=PACKED, round_=2 * round_)
         for answer in answers(r):
-            assert (answer.kind, answer.divisor, answer.slot, answer.epoch) == (
+            assert (answer.kind, answer.divisor, answer.slot, answer.term) == (
                 w.ERROR,
                 E_CODEC,
                 1,
@@ -188,7 +188,7 @@ def test_the_learning_rate_must_be_one(rig) -> None:
     for rank, rate in ((0, 0.5), (1, 0.25)):
         r.push(rank, 0, np.float64(rate).tobytes() + wire, flags=PACKED)
     for answer in answers(r):
-        assert (answer.kind, answer.divisor, {answer.slot, answer.epoch}) == (
+        assert (answer.kind, answer.divisor, {answer.slot, answer.term}) == (
             w.ERROR,
             E_MISMATCH,
             {0, 1},

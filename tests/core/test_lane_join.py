@@ -68,7 +68,7 @@ def test_open_rounds_that_lack_only_joined_workers_close(rig, n, fixed_order, sc
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
-def test_rounds_are_counted_per_worker_and_continue_after_all_have_joined(rig, fixed_order):
+def test_rounds_are_counted_per_worker_and_from_zero_after_all_have_joined(rig, fixed_order):
     r = rig(3, fixed_order=fixed_order)
     r.register(0, 4)
     r.lane.joined(1)
@@ -76,17 +76,17 @@ def test_rounds_are_counted_per_worker_and_continue_after_all_have_joined(rig, f
         r.push(2, 0, ONE, round_=round_), r.push(0, 0, ONE, round_=round_)
         assert r.take(0)[0].round == r.take(2)[0].round == round_
     r.lane.all_joined()
-    r.push(0, 0, ONE, round_=3), r.push(2, 0, ONE, round_=3)
+    r.push(0, 0, ONE, round_=0), r.push(2, 0, ONE, round_=0)
     r.assert_nothing_for(0)  # worker 1 is needed again
-    r.push(1, 0, ONE, round_=3)  # worker 1 counts round 0, so it cannot mean another round
+    r.push(1, 0, ONE, round_=3)  # worker 1 counts from zero, too, so it cannot mean another round
     (refusal,) = r.take(1)
     assert (refusal.kind, refusal.divisor) == (w.ERROR, 5)
     r.push(1, 0, ONE, round_=0)
     got = [r.take(rank)[0] for rank in range(3)]
     assert [(a.kind, a.round, a.body) for a in got] == [
-        (w.ANSWER, n, np.float32([3]).tobytes()) for n in (3, 0, 3)
-    ]
-    r.push(1, 0, ONE, round_=0), r.push(0, 0, ONE, round_=3)
+        (w.ANSWER, 0, np.float32([3]).tobytes())
+    ] * 3
+    r.push(1, 0, ONE, round_=0), r.push(0, 0, ONE, round_=0)
     r.assert_nothing_for(0), r.assert_nothing_for(1)
     assert r.lane.counters()["repeated"] == 2
 
@@ -129,7 +129,7 @@ def test_different_operations_fail_at_the_end_of_a_round_that_lacks_the_joined(r
     r.register(0, 4)
     r.lane.joined(0)
     r.push(1, 0, ONE), r.push(2, 0, ONE, divisor=2)
-    assert {(e.kind, e.divisor, e.slot, e.epoch) for e in (r.take(1)[0], r.take(2)[0])} == {
+    assert {(e.kind, e.divisor, e.slot, e.term) for e in (r.take(1)[0], r.take(2)[0])} == {
         (w.ERROR, 2, 1, 2)
     }
     r.push(1, 0, ONE, round_=1), r.push(2, 0, ONE, round_=1)

@@ -7,9 +7,10 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-MAGIC, VERSION = 0x58535042, 2
+MAGIC, VERSION = 0x58535042, 3
 REGISTER, PUSH, ANSWER, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
-INLINE, BROADCAST, ASYNC = 1, 2, 4
+HAVE, HAVES, WANT, GIVE, ACK, SETTLED, TOOK = 7, 8, 9, 10, 11, 12, 13
+INLINE, BROADCAST, ASYNC, WAITS, KEPT = 1, 2, 4, 64, 128
 _FORMAT = struct.Struct("<IBBBBQQIIIIIiQQ")
 
 
@@ -23,7 +24,7 @@ class Record(NamedTuple):
     key: int = 0
     slot: int = 0
     sender: int = 0
-    epoch: int = 0
+    term: int = 0
     round: int = 0
     divisor: int = 1
     priority: int = 0
@@ -44,7 +45,7 @@ def pack(r: Record, *, magic: int = MAGIC, version: int = VERSION) -> bytes:
         r.key,
         r.slot,
         r.sender,
-        r.epoch,
+        r.term,
         r.round,
         r.divisor,
         r.priority,

@@ -118,6 +118,9 @@ cdef void free_parts(CTensor *tensor) noexcept:
                 free(tensor.parts[i].local.shares)
             free(tensor.parts[i].local)
             free(tensor.parts[i].gpu)
+            if tensor.parts[i].kept != NULL:
+                free(tensor.parts[i].kept.memory)
+            free(tensor.parts[i].kept)
             packed_free(tensor.parts[i].packed)
     free(tensor.parts)
 

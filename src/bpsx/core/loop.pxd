@@ -3,7 +3,9 @@
 from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor
+from bpsx.core.moves cimport begin_term, end_moving, forget_rounds
+from bpsx.core.busy cimport count_work
+from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor, Term
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
 from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
@@ -95,22 +97,12 @@ cdef inline void submit(
     unlock(&c.monitor)
 
 
-cdef inline int64_t busy_ns(Core *c) noexcept nogil:
-    """Nanoseconds in which at least one push_pull was under way."""
-    cdef int64_t total
-    lock(&c.monitor)
-    total = c.busy.total
-    if c.busy.outstanding:
-        total += now_ns() - c.busy.since
-    unlock(&c.monitor)
-    return total
-
-
 cdef inline void fail_all_tensors(Core *c) noexcept nogil:
     """End every task, because the whole core has failed."""
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i
     c.swept = True
+    end_moving(c)
     if c.machine != NULL:
         for i in range(c.machine.size):
             c.machine.all[i].overflow.size = 0
@@ -140,13 +132,26 @@ cdef inline void leave_gpu(Core *c) noexcept nogil:
         c.gpu.device.leave(c.gpu.device.self, c.gpu.entered)
 
 
+cdef inline void carry_out(Core *c, Term *term) noexcept nogil:
+    """Begin terms, the oldest first."""
+    cdef Term *following
+    while term != NULL:
+        following = term.next
+        begin_term(c, term)
+        term = following
+
+
 cdef inline int take_news(Core *c) noexcept nogil:
-    """Start submitted tasks, adopt known tensors, and fail those that are marked as failing."""
+    """Fail the tensors that are marked as failing, begin terms, adopt known tensors, and start
+    submitted tasks.
+    """
     cdef Task *task
     cdef Task *following
     cdef Tensor *tensor
     cdef Tensor *next_failing
     cdef Tensor *known
+    cdef Term *term
+    cdef uint32_t joins
     if not atomic_load(&c.inbox.news):
         return 0
     enter_gpu(c)
@@ -154,7 +159,9 @@ cdef inline int take_news(Core *c) noexcept nogil:
     task = c.inbox.first
     tensor = c.inbox.failing
     known = c.inbox.known
-    c.inbox.known = NULL
+    term = c.inbox.terms
+    joins = c.inbox.joins
+    c.inbox.known, c.inbox.terms = NULL, NULL
     c.inbox.first = c.inbox.last = NULL
     c.inbox.failing = NULL
     atomic_store(&c.inbox.news, 0)
@@ -163,6 +170,10 @@ cdef inline int take_news(Core *c) noexcept nogil:
         next_failing = tensor.next_failing
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
+    if c.moving.joins != joins:
+        c.moving.joins = joins
+        forget_rounds(c)
+    carry_out(c, term)
     if c.machine != NULL and take_departures(c.machine):
         # First note the neighbours that have left: tasks that need them must fail when they start.
         c.machine.somebody_gone = True
@@ -207,11 +218,7 @@ cdef inline void tell_neighbours(Core *c) noexcept nogil:
         return
     c.machine.unsent = unsent
     lock(&c.monitor)
-    if unsent and c.busy.outstanding == 0:
-        c.busy.since = now_ns()
-    c.busy.outstanding += 1 if unsent else -1
-    if c.busy.outstanding == 0:
-        c.busy.total += now_ns() - c.busy.since
+    count_work(c, unsent)
     unlock(&c.monitor)
 
 

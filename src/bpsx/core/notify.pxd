@@ -1,6 +1,6 @@
 # Notifications from other threads of the process to the driver. Any thread may call these.
 from bpsx.core.loop cimport tell_news
-from bpsx.core.partition cimport Tensor
+from bpsx.core.partition cimport Tensor, Term
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport atomic_store, lock, unlock
 
@@ -21,6 +21,27 @@ cdef inline void tell_known(Core *c, Tensor *tensor) noexcept nogil:
     lock(&c.monitor)
     tensor.next_known = c.inbox.known
     c.inbox.known = tensor
+    unlock(&c.monitor)
+    tell_news(c)
+
+
+cdef inline void tell_term(Core *c, Term *term) noexcept nogil:
+    """Ask the driver to begin a term, after those that it was asked for before."""
+    cdef Term **at
+    term.next = NULL
+    lock(&c.monitor)
+    at = &c.inbox.terms
+    while at[0] != NULL:
+        at = &at[0].next
+    at[0] = term
+    unlock(&c.monitor)
+    tell_news(c)
+
+
+cdef inline void tell_joined(Core *c) noexcept nogil:
+    """Tell the driver that all workers have joined and go on."""
+    lock(&c.monitor)
+    c.inbox.joins += 1
     unlock(&c.monitor)
     tell_news(c)
 

@@ -7,9 +7,10 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS
-from bpsx.core.wire cimport PROOF_BYTES
+from bpsx.core.wire cimport PROOF_BYTES, Settlement
 from bpsx.core.codec.packed cimport Packed
 from bpsx.core.local.ring cimport Post
+from bpsx.transports.abi cimport Message
 
 cdef enum:
     MAX_STAGES = 20
@@ -93,6 +94,18 @@ cdef struct LocalRound:
     # status not 0: the machine's processes disagree, and the push must say so to the servers
     Outcome disagreement
 
+# Outcome of a partition's latest round, kept for workers that may lack it when a server is lost;
+# core/keep.pxd. Owned by the driver.
+cdef struct Kept:
+    bint held                   # there is one
+    uint32_t round              # its round, as messages count
+    Outcome outcome             # status DONE, or the error
+    uint64_t length             # bytes of `body`
+    char *body                  # in `message` or in `memory`
+    bint in_message
+    Message message             # the answer's message, if `in_message`
+    char *memory                # else a copy; its room is the partition's length
+
 cdef struct Coding:             # what a pool's thread tells the driver
     int status                  # result of that encoding or decoding
     Partition *next             # next in the pool's list of finished partitions
@@ -109,7 +122,11 @@ cdef struct Partition:
     uint32_t lane               # endpoint's peer number of the lane that sums it
     uint32_t slot               # the lane's index of the key
     uint32_t index              # this worker's index of the partition; the wire's cookie
+    # This worker's rounds of the partition that are over, and how many of them were over at the
+    # latest join(), from which messages count.
     uint32_t round
+    uint32_t joined_at
+    uint32_t term               # see Header
     # State: the Stage under way; END: no round of it is. Set by move_partition.
     uint8_t stage
     uint8_t stage_index         # position of `stage` in the tensor's list of stages
@@ -127,6 +144,7 @@ cdef struct Partition:
     OnGpu *gpu                  # NULL: the tensor has not been on a GPU
     bint on_gpu                 # this round is on the GPU
     LocalRound *local           # NULL: no other process of this machine shares the work
+    Kept *kept                  # NULL: no outcome has been kept so far
 
 cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it
     char *at
@@ -240,6 +258,7 @@ cdef struct Server:             # state that the lanes of a server share
     int64_t in_flight           # bytes handed to the transport and not yet written out
     int64_t pace                # nanoseconds per MiB written; 0: not measured yet
     int64_t starved             # as Lane.starved
+    bint lost                   # in a term
     int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Heap:               # partitions, most urgent first; see queue.pxd
@@ -247,8 +266,39 @@ cdef struct Heap:               # partitions, most urgent first; see queue.pxd
     uint32_t size
     uint32_t capacity
 
+cdef struct Target:             # a lane that takes over slots of a lost one, from slot `base` on
+    uint32_t lane
+    uint32_t base
+
+cdef struct Move:               # the slots of a lost lane, divided among targets
+    uint32_t lane
+    uint32_t n
+    Target *targets
+
+cdef struct Term:               # see docs/internals/elastic.md
+    uint32_t number
+    Move *moves
+    uint32_t n
+    # set by the driver: partitions that have moved and had been used, and the bytes pushed again,
+    # headers included
+    uint64_t partitions
+    uint64_t again
+    bint taken                  # Python has read that; guarded by the core's monitor
+    Term *next
+
 cdef struct Lane:
     Server *server
+    bint mute                   # a send failed: nothing more is sent
+    # not NULL: the lane is lost, and this says where its slots went in term `lost_in`
+    Move *moved
+    uint32_t lost_in
+    uint32_t told               # the latest term of which this lane was sent a HAVES
+    uint32_t haves              # HAVEs sent to it in the present term
+    uint32_t untaken            # HAVES that it has not replied to with TOOK
+    # results of this lane that have arrived, to be acknowledged
+    Settlement *acks
+    uint32_t n_acks
+    uint32_t acks_capacity
     Heap queue                  # partitions ready to push
     int64_t in_flight           # bytes handed to the transport and not yet written out
     # The driver stopped for lack of credit: the thread that returns credit must wake the driver.
@@ -264,6 +314,7 @@ cdef struct Counters:
     int64_t messages_out
     int64_t messages_in
     int64_t malformed           # records that were invalid
+    int64_t stale               # records of lost lanes, ignored
 
 
 cdef inline uint8_t *wire_of(Partition *p) noexcept nogil:

@@ -4,12 +4,16 @@ from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.core.stream_copy cimport copy_nontemporal
-from bpsx.core.wire cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
+from bpsx.core.wire cimport (
+    ANSWER, ERROR, PONG, PROOF_BYTES, SETTLED, TOOK, WANT, Header, next_record,
+)
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
+from bpsx.core.keep cimport keep_error, keep_result, take_settled
+from bpsx.core.moves cimport give, note_taken
 from bpsx.core.partition cimport PULL, Partition, wire_of
-from bpsx.core.stage cimport advance, fail_partition, end_partition
+from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_PROTOCOL
+from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_MEMORY, E_PROTOCOL
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport print_message
 from bpsx.transports.abi cimport Message
@@ -27,11 +31,18 @@ cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
     if h.cookie >= c.table.n:
         return False
     p = c.table.at[h.cookie]
-    return p.key == h.key and p.lane == m.peer and p.round == h.round
+    return (
+        p.key == h.key and p.lane == m.peer and p.round - p.joined_at == h.round
+    )
 
 
-cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept nogil:
-    """Handle one record. Returns 0, or -1 if it is invalid."""
+cdef inline int take_record(
+    Core *c, Message *m, Header *h, char *body, bint *taken
+) noexcept nogil:
+    """Handle one record. Returns 0, or -1 if it is invalid.
+
+    *taken: the message now belongs to its partition, which keeps the result.
+    """
     cdef Partition *p
     cdef int status
     if h.job != c.settings.job or h.sender != c.settings.rank:
@@ -44,6 +55,12 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
             c.lanes.at[m.peer].ready = True
             c.lanes.n_ready += 1
         return 0
+    if c.settings.elastic and h.kind == SETTLED:
+        return take_settled(c, m.peer, h, body)
+    if c.settings.elastic and h.kind == WANT:
+        return give(c, h)
+    if c.settings.elastic and h.kind == TOOK:
+        return note_taken(c, m.peer)
     if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
         return -1
     p = c.table.at[h.cookie]
@@ -53,14 +70,16 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         # its round has failed meanwhile: the reply is late, not invalid
         return 0
     if h.kind == ERROR:
-        # `divisor` is -status, `slot` and `epoch` are ranks: see wire.pxd. E_COMPRESSOR is the
+        # `divisor` is -status, `slot` and `term` are ranks: see wire.pxd. E_COMPRESSOR is the
         # lowest status that a lane sends.
         status = -<int>h.divisor
+        if not keep_error(c, p, status, h.slot, h.term):
+            fail_core(c, E_MEMORY)
         if status == E_JOINED:
             # Report the rank of the broadcast's root: the server may know only machines.
             h.slot = p.tensor.current.divisor
         fail_partition(
-            c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch
+            c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.term
         )
         return 0
     if p.is_codec_state:
@@ -81,6 +100,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         return -1
     elif p.length and body != p.target:
         copy_nontemporal(p.target, body, p.length)
+    if not keep_result(c, p, m, body, h.length, taken):
+        fail_core(c, E_MEMORY)
     advance(c, p)
     return 0
 
@@ -92,6 +113,7 @@ cdef inline int pump_in(Core *c) noexcept nogil:
     cdef char *body = NULL
     cdef size_t at
     cdef int n = 0, more
+    cdef bint taken
     cdef int64_t enough = c.counters.received + BYTES_AT_ONCE
     while (
         n < MESSAGES_AT_ONCE
@@ -103,13 +125,19 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         c.counters.messages_in += 1
         c.counters.received += m.head_size + m.body_size
         at = 0
+        taken = False
         more = -1 if m.peer >= c.lanes.n else 1
+        if more > 0 and c.lanes.at[m.peer].moved != NULL:
+            # Its partitions have moved: what it still sends comes too late.
+            c.counters.stale += 1
+            more = 0
         # The first invalid record discards the rest of the message.
         while more > 0:
             more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
-            if more > 0 and take_record(c, &m, &h, body) != 0:
+            if more > 0 and take_record(c, &m, &h, body, &taken) != 0:
                 more = -1
         if more < 0:
             c.counters.malformed += 1
-        c.endpoint.release(c.endpoint.self, &m)
+        if not taken:
+            c.endpoint.release(c.endpoint.self, &m)
     return n

@@ -23,6 +23,7 @@ from bpsx.core.wire cimport (
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, wire_of
+from bpsx.core.keep cimport acks_size, put_acks
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, fail_core
 from bpsx.core.state cimport Core
@@ -144,7 +145,8 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
     cdef int64_t found = 0
     cdef uint32_t i
     for i in range(c.lanes.n_servers):
-        if atomic_load(&c.lanes.servers[i].in_flight):
+        # What is in flight to a lost server says nothing about a link.
+        if atomic_load(&c.lanes.servers[i].in_flight) and not c.lanes.servers[i].lost:
             found = max(found, atomic_load(&c.lanes.servers[i].pace))
     return found
 
@@ -190,6 +192,7 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
+    h.term = p.term
     h.cookie = p.length
     h.priority = p.tensor.codec.size
     h.length = p.tensor.name.size + p.tensor.codec.size
@@ -212,7 +215,8 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
-    h.round = p.round
+    h.term = p.term
+    h.round = p.round - p.joined_at
     h.divisor = p.divisor
     h.priority = task.priority
     if p.local != NULL and p.local.disagreement.status:
@@ -253,7 +257,7 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
 
 cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     """Send a partition as two frames: the header, and the tensor's own memory."""
-    cdef uint64_t head_size = register_size(p) + HEADER_BYTES
+    cdef uint64_t head_size = acks_size(lane) + register_size(p) + HEADER_BYTES
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
     # A stand-in's memory belongs to the machine, and the task is freed when its round ends.
@@ -267,21 +271,23 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
         fail_core(c, E_MEMORY)
         return
     c.counters.sent += head_size
-    put_push(c, p, put_register(c, p, head), False)
+    put_push(c, p, put_register(c, p, put_acks(c, lane, head)), False)
     rc = c.endpoint.send(
         c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p),
         body_done, f, &landing if lend_to(c, p, &landing) else NULL
     )
     free(head)
     if rc != 0:
-        atomic_store(&c.mute, p.lane + 1)
+        lane.mute = True
     else:
         advance(c, p)
 
 
 cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     """Copy the most urgent small partitions that are queued and fit into one frame; send it."""
-    cdef char *frame = <char *>malloc(BATCH_BYTES + 2 * HEADER_BYTES + 2 * INLINE_BYTES)
+    cdef char *frame = <char *>malloc(
+        acks_size(lane) + BATCH_BYTES + 2 * HEADER_BYTES + 2 * INLINE_BYTES
+    )
     cdef char *at = frame
     cdef Partition *picked[BATCH_RECORDS]
     cdef Partition *p
@@ -291,6 +297,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         heap_pop(&lane.queue)
         fail_core(c, E_MEMORY)
         return
+    at = put_acks(c, lane, at)
     while lane.queue.size and at - frame < BATCH_BYTES:
         p = lane.queue.items[0]
         if p.stage == PUSH:
@@ -309,7 +316,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     if c.endpoint.send(
         c.endpoint.self, peer, frame, at - frame, batch_done, f, NULL, 0, NULL, NULL, NULL
     ) != 0:
-        atomic_store(&c.mute, peer + 1)
+        lane.mute = True
         return
     for i in range(n):
         advance(c, picked[i])
@@ -336,6 +343,8 @@ cdef inline int next_lane(Core *c) noexcept nogil:
         c.lanes.at[i].server.first = -1
     for i in range(c.lanes.n):
         lane = &c.lanes.at[i]
+        if lane.mute:
+            continue                        # the scheduler will soon report the dead process
         while lane.queue.size and lane.queue.items[0].stage != PUSH:
             heap_pop(&lane.queue)                  # its task has failed
         if (
@@ -375,7 +384,7 @@ cdef inline int pump_out(Core *c) noexcept nogil:
     cdef int sent = 0
     cdef int at = next_lane(c)
     cdef Lane *lane
-    while at >= 0 and not c.failed and not c.mute:
+    while at >= 0 and not c.failed:
         lane = &c.lanes.at[at]
         if push_bytes(lane.queue.items[0]) <= INLINE_BYTES:
             send_batch(c, lane, at)

@@ -21,6 +21,7 @@ from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.core.targets cimport resolve
 from bpsx.core.transitions cimport move_partition, move_task
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
@@ -447,7 +448,10 @@ cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
 
 
 cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
-    """Give a new tensor's partitions their index. Returns 0, or -1 when out of memory."""
+    """Give a new tensor's partitions their index, and the place of lost lanes' slots.
+
+    Returns 0, or -1 when out of memory.
+    """
     cdef uint32_t i
     if tensor.adopted:
         return 0
@@ -456,6 +460,7 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
     ):
         return -1
     for i in range(tensor.n_parts):
+        resolve(c, &tensor.parts[i])
         tensor.parts[i].index = c.table.n
         c.table.at[c.table.n] = &tensor.parts[i]
         c.table.n += 1

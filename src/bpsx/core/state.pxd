@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.gpu.device cimport N_STREAMS, Device
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.partition cimport (
-    Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor,
+    Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor, Term,
 )
 from bpsx.core.local.ring cimport Post
 from bpsx.system.sync cimport Monitor
@@ -82,6 +82,7 @@ cdef struct Settings:           # constant once the core has started
     uint32_t processes          # workers that one push stands for
     int64_t spin_ns             # how long a driver without progress yields the CPU before it parks
     bint telemetry              # count the bytes of completed tensors
+    bint elastic                # keep outcomes: a server may be lost
 
 cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role
@@ -95,6 +96,8 @@ cdef struct Inbox:              # what the driver has not seen yet; guarded by t
     Task *last
     Tensor *failing             # tensors that the driver is to fail
     Tensor *known               # tensors that the driver is to adopt without a task
+    Term *terms                 # terms to begin, the oldest first
+    uint32_t joins              # joins of all workers that have ended
     # The driver must look at the inbox, or at Core.failed. Written with the monitor held, read by
     # any thread.
     int64_t news
@@ -106,7 +109,8 @@ cdef struct Ended:              # finished tasks; guarded by the monitor
     Task *last_on_gpu
 
 cdef struct Busy:               # written with the monitor held, read by any thread
-    int64_t outstanding         # tasks submitted and not finished, plus 1 while Group.unsent
+    # tasks submitted and not finished, plus 1 while Group.unsent, plus 1 while Moving.terms
+    int64_t outstanding
     int64_t since               # time at which `outstanding` last became positive
     int64_t total               # nanoseconds in which it was positive, up to then
 
@@ -121,6 +125,15 @@ cdef struct PartitionTable:     # partitions by Partition.index
     Partition **at
     uint32_t n
     uint32_t capacity
+
+cdef struct Moving:             # lost lanes' partitions on their way to others
+    uint32_t joins              # joins of all workers that have ended: messages count from the last
+    # terms whose keys have not all been taken, the latest first
+    Term *terms
+    uint32_t untaken            # sum of Lane.untaken
+    # Guarded by the monitor: terms whose keys have all been taken, the latest first,
+    Term *over
+    int told                    # ... and an eventfd to write to for each; -1: none
 
 cdef struct Queued:
     uint64_t next_order         # for Partition.order
@@ -145,15 +158,13 @@ cdef struct Core:
     Busy busy
     # Written with the monitor held, read by any thread:
     int64_t failed              # not 0: status with which every task ends
-    # not 0: number of the lane to which a send failed, plus 1. Nothing is sent any more; the
-    # scheduler will soon report the dead process.
-    int64_t mute
 
     # Owned by the driver:
     Lanes lanes
     PartitionTable table
     Queued queued
     Tensor *tensors
+    Moving moving
     bint swept                  # every tensor has been failed with `failed`
     Counters counters
     Watch *watch                # recorder; NULL: no tracing

@@ -73,9 +73,9 @@ cdef inline uint32_t after_stage(Stage stage) noexcept nogil:
     if stage == COMPRESS:
         return 1 << COPYD2H | 1 << PUSH | 1 << END
     if stage == PUSH:
-        return 1 << PULL | 1 << END
+        return 1 << PUSH | 1 << PULL | 1 << END
     if stage == PULL:
-        return 1 << DECOMPRESS | 1 << COPYH2D | 1 << BROADCAST | 1 << END
+        return 1 << PUSH | 1 << DECOMPRESS | 1 << COPYH2D | 1 << BROADCAST | 1 << END
     if stage == DECOMPRESS:
         return 1 << COPYH2D | 1 << COORDINATE_BROADCAST | 1 << BROADCAST | 1 << END
     if stage == COPYH2D:

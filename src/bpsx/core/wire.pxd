@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 
 cdef enum:
     MAGIC = 0x58535042          # "BPSX"
-    VERSION = 2
+    VERSION = 3
     HEADER_BYTES = 64
     # Bodies up to this size are copied next to their header: 32 KiB cost about 2 us to copy, less
     # than a message of their own.
@@ -18,6 +18,8 @@ cdef enum:
     BATCH_BYTES = 131072
     # BATCH_BYTES / HEADER_BYTES, and one record that may exceed the limit
     BATCH_RECORDS = 2049
+    # Only larger results are acknowledged: for smaller ones that would cost more than their memory.
+    LEAST_ACKNOWLEDGED = 4096
     MAX_NAME_BYTES = 4096
     MAX_CODEC_BYTES = 1024
     NONCE_BYTES = 32
@@ -29,13 +31,27 @@ cdef enum Kind:
     REGISTER = 1
     PUSH = 2                    # worker -> lane: the body is the worker's share; reply: the sum
     ANSWER = 3                  # lane -> worker: the body is the result
-    # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
+    # lane -> worker: the round failed; `divisor` holds -status, `slot` and `term` two ranks
     ERROR = 4
     # worker -> lane: checks that the lane is alive and of the same job; body: NONCE_BYTES random
     # bytes
     PING = 5
     # lane -> worker; body: PROOF_BYTES computed from the nonce and the job secret
     PONG = 6
+    # The next six keep results alive and hand the keys of a lost lane over: see
+    # docs/internals/elastic.md.
+    #
+    # worker -> lane: the sender has the outcome of `round` rounds of this key, counted since join()
+    # number `divisor` (flags WAITS, KEPT); `cookie` as in REGISTER's push
+    HAVE = 7
+    HAVES = 8                   # worker -> lane: `cookie` HAVEs of this term have been sent
+    WANT = 9                    # lane -> worker: send the outcome of this round
+    # worker -> lane: that outcome. The body is the result; or `divisor` holds -status of an error,
+    # `priority` and `cookie` its ranks
+    GIVE = 10
+    ACK = 11                    # worker -> lane: results that have arrived; body: Settlements
+    SETTLED = 12                # lane -> worker: results that all have got; body: Settlements
+    TOOK = 13                   # lane -> worker: all keys that came in this term have been taken
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
@@ -53,6 +69,12 @@ cdef enum Flag:
     # (core/codec/state.pxd); without a body the state stays as it is. The lane replies at once, to
     # the sender only, with the state that it keeps. This is not counted as a round.
     STATE = 32
+    WAITS = 64                  # HAVE: the sender waits for the outcome of round `round`
+    KEPT = 128                  # HAVE: the sender keeps the outcome of the round before
+
+cdef packed struct Settlement:  # one item of an ACK's or a SETTLED's body
+    uint32_t which              # ACK: the lane's slot; SETTLED: the worker's partition index
+    uint32_t round              # as in the messages of that round
 
 cdef packed struct Header:
     uint32_t magic
@@ -65,9 +87,8 @@ cdef packed struct Header:
     uint32_t slot               # the lane's index of this key
     # the worker, or the machine whose workers it speaks for; the same in both directions
     uint32_t sender
-    # reserved for jobs that change their size: 0, and a lane refuses other pushes; ERROR has a rank
-    # here
-    uint32_t epoch
+    # term in which the key came to this lane; 0: it has never moved. ERROR has a rank here
+    uint32_t term
     uint32_t round
     uint32_t divisor            # divides the sum; with BROADCAST: the root's rank
     int32_t priority            # larger is more urgent

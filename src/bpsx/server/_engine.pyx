@@ -8,15 +8,18 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 from bpsx.core.wire cimport (
-    ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record,
+    ACK, ASYNC, BROADCAST, GIVE, HAVE, HAVES, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header,
+    next_record,
 )
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_PROTOCOL
-from bpsx.system.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
+from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.trace.watch cimport Watch
 from bpsx.core.trace.recorder cimport watched
 from bpsx.kernels.loaded cimport fill_in
-from bpsx.server.reply cimport close_round, flush_all, let_go, send_error, send_pong
+from bpsx.server.reply cimport (
+    close_round, flush_all, let_go, send_error, send_pong, take_acks,
+)
 from bpsx.server.async_update cimport push_delta
 from bpsx.server.checkpoint cimport push_state
 from bpsx.server.register cimport register
@@ -24,11 +27,15 @@ from bpsx.server.rounds cimport (
     abandon, complete, contribute, drop_held, misses_departed_worker, notice, turn_away,
 )
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
+from bpsx.server.takeover cimport (
+    completes, decide, drop_held_push, end_takeover, holds, take_given, take_have, take_haves,
+    tell_taken,
+)
 from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
-    ABANDONED, FAILED, MALFORMED, REFUSED, REPEATED, KeyState, Verdict, count_push, entry_free,
-    note_landing,
+    ABANDONED, FAILED, MALFORMED, REFUSED, REPEATED, TAKEN, HeldPush, KeyState, Takeover, Verdict,
+    count_push, entry_free, note_landing,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -63,9 +70,13 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef int rc
     if lane.counters.dropped:
         return -1               # the lane is ending; the scheduler will report why
-    if e == NULL or h.epoch != 0:
+    if e == NULL or h.term != e.term:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
+    if e.takeover != NULL and holds(lane, e, h, m, body, kept):
+        if e.takeover.state == TAKEN and e.takeover.late == 0:
+            end_takeover(lane, e)
+        return 0
     if h.flags & STATE:
         return push_state(lane, e, h, body)
     if e.state == REFUSED:
@@ -100,6 +111,83 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     return 0
 
 
+cdef void sum_held(CLane *lane, KeyState *e) noexcept nogil:
+    """Sum the pushes that were held until their key had been taken."""
+    cdef Takeover *t = e.takeover
+    cdef HeldPush held
+    cdef uint32_t sender
+    cdef bint kept
+    if t.state != TAKEN or t.held == NULL:
+        return
+    for sender in range(lane.settings.senders):
+        held = t.held[sender]
+        if not held.there:
+            continue
+        t.held[sender].there, t.held[sender].message, t.held[sender].body = False, NULL, NULL
+        kept = False
+        if push(lane, &held.header, held.message, held.body, &kept) != 0:
+            lane.counters.malformed += 1
+        if not kept:
+            drop_held_push(lane, &held)
+
+
+cdef void finish_takeover(CLane *lane, KeyState *e) noexcept nogil:
+    """Sum what was held, and free the takeover unless late senders still have to push."""
+    sum_held(lane, e)
+    if e.takeover.state == TAKEN and e.takeover.late == 0:
+        end_takeover(lane, e)
+
+
+cdef int note_have(CLane *lane, Header *h) noexcept nogil:
+    """Handle a HAVE or a HAVES; the last one of a term decides about its keys. -1: malformed."""
+    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
+    cdef uint32_t i
+    if (take_have(lane, e, h) if h.kind == HAVE else take_haves(lane, h)) != 0:
+        return -1
+    if not completes(lane, h.term):
+        return 0
+    for i in range(lane.keys.n):
+        e = lane.keys.at[i]
+        if e != NULL and e.term == h.term and e.takeover != NULL:
+            decide(lane, e)
+            finish_takeover(lane, e)
+    tell_taken(lane, h.term)
+    return 0
+
+
+cdef int note_given(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+    """Handle a GIVE. Arguments and result as for push()."""
+    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
+    if take_given(lane, e, h, m, body, kept) != 0:
+        return -1
+    finish_takeover(lane, e)
+    tell_taken(lane, h.term)
+    return 0
+
+
+cdef int handle_record(
+    CLane *lane, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Handle a record of a member. Returns 0, -1 if it is malformed, or 1 if its kind is unknown.
+
+    Arguments as for push().
+    """
+    if h.kind == PUSH:
+        return push(lane, h, m, body, kept)
+    if h.kind == REGISTER:
+        return register(lane, h, body)
+    if h.kind == ACK:
+        take_acks(lane, h.sender, h, body)
+        return 0
+    if h.kind == HAVE or h.kind == HAVES:
+        return note_have(lane, h)
+    if h.kind == GIVE:
+        return note_given(lane, h, m, body, kept)
+    if h.kind == PING:
+        return pong(lane, h, body)
+    return 1
+
+
 cdef void handle(CLane *lane, Message *m) noexcept nogil:
     """Handle the records of a message. Afterwards the lane must not use the message."""
     cdef Header h
@@ -107,7 +195,11 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     cdef size_t at = 0
     cdef bint kept = False
     cdef int more = 1 if m.peer < lane.settings.senders else -1
+    cdef int rc
     lane.counters.messages_in += 1
+    if atomic_load(&lane.absent.news):
+        # A message that was sent after all had joined must not meet marks from before.
+        notice(lane)
     if lane.watch != NULL:
         note_message(lane.watch, m)
     while more > 0:
@@ -116,17 +208,14 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             break
         if h.job != lane.settings.job or h.sender != m.peer:
             more = -1
-        elif h.kind == PUSH:
-            if push(lane, &h, m if body != NULL and body == m.body else NULL, body, &kept) != 0:
-                lane.counters.malformed += 1
-        elif h.kind == REGISTER:
-            if register(lane, &h, body) != 0:
-                lane.counters.malformed += 1
-        elif h.kind == PING:
-            if pong(lane, &h, body) != 0:
-                lane.counters.malformed += 1
         else:
-            more = -1
+            rc = handle_record(
+                lane, &h, m if body != NULL and body == m.body else NULL, body, &kept
+            )
+            if rc < 0:
+                lane.counters.malformed += 1
+            elif rc > 0:
+                more = -1
         if kept:
             # The pushed record was the last one. The round may have closed already, and then the
             # message may have been released.
@@ -316,6 +405,7 @@ cdef class Lane:
         cdef int i
         for i in range(self.c.settings.senders):
             atomic_store(&self.c.absent.joined[i], 0)
+        atomic_add(&self.c.absent.joins, 1)
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
@@ -331,6 +421,7 @@ cdef class Lane:
         * ``messages_received``, ``messages_sent``;
         * ``malformed``: records or messages refused as malformed;
         * ``repeated``: pushes ignored because their sender had pushed in the round already;
+        * ``taken_over``: keys that have come from lost lanes;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
         * ``pending``: messages received and not handled yet.
         """
@@ -338,7 +429,8 @@ cdef class Lane:
             "rounds": self.c.counters.rounds, "bytes": self.c.counters.bytes,
             "messages_received": self.c.counters.messages_in,
             "messages_sent": self.c.counters.messages_out, "malformed": self.c.counters.malformed,
-            "repeated": self.c.counters.repeated, "dropped": self.c.counters.dropped,
+            "repeated": self.c.counters.repeated, "taken_over": self.c.counters.taken_over,
+            "dropped": self.c.counters.dropped,
             "pending": self.c.pending.n
         }
 
@@ -349,15 +441,18 @@ cdef class Lane:
         for i in range(self.c.keys.n):
             if self.c.keys.at[i] != NULL:
                 drop_held(&self.c, self.c.keys.at[i])
+                end_takeover(&self.c, self.c.keys.at[i])
                 let_go(&self.c, self.c.keys.at[i].memory.first)
                 entry_free(self.c.keys.at[i])
         drop_records(&self.c.keys.slabs)
         if self.c.outs != NULL:
             for i in range(self.c.settings.senders):
                 free(self.c.outs[i].frame)
+                free(self.c.outs[i].settled)
         free(self.c.pending.items)
         free(self.c.scratch.at)
         free(self.c.keys.at)
+        free(self.c.terms.at)
         free(self.c.outs)
         free(self.c.absent.gone)
         free(self.c.absent.joined)

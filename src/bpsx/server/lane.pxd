@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.slab cimport Slabs
 from bpsx.core.trace.watch cimport Watch
+from bpsx.core.wire cimport Settlement
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.store cimport KeyState
 from bpsx.transports.abi cimport Endpoint, Message
@@ -17,6 +18,22 @@ cdef enum:
 cdef struct Out:                # batch of small replies to one worker
     char *frame
     size_t size
+    # results that all have got, to be said with the next message to it
+    Settlement *settled
+    uint32_t n_settled
+    uint32_t settled_capacity
+
+cdef struct Gathered:           # what the senders have said of keys that came here in a term
+    uint64_t came               # HAVEs that have arrived, of all senders
+    uint64_t due                # HAVEs that were sent, by the senders that have said so
+    uint32_t senders            # number of those senders
+    bint over                   # all senders have said so, and all HAVEs have arrived
+    uint32_t asking             # keys for which an outcome has been asked for and has not come
+
+cdef struct Terms:
+    Gathered *at                # by term
+    uint32_t n
+    uint32_t joins              # joins of all workers that have ended; see Have.joins
 
 # With BYTEPS_SERVER_ENABLE_SCHEDULE: a received message that has not been handled.
 cdef struct Pending:
@@ -55,6 +72,7 @@ cdef struct Absent:             # workers that left or joined; any thread sets `
     bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
     bint any_joined
+    int64_t joins               # joins that have ended
 
 cdef struct LaneCounters:
     int64_t rounds
@@ -63,6 +81,7 @@ cdef struct LaneCounters:
     int64_t messages_out
     int64_t malformed
     int64_t repeated
+    int64_t taken_over          # keys that have come from lost lanes
     int64_t dropped
 
 cdef struct Lane:
@@ -76,5 +95,6 @@ cdef struct Lane:
     PendingQueue pending
     int64_t stopping
     Absent absent
+    Terms terms
     Watch *watch                # counters and trace; NULL: neither is wanted
     LaneCounters counters

@@ -5,6 +5,7 @@ from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
+from bpsx.server.takeover cimport begin_takeover, is_gathered
 from bpsx.server.trace cimport note_key
 from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
 from bpsx.system.arrays cimport make_room
@@ -30,7 +31,9 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     h.length -= codec_bytes
     if h.slot < lane.keys.n and lane.keys.at[h.slot] != NULL:
         e = lane.keys.at[h.slot]
-        return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
+        return 0 if (
+            e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype and e.term == h.term
+        ) else -1
     k = &lane.kernels[h.dtype]
     if k.add == NULL and not load(lane, h.dtype):
         return -1
@@ -38,11 +41,10 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         &lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)
     ):
         return -1
-    lane.keys.at[h.slot] = entry_new(
-        &lane.keys.slabs, h.key, h.cookie, h.dtype, k, lane.settings.senders
-    )
-    if lane.keys.at[h.slot] == NULL:
+    e = entry_new(&lane.keys.slabs, h, k, lane.settings.senders)
+    if e == NULL or not is_gathered(lane, h.term) and not begin_takeover(lane, e):
         return -1
+    lane.keys.at[h.slot] = e
     if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):
         move_round(lane.keys.at[h.slot], REFUSED)   # pushes of this key get an error reply
         return -1

@@ -6,10 +6,11 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
-    ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header,
-    header_init, padded,
+    ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED, PONG,
+    PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded,
 )
 from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
+from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
 from bpsx.server.trace cimport note_closed, note_closing
@@ -18,6 +19,10 @@ from bpsx.server.store cimport (
     EMPTY, OPEN, KeyState, end_round, fail_sum, finish_sum, memory_for,
 )
 from bpsx.transports.abi cimport Landing, Message
+
+cdef enum:
+    MOST_SETTLED = 256          # results in one record
+    MOST_SETTLED_BYTES = HEADER_BYTES + MOST_SETTLED * 8
 
 # A result on its way to several workers. Its memory is released with the last of them.
 cdef struct Result:
@@ -66,6 +71,75 @@ cdef inline void flush_all(Lane *lane) noexcept nogil:
         flush(lane, sender)
 
 
+cdef inline char *put_settled(Lane *lane, uint32_t sender, char *at) noexcept nogil:
+    """Write a record with the results that all have got at `at`, if there are any.
+
+    Returns the address for the next record; at most MOST_SETTLED_BYTES further.
+    """
+    cdef Header h
+    cdef Out *out = &lane.outs[sender]
+    if out.n_settled == 0:
+        return at
+    header_init(&h, SETTLED, lane.settings.job, sender)
+    h.flags = INLINE
+    h.length = out.n_settled * sizeof(Settlement)
+    memcpy(at, &h, HEADER_BYTES)
+    memcpy(at + HEADER_BYTES, out.settled, h.length)
+    out.n_settled = 0
+    return at + HEADER_BYTES + h.length
+
+
+cdef inline void note_settled(Lane *lane, KeyState *e, uint32_t sender) noexcept nogil:
+    """Remember to tell a sender that all have got the latest result of its key.
+
+    Without memory the sender keeps the result until the next one.
+    """
+    cdef Out *out = &lane.outs[sender]
+    if out.n_settled == MOST_SETTLED or not make_room(
+        &out.settled, &out.settled_capacity, out.n_settled + 1, sizeof(Settlement)
+    ):
+        return
+    out.settled[out.n_settled].which = <uint32_t>e.shares[sender].cookie
+    out.settled[out.n_settled].round = e.shares[sender].round - 1
+    out.n_settled += 1
+
+
+cdef inline void take_acks(
+    Lane *lane, uint32_t sender, Header *h, const char *body
+) noexcept nogil:
+    """Handle an ACK: note the results that a sender has got.
+
+    Items of earlier rounds mean nothing any more.
+    """
+    cdef Settlement item
+    cdef KeyState *e
+    cdef uint32_t other
+    cdef uint64_t at = 0
+    while at + sizeof(Settlement) <= h.length:
+        memcpy(&item, body + at, sizeof(Settlement))
+        at += sizeof(Settlement)
+        e = lane.keys.at[item.which] if item.which < lane.keys.n else NULL
+        if (
+            e == NULL or not e.shares[sender].unacknowledged
+            or e.shares[sender].round != item.round + 1
+        ):
+            continue
+        e.shares[sender].unacknowledged = False
+        e.unacknowledged -= 1
+        for other in range(lane.settings.senders if e.unacknowledged == 0 else 0):
+            if e.shares[other].settles:
+                e.shares[other].settles = False
+                note_settled(lane, e, other)
+
+
+cdef inline void await_acks(Lane *lane, KeyState *e) noexcept nogil:
+    """Note that the senders of the open round, which is being closed, get a result."""
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        e.shares[sender].unacknowledged = e.shares[sender].settles = e.shares[sender].pushed
+    e.unacknowledged = e.round.pushed
+
+
 cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) noexcept nogil:
     """Add a record to a worker's batch.
 
@@ -76,10 +150,11 @@ cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) 
     if out.frame != NULL and out.size + size > BATCH_BYTES:
         flush(lane, sender)
     if out.frame == NULL:
-        out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size))
+        out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size) + MOST_SETTLED_BYTES)
         if out.frame == NULL:
             lane.counters.dropped += 1
             return
+        out.size = put_settled(lane, sender, out.frame) - out.frame
     h.flags = INLINE
     memcpy(out.frame + out.size, h, HEADER_BYTES)
     if h.length and body != NULL:
@@ -109,7 +184,7 @@ cdef inline void send_error(
     h.cookie = cookie
     h.divisor = -status
     h.slot = a
-    h.epoch = b
+    h.term = b
     put_record(lane, sender, &h, NULL)
 
 
@@ -143,15 +218,38 @@ cdef inline void send_result(
 ) noexcept nogil:
     """Send a large result. `landing`: that of the push it replies to, or NULL."""
     cdef Header h
+    cdef char head[MOST_SETTLED_BYTES + HEADER_BYTES]
+    cdef char *at = put_settled(lane, sender, head)
     reply_header(lane, &h, ANSWER, sender, e, cookie)
     h.length = length
+    memcpy(at, &h, HEADER_BYTES)
+    at += HEADER_BYTES
     lane.endpoint.send(
-        lane.endpoint.self, sender, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r,
+        lane.endpoint.self, sender, head, at - head, NULL, NULL, body, length, result_done, r,
         landing
     )
     if lane.watch != NULL:
-        lane.watch.server.sent += HEADER_BYTES + length
+        lane.watch.server.sent += at - head + length
     lane.counters.messages_out += 1
+
+
+cdef inline void send_copy(
+    Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie, const char *body, uint64_t length
+) noexcept nogil:
+    """Send a copy of a large result.
+
+    Without memory the result is lost and counted, which ends the lane and so the job.
+    """
+    cdef Result *r = result_in(lane, NULL, 1)
+    if r == NULL:
+        return
+    r.memory = <char *>malloc(length)
+    if r.memory == NULL:
+        free(r)
+        lane.counters.dropped += 1
+        return
+    memcpy(r.memory, body, length)
+    send_result(lane, e, sender, cookie, r, r.memory, length, NULL)
 
 
 cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
@@ -159,6 +257,7 @@ cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
     cdef Result *r = result_in(lane, e.memory.first, e.round.pushed)
     if r == NULL:
         return
+    await_acks(lane, e)
     for sender in range(lane.settings.senders):
         if e.shares[sender].pushed:
             send_result(
@@ -170,6 +269,8 @@ cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
 cdef inline void answer_small(Lane *lane, KeyState *e, char *body, uint64_t length) noexcept nogil:
     cdef Header h
     cdef uint32_t sender
+    if length > LEAST_ACKNOWLEDGED:
+        await_acks(lane, e)
     for sender in range(lane.settings.senders):
         if e.shares[sender].pushed:
             reply_header(lane, &h, ANSWER, sender, e, e.shares[sender].cookie)

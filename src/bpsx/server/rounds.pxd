@@ -8,7 +8,7 @@ from bpsx.core.wire cimport Header
 from bpsx.core.status cimport E_LEFT, E_MEMORY
 from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.server.lane cimport Lane
-from bpsx.server.reply cimport close_round, fail_round, let_go, send_error
+from bpsx.server.reply cimport close_round, fail_round, flush_all, let_go, send_error
 from bpsx.server.compressed cimport add_packed, hold_packed
 from bpsx.server.store cimport (
     ABANDONED, OPEN, KeyState, Share, add, end_round, fail_sum, memory_for,
@@ -177,6 +177,30 @@ cdef inline int turn_away(Lane *lane, KeyState *e, Header *h, int status) noexce
     return 0
 
 
+cdef inline void forget_rounds(Lane *lane) noexcept nogil:
+    """Count each sender's rounds from zero if all workers have joined since the last call.
+
+    No round is open then. Otherwise, a lane that takes a key over could not compare the senders'
+    counts, as a worker that has joined takes part in fewer rounds.
+    """
+    cdef uint32_t i, sender, joins = <uint32_t>atomic_load(&lane.absent.joins)
+    if joins == lane.terms.joins:
+        return
+    lane.terms.joins = joins
+    for i in range(lane.keys.n):
+        if lane.keys.at[i] == NULL:
+            continue
+        for sender in range(lane.settings.senders):
+            lane.keys.at[i].shares[sender].round = 0
+            lane.keys.at[i].shares[sender].unacknowledged = False
+            lane.keys.at[i].shares[sender].settles = False
+        lane.keys.at[i].unacknowledged = 0
+    # What has been said of earlier rounds must not reach a worker after a result of a later one.
+    for sender in range(lane.settings.senders):
+        lane.outs[sender].n_settled = 0
+    flush_all(lane)
+
+
 cdef inline void notice(Lane *lane) noexcept nogil:
     """Handle changes of `gone` and `joined`.
 
@@ -185,6 +209,7 @@ cdef inline void notice(Lane *lane) noexcept nogil:
     cdef uint32_t i, worker = 0
     cdef KeyState *e
     atomic_store(&lane.absent.news, 0)
+    forget_rounds(lane)
     lane.absent.any_joined = False
     for i in range(lane.settings.senders):
         if atomic_load(&lane.absent.gone[i]):

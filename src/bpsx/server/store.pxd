@@ -40,6 +40,9 @@ cdef struct Share:
     # Number of the worker's current round of this key; outlives the open round.
     uint32_t round
     bint pushed
+    # It was sent the latest result, which has to be acknowledged: it has not done so yet,
+    bint unacknowledged
+    bint settles                # ... and has not been told that all have
     uint64_t cookie             # echoed in the reply
     # Held until its turn in fixed order; NULL: none is held, or `body` is a copy.
     Message *message
@@ -78,6 +81,39 @@ cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     uint64_t counter            # largest counter of the open round's pushes
     bint alike                  # all pushes of the open round had the same counter
 
+# State of a key that has come from a lost lane; docs/internals/elastic.md has the transitions.
+cdef enum TakeoverState:
+    GATHERING = 0               # not all senders have said what they have
+    ASKING = 1                  # somebody is late, and the outcome that it lacks has been asked for
+    TAKEN = 2                   # the key is summed like any other; late senders may have to push
+
+cdef struct Have:               # what a sender has of such a key
+    uint32_t round
+    uint32_t joins              # joins from which `round` counts
+    uint32_t cookie
+    uint8_t there               # it has said so
+    uint8_t waits, keeps        # flags WAITS, KEPT
+    # It lacks the outcome that others have: 1; or even earlier ones, which cannot be: 2.
+    uint8_t late
+
+cdef struct HeldPush:           # a push that came before the key was taken
+    bint there
+    Header header
+    Message *message            # NULL: `body` is a copy
+    char *body
+
+cdef struct Takeover:
+    TakeoverState state
+    Have *haves                 # by sender
+    HeldPush *held              # by sender; NULL: none so far
+    uint32_t late               # senders that have not been given the outcome that they lack
+    # That outcome: a status below 0 with two ranks, or a result.
+    int status
+    uint32_t a, b
+    uint64_t length
+    char *body
+    Message *message            # holds `body`; NULL: it is a copy
+
 cdef struct RoundTrace:         # server/trace.pxd; times in ns
     int64_t opened_ns           # first push of the open round
     int64_t latest_ns           # latest push of the open round
@@ -90,6 +126,7 @@ cdef struct KeyState:
     uint64_t nbytes
     uint8_t dtype
     Kernels *kernels
+    uint32_t term               # see Header
     RoundState state            # set by move_round
     uint32_t rounds             # rounds that have ended
     RoundCount round
@@ -98,22 +135,25 @@ cdef struct KeyState:
     Share *shares               # by sender
     RoundMemory memory
     Compressed *compressed      # NULL: not compressed
+    Takeover *takeover          # NULL: the key has been here always, or all of it has been taken
+    uint32_t unacknowledged     # senders whose Share.unacknowledged is set
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
     RoundTrace trace
 
 
 cdef inline KeyState *entry_new(
-    Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t senders,
+    Slabs *slabs, const Header *h, Kernels *kernels, uint32_t senders,
 ) noexcept nogil:
-    """Create an entry with its shares; its memory is part of `slabs`. NULL: no memory."""
+    """Create the entry that a REGISTER describes, with its shares; its memory is part of `slabs`.
+
+    NULL: no memory.
+    """
     cdef KeyState *e = <KeyState *>take_record(slabs, sizeof(KeyState) + senders * sizeof(Share))
     if e == NULL:
         return NULL
     e.shares = <Share *>(e + 1)
-    e.key = key
-    e.nbytes = nbytes
-    e.dtype = dtype
+    e.key, e.nbytes, e.dtype, e.term = h.key, h.cookie, h.dtype, h.term
     e.kernels = kernels
     return e
 

@@ -1,0 +1,148 @@
+# Outcomes that a worker keeps for workers that may lack them when a server is lost, and the
+# acknowledgements that end this. docs/internals/elastic.md has the reasons.
+#
+# A result is kept until the lane says that all senders have got it (SETTLED), at the latest until
+# the next outcome of the same partition: a round closes only when all have pushed, so by then all
+# have got the one before. Acknowledgements travel with the next frame to their lane.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from bpsx.core.partition cimport Kept, Lane, Partition
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_LEFT, E_PROTOCOL
+from bpsx.core.wire cimport (
+    ACK, HEADER_BYTES, INLINE, LEAST_ACKNOWLEDGED, Header, Settlement, header_init,
+)
+from bpsx.system.arrays cimport make_room
+from bpsx.transports.abi cimport Message
+
+cdef enum:
+    MOST_ACKS = 256             # in one record
+
+
+cdef inline void forget_kept(Core *c, Partition *p) noexcept nogil:
+    """Free the partition's kept outcome, if there is one; not the room for copies."""
+    cdef Kept *kept = p.kept
+    if kept == NULL or not kept.held:
+        return
+    kept.held = False
+    if kept.in_message:
+        kept.in_message = False
+        c.endpoint.release(c.endpoint.self, &kept.message)
+    elif kept.length > LEAST_ACKNOWLEDGED:
+        free(kept.memory)
+        kept.memory = NULL
+
+
+cdef inline Kept *begin_keeping(Core *c, Partition *p) noexcept nogil:
+    """Replace the partition's kept outcome by an empty one. NULL: no memory."""
+    if p.kept == NULL:
+        p.kept = <Kept *>calloc(1, sizeof(Kept))
+        if p.kept == NULL:
+            return NULL
+    forget_kept(c, p)
+    p.kept.held = True
+    p.kept.outcome.status, p.kept.outcome.a, p.kept.outcome.b = DONE, 0, 0
+    p.kept.round = p.round - p.joined_at
+    p.kept.length, p.kept.body = 0, NULL
+    return p.kept
+
+
+cdef inline bint keep_error(
+    Core *c, Partition *p, int status, uint32_t a, uint32_t b
+) noexcept nogil:
+    """Keep the error of a round that all have pushed. False: no memory."""
+    cdef Kept *kept
+    # These two answer a single push: not all have pushed, and the round before may be needed.
+    if not c.settings.elastic or status == E_LEFT or status == E_PROTOCOL:
+        return True
+    kept = begin_keeping(c, p)
+    if kept == NULL:
+        return False
+    kept.outcome.status, kept.outcome.a, kept.outcome.b = status, a, b
+    return True
+
+
+cdef inline bint keep_result(
+    Core *c, Partition *p, Message *m, char *body, uint64_t length, bint *taken
+) noexcept nogil:
+    """Keep a result. *taken: the message `m` now belongs to the partition. False: no memory."""
+    cdef Kept *kept
+    if not c.settings.elastic or p.packed != NULL:
+        return True
+    kept = begin_keeping(c, p)
+    if kept == NULL:
+        return False
+    kept.length = length
+    if length > LEAST_ACKNOWLEDGED and not note_arrival(&c.lanes.at[p.lane], p):
+        return False
+    if c.endpoint.keeps and m.has_body and body == m.body and length:
+        kept.message, kept.in_message, kept.body = m[0], True, body
+        taken[0] = True
+        return True
+    if kept.memory == NULL and length:
+        kept.memory = <char *>malloc(length if length > LEAST_ACKNOWLEDGED else p.length)
+        if kept.memory == NULL:
+            return False
+    kept.body = kept.memory
+    if length:
+        memcpy(kept.memory, body, length)
+    return True
+
+
+cdef inline bint note_arrival(Lane *lane, Partition *p) noexcept nogil:
+    """Remember to acknowledge the result of the partition's present round. False: no memory."""
+    if not make_room(&lane.acks, &lane.acks_capacity, lane.n_acks + 1, sizeof(Settlement)):
+        return False
+    lane.acks[lane.n_acks].which = p.slot
+    lane.acks[lane.n_acks].round = p.round - p.joined_at
+    lane.n_acks += 1
+    return True
+
+
+cdef inline uint64_t acks_size(Lane *lane) noexcept nogil:
+    """Bytes of the record that put_acks() would write."""
+    if lane.n_acks == 0:
+        return 0
+    return HEADER_BYTES + min(lane.n_acks, <uint32_t>MOST_ACKS) * sizeof(Settlement)
+
+
+cdef inline char *put_acks(Core *c, Lane *lane, char *at) noexcept nogil:
+    """Write a record with the latest of the lane's acknowledgements at `at`, if there are any.
+
+    Returns the address for the next record.
+    """
+    cdef Header h
+    cdef uint32_t n = min(lane.n_acks, <uint32_t>MOST_ACKS)
+    if n == 0:
+        return at
+    header_init(&h, ACK, c.settings.job, c.settings.rank)
+    h.flags = INLINE
+    h.length = n * sizeof(Settlement)
+    lane.n_acks -= n
+    memcpy(at, &h, HEADER_BYTES)
+    memcpy(at + HEADER_BYTES, lane.acks + lane.n_acks, h.length)
+    return at + HEADER_BYTES + h.length
+
+
+cdef inline int take_settled(
+    Core *c, uint32_t peer, Header *h, const char *body
+) noexcept nogil:
+    """Free the kept results that all senders have got. Returns 0, or -1 if the record is invalid.
+    """
+    cdef Settlement item
+    cdef Partition *p
+    cdef uint64_t at = 0
+    if h.length == 0 or h.length % sizeof(Settlement):
+        return -1
+    while at < h.length:
+        memcpy(&item, body + at, sizeof(Settlement))
+        at += sizeof(Settlement)
+        if item.which >= c.table.n:
+            return -1
+        p = c.table.at[item.which]
+        # A later round's outcome may have replaced it.
+        if p.lane == peer and p.kept != NULL and p.kept.round == item.round:
+            forget_kept(c, p)
+    return 0

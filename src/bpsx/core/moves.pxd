@@ -1,0 +1,238 @@
+# Terms: the partitions of a lost lane move to the lanes that take its slots over, and rounds under
+# way are pushed again. docs/internals/elastic.md describes the protocol.
+#
+# Only the driver calls these functions.
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from bpsx.core.busy cimport count_work
+from bpsx.core.keep cimport forget_kept
+from bpsx.core.partition cimport END, PULL, PUSH, Kept, Lane, Move, Partition, Target, Term
+from bpsx.core.send cimport push_bytes, put_register, register_size
+from bpsx.core.stage cimport enter, fail_core
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_MEMORY, E_PROTOCOL
+from bpsx.core.targets cimport resolve
+from bpsx.core.wire cimport (
+    GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, WAITS, Header, header_init,
+)
+from bpsx.system.sync cimport lock, unlock
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t write(int descriptor, const void *data, size_t n)
+
+
+cdef inline int place_of_push(Partition *p) noexcept nogil:
+    """Index of PUSH in the list of stages; -1: the list has none."""
+    cdef int i = 0
+    while p.tensor.stages[i] != END:
+        if p.tensor.stages[i] == PUSH:
+            return i
+        i += 1
+    return -1
+
+
+cdef inline bint is_answered(Partition *p) noexcept nogil:
+    """Whether the round under way has its outcome from the lane already."""
+    return p.stage != END and p.stage_index > place_of_push(p) + 1
+
+
+cdef inline uint32_t received(Partition *p) noexcept nogil:
+    """Rounds whose outcome has arrived, as messages count them."""
+    return p.round - p.joined_at + <uint32_t>is_answered(p)
+
+
+cdef inline void send_frame(Core *c, uint32_t peer, char *frame, char *end) noexcept nogil:
+    """Send a frame that the transport copies."""
+    c.counters.sent += end - frame
+    c.counters.messages_out += 1
+    if c.endpoint.send(
+        c.endpoint.self, peer, frame, end - frame, NULL, NULL, NULL, 0, NULL, NULL, NULL
+    ) != 0:
+        c.lanes.at[peer].mute = True
+
+
+cdef inline void moved_header(Core *c, Partition *p, Header *h, int kind) noexcept nogil:
+    header_init(h, kind, c.settings.job, c.settings.rank)
+    h.flags = INLINE
+    h.dtype = p.tensor.dtype
+    h.key, h.slot, h.term = p.key, p.slot, p.term
+    h.cookie = p.index
+
+
+cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
+    """Announce a moved partition to its new lane, and say what this worker has of it."""
+    cdef Header h
+    cdef char *frame = <char *>malloc(register_size(p) + HEADER_BYTES)
+    cdef char *at
+    if frame == NULL:
+        fail_core(c, E_MEMORY)
+        return
+    at = put_register(c, p, frame)
+    # Announced again with the next push, which may arrive first.
+    p.registered = False
+    moved_header(c, p, &h, HAVE)
+    h.round, h.divisor = received(p), c.moving.joins
+    if waits:
+        h.flags |= WAITS
+    if p.kept != NULL and p.kept.held and p.kept.round + 1 == h.round:
+        h.flags |= KEPT
+    memcpy(at, &h, HEADER_BYTES)
+    send_frame(c, p.lane, frame, at + HEADER_BYTES)
+    c.lanes.at[p.lane].haves += 1
+    free(frame)
+
+
+cdef inline void send_haves(Core *c, Term *term, uint32_t peer) noexcept nogil:
+    """Say that all HAVEs of a term have been sent to a lane."""
+    cdef Header h
+    header_init(&h, HAVES, c.settings.job, c.settings.rank)
+    h.flags = INLINE
+    h.term = term.number
+    h.cookie = c.lanes.at[peer].haves
+    send_frame(c, peer, <char *>&h, <char *>&h + HEADER_BYTES)
+
+
+cdef inline void move(Core *c, Term *term, Partition *p) noexcept nogil:
+    """Move a partition of a lost lane; push its round again if it has not been answered."""
+    cdef bint waits = p.stage == PUSH or p.stage == PULL
+    resolve(c, p)
+    p.registered = False
+    if not waits and received(p) == 0:
+        return                  # no other worker can have more of it, and this one needs nothing
+    term.partitions += 1
+    send_have(c, p, waits)
+    if waits:
+        term.again += HEADER_BYTES + push_bytes(p)
+        p.stage_index = <uint8_t>place_of_push(p)
+        enter(c, p)
+
+
+cdef inline void lose_lane(Core *c, Term *term, Move *move) noexcept nogil:
+    cdef Lane *lane = &c.lanes.at[move.lane]
+    lane.moved, lane.lost_in = move, term.number
+    lane.queue.size, lane.n_acks = 0, 0
+    lane.server.lost = True
+    c.moving.untaken -= lane.untaken
+    lane.untaken = 0
+    c.endpoint.drop(c.endpoint.self, move.lane)
+
+
+cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
+    """Carry a term out. From here on the lanes refer to its moves.
+
+    A thread drives until all of its keys have been taken, as a lane may ask for an outcome.
+    """
+    cdef uint32_t i, j
+    cdef Target *target
+    if c.moving.terms == NULL:
+        lock(&c.monitor)
+        count_work(c, True)
+        unlock(&c.monitor)
+    term.next = c.moving.terms
+    c.moving.terms = term
+    for i in range(c.lanes.n):
+        c.lanes.at[i].haves = 0
+    for i in range(term.n):
+        lose_lane(c, term, &term.moves[i])
+    for i in range(c.table.n):
+        if c.lanes.at[c.table.at[i].lane].moved != NULL:
+            move(c, term, c.table.at[i])
+    for i in range(term.n):
+        for j in range(term.moves[i].n):
+            target = &term.moves[i].targets[j]
+            # A lane may be the target of several shares.
+            if c.lanes.at[target.lane].told != term.number:
+                c.lanes.at[target.lane].told = term.number
+                c.lanes.at[target.lane].untaken += 1
+                c.moving.untaken += 1
+                send_haves(c, term, target.lane)
+    end_moving(c)
+
+
+cdef inline void end_moving(Core *c) noexcept nogil:
+    """Report the terms under way to Python, once all keys have been taken."""
+    cdef Term *term
+    cdef uint64_t one = 1
+    if c.moving.untaken and not c.failed or c.moving.terms == NULL:
+        return
+    lock(&c.monitor)
+    # Both lists have the latest first.
+    term = c.moving.terms
+    while term.next != NULL:
+        term = term.next
+    term.next = c.moving.over
+    c.moving.over = c.moving.terms
+    c.moving.terms = NULL
+    count_work(c, False)
+    unlock(&c.monitor)
+    write(c.moving.told, &one, sizeof(one))
+
+
+cdef inline int note_taken(Core *c, uint32_t peer) noexcept nogil:
+    """Handle a TOOK. -1: none is awaited."""
+    if c.lanes.at[peer].untaken == 0:
+        return -1
+    c.lanes.at[peer].untaken -= 1
+    c.moving.untaken -= 1
+    end_moving(c)
+    return 0
+
+
+cdef inline void forget_rounds(Core *c) noexcept nogil:
+    """All workers have joined: messages count rounds from zero, and nobody lacks an outcome."""
+    cdef uint32_t i
+    for i in range(c.table.n):
+        # A root may still hand a result to its machine's other processes.
+        c.table.at[i].joined_at += received(c.table.at[i])
+        forget_kept(c, c.table.at[i])
+    for i in range(c.lanes.n):
+        c.lanes.at[i].n_acks = 0
+
+
+cdef inline void frame_freed(void *data, void *hint) noexcept nogil:
+    free(data)
+
+
+cdef inline int give(Core *c, Header *asked) noexcept nogil:
+    """Handle a WANT: send a kept outcome, or an error if it is not kept.
+
+    Returns 0, or -1 if the record is invalid.
+    """
+    cdef Header h
+    cdef Partition *p
+    cdef Kept *kept
+    cdef char *body = NULL
+    if asked.cookie >= c.table.n:
+        return -1
+    p = c.table.at[asked.cookie]
+    kept = p.kept
+    if p.key != asked.key or p.term != asked.term:
+        return -1
+    moved_header(c, p, &h, GIVE)
+    h.round = asked.round
+    h.divisor = 0
+    if kept == NULL or not kept.held or kept.round != asked.round:
+        h.divisor = <uint32_t>-E_PROTOCOL
+    elif kept.outcome.status != DONE:
+        h.divisor = <uint32_t>-kept.outcome.status
+        h.priority, h.cookie = <int>kept.outcome.a, kept.outcome.b
+    else:
+        h.length = kept.length
+    # A copy: the transport may still hold the body when the outcome is forgotten.
+    if h.length:
+        body = <char *>malloc(kept.length)
+        if body == NULL:
+            fail_core(c, E_MEMORY)
+            return 0
+        memcpy(body, kept.body, kept.length)
+        h.flags = 0
+    c.counters.sent += HEADER_BYTES + h.length
+    c.counters.messages_out += 1
+    if c.endpoint.send(
+        c.endpoint.self, p.lane, &h, HEADER_BYTES, NULL, NULL, body, h.length,
+        frame_freed, NULL, NULL
+    ) != 0:
+        c.lanes.at[p.lane].mute = True
+    return 0

@@ -1,0 +1,278 @@
+# Takes over keys of lost lanes: gathers what the senders have of them, and lets late senders have
+# the outcome that others have already. docs/internals/elastic.md describes the protocol.
+#
+# `begin_takeover` makes a key's takeover when it is announced. _engine.pyx calls the rest, and sums
+# the pushes that were held once a key has been taken.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from bpsx.core.status cimport E_COMPRESSOR, E_PROTOCOL
+from bpsx.core.wire cimport (
+    ANSWER, INLINE_BYTES, KEPT, TOOK, WAITS, WANT, Header, header_init,
+)
+from bpsx.server.lane cimport Gathered, Lane
+from bpsx.server.reply cimport let_go, put_record, reply_header, send_copy, send_error
+from bpsx.server.store cimport (
+    ASKING, GATHERING, TAKEN, Have, HeldPush, KeyState, Takeover, memory_for,
+)
+from bpsx.system.arrays cimport make_room
+from bpsx.transports.abi cimport Message
+
+cdef enum:
+    MOST_TERMS = 1 << 20
+
+
+cdef inline bint is_gathered(Lane *lane, uint32_t term) noexcept nogil:
+    """Whether nothing more will be said of the keys that came in a term."""
+    return term == 0 or term < lane.terms.n and lane.terms.at[term].over
+
+
+cdef inline Gathered *gathering_of(Lane *lane, uint32_t term) noexcept nogil:
+    """What has been said in a term. NULL: no memory, or no term that any worker sends."""
+    if term == 0 or term >= MOST_TERMS or not make_room(
+        &lane.terms.at, &lane.terms.n, term + 1, sizeof(Gathered)
+    ):
+        return NULL
+    return &lane.terms.at[term]
+
+
+cdef inline bint begin_takeover(Lane *lane, KeyState *e) noexcept nogil:
+    """Make the takeover of a key that has just been announced. False: no memory."""
+    cdef uint32_t n = lane.settings.senders
+    cdef Takeover *t = <Takeover *>calloc(1, sizeof(Takeover) + n * sizeof(Have))
+    if t == NULL or gathering_of(lane, e.term) == NULL:
+        free(t)
+        return False
+    t.haves = <Have *>(t + 1)
+    e.takeover = t
+    lane.counters.taken_over += 1
+    return True
+
+
+cdef inline void end_takeover(Lane *lane, KeyState *e) noexcept nogil:
+    """Free the takeover of a key, and the pushes that it still holds."""
+    cdef Takeover *t = e.takeover
+    cdef uint32_t sender
+    if t == NULL:
+        return
+    for sender in range(lane.settings.senders if t.held != NULL else 0):
+        if t.held[sender].there:
+            drop_held_push(lane, &t.held[sender])
+    free(t.held)
+    if t.message != NULL:
+        let_go(lane, t.message)
+    else:
+        free(t.body)
+    free(t)
+    e.takeover = NULL
+
+
+cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
+    if held.message != NULL:
+        let_go(lane, held.message)
+    else:
+        free(held.body)
+    held.there, held.message, held.body = False, NULL, NULL
+
+
+cdef inline int take_have(Lane *lane, KeyState *e, Header *h) noexcept nogil:
+    """Handle a HAVE. -1: malformed, or there is no memory.
+
+    As nothing of the term could be decided without it, the lane then ends.
+    """
+    cdef Have *have
+    cdef Gathered *gathered = gathering_of(lane, h.term)
+    if (
+        gathered == NULL or gathered.over or e == NULL or e.takeover == NULL
+        or e.key != h.key or e.term != h.term or e.takeover.haves[h.sender].there
+    ):
+        lane.counters.dropped += 1
+        return -1
+    have = &e.takeover.haves[h.sender]
+    have.there, have.round, have.joins = 1, h.round, h.divisor
+    have.cookie = <uint32_t>h.cookie
+    have.waits = h.flags & WAITS != 0
+    have.keeps = h.flags & KEPT != 0
+    gathered.came += 1
+    return 0
+
+
+cdef inline int take_haves(Lane *lane, Header *h) noexcept nogil:
+    """Handle a HAVES. -1: malformed."""
+    cdef Gathered *gathered = gathering_of(lane, h.term)
+    if gathered == NULL or gathered.over:
+        return -1
+    gathered.due += h.cookie
+    gathered.senders += 1
+    return 0
+
+
+cdef inline bint completes(Lane *lane, uint32_t term) noexcept nogil:
+    """Whether all has been said of a term's keys, as nobody has noted yet; note it."""
+    cdef Gathered *gathered = gathering_of(lane, term)
+    if (
+        gathered == NULL or gathered.over or gathered.senders < lane.settings.senders
+        or gathered.came < gathered.due
+    ):
+        return False
+    gathered.over = True
+    return True
+
+
+cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
+    """Set each sender's round. Returns the largest.
+
+    What was said before the latest join means nothing any more: all had all of it.
+    """
+    cdef uint32_t sender, most = 0, joins = lane.terms.joins
+    cdef Have *have
+    for sender in range(lane.settings.senders):
+        joins = max(joins, e.takeover.haves[sender].joins)
+    for sender in range(lane.settings.senders):
+        have = &e.takeover.haves[sender]
+        if have.joins < joins:
+            have.round, have.waits, have.keeps = 0, 0, 0
+        e.shares[sender].round = have.round
+        most = max(most, have.round)
+    return most
+
+
+cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
+    """All has been said of a key: it is taken, or an outcome is asked for that somebody lacks."""
+    cdef Takeover *t = e.takeover
+    cdef uint32_t most = settle_counts(lane, e), sender
+    cdef int holder = -1
+    for sender in range(lane.settings.senders):
+        if t.haves[sender].waits and t.haves[sender].round < most:
+            t.haves[sender].late = 1 if t.haves[sender].round + 1 == most else 2
+            t.late += 1
+        if t.haves[sender].keeps and t.haves[sender].round == most:
+            holder = <int>sender
+    t.state = TAKEN
+    if t.late and holder >= 0:
+        t.state = ASKING
+        lane.terms.at[e.term].asking += 1
+        send_want(lane, e, holder, most - 1)
+    elif t.late:
+        # Cannot happen as long as workers keep what they have to: late senders get an error.
+        t.status = E_PROTOCOL
+        answer_late(lane, e)
+
+
+cdef inline void send_want(
+    Lane *lane, KeyState *e, uint32_t holder, uint32_t round_
+) noexcept nogil:
+    """Ask a sender for the outcome of a round."""
+    cdef Header h
+    header_init(&h, WANT, lane.settings.job, holder)
+    h.dtype, h.key, h.term, h.round = e.dtype, e.key, e.term, round_
+    h.cookie = e.takeover.haves[holder].cookie
+    put_record(lane, holder, &h, NULL)
+
+
+cdef inline int take_given(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Handle a GIVE: answer the late senders that have pushed. -1: malformed.
+
+    `m`: its message if the body is the message's own, else NULL. *kept: the message now belongs to
+    the takeover. Without memory the outcome is lost and counted, which ends the lane.
+    """
+    cdef Takeover *t = e.takeover if e != NULL else NULL
+    cdef int status = -<int>h.divisor
+    if t == NULL or t.state != ASKING or e.key != h.key or e.term != h.term:
+        return -1
+    if status == 0 and h.length != e.nbytes or status and not E_COMPRESSOR <= status <= -1:
+        status = E_PROTOCOL
+    t.status, t.a, t.b = status, <uint32_t>h.priority, <uint32_t>h.cookie
+    t.length = h.length if status == 0 else 0
+    if t.length and m != NULL and body == m.body:
+        t.message, t.body = m, body
+        kept[0] = True
+    elif t.length:
+        if not memory_for(&t.body, t.length):
+            lane.counters.dropped += 1
+            return 0
+        memcpy(t.body, body, t.length)
+    t.state = TAKEN
+    lane.terms.at[e.term].asking -= 1
+    answer_late(lane, e)
+    return 0
+
+
+cdef inline void tell_taken(Lane *lane, uint32_t term) noexcept nogil:
+    """Tell all senders once no outcome of a term is awaited any more."""
+    cdef Header h
+    cdef uint32_t sender
+    if lane.terms.at[term].asking:
+        return
+    for sender in range(lane.settings.senders):
+        header_init(&h, TOOK, lane.settings.job, sender)
+        h.term = term
+        put_record(lane, sender, &h, NULL)
+
+
+cdef inline void answer_late(Lane *lane, KeyState *e) noexcept nogil:
+    """Answer the late senders whose pushes have been held."""
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if e.takeover.held == NULL:
+            return
+        if e.takeover.haves[sender].late and e.takeover.held[sender].there:
+            answer_one(lane, e, &e.takeover.held[sender].header)
+            drop_held_push(lane, &e.takeover.held[sender])
+
+
+cdef inline void answer_one(Lane *lane, KeyState *e, Header *push) noexcept nogil:
+    """Answer a late sender's push with the outcome that others have got from the lost lane."""
+    cdef Takeover *t = e.takeover
+    cdef Header h
+    cdef uint32_t sender = push.sender
+    cdef int status = t.status if t.haves[sender].late == 1 else E_PROTOCOL
+    if status:
+        send_error(lane, sender, e.key, e.shares[sender].round, push.cookie, status, t.a, t.b)
+    elif t.length > INLINE_BYTES:
+        send_copy(lane, e, sender, push.cookie, t.body, t.length)
+    else:
+        reply_header(lane, &h, ANSWER, sender, e, push.cookie)
+        h.length = t.length
+        put_record(lane, sender, &h, t.body)
+    e.shares[sender].round += 1
+    t.haves[sender].late = 0
+    t.late -= 1
+
+
+cdef inline bint holds(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Deal with a push of a key that has a takeover. False: it is to be summed.
+
+    `m` and *kept: as for `take_given`.
+    """
+    cdef Takeover *t = e.takeover
+    cdef HeldPush *held
+    if t.state == TAKEN:
+        if not t.haves[h.sender].late:
+            return False
+        answer_one(lane, e, h)
+        return True
+    if t.held == NULL:
+        t.held = <HeldPush *>calloc(lane.settings.senders, sizeof(HeldPush))
+        if t.held == NULL:
+            lane.counters.dropped += 1
+            return True
+    held = &t.held[h.sender]
+    if held.there:
+        lane.counters.repeated += 1
+        return True
+    held.there, held.header = True, h[0]
+    if m != NULL:
+        held.message, held.body = m, body
+        kept[0] = True
+    elif h.length and body != NULL:
+        if not memory_for(&held.body, h.length):
+            lane.counters.dropped += 1
+            return True
+        memcpy(held.body, body, h.length)
+    return True
