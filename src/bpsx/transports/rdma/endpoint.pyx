@@ -268,6 +268,9 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
         self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
+        # No `drop`: a reply is written into the memory of its push, which then cannot be pushed to
+        # another server. And a received message occupies units of the inbox, so none may be kept.
+        self.table.drop, self.table.keeps = NULL, False
 
     cdef _use_adapter(self, str host):
         """Open the adapter for this machine's address ``host``, unless one is open."""

@@ -70,3 +70,15 @@ cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
         l.n += 1
     unlock(&l.monitor)
     signal_loss(l)
+
+
+cdef inline void forget_loss(Losses *l, uint32_t peer) noexcept nogil:
+    """Remove ``peer`` from the peers that are not reported yet. Any thread may call it."""
+    cdef uint32_t i, kept = 0
+    lock(&l.monitor)
+    for i in range(l.n):
+        if l.peers[i] != peer:
+            l.peers[kept] = l.peers[i]
+            kept += 1
+    l.n = kept
+    unlock(&l.monitor)

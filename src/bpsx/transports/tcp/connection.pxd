@@ -5,7 +5,9 @@ from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport done_fn
-from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
+from bpsx.transports.sockets.epoll cimport (
+    EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, epoll_set,
+)
 from bpsx.transports.sockets.peers cimport Losses, Peers, add_loss, free_aligned, room_for_peer
 
 cdef extern from *:
@@ -22,6 +24,8 @@ cdef extern from *:
     enum:
         MSG_DONTWAIT
         MSG_NOSIGNAL
+        SHUT_RDWR
+    int shutdown(int fd, int how) nogil
     ssize_t sendmsg(int fd, msghdr *m, int flags) nogil
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
@@ -97,11 +101,20 @@ cdef inline void end_outgoing(Outgoing *o) noexcept nogil:
     free(o)
 
 
+cdef inline void stop_watching(EndpointState *s, Connection *c) noexcept nogil:
+    """End the events of a connection: its close alone does not if a forked child has it, too.
+
+    Not for a forked child, which shares the epoll with its parent.
+    """
+    if c.fd >= 0:
+        epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
+
+
 cdef inline void let_go(Connection *c) noexcept nogil:
     """Close the connection, run the done callbacks of its queue, free the message being read."""
     cdef Outgoing *o
     if c.fd >= 0:
-        close_descriptor(c.fd)      # also removes it from the epoll set
+        close_descriptor(c.fd)
     c.fd = -1
     while c.first != NULL:
         o, c.first = c.first, c.first.next
@@ -140,6 +153,7 @@ cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:
     """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
         c.dead = True
+        stop_watching(s, c)
         let_go(c)
         add_loss(&s.losses, c.peer)
 
@@ -163,3 +177,20 @@ cdef inline Connection *next_ready(EndpointState *s) noexcept nogil:
             s.ready_last = NULL
         c.ready = False
     return c
+
+
+cdef inline void take_out(EndpointState *s, Connection *c) noexcept nogil:
+    """Remove a connection from all lists, so that it can be freed."""
+    cdef Connection **at = &s.all
+    while at[0] != c:
+        at = &at[0].next
+    at[0] = c.next
+    if c.ready:
+        at, s.ready_last = &s.ready_first, NULL
+        while at[0] != NULL:
+            if at[0] == c:
+                at[0] = c.next_ready
+            else:
+                s.ready_last = at[0]
+                at = &at[0].next_ready
+    s.peers.at[c.peer] = NULL

@@ -19,13 +19,15 @@ from libc.stdlib cimport calloc, free
 from bpsx.system.sync cimport atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.tcp.connection cimport (
-    LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, iovec, let_go, lose, make_ready,
-    next_ready, take_new,
+    LOOK_EVERY, SHUT_RDWR, Connection, Outgoing, Prefix, EndpointState, iovec, let_go, lose,
+    make_ready, next_ready, shutdown, stop_watching, take_new, take_out,
 )
 from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
 from bpsx.transports.sockets.epoll cimport EPOLLOUT, EVENTS, epoll_event, epoll_wait
 from bpsx.transports.tcp.receive cimport next_message
-from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, read, write
+from bpsx.transports.sockets.peers cimport (
+    add_loss, forget_loss, forget_peers, free_aligned, read, write,
+)
 from bpsx.transports.tcp.send cimport (
     flush, keep, put_rest, send_pieces, size_of, tell_when_writable,
 )
@@ -143,6 +145,22 @@ cdef void tcp_wake(void *self) noexcept nogil:
     write((<EndpointState *>self).wake_fd, &one, sizeof(one))
 
 
+cdef void tcp_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if c != NULL:
+        take_out(s, c)
+        stop_watching(s, c)
+        if c.fd >= 0:
+            # A forked child may have the connection, too.
+            shutdown(c.fd, SHUT_RDWR)
+        let_go(c)
+        free(c)
+    forget_loss(&s.losses, peer)
+
+
 cdef class TcpEndpoint(ListeningEndpoint):
     """Endpoint with one TCP connection per peer.
 
@@ -180,6 +198,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = tcp_send, tcp_receive, tcp_release
         self.table.wait, self.table.wake = tcp_wait, tcp_wake
+        self.table.drop, self.table.keeps = tcp_drop, True
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
