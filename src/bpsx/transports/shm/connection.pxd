@@ -11,6 +11,7 @@
 # sets and the other clears.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
+from posix.mman cimport munmap
 
 from bpsx.system.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
@@ -62,14 +63,20 @@ cdef struct Sent:               # a message that the reader has not returned
     void *body_hint
     bint lent                   # the body was in the segment already and was not copied
 
+cdef struct Mapping:
+    bint there                  # the segment is mapped
+    bint own                    # it is mapped for this link alone: a worker's
+    bint dropped                # unmap it with the last message
+    int64_t held                # received messages in it that are not released
+
 cdef struct Link:
     Link *next
     uint32_t peer
     bint dead
     int64_t gone                # the peer's process has exited; set by any thread
-    # Guards `returned` and `mapped`, because any thread may release messages.
+    # Guards `returned` and `mapping`, because any thread may release messages.
     Monitor monitor
-    bint mapped                 # the segment is mapped
+    Mapping mapping
     int wake_fd                 # eventfd that wakes the peer
     char *base                  # start of the segment
     uint64_t n_bytes            # size of the segment
@@ -88,10 +95,11 @@ cdef struct Link:
 cdef struct EndpointState:
     Endpoint *inner             # for peers elsewhere, and for messages that are too large
     bint is_lane
-    Monitor monitor             # guards `new`
+    Monitor monitor             # guards `new`, and changes of `all`
     int64_t n_new
     Link *new
     Link *all
+    Link *dropped               # no longer in `all`, but a message may refer to it
     Link *next_to_read
     Peers peers
     uint64_t most_bytes
@@ -115,7 +123,7 @@ cdef inline void set_up(
     cdef Slot *at = <Slot *>(base + slot * slot_bytes())
     cdef uint64_t head = (sizeof(Slot) + PAGE - 1) // PAGE * PAGE
     cdef uint32_t i
-    l.base, l.n_bytes, l.mapped = base, n_bytes, True
+    l.base, l.n_bytes, l.mapping.there, l.mapping.own = base, n_bytes, True, not is_lane
     l.out, l.back = (&at.to_worker, &at.to_lane) if is_lane else (&at.to_lane, &at.to_worker)
     l.region = <char *>at + head + (REGION if is_lane else 0)
     l.arena.room = REGION
@@ -133,7 +141,6 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
     lock(&s.monitor)
     l, s.new = s.new, NULL
     atomic_store(&s.n_new, 0)
-    unlock(&s.monitor)
     while l != NULL:
         following = l.next
         l.next, s.all = s.all, l
@@ -142,6 +149,49 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
         else:
             l.dead = True
         l = following
+    unlock(&s.monitor)
+
+
+cdef inline void take_out(EndpointState *s, Link *l) noexcept nogil:
+    """Move a link from the list of all to the dropped ones."""
+    cdef Link **at = &s.all
+    lock(&s.monitor)
+    while at[0] != l:
+        at = &at[0].next
+    at[0] = l.next
+    unlock(&s.monitor)
+    s.peers.at[l.peer] = NULL
+    s.next_to_read = NULL
+    l.next, s.dropped = s.dropped, l
+
+
+cdef inline void leave(Link *l) noexcept nogil:
+    """Tell the peer that no entry follows, and unmap the segment. The link's monitor is locked."""
+    if not l.mapping.there:
+        return
+    atomic_store(&l.out.closed, 1)
+    wake_up(l)
+    l.mapping.there = False
+    if l.mapping.own:
+        munmap(l.base, l.n_bytes)
+
+
+cdef inline void leave_when_released(Link *l) noexcept nogil:
+    """Unmap the segment now or with the last message in it."""
+    lock(&l.monitor)
+    l.mapping.dropped = True
+    if atomic_load(&l.mapping.held) == 0:
+        leave(l)
+    unlock(&l.monitor)
+
+
+cdef inline bint is_released(Link *l) noexcept nogil:
+    """Whether no message refers to a dropped link any more."""
+    cdef bint found
+    lock(&l.monitor)
+    found = atomic_load(&l.mapping.held) == 0
+    unlock(&l.monitor)
+    return found
 
 
 # ---- Sending
@@ -273,14 +323,19 @@ cdef inline bint makes_sense(EndpointState *s, Link *l, RingEntry *e) noexcept n
     )
 
 
-cdef inline void return_token(Link *l, uint32_t token) noexcept nogil:
-    """Return a message's token to the writer. Any thread may call it."""
+cdef inline void return_token(Link *l, uint32_t token, bint held) noexcept nogil:
+    """Return a message's token to the writer. Any thread may call it.
+
+    ``held``: the message was read in place.
+    """
     cdef int64_t at
     lock(&l.monitor)
-    if l.mapped:
+    if l.mapping.there:
         at = l.back.returned
         l.back.returns[at % TOKENS] = token
         atomic_store(&l.back.returned, at + 1)
+    if held and atomic_add(&l.mapping.held, -1) == 0 and l.mapping.dropped:
+        leave(l)
     unlock(&l.monitor)
 
 
@@ -296,7 +351,7 @@ cdef inline bint take_entry(EndpointState *s, Link *l, Message *m) noexcept nogi
             wake_up(l)
         if not makes_sense(s, l, &e):
             atomic_add(&s.malformed, 1)
-            return_token(l, e.token)
+            return_token(l, e.token, False)
             continue
         m.peer, m.has_body = l.peer, e.has_body
         m.head, m.head_size = l.base + e.head, e.head_size
@@ -312,6 +367,8 @@ cdef inline bint take_entry(EndpointState *s, Link *l, Message *m) noexcept nogi
                     memcpy(copied + ((e.head_size + 63) & ~<uint64_t>63), m.body, e.body_size)
                     m.body = copied + ((e.head_size + 63) & ~<uint64_t>63)
                 m.opaque[1] = <uint64_t>copied
-                return_token(l, e.token)
+                return_token(l, e.token, False)
+        if not m.opaque[1]:
+            atomic_add(&l.mapping.held, 1)
         return True
     return False

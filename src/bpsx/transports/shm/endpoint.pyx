@@ -22,9 +22,10 @@ from posix.unistd cimport getpid
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport forget_peers, free_aligned
+from bpsx.transports.shm.allocator cimport forget_blocks
 from bpsx.transports.shm.connection cimport (
-    Link, EndpointState, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry,
-    take_new, wake_up,
+    Link, EndpointState, drop_link, is_released, leave, leave_when_released, notice, put,
+    return_token, set_up, slot_bytes, take_entry, take_new, take_out,
 )
 
 from bpsx.transports.shm import handshake
@@ -95,7 +96,7 @@ cdef void shared_release(void *self, Message *m) noexcept nogil:
     elif m.opaque[1]:
         free_aligned(<void *>m.opaque[1])
     else:
-        return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0])
+        return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0], True)
 
 
 cdef bint has_news(EndpointState *s) noexcept nogil:
@@ -148,12 +149,39 @@ cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept 
         s.inner.lend(s.inner.self, peer, at, n)
 
 
-cdef void free_link(Link *l) noexcept:
+cdef void free_link(Link *l) noexcept nogil:
     if l != NULL:
         if l.wake_fd >= 0:
             close_descriptor(l.wake_fd)     # os.close may be gone at the interpreter's end
         monitor_destroy(&l.monitor)
+        forget_blocks(&l.arena)
         free(l)
+
+
+cdef void free_dropped(EndpointState *s) noexcept nogil:
+    """Free the dropped links that no message refers to."""
+    cdef Link **at = &s.dropped
+    cdef Link *l
+    while at[0] != NULL:
+        l = at[0]
+        if is_released(l):
+            at[0] = l.next
+            free_link(l)
+        else:
+            at = &l.next
+
+
+cdef void shared_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Link *l
+    take_new(s)
+    l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if l != NULL:
+        drop_link(l)
+        take_out(s, l)
+        leave_when_released(l)
+    s.inner.drop(s.inner.self, peer)
+    free_dropped(s)
 
 
 cdef class SharedEndpoint:
@@ -194,6 +222,10 @@ cdef class SharedEndpoint:
         self.table.wait, self.table.wake = shared_wait, shared_wake
         if self.state.inner.lend != NULL:
             self.table.lend = shared_lend
+        if self.state.inner.drop != NULL:
+            self.table.drop = shared_drop
+        # A reply is often in the memory of another worker, which waits for its release.
+        self.table.keeps = False
 
     def bind(self, host: str, ports=()) -> str:
         """Bind the inner endpoint, and also listen for workers of this machine.
@@ -331,12 +363,14 @@ cdef class SharedEndpoint:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef Link *l = NULL
         found = self.inner.lost()
+        lock(&self.state.monitor)
         for peer in found:
             l = self.state.all
             while l != NULL:
                 if <long>l.peer == peer:
                     atomic_store(&l.gone, 1)
                 l = l.next
+        unlock(&self.state.monitor)
         return found
 
     @property
@@ -347,11 +381,14 @@ cdef class SharedEndpoint:
     @property
     def neighbours(self) -> int:
         """Number of peers reached through shared memory."""
-        cdef Link *l = self.state.all
-        cdef int n = atomic_load(&self.state.n_new)
+        cdef Link *l
+        cdef int n
+        lock(&self.state.monitor)
+        l, n = self.state.all, self.state.n_new
         while l != NULL:
             n += not l.dead
             l = l.next
+        unlock(&self.state.monitor)
         return n
 
     @property
@@ -382,7 +419,6 @@ cdef class SharedEndpoint:
 
     def close(self) -> None:
         """Drop unsent messages and run every outstanding done callback. Idempotent."""
-        cdef Link *l
         if self.closed:
             return
         self.closed = True
@@ -390,27 +426,32 @@ cdef class SharedEndpoint:
             self.acceptor.close()
         self.inner.close()          # may still send from the segment, so it comes first
         take_new(&self.state)
-        l = self.state.all
-        while l != NULL:
-            if self.pid == getpid():         # in a forked child the links are the parent's
-                atomic_store(&l.out.closed, 1)
-                wake_up(l)
-            drop_link(l)
-            lock(&l.monitor)
-            l.mapped = False        # tokens of messages released later are not returned
-            unlock(&l.monitor)
-            if self.segment == NULL:
-                munmap(l.base, l.n_bytes)
-            close_descriptor(l.wake_fd)
-            l.wake_fd = -1
-            l = l.next
+        self._close_links(self.state.all)
+        self._close_links(self.state.dropped)
         if self.segment != NULL:
-            munmap(self.segment, self.n_slots * slot_bytes())
+            if self.pid == getpid():
+                munmap(self.segment, self.n_slots * slot_bytes())
             close_descriptor(self.descriptor)
             self.segment = NULL
 
+    cdef _close_links(self, Link *l):
+        while l != NULL:
+            drop_link(l)
+            lock(&l.monitor)
+            if self.pid == getpid():
+                leave(l)
+            # A forked child has no mapping, and the links are its parent's.
+            l.mapping.there = False
+            unlock(&l.monitor)
+            close_descriptor(l.wake_fd)
+            l.wake_fd = -1
+            l = l.next
+
     def __dealloc__(self):
         cdef Link *l
+        while self.state.dropped != NULL:
+            l, self.state.dropped = self.state.dropped, self.state.dropped.next
+            free_link(l)
         while self.state.all != NULL:
             l, self.state.all = self.state.all, self.state.all.next
             free_link(l)
