@@ -17,15 +17,23 @@ import zmq.backend.cython._zmq as _zmq_module
 from zmq.utils.monitor import parse_monitor_message
 
 from cpython.pycapsule cimport PyCapsule_New
+from libc.errno cimport EINTR
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy, strdup
+from libc.string cimport memcpy, strdup
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.arrays cimport make_room
-from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
+from bpsx.transports.zeromq.frames cimport (
+    find_parts, is_dropped, put_id, read_message, send_frame,
+)
+from bpsx.transports.zeromq.libzmq cimport (
+    ID_BYTES, ZMQ_POLLIN, ZMQ_SNDMORE, Connection, EndpointState, LibZmq, zmq_msg_t,
+    zmq_pollitem_t,
+)
 
 from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
@@ -34,10 +42,6 @@ from bpsx.transports import refusals
 from bpsx.transports.zeromq import auth
 from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
-
-cdef extern from "errno.h" nogil:
-    enum:
-        EINTR
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int initval, int flags)
@@ -48,39 +52,6 @@ cdef extern from "<sys/eventfd.h>" nogil:
 cdef extern from "<unistd.h>" nogil:
     ssize_t read(int fd, void *buf, size_t count)
     ssize_t write(int fd, const void *buf, size_t count)
-
-# libzmq's public structures; its ABI has fixed them since 4.0.
-ctypedef struct zmq_msg_t:
-    uint64_t _[8]
-
-ctypedef struct zmq_pollitem_t:
-    void *socket
-    int fd
-    short events
-    short revents
-
-ctypedef struct LibZmq:
-    int (*msg_init)(zmq_msg_t *) noexcept nogil
-    int (*msg_init_size)(zmq_msg_t *, size_t) noexcept nogil
-    int (*msg_init_data)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil
-    int (*msg_send)(zmq_msg_t *, void *, int) noexcept nogil
-    int (*msg_recv)(zmq_msg_t *, void *, int) noexcept nogil
-    int (*msg_close)(zmq_msg_t *) noexcept nogil
-    int (*msg_more)(const zmq_msg_t *) noexcept nogil
-    int (*msg_get)(const zmq_msg_t *, int) noexcept nogil
-    void *(*msg_data)(zmq_msg_t *) noexcept nogil
-    size_t (*msg_size)(const zmq_msg_t *) noexcept nogil
-    int (*poll)(zmq_pollitem_t *, int, long) noexcept nogil
-    int (*disconnect)(void *, const char *) noexcept nogil
-    int (*err)() noexcept nogil
-
-cdef enum:
-    ZMQ_DONTWAIT = 1
-    ZMQ_SNDMORE = 2
-    ZMQ_POLLIN = 1
-    ZMQ_SRCFD = 2
-    ID_BYTES = 13
-    ID_TAG = 1                  # not 0: ZeroMQ reserves ids that begin with a zero byte
 
 NEVER_MS = 10**9
 BACKLOG = 4096
@@ -117,64 +88,6 @@ def _load() -> None:
 
 _load()
 
-cdef struct Connection:         # made by connect()
-    char *url                   # NULL: none to this peer
-    int64_t dropped
-
-cdef struct EndpointState:
-    void *socket
-    int wake_fd
-    uint64_t job
-    int64_t malformed
-    # Of workers, by rank: descriptor + 1, known since the first message. Only a lane has them.
-    int64_t *descriptors
-    uint32_t n_descriptors
-    Connection *connections     # by peer number
-    uint32_t n_connections
-    bint has_aside
-    Message aside               # received by zmq_drop; the next receive returns it
-
-
-cdef inline void put_id(EndpointState *s, char *out, uint32_t index) noexcept nogil:
-    out[0] = ID_TAG
-    memcpy(out + 1, &index, 4)
-    memcpy(out + 5, &s.job, 8)
-
-
-cdef inline bint valid_id(EndpointState *s, zmq_msg_t *m) noexcept nogil:
-    cdef char *text = <char *>lib.msg_data(m)
-    return (
-        lib.msg_size(m) == ID_BYTES
-        and text[0] == ID_TAG
-        and memcmp(text + 5, &s.job, 8) == 0
-        and lib.msg_more(m)
-    )
-
-
-cdef int send_frame(
-    EndpointState *s, void *data, size_t size, done_fn done, void *hint, int flags
-) noexcept nogil:
-    """Send one frame. With a done callback it is not copied, and the callback always runs."""
-    cdef zmq_msg_t m
-    if done != NULL:
-        if lib.msg_init_data(&m, data, size, done, hint) != 0:
-            done(data, hint)
-            return -1
-    else:
-        if lib.msg_init_size(&m, size) != 0:
-            return -1
-        memcpy(lib.msg_data(&m), data, size)
-    while lib.msg_send(&m, s.socket, flags | ZMQ_DONTWAIT) < 0:
-        if lib.err() == EINTR:
-            continue
-        lib.msg_close(&m)
-        return -1
-    return 0
-
-
-cdef inline bint is_dropped(EndpointState *s, uint32_t peer) noexcept nogil:
-    return peer < s.n_connections and atomic_load(&s.connections[peer].dropped)
-
 
 cdef int zmq_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
@@ -204,67 +117,6 @@ cdef int zmq_send(
     return 0
 
 
-cdef int receive_frame(EndpointState *s, zmq_msg_t *m) noexcept nogil:
-    lib.msg_init(m)
-    while lib.msg_recv(m, s.socket, ZMQ_DONTWAIT) < 0:
-        if lib.err() != EINTR:
-            lib.msg_close(m)
-            return -1
-    return 0
-
-
-cdef void drop_rest(EndpointState *s, zmq_msg_t *last) noexcept nogil:
-    """Read a malformed message to its end, so that the next receive starts with a new message."""
-    cdef zmq_msg_t m
-    cdef int more = lib.msg_more(last)
-    while more and receive_frame(s, &m) == 0:
-        more = lib.msg_more(&m)
-        lib.msg_close(&m)
-    atomic_add(&s.malformed, 1)
-
-
-cdef inline void find_parts(Message *m) noexcept nogil:
-    """Point a message's head and body into its frames, which may hold short ones themselves."""
-    cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
-    cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
-    m.head, m.head_size = <char *>lib.msg_data(head), lib.msg_size(head)
-    m.body, m.body_size = NULL, 0
-    if m.has_body:
-        m.body, m.body_size = <char *>lib.msg_data(body), lib.msg_size(body)
-
-
-cdef int read_message(EndpointState *s, Message *m) noexcept nogil:
-    cdef zmq_msg_t routing_id
-    cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
-    cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
-    while receive_frame(s, &routing_id) == 0:
-        if not valid_id(s, &routing_id):
-            drop_rest(s, &routing_id)
-            lib.msg_close(&routing_id)
-            continue
-        memcpy(&m.peer, <char *>lib.msg_data(&routing_id) + 1, 4)
-        lib.msg_close(&routing_id)
-        if receive_frame(s, head) != 0:
-            return 0
-        m.has_body = False
-        # Written once, because no connection is made a second time.
-        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:
-            atomic_store(&s.descriptors[m.peer], lib.msg_get(head, ZMQ_SRCFD) + 1)
-        if lib.msg_more(head):
-            if receive_frame(s, body) != 0:
-                lib.msg_close(head)
-                return 0
-            m.has_body = True
-            if lib.msg_more(body):
-                drop_rest(s, body)
-                lib.msg_close(head)
-                lib.msg_close(body)
-                continue
-        find_parts(m)
-        return 1
-    return 0
-
-
 cdef int zmq_receive(void *self, Message *m) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
     if not s.has_aside:
@@ -272,7 +124,7 @@ cdef int zmq_receive(void *self, Message *m) noexcept nogil:
     s.has_aside = False
     m.peer, m.has_body = s.aside.peer, s.aside.has_body
     memcpy(m.opaque, s.aside.opaque, sizeof(m.opaque))
-    find_parts(m)
+    find_parts(s, m)
     return 1
 
 
@@ -376,6 +228,7 @@ cdef class ZeroMQEndpoint:
             # Heartbeats queue behind data that the kernel cannot deliver, so unacknowledged data
             # must end the connection too.
             socket.setsockopt(zmq.TCP_MAXRT, max(1, int(heartbeat_timeout * 1000)))
+        self.state.lib = &lib
         self.state.socket = <void *><uintptr_t>socket.underlying
         self.table.self = &self.state
         self.table.send = zmq_send
