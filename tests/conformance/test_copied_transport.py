@@ -29,11 +29,11 @@ def test_a_copy_of_loopback_under_another_name_is_a_transport(tmp_path: Path) ->
             path.read_text().replace("Loopback", "Copied").replace("loopback", "copied")
         )
     build(copy / "endpoint.pyx")
-    suite = str(Path(__file__).with_name("test_transports.py"))
+    suite = [str(Path(__file__).with_name(name)) for name in ("test_transports.py", "test_drop.py")]
     chosen = "other and not loopback"
     done = subprocess.run(
         [sys.executable, "-c", _RUN, str(tmp_path), "-q", "-p", "no:cacheprovider", "-k", chosen]
-        + [suite],
+        + suite,
         cwd=ROOT,
         env={**os.environ, "CONFORMANCE_OF": "bpsx.transports.copied.endpoint:CopiedEndpoint"},
         capture_output=True,

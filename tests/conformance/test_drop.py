@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -217,8 +218,6 @@ def test_a_dropped_peer_is_not_reported_as_lost(job: Job) -> None:
 
 
 def _readable(descriptor: int) -> bool:
-    import select
-
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
@@ -328,6 +327,8 @@ def test_dropped_peers_leave_nothing_behind(job: Job) -> None:
         job.lanes.pop(peer).close()
         del job.planes[peer]
         job.w.wait(0)
+        job.w.forget()
+        s.forget()
 
     for peer in range(10):
         cycle(peer)
@@ -335,4 +336,10 @@ def test_dropped_peers_leave_nothing_behind(job: Job) -> None:
     for peer in range(10, 60):
         cycle(peer)
     after = _held()
-    assert after[:2] == before[:2]
+    for _ in range(600):  # a thread of ZeroMQ closes the last connection
+        if after[0] <= before[0]:
+            break
+        job.w.wait(100)
+        after = _held()
+    assert after[0] <= before[0] and after[1] == before[1]
+    assert after[2] - before[2] < 50 * 16384

@@ -190,6 +190,10 @@ class DataPlane:
         """End the connection to ``peer``."""
         self.table.drop(self.table.self, peer)
 
+    def forget(self) -> None:
+        """Free the memory of sent messages; all done callbacks have run."""
+        self._kept.clear()
+
     def wait(self, timeout_ms: int) -> None:
         self.table.wait(self.table.self, timeout_ms)
 
