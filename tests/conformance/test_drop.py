@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,6 +253,79 @@ def test_a_drop_of_an_unknown_peer_does_nothing(job: Job) -> None:
     for peer in (1, 200, 2**32 - 1):
         job.w.drop(peer)
     job.assert_in_order(0, 5)
+
+
+def test_a_peer_that_was_never_reached_can_be_dropped(apart: Job) -> None:
+    job = apart
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    job.worker.connect(0, f"127.0.0.1:{port}")
+    job.connect(1)
+    for token in range(1, 6):
+        assert job.w.send(0, b"h", bytes(1000), token, own_head=True) in (0, -1)
+    job.w.drop(0)
+    job.assert_done(*range(1, 6), *range(1001, 1006))
+    assert job.worker.lost() == [] and job.w.send(0, b"h", b"body", 6) == -1
+    job.assert_in_order(1, 5)
+
+
+def _watched() -> list[int]:
+    """Return how many descriptors each epoll of this process watches."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            if "eventpoll" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(Path(f"/proc/self/fdinfo/{name}").read_text().count("tfd:"))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Keep a forked child, which has all connections of this process, during the block."""
+    near, far = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(far)
+        os.read(near, 1)
+        os._exit(0)
+    os.close(near)
+    try:
+        yield
+    finally:
+        os.close(far)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.skipif("tcp" not in KINDS, reason="a test of TCP")
+def test_over_tcp_a_drop_ends_a_connection_that_a_forked_child_has() -> None:
+    job = Job("tcp")
+    s = job.connect(0)
+    with forked():
+        job.w.drop(0)
+        while job.lanes[0].lost() != [5]:
+            s.receive(0.1)
+    job.close()
+
+
+@pytest.mark.skipif("tcp" not in KINDS, reason="a test of TCP")
+@pytest.mark.parametrize("drops", [True, False], ids=["drop", "loss"])
+def test_over_tcp_a_connection_that_has_ended_is_not_watched(drops: bool) -> None:
+    """Also if a forked child has it: its events would keep the driver awake for ever, and name a
+    connection whose memory has been freed.
+    """
+    job = Job("tcp")
+    before = _watched()
+    job.w.release(job.connect_apart(0))
+    assert _watched() != before and job.child is not None
+    with forked():
+        if drops:
+            job.w.drop(0)
+        else:
+            job.child.kill()
+            while job.worker.lost() != [0]:
+                job.w.receive(0.1)
+        assert _watched() == before
+    job.close()
 
 
 def test_a_drop_of_a_killed_peer_returns_the_memory(apart: Job) -> None:
