@@ -11,7 +11,7 @@ import pytest
 from bpsx.api.states import PROCESS
 from bpsx.core.declared_state import DECLARED
 from bpsx.errors import InternalError
-from bpsx.scheduler.states import HEARING, JOB, PRESENCE, SUPPLY
+from bpsx.scheduler.states import HANDOVER, HEARING, JOB, PRESENCE, SUPPLY
 from bpsx.session.states import SESSION
 from bpsx.system.transitions import Table, in_words
 from support.places import ROOT
@@ -25,6 +25,7 @@ SHOWN: dict[tuple[str, str], Table[Any, Any]] = {
     ("states-of-servers", "Hearing"): HEARING,
     ("states-of-servers", "Supply"): SUPPLY,
     ("states-of-servers", "3. The job at the scheduler"): JOB,
+    ("states-of-servers", "4. The keys of lost servers"): HANDOVER,
 }
 Row = tuple[str, str, str]
 

@@ -6,6 +6,9 @@ BytePS' hashes are available by name (``BYTEPS_KEY_HASH_FN``, see its ``global.c
 the key only. The default, ``balanced``, depends on the bytes placed so far: it takes the server
 furthest below its share. It cuts a tensor finer where a whole partition would give a server too
 much: on 32 servers a ResNet-50 has no more than 3 MB each. docs/decisions/0025.
+
+A lost server's slots move to the others by a rule per lane (:data:`Moves`). A place that has been
+given out never changes: whoever uses it applies the rules (:class:`bpsx.scheduler.terms.Terms`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ PARTS_PER_TENSOR = 1 << 20
 _LEAST = 32 << 10
 #: Fraction of all bytes so far by which a server may exceed its share before a tensor is cut finer.
 _SLACK = 0.015
+#: Most targets of a lost lane. More make its bytes finer to share out, and the rule longer.
+MOST_TARGETS = 64
+#: Lost lanes and their targets: with m targets, slot s becomes slot ``base + s // m`` of lane
+#: ``lane``, where ``(lane, base) = targets[s % m]``.
+Moves = list[tuple[int, list[tuple[int, int]]]]
 
 
 class Assignment(NamedTuple):
@@ -108,7 +116,9 @@ class Placement:
         self._bytes = 0
         self.lane_bytes = [0] * sum(lanes)
         self.server_bytes = [0] * len(lanes)
-        self._slots = [0] * sum(lanes)
+        self._living = list(range(len(lanes)))  # servers that have not been lost
+        # Bytes of each slot that has been given out, by lane.
+        self._sizes: list[list[int]] = [[] for _ in range(sum(lanes))]
 
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Assignment]:
         """Return the places of a tensor's partitions, in order.
@@ -123,7 +133,7 @@ class Placement:
         finer = (
             self._hash is None
             and not compressed
-            and len(self._lanes) > 1
+            and len(self._living) > 1
             and nbytes < PARTS_PER_TENSOR * _LEAST
         )
         if not finer:
@@ -157,13 +167,59 @@ class Placement:
         # to one server.
         counted = max(size, 64)
         if self._hash is None:
-            has, server = self._least[0]
-            heapq.heapreplace(self._least, (has + counted / self._shares[server], server))
+            server = self._most_lacking(counted)
         else:
-            server = self._hash(key, self._coefficient) % len(self.server_bytes)
+            server = self._living[self._hash(key, self._coefficient) % len(self._living)]
+        lane = self._least_lane(server, counted)
+        self._sizes[lane].append(counted)
+        return Assignment(key, lane, len(self._sizes[lane]) - 1, size)
+
+    def _most_lacking(self, counted: int) -> int:
+        """Return the server that lacks most of its share, and count ``counted`` bytes for it."""
+        has, server = self._least[0]
+        heapq.heapreplace(self._least, (has + counted / self._shares[server], server))
+        return server
+
+    def _least_lane(self, server: int, counted: int) -> int:
+        """Return a server's lane with the fewest bytes, and count ``counted`` bytes for it."""
         lane = min(self._lanes[server], key=lambda i: self.lane_bytes[i])
         self.server_bytes[server] += counted
         self.lane_bytes[lane] += counted
-        slot = self._slots[lane]
-        self._slots[lane] += 1
-        return Assignment(key, lane, slot, size)
+        return lane
+
+    def lose(self, server: int) -> Moves:
+        """Move a lost server's slots to the other servers; returns the rule for each of its lanes.
+
+        The bytes of a lane are cut into at most :data:`MOST_TARGETS` parts. The largest part comes
+        first, and each goes to the server furthest below its share; hashes have equal shares. So no
+        server that gets a part then has more than its share of all bytes and one part.
+
+        No later partition gets a place on the lost lanes, and no slot is given out twice. At least
+        one server must be left.
+        """
+        self._living.remove(server)
+        rest = sum(self._shares[s] for s in self._living)
+        if self._hash is not None or not rest:
+            self._shares = [1 / len(self._living)] * len(self._shares)
+        else:
+            self._shares = [share / rest for share in self._shares]
+        for lane in self._lanes[server]:
+            self.lane_bytes[lane] = 0
+        self.server_bytes[server] = 0
+        shares = [(s, self._shares[s]) for s in self._living if self._shares[s] > 0]
+        self._least = [(self.server_bytes[s] / share, s) for s, share in shares]
+        heapq.heapify(self._least)
+        return [(lane, self._targets(lane)) for lane in self._lanes[server]]
+
+    def _targets(self, lane: int) -> list[tuple[int, int]]:
+        """Return the targets of a lost lane, whose slots they reserve."""
+        sizes, self._sizes[lane] = self._sizes[lane], []
+        count = min(MOST_TARGETS, max(1, len(sizes)))
+        parts = [sizes[i::count] for i in range(count)]
+        targets = [(0, 0)] * count
+        for i in sorted(range(count), key=lambda i: -sum(parts[i])):
+            nbytes = sum(parts[i])
+            target = self._least_lane(self._most_lacking(nbytes), nbytes)
+            targets[i] = (target, len(self._sizes[target]))
+            self._sizes[target] += parts[i]
+        return targets

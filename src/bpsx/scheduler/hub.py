@@ -22,9 +22,10 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError, in_short
 from bpsx.scheduler import messages
 from bpsx.scheduler.gathering import Output, newcomer
-from bpsx.scheduler.membership import Membership, names
+from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.observers import KINDS, Observers
 from bpsx.scheduler.rejections import EVENTS, Refusals
+from bpsx.scheduler.roster import names
 from bpsx.scheduler.sockets import open_socket
 from bpsx.scheduler.states import JobState
 from bpsx.scheduler.waiting import doubtful_name, loopback_hint
@@ -77,6 +78,7 @@ class Hub:
         self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
         self._hint = ""
+        self._reported = 0  # number of lost servers that have been reported
         # Nodes whose connections have ended; their last messages may still be unread.
         self._gone: list[bytes] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
@@ -230,6 +232,8 @@ class Hub:
                 self._send(self._observers.watch_for(1e9))
             while self._members.state is JobState.RUNNING:
                 self._turn(_LONGEST_WAIT)
+                self._send(self._members.settle(time.monotonic()))
+                self._report_losses()
             self._blame()
         self._farewell()
 
@@ -240,6 +244,18 @@ class Hub:
             cause = failure.removeprefix(own) if failure.startswith(own) else ""
             words = ["blame", blamed.role, str(blamed.rank), str(blamed.pid), *cause.split()]
             self._tell_launcher(" ".join(words))
+
+    def _report_losses(self) -> None:
+        """Report the servers that the job has survived since the last call, and the recoveries."""
+        members = self._members
+        for loss in members.losses[self._reported :]:
+            log.warning("%s", loss.text)
+            self._tell_launcher(f"lost server {loss.server.rank} {loss.server.pid}")
+        self._reported = len(members.losses)
+        if members.terms is not None and members.terms.finished:
+            for recovery in members.terms.finished:
+                log.warning("%s", recovery)
+            members.terms.finished.clear()
 
     @property
     def _in_need(self) -> bool:
@@ -365,7 +381,7 @@ class Hub:
                 node or "a former node",
                 "has ended" if node and node.left else "is gone",
             )
-            self._send(self._members.gone(ident, self._broke))
+            self._send(self._members.gone(ident, self._broke, time.monotonic()))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
         """Decode and check ``frames``; returns None, with a log entry, if they are invalid."""
@@ -418,7 +434,9 @@ class Hub:
             return self._members.join(ident)
         if kind == "CLEARED":
             return self._members.cleared(ident, message)
-        return self._members.bye(ident, message)
+        if kind == "MOVED":
+            return self._members.moved(ident, message, time.monotonic())
+        return self._members.bye(ident, message, time.monotonic())
 
     def _send(self, outputs: list[Output]) -> None:
         last, data = None, b""

@@ -70,6 +70,10 @@ class Joins:
         self.generation += 1
         return self._last
 
+    def lost(self, holder: bytes) -> int | None:
+        """``holder`` is gone, and its marks with it; returns what :meth:`cleared` would."""
+        return self.cleared(holder, self.generation) if holder in self._awaited else None
+
     def _all_here(self, live: Collection[int]) -> bool:
         return (
             not self._clearing

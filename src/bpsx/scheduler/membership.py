@@ -3,10 +3,11 @@
 Pure: events in, messages out; no sockets, no clock of its own. ``states.py`` has the tables.
 
 A node is present after a valid HELLO. When all nodes are, the job is running and every node gets
-WELCOME. The job is done when all workers have left in good order. It fails when a node disappears
-without a BYE, a worker's BYE has a failure, a server leaves early, a worker sends DOUBT, a deadlock
-cannot be resolved, or the scheduler has to end; all others then get the reason. An asynchronous job
-goes on after workers die, and is reported as failed at its end.
+WELCOME. The job is done when all workers have left in good order. It fails when a worker
+disappears without a BYE, a worker's BYE has a failure, a server is lost that the others cannot
+replace (``surviving.py``), a worker sends DOUBT, a deadlock cannot be resolved, or the scheduler
+has to end; all others then get the reason. An asynchronous job goes on after workers die, and is
+reported as failed at its end.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
-from bpsx.scheduler.gathering import Gathering, Output
-from bpsx.scheduler.join_barrier import Joins
+from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.registry import RegisteredTensor, Registry
-from bpsx.scheduler.roster import Node
-from bpsx.scheduler.stall_detector import Stalls
+from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
+from bpsx.scheduler.surviving import Surviving
+from bpsx.scheduler.terms import Terms
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
 #: Start of the failure text of a worker that ended with PeerLeftError.
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Gathering):
+class Membership(Surviving):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -45,15 +46,11 @@ class Membership(Gathering):
         stall_warn: float,
         deadlock_after: float,
     ) -> None:
-        super().__init__(num_worker, num_server, local_size)
+        super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
         self.job = job
-        self.processes = 1  # workers per machine when only its root speaks to the servers, else 1
         # No worker waits for another, so the job continues when one dies.
         self.asynchronous = False
         self.epoch = 0  # number of resets after a stall
-        self.registry: Registry | None = None
-        self._stalls = Stalls(stall_warn, deadlock_after)
-        self._joins = Joins()
         # Machine -> its root's connection, where only the root speaks to the servers.
         self._roots: dict[int, bytes] = {}
         # The first worker that left without a failure.
@@ -61,7 +58,6 @@ class Membership(Gathering):
         self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
         # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
-        self.blamed: Node | None = None  # the node whose end was the first unexpected one
 
     def _start(self) -> list[Output]:
         workers, servers = self._of("worker"), self._of("server")
@@ -87,6 +83,7 @@ class Membership(Gathering):
             partition_bytes,
         )
         self.registry = Registry(placement, partition_bytes, self.processes)
+        self.terms = Terms(placement)
         self._move(JobEvent.COMPLETE)
         self._roster.start()
         roster = {
@@ -174,11 +171,20 @@ class Membership(Gathering):
         return self._process_deferred_byes()
 
     def _process_deferred_byes(self) -> list[Output]:
-        """Process the deferred BYEs, once no confirmation is outstanding."""
-        if self._roster.unheard:
-            return []
-        leaving, self._roster.leaving = self._roster.leaving, {}
-        return [out for n in leaving.values() for out in self.bye(n.ident, n.goodbye)]
+        """Process the deferred BYEs for which nothing is outstanding any more."""
+        leaving = self._roster.leaving
+        if self.terms is not None and len(leaving) == len(self._roster.live):
+            self.terms.all_leave()
+        ready = [n for n in leaving.values() if not self._has_to_wait(n, n.goodbye)]
+        for node in ready:
+            del leaving[node.ident]
+        return [out for n in ready for out in self.bye(n.ident, n.goodbye)]
+
+    def _has_to_wait(self, node: Node, m: dict[str, Any]) -> bool:
+        """Whether ``node``, whose BYE is ``m``, has to stay in the job for now."""
+        if self.state is not JobState.RUNNING or node.role != "worker":
+            return False
+        return bool(self._roster.unheard) or not m["failure"] and self._is_needed(node)
 
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle WAITING: note changes in a worker's push_pulls in progress, and end a deadlock.
@@ -198,6 +204,8 @@ class Membership(Gathering):
         self._stalls.report(node.rank, m["new"], m["over"], now, m["busy"], m["calls"])
         if not m["last"]:  # warn and look for deadlocks only once the report is complete
             return []
+        if lacks := self._waits_for_missed(node, now):
+            return lacks
         text = self._stalls.warning(node.rank)
         out: list[Output] = [(ident, {"type": "WARN", "text": text})] if text else []
         return out + self._end_deadlock()
@@ -259,7 +267,13 @@ class Membership(Gathering):
 
         ``m``: generation, the number of the join.
         """
-        last = self._joins.cleared(ident, m["generation"])
+        return self._release(self._joins.cleared(ident, m["generation"]))
+
+    def _release(self, last: int | None) -> list[Output]:
+        """Send ALL_JOINED once all holders have cleared, else ``last`` is None.
+
+        ``last``: the last rank to join.
+        """
         if last is None:
             return []
         for rank in self._roster.live:
@@ -306,7 +320,7 @@ class Membership(Gathering):
         on, every worker counts from zero under new keys, and no earlier push can meet a later one.
         """
         stuck = self._stalls.deadlock()
-        if not stuck or self.registry is None:
+        if not stuck or self.registry is None or self._keys_move():
             return []
         shown = dict(list(stuck.items())[:8])
         who = "; ".join(f"worker {r} waits for {self._awaited(keys)}" for r, keys in shown.items())
@@ -344,8 +358,8 @@ class Membership(Gathering):
 
     # ---- leaving
 
-    def bye(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """Handle BYE: remove the node, or defer it until all errors are confirmed.
+    def bye(self, ident: bytes, m: dict[str, Any], now: float = 0.0) -> list[Output]:
+        """Handle BYE: remove the node, or defer it while other nodes need it.
 
         A deferred node gets GOODBYE only then. ``m``: failure, the reason for which it leaves
         unfinished work, or "".
@@ -360,30 +374,27 @@ class Membership(Gathering):
             self.withdraw(node)
             return out
         self._roster.excuse(node)
-        if self._roster.unheard and self.state is JobState.RUNNING and node.role == "worker":
+        if self._has_to_wait(node, m):
             if node.presence is Presence.LIVE:
                 self._roster.defer(node, m)
-            return []
+            return self._process_deferred_byes()
+        self._note_leaving(node)
         self._remove(node)
         out += self._process_deferred_byes()
         if node.role == "worker" and not m["failure"]:
             self._first_leaver = self._first_leaver or node
         if m["failure"] and self.state is JobState.RUNNING:
-            # A worker that failed because another one had left is not the first cause.
-            by_leaver = m["failure"].startswith(_PEER_LEFT_PREFIX)
-            self.blamed = self.blamed or by_leaver and self._first_leaver or node
-            return (
-                out
-                + self._lost(node, f"{node} has failed: {m['failure']}")
-                + self._after_leaving(node)
-            )
-        if node.role == "server" and self.state is JobState.RUNNING:
-            self.blamed = self.blamed or node
-            return out + self._fail(f"{node} has left while workers were running")
+            out += self._lost(node, f"{node} has failed: {m['failure']}", now, m["failure"])
+        elif node.role == "server" and self.state is JobState.RUNNING:
+            out += self._lost(node, f"{node} has left while workers were running", now)
         return out + self._after_leaving(node)
 
-    def gone(self, ident: bytes, why: str) -> list[Output]:
-        """Remove a node whose connection has ended; the job fails, unless the node was leaving."""
+    def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
+        """Remove a node whose connection has ended.
+
+        A server is replaced if that is possible, and a leaving node may go. Otherwise, the job
+        fails.
+        """
         node = self.nodes.get(ident)
         if node is None or node.left:
             return []
@@ -391,9 +402,11 @@ class Membership(Gathering):
             self.vanish(node, f"{node} is gone: {why}")
             return []
         if node.presence is Presence.LEAVING:  # it had sent BYE and did not wait for the reply
+            node.cut = True
             return [out for out in self.bye(ident, node.goodbye) if out[0] != ident]
         self._remove(node)
-        out = self._lost(node, f"{node} is gone: {why}") if self.state is JobState.RUNNING else []
+        running = self.state is JobState.RUNNING
+        out = self._lost(node, f"{node} is gone: {why}", now) if running else []
         return out + self._process_deferred_byes() + self._after_leaving(node)
 
     def _remove(self, node: Node) -> None:
@@ -413,16 +426,20 @@ class Membership(Gathering):
         out = self._fail(text, event=JobEvent.ABORTED)
         return [(ident, ended if m["type"] == "LOST" else m) for ident, m in out]
 
-    def _lost(self, node: Node, text: str) -> list[Output]:
+    def _lost(self, node: Node, text: str, now: float = 0.0, failure: str = "") -> list[Output]:
         """Handle a node's unexpected end.
 
-        It ends the job, unless the job is asynchronous, the node is a worker, and other workers are
-        left.
+        A server is replaced if possible. The end of a worker ends the job, unless the job is
+        asynchronous and other workers are left. ``failure``: the node's reason.
         """
-        self.blamed = self.blamed or node
+        if node.role == "server":
+            return self._lose_server(node, text, now)
+        # A worker that failed because another one had left is not the first cause.
+        by_leaver = failure.startswith(_PEER_LEFT_PREFIX)
+        self.blamed = self.blamed or by_leaver and self._first_leaver or node
         workers = list(self._roster.live.values())
-        if node.role != "worker" or not self.asynchronous or not workers:
-            return self._fail("; ".join([*self._dead, text]))
+        if not self.asynchronous or not workers:
+            return self._fail("; ".join([*self._dead, text]) + self._missed_text())
         self._dead.append(text)
         text += "; the job is asynchronous, so the other workers continue without it"
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
@@ -468,9 +485,3 @@ class Membership(Gathering):
         return self.state in (JobState.DONE, JobState.FAILED) and not (
             self._roster.live or self._roster.live_servers
         )
-
-
-def names(items: Sequence[str], most: int = 8) -> str:
-    """Join ``items`` to text for messages, cut after ``most``."""
-    text = ", ".join(items[:most])
-    return text + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -94,6 +94,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("bpsx_report_age_seconds", "Age of this process's last report.", _age),
     Metric("bpsx_job_running", "1 while the job is complete and running.", "job_running"),
     Metric("bpsx_tensors", "Tensors declared in the job.", "job_tensors"),
+    Metric("bpsx_term", "Number of times that keys have moved to other servers.", "job_term"),
+    Metric(
+        "bpsx_servers_lost_total", "Servers that the job has lost and survived.", "job_servers_lost"
+    ),
     Metric("bpsx_push_pulls_total", "Push_pulls that a worker has completed.", "push_pulls"),
     Metric(
         "bpsx_tensor_bytes_total",
@@ -192,7 +196,12 @@ class JobCollector(Collector):
             "state": "running",
             "age": None,
             "late": (),
-            "values": {"job_running": view["state"] == "running", "job_tensors": view["tensors"]},
+            "values": {
+                "job_running": view["state"] == "running",
+                "job_tensors": view["tensors"],
+                "job_term": view["term"],
+                "job_servers_lost": view["servers_lost"],
+            },
         }
         families = (metric.family([scheduler, *view["nodes"]]) for metric in METRICS)
         return (family for family in families if family.samples)

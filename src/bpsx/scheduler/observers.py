@@ -134,6 +134,8 @@ class Observers:
             "host": self._host,
             "seconds": round(time.time() - self._started, 1),
             "tensors": len(members.registry) if members.registry is not None else 0,
+            "term": members.terms.number if members.terms is not None else 0,
+            "servers_lost": len(members.losses),
             "nodes": nodes,
             "traced": list(self._traced),
             "traced_count": self._traced_count,

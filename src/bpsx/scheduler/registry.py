@@ -17,7 +17,11 @@ from bpsx.planning.placement import PARTS_PER_TENSOR, Assignment, Placement
 
 @dataclass
 class RegisteredTensor:
-    """One generation of a name: the n-th declaration of it on each worker."""
+    """One generation of a name: the n-th declaration of it on each worker.
+
+    ``places``: as given out first. They stay the same when a server is lost: workers apply the
+    moves of all terms to them (:mod:`bpsx.scheduler.terms`).
+    """
 
     nbytes: int
     dtype: int
@@ -130,6 +134,16 @@ class Registry:
         """
         self._tensors.clear()
         self._unadopted.clear()
+
+    @property
+    def compressed(self) -> bool:
+        """Whether servers keep state of compression."""
+        return any(known.codec and not known.failure for known in self._tensors.values())
+
+    def places(self, name: str, generation: int) -> list[Assignment]:
+        """The places of a tensor's partitions; empty if it is unknown or has failed."""
+        known = self._tensors.get((name, generation))
+        return known.places if known is not None else []
 
     def describe(self, name: str, generation: int) -> str:
         """Name, dtype, shape and compression of a declared tensor, as text for messages."""

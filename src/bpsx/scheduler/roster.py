@@ -29,7 +29,7 @@ class Node:
     """One process that wants to be, is or was in the job. Its :class:`Roster` changes its states.
 
     ``unconfirmed``: number of errors that it has not confirmed. ``goodbye``: its BYE, while it
-    waits to leave.
+    waits to leave. ``cut``: its connection ended meanwhile.
     """
 
     ident: bytes
@@ -44,6 +44,7 @@ class Node:
     unconfirmed: int = 0
     supply: Supply = Supply.PUSHING
     goodbye: dict[str, Any] = field(default_factory=dict)
+    cut: bool = False
 
     @property
     def left(self) -> bool:
@@ -110,7 +111,7 @@ class Roster:
             node.go(PresenceEvent.STARTED)
 
     def defer(self, node: Node, goodbye: dict[str, Any]) -> None:
-        """A worker wants to leave, but has to wait for the others' confirmations."""
+        """A worker wants to leave, but has to wait: others need it, or confirm errors."""
         node.go(PresenceEvent.ASKED_TO_LEAVE)
         node.goodbye = goodbye
         self.leaving[node.ident] = node
@@ -218,3 +219,9 @@ def _identity(host: str, pid: int, lanes: Sequence[str]) -> tuple[str, int, tupl
 
 def _kind(node: Node) -> tuple[str, str]:
     return node.role, repr(sorted(node.config.items()))
+
+
+def names(items: Sequence[str], most: int = 8) -> str:
+    """Join ``items`` to text for messages, cut after ``most``."""
+    text = ", ".join(items[:most])
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -77,6 +77,7 @@ class Stalls:
         # Number of workers that report a tensor -> tensors.
         self._by_count: dict[int, set[Key]] = {}
         self._stuck: set[int] = set()
+        self._restarted = float("-inf")
 
     # ---- participants
 
@@ -102,6 +103,14 @@ class Stalls:
             worker.vain.clear()
         self._pushed.clear()
         self._by_count.clear()
+        self._stuck.clear()
+
+    def restart(self, now: float) -> None:
+        """Count waits for a deadlock from ``now`` on: nothing could end while a server was lost.
+
+        Each worker is judged again by its next report.
+        """
+        self._restarted = now
         self._stuck.clear()
 
     # ---- reports
@@ -200,7 +209,10 @@ class Stalls:
                 break
             heappop(worker.vain)
         patience = self._deadlock_after * (PATIENCE if worker.busy else 1)
-        stuck = bool(worker.vain) and worker.reported - worker.vain[0][0] >= patience
+        stuck = (
+            bool(worker.vain)
+            and worker.reported - max(worker.vain[0][0], self._restarted) >= patience
+        )
         (self._stuck.add if stuck else self._stuck.discard)(rank)
 
     # ---- warnings and deadlocks
@@ -218,6 +230,11 @@ class Stalls:
         oldest = list(islice(worker.waits.items(), _MOST_NAMED))
         found = [(key[0], wait.round, worker.reported - wait.since) for key, wait in oldest]
         return [item for item in found if item[2] >= limit]
+
+    def under_way(self, rank: int) -> list[tuple[Key, float]]:
+        """The tensors that worker ``rank`` reports, and the time of each push."""
+        worker = self._workers.get(rank)
+        return [(key, wait.since) for key, wait in worker.waits.items()] if worker else []
 
     def warning(self, rank: int) -> str:
         """Return a warning for worker ``rank`` about its oldest tensor, usually empty.

@@ -1,4 +1,4 @@
-"""States of a node and of the job at the scheduler, as tables of transitions. Pure.
+"""States of nodes, the job and lost servers' keys at the scheduler, as tables of transitions. Pure.
 
 A node has three states at a time, each with a table of its own: where it is (:class:`Presence`),
 whether it has confirmed the errors that it was sent (:class:`Hearing`), and whether it has called
@@ -20,7 +20,7 @@ class Presence(Enum):
     PRESENT = auto()  #: waits for the job to begin
     MISSED = auto()  #: gone or refused while the job gathers: its place is free
     LIVE = auto()
-    LEAVING = auto()  #: its BYE waits until all workers have confirmed their errors
+    LEAVING = auto()  #: its BYE waits: others confirm errors, or need what this worker keeps
     LEFT = auto()  #: left the job, or died
 
 
@@ -33,7 +33,7 @@ class PresenceEvent(Enum):
     WITHDREW = auto()  #: BYE while the job gathers, or HELLO on another connection
     VANISHED = auto()  #: its connection ended while the job gathers
     STARTED = auto()  #: the last node has come
-    ASKED_TO_LEAVE = auto()  #: BYE while others have not confirmed an error
+    ASKED_TO_LEAVE = auto()  #: BYE while others have not confirmed an error, or keys move
     WENT = auto()  #: BYE, or its connection ended
 
 
@@ -156,5 +156,40 @@ JOB: Table[JobState, JobEvent] = Table(
         },
         JobState.DONE: {},
         JobState.FAILED: {},
+    },
+)
+
+
+class Handover(Enum):
+    """Whether other servers have got all that they need to replace a lost one."""
+
+    SETTLED = auto()  #: no server has been lost, or its keys are at home on other servers
+    MOVING = auto()  #: some senders have not sent MOVED
+    SETTLING = auto()  #: all have; one that is late may still get a result from another
+
+
+class HandoverEvent(Enum):
+    """Event that changes a :class:`Handover`."""
+
+    SERVER_LOST = auto()  #: the next term begins
+    ALL_MOVED = auto()  #: the last MOVED
+    TIME_OVER = auto()  #: late senders have had the time that they need
+    ALL_LEAVE = auto()  #: all workers that are left have said BYE, and need no key
+
+
+HANDOVER: Table[Handover, HandoverEvent] = Table(
+    "the keys of lost servers",
+    {
+        Handover.SETTLED: {HandoverEvent.SERVER_LOST: Handover.MOVING},
+        Handover.MOVING: {
+            HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.ALL_MOVED: Handover.SETTLING,
+            HandoverEvent.ALL_LEAVE: Handover.SETTLED,
+        },
+        Handover.SETTLING: {
+            HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.TIME_OVER: Handover.SETTLED,
+            HandoverEvent.ALL_LEAVE: Handover.SETTLED,
+        },
     },
 )

@@ -1,0 +1,184 @@
+"""The part of a job's membership that replaces lost servers. Pure.
+
+docs/internals/elastic.md has the protocol, ``terms.py`` the bookkeeping. A worker that speaks to
+servers and leaves in good order takes results along that others may lack when a server dies:
+
+* While keys move, such a worker's BYE waits until all have moved and late workers have had time to
+  get what they lack, or until all workers that are left say BYE.
+* If it has left before, the job goes on for workers that have all that they need. It fails as soon
+  as one waits for something that was on the lost server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from bpsx.scheduler.gathering import Gathering, Output
+from bpsx.scheduler.join_barrier import Joins
+from bpsx.scheduler.registry import Registry
+from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.stall_detector import Stalls
+from bpsx.scheduler.states import Handover, JobState, Presence
+from bpsx.scheduler.terms import LONGEST_SECONDS, Terms, obstacle
+
+
+class Loss(NamedTuple):
+    """The loss of a server that the job has survived.
+
+    ``why``: how the server ended. ``text``: that, and what follows from it.
+    """
+
+    server: Node
+    why: str
+    text: str
+
+
+class Surviving(Gathering):
+    """The servers that a job has lost.
+
+    ``losses``: those that it has survived. ``blamed``: the node whose end was the first that it
+    did not survive.
+    """
+
+    def __init__(
+        self,
+        num_worker: int,
+        num_server: int,
+        local_size: int,
+        stall_warn: float,
+        deadlock_after: float,
+    ) -> None:
+        super().__init__(num_worker, num_server, local_size)
+        self.processes = 1  # workers per machine when only its root speaks to the servers, else 1
+        self.registry: Registry | None = None
+        self.terms: Terms | None = None
+        self.losses: list[Loss] = []
+        self.blamed: Node | None = None
+        self._stalls = Stalls(stall_warn, deadlock_after)
+        self._joins = Joins()
+        self._sender_left: Node | None = None  # the first that left in good order
+
+    def _fail(self, text: str) -> list[Output]:
+        """End the job as failed."""
+        raise NotImplementedError
+
+    def _release(self, last: int | None) -> list[Output]:
+        """Send ALL_JOINED."""
+        raise NotImplementedError
+
+    def _process_deferred_byes(self) -> list[Output]:
+        """Process the deferred BYEs for which nothing is outstanding any more."""
+        raise NotImplementedError
+
+    # ---- the loss
+
+    def _lose_server(self, node: Node, text: str, now: float) -> list[Output]:
+        """Move a lost server's keys to the others, or end the job. ``text``: how it ended."""
+        assert self.registry is not None and self.terms is not None
+        servers = self._roster.live_servers
+        options = [n.config for n in self.nodes.values()]
+        if why := obstacle(len(servers), options, self.registry.compressed):
+            self.blamed = self.blamed or node
+            return self._fail(f"{text}; the job cannot go on without it: {why}")
+        workers = list(self._roster.live.values())
+        senders = [w.ident for w in workers if self._speaks(w)]
+        missed = self._sender_left is not None
+        moves = self.terms.lose(node.rank, str(node), senders, now, missed)
+        self._stalls.restart(now)
+        heirs = names([str(s) for s in sorted(servers.values(), key=lambda s: s.rank)], 4)
+        why = text
+        text += f"; the job goes on with term {self.terms.number}: its keys go to {heirs}"
+        if missed:
+            text += f", but none of them can be summed any more, as {self._sender_left} has left"
+        self.losses.append(Loss(node, why, text))
+        term = {"type": "TERM", "term": self.terms.number, "moves": moves, "text": text}
+        out: list[Output] = [(n.ident, term) for n in [*workers, *servers.values()]]
+        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
+
+    def _speaks(self, node: Node) -> bool:
+        """Whether a worker speaks to the servers."""
+        return node.role == "worker" and node.rank % self.processes == self.processes - 1
+
+    # ---- the recovery
+
+    def moved(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle MOVED: a worker has given the keys of a term their new places.
+
+        ``m``: term, partitions (moved ones that it had used), again (bytes that it pushes again).
+        """
+        node = self.nodes.get(ident)
+        running = self.state is JobState.RUNNING
+        if node is None or node.left or not running or self.terms is None:
+            return []
+        needs = self.terms.moved(ident, m["term"], m["partitions"], m["again"], now)
+        if needs:
+            return self._fail_missed(node, needs, f"{m['again']} bytes that it had pushed there")
+        self._stalls.restart(now)
+        return self._process_deferred_byes()
+
+    def settle(self, now: float) -> list[Output]:
+        """Let workers leave that had to stay for others, when it is time.
+
+        To be called about once a second.
+        """
+        if self.terms is None or self.terms.state is not Handover.SETTLING:
+            return []
+        live = self._roster.live.values()
+        staying = [w.rank for w in live if w.presence is Presence.LIVE]
+        busy = any(self._stalls.under_way(rank) for rank in staying)
+        self.terms.settle(now, busy, leaving=bool(self._roster.leaving))
+        return self._process_deferred_byes()
+
+    def _keys_move(self) -> bool:
+        """Whether some workers have not moved yet, so that nobody can tell who waits in vain."""
+        return self.terms is not None and self.terms.state is Handover.MOVING
+
+    def _is_needed(self, node: Node) -> bool:
+        """Whether a worker that wants to leave may hold results that others lack."""
+        return (
+            self.terms is not None and self.terms.unsettled and not node.cut and self._speaks(node)
+        )
+
+    # ---- workers that need what is lost
+
+    def _note_leaving(self, node: Node) -> None:
+        """A node leaves: it takes results along if it speaks to servers."""
+        if self.terms is not None and self._speaks(node):
+            self._sender_left = self._sender_left or node
+            self.terms.left(node.ident)
+
+    def _waits_for_missed(self, node: Node, now: float) -> list[Output]:
+        """End the job if a worker reports a push_pull that a missed server was to sum.
+
+        It has time if it may have got what is missed before: other partitions are under way, or it
+        does not speak to servers itself.
+        """
+        terms, registry = self.terms, self.registry
+        if terms is None or registry is None or not terms.any_missed:
+            return []
+        speaker = node.rank // self.processes * self.processes + self.processes - 1
+        sender = self._roster.live.get(speaker)
+        if sender is None or terms.awaits(sender.ident):  # its reports may be from before the loss
+            return []
+        for (name, generation), since in self._stalls.under_way(node.rank):
+            places = registry.places(name, generation)
+            missed = terms.missed(places)
+            sure = len(missed) == len(places) and node is sender
+            if missed and (sure or now - since >= LONGEST_SECONDS):
+                return self._fail_missed(node, missed[0], registry.describe(name, generation))
+        return []
+
+    def _fail_missed(self, node: Node, server: str, what: str) -> list[Output]:
+        """End the job: worker ``node`` waits for ``what``, which was on ``server``."""
+        loss = next(loss for loss in self.losses if str(loss.server) == server)
+        self.blamed = self.blamed or loss.server
+        return self._fail(
+            f"{loss.why}; the job cannot go on without it: {node} waits for {what},"
+            f" and {self._sender_left} had left in good order, perhaps with the only result"
+        )
+
+    def _missed_text(self) -> str:
+        """What to add to the failure of a worker that may have needed a missed server."""
+        if self.terms is None or not self.terms.any_missed:
+            return ""
+        return f"; before, the job had lost {names([str(loss.server) for loss in self.losses])}"

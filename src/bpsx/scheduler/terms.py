@@ -1,0 +1,220 @@
+"""Terms: which servers were lost, where their keys went, and how far each move has come. Pure.
+
+docs/internals/elastic.md has the protocol. Owned by the hub's only thread; callers pass the time.
+
+Registered tensors keep the places that they were given first. :meth:`Terms.resolve` says where such
+a place is now; workers do the same with the moves that TERM tells them.
+
+A lost server is *missed* if a sender had left the job in good order before the keys were at home
+elsewhere: it may have held the only copy of a result, and the new lanes wait for its HAVES. Nothing
+that was on such a server can be summed any more. That matters only to workers that still need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bpsx.planning.placement import Assignment, Moves, Placement
+from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
+
+ELASTIC = "BPSX_ELASTIC"
+#: Seconds after the last MOVED for which leaving senders have to stay. A late worker reports a
+#: push_pull once it is a second old, and reports once a second.
+SETTLE_SECONDS = 3.0
+#: The same, while some worker reports push_pulls under way.
+LONGEST_SECONDS = 30.0
+
+
+def obstacle(servers: int, options: Iterable[dict[str, Any]], compressed: bool) -> str:
+    """Return why a job cannot go on without one of its servers; empty if it can.
+
+    ``servers``: number of the others. ``options``: those of all nodes. ``compressed``: whether
+    servers keep state of compression.
+    """
+    given = list(options)
+    if not servers:
+        return "it was the last server"
+    if any(o.get(ELASTIC, "off") != "servers" for o in given):
+        return f"{ELASTIC}=off"
+    if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
+        return "servers of an asynchronous job hold the only copy of its values"
+    if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
+        return "RDMA writes answers over the pushes, which then cannot be sent again"
+    if compressed:
+        return "servers hold the only copy of the state of compressed tensors"
+    return ""
+
+
+@dataclass
+class Recovery:
+    """How far the senders have come with one term. Times are of the hub's clock, in seconds.
+
+    ``lost``: the server's name. ``missed``: a sender had left before. ``awaited``: senders that
+    have not sent MOVED, of ``senders``. ``partitions``, ``again``: sums over the others.
+    """
+
+    term: int
+    lost: str
+    begun: float
+    missed: bool
+    awaited: set[bytes]
+    senders: int
+    partitions: int = 0
+    again: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"term {self.term}: {self.senders} workers have moved {self.partitions} partitions"
+            f" of {self.lost} and push {self.again} bytes again, {self.seconds:.3f} s after its"
+            " loss was noticed"
+        )
+
+
+class Terms:
+    """The terms of one job.
+
+    ``number``: the present term; 0 until a server is lost. ``finished``: recoveries that the hub
+    has not logged yet.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.number = 0
+        self.state = Handover.SETTLED
+        self.finished: list[Recovery] = []
+        self._placement = placement
+        self._targets: dict[int, list[tuple[int, int]]] = {}  # lost lane -> its targets
+        self._open: list[Recovery] = []
+        self._unsettled: dict[int, str] = {}  # lane lost since the keys were settled -> its server
+        self._missed: dict[int, str] = {}  # lane of a missed server -> the server
+        self._moved_at = self._latest = 0.0  # time of the last MOVED, and of the last event
+
+    # ---- moves
+
+    def lose(
+        self, server: int, name: str, senders: Collection[bytes], now: float, missed: bool
+    ) -> Moves:
+        """Begin the next term, because ``server`` is lost; returns the moves of its lanes.
+
+        ``name``: the server, as text. ``senders``: workers that will send MOVED. ``missed``: a
+        sender has left in good order before.
+        """
+        self.number += 1
+        self._latest = now
+        moves = self._placement.lose(server)
+        self._targets.update(moves)
+        for lane, _ in moves:
+            self._unsettled[lane] = name
+        self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
+        self._open.append(
+            Recovery(self.number, name, now, missed, set(senders), senders=len(senders))
+        )
+        if missed:
+            self._miss()
+        return moves
+
+    def _passed(self, lane: int, slot: int) -> Iterator[tuple[int, int]]:
+        """The places that a partition has had, from the one that it was given."""
+        yield lane, slot
+        while lane in self._targets:
+            targets = self._targets[lane]
+            lane, base = targets[slot % len(targets)]
+            slot = base + slot // len(targets)
+            yield lane, slot
+
+    def resolve(self, lane: int, slot: int) -> tuple[int, int]:
+        """Return the present lane and slot of a partition that was given ``lane`` and ``slot``."""
+        *_, now = self._passed(lane, slot)
+        return now
+
+    # ---- progress
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a sender that leaves may be needed by others."""
+        return self.state is not Handover.SETTLED
+
+    def awaits(self, sender: bytes) -> bool:
+        """Whether ``sender`` has yet to send MOVED."""
+        return any(sender in recovery.awaited for recovery in self._open)
+
+    def moved(self, sender: bytes, term: int, partitions: int, again: int, now: float) -> str:
+        """``sender`` has moved to ``term``, with these numbers of its partitions and bytes.
+
+        Returns the missed server that it still needs something of, usually "".
+        """
+        needs, self._latest = "", now
+        for recovery in self._open:
+            if recovery.term == term and sender in recovery.awaited:
+                recovery.partitions += partitions
+                recovery.again += again
+                needs = recovery.lost if recovery.missed and again else ""
+            if recovery.term <= term:
+                recovery.awaited.discard(sender)
+        self._finish()
+        return needs
+
+    def _finish(self) -> None:
+        for recovery in self._open:
+            if not recovery.awaited:
+                recovery.seconds = self._latest - recovery.begun
+                self.finished.append(recovery)
+        self._open = [recovery for recovery in self._open if recovery.awaited]
+        if self.state is Handover.MOVING and not self._open:
+            self.state = HANDOVER.after(self.state, HandoverEvent.ALL_MOVED)
+            self._moved_at = self._latest
+
+    def left(self, sender: bytes) -> None:
+        """``sender`` is gone, in good order.
+
+        If keys are not at home yet, their servers are missed.
+        """
+        if self.unsettled:
+            self._miss()
+        for recovery in self._open:
+            if sender in recovery.awaited:
+                recovery.awaited.discard(sender)
+                recovery.senders -= 1
+        self._finish()
+
+    def all_leave(self) -> None:
+        """All workers that are left say BYE in good order: they need no key any more."""
+        if self.unsettled:
+            self.state = HANDOVER.after(self.state, HandoverEvent.ALL_LEAVE)
+            self._unsettled.clear()
+
+    def settle(self, now: float, busy: bool, leaving: bool) -> None:
+        """Let senders leave again, once others have had the time to get what they lack.
+
+        ``busy``: some worker reports push_pulls under way. ``leaving``: senders wait to leave.
+        """
+        passed = now - self._moved_at
+        if self.state is not Handover.SETTLING or passed < SETTLE_SECONDS:
+            return
+        if busy and passed < LONGEST_SECONDS:
+            return
+        if busy and leaving:
+            self._miss()
+        self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
+        self._unsettled.clear()
+
+    # ---- missed servers
+
+    def _miss(self) -> None:
+        self._missed.update(self._unsettled)
+
+    @property
+    def any_missed(self) -> bool:
+        """Whether some server is missed."""
+        return bool(self._missed)
+
+    def missed(self, places: Iterable[Assignment]) -> list[str]:
+        """The missed server of each partition that has one. ``places``: those of a tensor."""
+        found = []
+        for place in places:
+            passed = self._passed(place.lane, place.slot)
+            server = next((self._missed[lane] for lane, _ in passed if lane in self._missed), "")
+            found += [server] if server else []
+        return found
