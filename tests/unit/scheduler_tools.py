@@ -11,6 +11,7 @@ from bpsx.scheduler.messages import PROTOCOL
 def config(workers: int, servers: int, **changes) -> dict:
     return {
         **fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)})),
+        "BPSX_ELASTIC": "off",
         **changes,
     }
 
@@ -68,14 +69,22 @@ def members(workers: int = 2, servers: int = 1) -> Membership:
     return Membership(workers, servers, 1, job=9, stall_warn=10, deadlock_after=30)
 
 
-def running(workers: int = 2, servers: int = 1) -> Membership:
+def running(workers: int = 2, servers: int = 1, **changes) -> Membership:
+    """A job that runs; ``changes``: options of all nodes. Servers have one lane each."""
     m = members(workers, servers)
+    options = config(workers, servers, **changes)
     for i in range(servers):
-        m.hello(b"s%d" % i, hello("server", -1, workers, servers, pid=900 + i))
-    for r in range(workers):
-        m.hello(b"w%d" % r, hello("worker", r, workers, servers))
+        greeting = hello("server", -1, workers, servers, pid=900 + i, config=options)
+        m.hello(b"s%d" % i, greeting)
+    for r in range(workers * options["BYTEPS_LOCAL_SIZE"]):
+        m.hello(b"w%d" % r, hello("worker", r, workers, servers, config=options))
     assert m.state == "running"
     return m
+
+
+def elastic(workers: int = 2, servers: int = 2, **changes) -> Membership:
+    """A job that runs, and that goes on if it loses a server."""
+    return running(workers, servers, BPSX_ELASTIC="servers", **changes)
 
 
 def kinds(outputs) -> dict[bytes, str]:

@@ -18,9 +18,11 @@ from unit.scheduler_tools import config, declare, hello, kinds, members, running
 NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "s0": ("server", -1), "s1": ("server", -1)}
 
 
-def greet(m: Membership, who: str):
+def greet(m: Membership, who: str, elastic: str = "off"):
     role, rank = NODES[who]
-    return m.hello(who.encode(), hello(role, rank, 2, 2, pid=list(NODES).index(who) + 1))
+    options = config(2, 2, BPSX_ELASTIC=elastic)
+    pid = list(NODES).index(who) + 1
+    return m.hello(who.encode(), hello(role, rank, 2, 2, pid=pid, config=options))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NODES)), ids="-".join)
@@ -141,7 +143,7 @@ def test_long_lists_are_cut():
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["hello", "bye", "fail", "gone", "declare", "wait"]),
+        st.sampled_from(["hello", "bye", "fail", "gone", "declare", "wait", "moved", "settle"]),
         st.sampled_from([*NODES, "x"]),
         st.integers(0, 3),
     ),
@@ -149,11 +151,17 @@ EVENTS = st.lists(
 )
 
 
-def step(m: Membership, what: str, who: str, n: int):
+def step(m: Membership, what: str, who: str, n: int, elastic: str):
     ident = who.encode()
+    if what == "moved":
+        return m.moved(ident, {"term": n, "partitions": n, "again": n % 2}, float(n))
+    if what == "settle":
+        return m.settle(20.0 * n)
     if what == "hello":
         return (
-            greet(m, who) if who in NODES else m.hello(ident, hello("worker", n, 2, 2, pid=50 + n))
+            greet(m, who, elastic)
+            if who in NODES
+            else m.hello(ident, hello("worker", n, 2, 2, pid=50 + n))
         )
     if what in ("bye", "fail"):
         return m.bye(ident, {"failure": "x" if what == "fail" else ""})
@@ -165,17 +173,18 @@ def step(m: Membership, what: str, who: str, n: int):
 
 
 @settings(max_examples=400, deadline=None)
-@given(EVENTS)
-def test_messages_are_consistent_for_any_order_of_events(events):
+@given(st.sampled_from(["off", "servers"]), EVENTS)
+def test_messages_are_consistent_for_any_order_of_events(elastic, events):
     """For any order of events: WELCOME is sent once, and nothing raises.
 
-    A node that has left gets only replies. A failed job stays failed.
+    A node that has left gets only replies. A failed job stays failed. A worker gets each term once.
     """
     m = members(2, 2)
     welcomed, answers = [], {"GOODBYE", "REFUSED", "PLACED", "FAILED"}
+    terms: dict[bytes, int] = {}
     for what, who, n in events:
         before, failure, gone = m.state, m.failure, {i for i, node in m.nodes.items() if node.left}
-        out = step(m, what, who, n)
+        out = step(m, what, who, n, elastic)
         for ident, message in out:
             kind = message["type"]
             assert kind in answers or ident not in gone or kind == "WELCOME", (ident, message)
@@ -187,6 +196,9 @@ def test_messages_are_consistent_for_any_order_of_events(events):
             )
             if kind == "WELCOME":
                 welcomed.append(ident)
+            if kind == "TERM":
+                assert elastic == "servers" and message["term"] == terms.get(ident, 0) + 1
+                terms[ident] = message["term"]
             if kind == "LOST":
                 assert m.state == "failed" and message["text"] == m.failure
             if kind == "LEFT":
@@ -204,14 +216,14 @@ def test_messages_are_consistent_for_any_order_of_events(events):
 
 
 @settings(max_examples=100, deadline=None)
-@given(EVENTS)
-def test_every_job_can_be_ended(events):
+@given(st.sampled_from(["off", "servers"]), EVENTS)
+def test_every_job_can_be_ended(elastic, events):
     """After any events, once all nodes are gone no node is left to send messages to."""
     m = members(2, 2)
     for who in NODES:
-        greet(m, who)
+        greet(m, who, elastic)
     for what, who, n in events:
-        step(m, what, who, n)
+        step(m, what, who, n, elastic)
     for ident in list(m.nodes):
         m.gone(ident, "x")
     assert m.everybody_left() and m.state in ("done", "failed")

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from bpsx.errors import InternalError
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.states import (
+    HANDOVER,
     HEARING,
     JOB,
     PRESENCE,
     SUPPLY,
+    Handover,
     Hearing,
     JobEvent,
     JobState,
@@ -23,16 +25,27 @@ from bpsx.scheduler.states import (
     Supply,
 )
 from bpsx.system.transitions import Table
-from unit.scheduler_tools import config, declare, hello, members, running, waiting
+from unit.scheduler_tools import config, declare, elastic, hello, members, running, waiting
 
 #: Connection -> role and rank; "x" stands for another process that wants to be worker 1.
-NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "w2": ("worker", 2), "s0": ("server", -1)}
-TABLES: list[Table[Any, Any]] = [PRESENCE, HEARING, SUPPLY, JOB]
+NODES = {
+    "w0": ("worker", 0),
+    "w1": ("worker", 1),
+    "w2": ("worker", 2),
+    "s0": ("server", -1),
+    "s1": ("server", -1),
+}
+TABLES: list[Table[Any, Any]] = [PRESENCE, HEARING, SUPPLY, JOB, HANDOVER]
 #: Made once, as reading and checking all options takes a while.
 HELLOS = {
-    (asynchronous, role): hello(
-        role, -1, 3, 1, config=config(3, 1, BYTEPS_ENABLE_ASYNC=int(asynchronous))
+    (servers, asynchronous, role): hello(
+        role,
+        -1,
+        3,
+        servers,
+        config=config(3, servers, BYTEPS_ENABLE_ASYNC=int(asynchronous), BPSX_ELASTIC="servers"),
     )
+    for servers in (1, 2)
     for asynchronous in (False, True)
     for role in ("worker", "server")
 }
@@ -40,7 +53,8 @@ CHECKED: dict[str, list[str]] = {}
 GATHERING = ["hello", "refused", "cannot", "bye", "gone", "expire"]
 #: The more often, the more there is to see before the job ends.
 RUNNING = [
-    *["declare", "heard", "join", "cleared", "bye"] * 3,
+    *["declare", "heard", "join", "cleared", "bye", "moved"] * 3,
+    "settle",
     *["gone", "wait"] * 2,
     *["hello", "refused", "cannot", "fails", "doubt", "abort"],
 ]
@@ -51,16 +65,16 @@ def events(kinds: list[str]) -> st.SearchStrategy[list[tuple[str, str, int]]]:
     return st.lists(one, min_size=10, max_size=40)
 
 
-def greeting(who: str, asynchronous: bool, **changes: Any) -> dict[str, Any]:
+def greeting(who: str, asynchronous: bool, servers: int = 2, **changes: Any) -> dict[str, Any]:
     """The HELLO of a process; what is no node's name comes from another worker 1."""
     role, rank = NODES.get(who, ("worker", 1))
     pid = [*NODES, who].index(who) + 1
-    return {**HELLOS[asynchronous, role], "rank": rank, "pid": pid, **changes}
+    return {**HELLOS[servers, asynchronous, role], "rank": rank, "pid": pid, **changes}
 
 
 def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list[Any]:
     """Do what the hub does for one event, under the conditions under which it does it."""
-    ident, hello_ = who.encode(), greeting(who, asynchronous)
+    ident, hello_ = who.encode(), greeting(who, asynchronous, m.num_server)
     actions: dict[str, Callable[[], list[Any]]] = {
         "hello": lambda: m.hello(ident, hello_),
         "refused": lambda: m.hello(b"r", {**hello_, "protocol": 0}),
@@ -74,6 +88,8 @@ def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list
         "doubt": lambda: m.doubt(ident, {"text": "lost count", "status": -4}),
         "join": lambda: m.join(ident),
         "cleared": lambda: m.cleared(ident, {"generation": m._joins.generation}),
+        "moved": lambda: m.moved(ident, {"term": n, "partitions": 1, "again": n % 2}, float(n)),
+        "settle": lambda: m.settle(20.0 * n),
         "abort": lambda: m.abort("SIGTERM") if n == 3 else [],
         "expire": lambda: m.expire("late") if m.state is JobState.WAITING and n == 3 else [],
     }
@@ -103,7 +119,9 @@ def assert_sound(m: Membership) -> None:
     unheard = {n.ident for n in nodes if n.hearing is Hearing.UNHEARD}
     assert unheard == set(roster.unheard)
     assert {n.ident for n in nodes if n.presence is Presence.LEAVING} == set(roster.leaving)
-    assert not roster.leaving or unheard, "a worker waits to leave, and for no confirmation"
+    moving = m.terms is not None and m.terms.unsettled
+    assert not roster.leaving or unheard or moving, "a worker waits to leave, and for nothing"
+    assert m.state is not JobState.RUNNING or len(roster.leaving) < len(roster.live)
     assert {r for r, n in roster.workers.items() if n.supply is Supply.JOINED} == set(
         m._joins.joined
     )
@@ -130,7 +148,7 @@ def test_states_are_sound_while_a_job_gathers(asynchronous, happening):
 @settings(max_examples=600, deadline=None)
 @given(st.booleans(), events(RUNNING))
 def test_states_are_sound_while_a_job_runs(asynchronous, happening):
-    m = members(3, 1)
+    m = members(3, 2)
     m._options = CHECKED
     for who in NODES:
         m.hello(who.encode(), greeting(who, asynchronous))
@@ -154,7 +172,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[Any, Any]]]:
 
 
 def job_that_forms_with_difficulty() -> None:
-    m = members(3, 1)
+    m = members(3, 2)
     m.hello(b"w0", greeting("w0", False))
     m.bye(b"w0", {"failure": ""})
     m.hello(b"w0", greeting("w0", False))
@@ -165,7 +183,7 @@ def job_that_forms_with_difficulty() -> None:
     m.hello(b"w0", greeting("w0", False))
     m.expire("worker 1 is missing")
     m.bye(b"w0", {"failure": ""})
-    members(3, 1).abort("SIGTERM")
+    members(3, 2).abort("SIGTERM")
 
 
 def job_whose_workers_disagree() -> None:
@@ -184,7 +202,7 @@ def job_whose_workers_join() -> None:
 
 
 def job_that_outlives_a_worker() -> None:
-    m = members(3, 1)
+    m = members(3, 2)
     for who in NODES:
         m.hello(who.encode(), greeting(who, True))
     m.gone(b"w0", "cut")
@@ -192,11 +210,32 @@ def job_that_outlives_a_worker() -> None:
     running().abort("SIGTERM")
 
 
+def job_that_outlives_servers() -> None:
+    m = elastic(2, 5)
+    m.gone(b"s0", "cut"), m.gone(b"s1", "cut")
+    for term in (1, 2):
+        m.moved(b"w0", {"term": term, "partitions": 0, "again": 0}, 0.0)
+        m.moved(b"w1", {"term": term, "partitions": 0, "again": 0}, 0.0)
+    m.gone(b"s2", "cut")
+    m.moved(b"w0", {"term": 3, "partitions": 0, "again": 0}, 0.0)
+    m.moved(b"w1", {"term": 3, "partitions": 0, "again": 0}, 0.0)
+    m.settle(60.0)
+    m.gone(b"s3", "cut")
+    m.bye(b"w0", {"failure": ""}), m.bye(b"w1", {"failure": ""})
+    m = elastic(2, 2)
+    m.gone(b"s0", "cut")
+    m.moved(b"w0", {"term": 1, "partitions": 0, "again": 0}, 0.0)
+    m.moved(b"w1", {"term": 1, "partitions": 0, "again": 0}, 0.0)
+    m.bye(b"w0", {"failure": ""}), m.bye(b"w1", {"failure": ""})
+    assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
+
+
 def test_each_row_of_the_tables_happens(taken):
     job_that_forms_with_difficulty()
     job_whose_workers_disagree()
     job_whose_workers_join()
     job_that_outlives_a_worker()
+    job_that_outlives_servers()
     rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
     assert rows == taken
 
