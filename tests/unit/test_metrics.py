@@ -12,7 +12,7 @@ from bpsx.scheduler.metrics import METRICS, JobCollector
 from bpsx.scheduler.observers import LEASE, RENEW, Observers
 from support.exposition import parse
 from support.places import ROOT
-from unit.scheduler_tools import running, waiting
+from unit.scheduler_tools import elastic, running, waiting
 
 
 def observed(members=None):
@@ -80,6 +80,18 @@ def test_names_follow_the_conventions():
             metric.source.endswith("_ns") == ("_seconds" in metric.name)
         )
     assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+def test_survived_losses_of_servers_are_counted():
+    members, o = observed(elastic(2, 3))
+    scheduler = of("scheduler", 0)
+    for count, server in enumerate((b"s0", b"s2", b"s1")):
+        found = scraped(o)
+        assert found["bpsx_term"] == ("gauge", {scheduler: count})
+        assert found["bpsx_servers_lost_total"] == ("counter", {scheduler: count})
+        assert (o.view(0.0)["term"], o.view(0.0)["servers_lost"]) == (count, count)
+        members.gone(server, "test")
+    assert o.view(0.0)["servers_lost"] == 2 and members.state == "failed"
 
 
 def test_the_page_explains_every_metric():

@@ -131,6 +131,14 @@ def test_an_unused_server_can_be_lost():
     assert placement.place(0, 100)[0][1:3] == (2, 0)
 
 
+def test_the_largest_parts_go_first():
+    placement = Placement([1] * 3, shares=[1, 0, 0], partition_bytes=1 << 20)
+    for tensor, nbytes in enumerate((65536, 65536, 131072)):
+        placement.place(tensor, nbytes)
+    placement.lose(0)
+    assert placement.server_bytes == [0, 131072, 131072]
+
+
 def test_later_bytes_go_to_the_living_by_their_shares():
     placement = Placement([1] * 3, shares=[0.5, 0.25, 0.25], partition_bytes=4096)
     placement.lose(1)
@@ -397,6 +405,16 @@ def test_a_worker_that_dies_while_it_stays_has_left():
     assert kinds(out) == {b"s1": "LEFT"} and m.state == "running"
     assert moved(m, b"w1") == [] and len(m.terms.finished) == 1
     assert kinds(m.bye(b"w1", GOOD))[b"w1"] == "GOODBYE" and m.state == "done"
+
+
+def test_what_it_took_along_ends_the_job_if_another_needs_it():
+    m = elastic()
+    m.declare(b"w1", declare("t", [4]))
+    lose(m)
+    m.bye(b"w0", GOOD), m.gone(b"w0", "cut")
+    assert moved(m, b"w1", again=16) == []  # w0 may have given it
+    (text,) = texts(m.waiting(b"w1", waiting(["t", 0, 0, 1.0]), 3.0))
+    assert "worker 1 (h, pid 101) waits for 't'" in text and m.state == "failed"
 
 
 def test_a_failing_worker_does_not_stay():

@@ -84,7 +84,6 @@ class Surviving(Gathering):
         senders = [w.ident for w in workers if self._speaks(w)]
         missed = self._sender_left is not None
         moves = self.terms.lose(node.rank, str(node), senders, now, missed)
-        self._stalls.restart(now)
         heirs = names([str(s) for s in sorted(servers.values(), key=lambda s: s.rank)], 4)
         why = text
         text += f"; the job goes on with term {self.terms.number}: its keys go to {heirs}"
