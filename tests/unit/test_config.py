@@ -70,6 +70,7 @@ REFUSED = {
     "BYTEPS_NCCL_NUM_RINGS": "-1",
     "BYTEPS_CPU_BLACKLIST": "3-1",
     "BYTEPS_ENABLE_GDB": "gdb",
+    "BPSX_ELASTIC": "workers",
     "BPSX_STATE_FD": "-2",
     "BPSX_LIFELINE_FD": "-2",
     "BPSX_SHUTDOWN_TIMEOUT": "soon",
@@ -262,11 +263,28 @@ def test_the_fingerprint_contains_the_options_that_workers_must_share():
         "BYTEPS_BUILT_IN_HASH_COEF",
         "BPSX_LOCAL_REDUCE",
         "BYTEPS_ENABLE_ASYNC",
+        "BPSX_ELASTIC",
         "BPSX_ENCRYPT",
         "BYTEPS_ENABLE_MIXED_MODE",
         "BPSX_SERVER_WEIGHT",
         "DMLC_ENABLE_RDMA",
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True),
+        ({"BPSX_ELASTIC": "off"}, False),
+        ({"DMLC_NUM_SERVER": "1"}, False),
+        ({"BYTEPS_ENABLE_ASYNC": "1"}, False),
+        ({"DMLC_ENABLE_RDMA": "tcp"}, True),
+        ({"DMLC_ENABLE_RDMA": "1"}, False),
+        ({"DMLC_ENABLE_RDMA": "ibverbs"}, False),
+    ],
+)
+def test_a_job_that_may_lose_servers(change: dict[str, str], may: bool) -> None:
+    assert Config({**WORKER, "DMLC_NUM_SERVER": "2", **change}).may_lose_servers is may
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():

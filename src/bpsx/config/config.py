@@ -97,6 +97,19 @@ class Config:
         return int(self.num_server or 0)
 
     @property
+    def may_lose_servers(self) -> bool:
+        """Whether the job may go on after the death of a server.
+
+        Workers then keep what another server would need. The scheduler decides in each case.
+        """
+        return bool(
+            self.elastic == "servers"
+            and self.servers > 1
+            and not self.asynchronous
+            and TRANSPORT_NAMES[self.transport] != "rdma"
+        )
+
+    @property
     def secret_bytes(self) -> bytes:
         """The job secret; empty if there is none. Reads the file on each access.
 

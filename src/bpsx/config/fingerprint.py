@@ -19,6 +19,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         "key_hash_fn",
         "hash_coefficient",
         "asynchronous",
+        "elastic",
         "encrypt",
         "mixed_mode",
         "transport",

@@ -43,6 +43,7 @@ class Option:
 
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
+_ELASTIC = ("off", "servers")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {
@@ -537,6 +538,20 @@ OPTIONS: tuple[Option, ...] = (
         "seconds",
         "A peer counts as dead after this long without a sign of life. A killed process is noticed"
         " at once.",
+        _FAIL,
+    ),
+    Option(
+        "elastic",
+        "BPSX_ELASTIC",
+        choice(*_ELASTIC),
+        "servers",
+        " | ".join(_ELASTIC),
+        "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
+        " and no sum is lost. Each worker keeps the latest result of every partition for this. The"
+        " death of a worker, the scheduler or the last server still ends the job. So does the"
+        " death of any server in asynchronous training, with compressed tensors, over RDMA, or once"
+        " a worker has left. off: every death ends the job, and workers keep no results. Must be"
+        " the same on all workers and servers.",
         _FAIL,
     ),
     Option(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -243,12 +243,13 @@ class Link:
         *,
         lost: Callable[[str], None],
         tick: Callable[[], None],
-        watch: tuple[int, Callable[[], None]] | None = None,
+        watch: Sequence[tuple[int, Callable[[], None]]] = (),
     ) -> None:
         """Start the thread.
 
-        It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every
-        second, and the function of ``watch`` when its descriptor becomes readable.
+        It calls ``handle`` for each message, ``lost`` if the scheduler is gone, and ``tick`` every
+        second. ``watch``: descriptors and functions. When one of the descriptors becomes readable,
+        all functions are called.
         """
         thread = threading.Thread(
             target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True
@@ -270,10 +271,10 @@ class Link:
         handle: Callable[[dict[str, Any]], None],
         lost: Callable[[str], None],
         tick: Callable[[], None],
-        watch: tuple[int, Callable[[], None]] | None,
+        watch: Sequence[tuple[int, Callable[[], None]]],
     ) -> None:
         poller = zmq.Poller()
-        for thing in (self._socket, self._monitor, self._wake) + ((watch[0],) if watch else ()):
+        for thing in (self._socket, self._monitor, self._wake, *(d for d, _ in watch)):
             poller.register(thing, zmq.POLLIN)
         next_tick = time.monotonic() + TICK
         while not self._stopping:
@@ -283,8 +284,8 @@ class Link:
                 while self._early:
                     handle(self._early.pop(0))
                 self._turn(handle, lost)
-                if watch:
-                    watch[1]()
+                for _, look in watch:
+                    look()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     tick()

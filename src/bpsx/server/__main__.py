@@ -64,6 +64,7 @@ class Server:
         self.introduced = False
         self._signal = 0
         self._lanes: list[Lane] = []
+        self._numbers = range(0)  # this server's lanes, as the job counts them
         self._threads: list[threading.Thread] = []
         self._link: Link
         self._reporter: Reporter
@@ -91,6 +92,7 @@ class Server:
                 # Before anything slow: workers are connecting already and do not wait for long.
                 for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
+            self._numbers = _lane_numbers(welcome)
             self._joined = True
             self._reporter = Reporter(
                 config,
@@ -111,7 +113,7 @@ class Server:
                     self._handle,
                     lost=self._alone,
                     tick=self._tick,
-                    watch=(self._broken.descriptor, self._broken.look),
+                    watch=[(self._broken.descriptor, self._broken.look)],
                 )
             # Whatever it is (no threads, no memory): without this the job would not learn that the
             # server has ended.
@@ -228,12 +230,24 @@ class Server:
             for lane in self._lanes:
                 lane.all_joined()
             self._link.send("CLEARED", generation=message["generation"])
+        elif kind == "TERM":
+            self._begin_term(message["moves"], message["text"])
         elif kind == "LOST":
             self._lost(message["text"])
         elif kind == "END":
             self._over.set()
         else:
             self._reporter.handle(message)
+
+    def _begin_term(self, moves: list[Any], text: str) -> None:
+        """Go on without the servers whose lanes ``moves`` names, or end if this is one of them.
+
+        The lanes learn from the workers which keys they get.
+        """
+        if any(lane in self._numbers for lane, _ in moves):
+            self._lost(f"this server has been replaced: {text}")
+        else:
+            log.info("%s", text)
 
     def _tick(self) -> None:
         if text := self._broken.verdict():
@@ -253,6 +267,13 @@ class Server:
             self._failure = text
             log.error("%s", text)
             self._failed.set()
+
+
+def _lane_numbers(welcome: dict[str, Any]) -> range:
+    """The numbers of this server's lanes among those of all servers."""
+    counts, rank = [len(lanes) for lanes in welcome["lanes"]], welcome["rank"]
+    first = sum(counts[:rank])
+    return range(first, first + counts[rank])
 
 
 def main() -> int:

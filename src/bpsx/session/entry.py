@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from bpsx.planning.partitioner import whole_pages
 from bpsx.scheduler import failing
 from bpsx.scheduler.client import Link
 from bpsx.session.lane_contact import connect_lanes, greet_lanes
-from bpsx.system.address import is_here
+from bpsx.session.lanes import Lanes, patience
 from bpsx.system.fork import keep_from_children
 from bpsx.system.host import keep_memory, own_host, require_descriptors
 from bpsx.system.logs import configure
@@ -25,82 +25,6 @@ from bpsx.telemetry.reporter import Reporter
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 connections = logging.getLogger("bpsx.connections")
-#: Seconds that a broken data connection waits for the scheduler's message about a death. The
-#: scheduler names the process that has died; the broken connection shows only an effect.
-VERDICT_SECONDS = 1.0
-
-
-class Lanes:
-    """The lanes that this worker sends to, and the first whose connection has broken.
-
-    The thread that joins the job calls it, later the control thread.
-    """
-
-    def __init__(self, endpoint: Any, addresses: list[tuple[int, str]], servers: list[str]) -> None:
-        """``addresses``: number of the server and address, for each lane. ``servers``: names."""
-        self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
-        #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
-        self.descriptor = -1
-        #: When and how the first connection broke: until the verdict, the session is in doubt.
-        self.broken: tuple[float, str] | None = None
-
-    @property
-    def servers(self) -> list[int]:
-        """The server's number for each lane."""
-        return [server for server, _ in self._addresses]
-
-    @property
-    def addresses(self) -> list[str]:
-        """The address of each lane."""
-        return [address for _, address in self._addresses]
-
-    @property
-    def beside(self) -> set[int]:
-        """The servers on this machine."""
-        # dict() keeps one lane of each server: all lanes of a server are on one host.
-        return {server for server, address in dict(self._addresses).items() if is_here(address)}
-
-    def named(self) -> list[tuple[str, str]]:
-        """Name and address of each lane."""
-        return [(self._name(i), address) for i, address in enumerate(self.addresses)]
-
-    def _name(self, lane: int) -> str:
-        server, address = self._addresses[lane]
-        return f"{self._servers[server]} at {address}"
-
-    def watch(self) -> None:
-        """Begin to notice broken connections, for :meth:`take_broken`."""
-        self.descriptor = self._endpoint.watch()
-
-    def take_broken(self, leaving: bool = False) -> None:
-        """Take the connections that have broken from the endpoint, and note the first.
-
-        ``leaving``: they end because this worker leaves.
-        """
-        for lane in self._endpoint.lost():
-            if self.broken is None:
-                where = self._name(lane) if lane >= 0 else "a server"
-                connections.info(
-                    "the connection to %s %s", where, "has ended" if leaving else "is gone"
-                )
-                self.broken = (time.monotonic(), f"{where} is gone: its connection broke")
-
-    def note_mute(self, lane: int) -> None:
-        """Note that nothing can be sent to ``lane``; negative: none.
-
-        The endpoint reports broken connections, except where memory was short.
-        """
-        if self.broken is None and lane >= 0:
-            self.broken = (
-                time.monotonic(),
-                f"{self._name(lane)} is gone: nothing can be sent to it",
-            )
-
-    def verdict(self) -> str:
-        """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
-        if self.broken is None or time.monotonic() - self.broken[0] < VERDICT_SECONDS:
-            return ""
-        return self.broken[1]
 
 
 @dataclass(frozen=True)
@@ -158,7 +82,7 @@ def enter(config: Config, again: bool) -> WorkerResources:
 def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> WorkerResources:
     endpoint = LoopbackEndpoint()
     core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
-    lanes, opened = Lanes(endpoint, [], []), ExitStack()
+    lanes, opened = Lanes(endpoint, [], [], patience(config)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
     return WorkerResources(core, endpoint, near, reporter, lanes, None, 0, again, opened)
@@ -210,8 +134,10 @@ def _connect(
         if near.has_lanes
         else []
     )
-    lanes = Lanes(endpoint, addresses, welcome["names"]["server"])
-    near.meet(welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, link))
+    lanes = Lanes(endpoint, addresses, welcome["names"]["server"], patience(config))
+    near.meet(
+        welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, lanes, link)
+    )
     if near.has_lanes:
         endpoint.join(welcome["job"], near.sender)
     if addresses:
@@ -234,16 +160,24 @@ def _new_core(
         machine=near.machine,
         telemetry=config.telemetry,
         watch=reporter.watchers[0],
+        elastic=config.may_lose_servers and near.has_lanes,
     )
 
 
-def _hear_of_a_loss(config: Config, link: Link) -> None:
+def _hear_of_a_loss(config: Config, lanes: Lanes, link: Link) -> None:
     """Raise :class:`~bpsx.errors.RendezvousError` if the scheduler reports a death during
     start-up.
+
+    After the death of a server this worker can go on if it needs no more replies from there. The
+    link keeps TERM for the session.
     """
     message = link.news()
-    if message is not None and message["type"] == "LOST":
+    if message is None:
+        return
+    if message["type"] == "LOST":
         raise errors.RendezvousError(f"worker {config.rank}: {message['text']}")
+    if message["type"] == "TERM":
+        lanes.lose((lane for lane, _ in message["moves"]), message["text"])
 
 
 def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
@@ -252,6 +186,15 @@ def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
     """
     named, secret = lanes.named(), config.secret_bytes
 
+    def silent() -> Sequence[int]:
+        found: Sequence[int] = core.greet(0.5, lanes.addresses, secret)
+        for lane in found:
+            if why := lanes.lost(lane):
+                raise errors.RendezvousError(
+                    f"worker {config.rank}: {named[lane][0]} died before it had replied: {why}"
+                )
+        return found
+
     def broken() -> str:
         lanes.take_broken()
         return lanes.verdict()
@@ -259,9 +202,9 @@ def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
     greet_lanes(
         f"worker {config.rank}",
         named,
-        lambda: core.greet(0.5, lanes.addresses, secret),
+        silent,
         broken,
-        lambda: _hear_of_a_loss(config, link),
+        lambda: _hear_of_a_loss(config, lanes, link),
         config.rendezvous_timeout,
     )
     if named:

@@ -12,7 +12,7 @@ from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.group import Neighbourhood
 from bpsx.session.declarations import Declarations
-from bpsx.session.entry import Lanes
+from bpsx.session.lanes import Lanes
 from bpsx.session.states import OVER, Event, Life
 
 log = logging.getLogger("bpsx.session.session")
@@ -50,8 +50,13 @@ class Liveness(Declarations):
         def look() -> None:
             lanes.take_broken(leaving=life.state in (Life.LEAVING, Life.CLOSED))
 
-        watched = (lanes.descriptor, look) if lanes.descriptor >= 0 else None
-        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
+        watched = [(lanes.descriptor, look), (self._core.moved_descriptor, self._tell_moved)]
+        link.start(
+            self._handle,
+            lost=self._peer_lost,
+            tick=self._tick,
+            watch=[(descriptor, call) for descriptor, call in watched if descriptor >= 0],
+        )
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -73,6 +78,8 @@ class Liveness(Declarations):
             log.warning("%s", message["text"])
         elif kind == "LOST":
             self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
+        elif kind == "TERM":
+            self._begin_term(message["term"], message["moves"], message["text"])
         elif kind == "ADOPT":
             self._adopt(message)
         elif self._near.hear(message):
@@ -81,6 +88,26 @@ class Liveness(Declarations):
                 self._link.send("CLEARED", generation=message["generation"])
         else:
             self.reporter.handle(message)
+
+    def _begin_term(self, term: int, moves: list[Any], text: str) -> None:
+        """Go on without a server: hand its lanes and their targets to the core.
+
+        A process that does not speak to servers has nothing to do.
+        """
+        log.warning("%s", text)
+        if not self._near.has_lanes:
+            return
+        self._lanes.lose((lane for lane, _ in moves), text)
+        self._core.begin_term(
+            term, [(lane, [(to, base) for to, base in targets]) for lane, targets in moves]
+        )
+
+    def _tell_moved(self) -> None:
+        """Tell the scheduler of each term in which this worker's partitions have moved."""
+        if self._link is None:
+            return
+        for term, partitions, again in self._core.take_moved():
+            self._link.send("MOVED", term=term, partitions=partitions, again=again)
 
     def _say_heard(self) -> None:
         """Tell the scheduler that the error has arrived.

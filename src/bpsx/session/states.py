@@ -1,7 +1,8 @@
 """Life of a session on a worker, as a table of transitions.
 
 A broken data connection is not one of these states, since it may break in any of them:
-``Lanes.broken`` notes it beside them, until the scheduler or a deadline makes a death of it.
+``Lanes.broken`` notes it beside them, until the scheduler explains it or a deadline makes a death
+of it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""The lanes that a worker sends to, and which of their connections have broken.
+
+A broken connection shows only an effect. The scheduler names the process that has died, and whether
+the job goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from bpsx.config import Config
+from bpsx.system.address import is_here
+
+connections = logging.getLogger("bpsx.connections")
+#: Seconds that a broken data connection waits for the scheduler's message about a death.
+VERDICT_SECONDS = 1.0
+
+
+def patience(config: Config) -> float:
+    """Seconds for which the scheduler may explain a broken data connection.
+
+    A machine without power is noticed by its silence, on each connection at another time. The times
+    differ by up to an interval of the heartbeats. In a job that cannot go on they only decide which
+    error is shown.
+    """
+    return VERDICT_SECONDS + (config.heartbeat_interval if config.may_lose_servers else 0.0)
+
+
+class Lanes:
+    """The lanes that this worker sends to, and those whose connections have broken.
+
+    The thread that joins the job calls it, later the control thread.
+    """
+
+    def __init__(
+        self, endpoint: Any, addresses: list[tuple[int, str]], servers: list[str], patience: float
+    ) -> None:
+        """``addresses``: number of the server and address, for each lane. ``servers``: names.
+
+        ``patience``: seconds from the end of a connection to the verdict.
+        """
+        self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
+        self._patience = patience
+        #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
+        self.descriptor = -1
+        #: When and how a lane's connection broke, by lane; -1: a lane that has not replied yet.
+        #: Until the verdict, the session is in doubt.
+        self.broken: dict[int, tuple[float, str]] = {}
+        # What the scheduler has said of each lane without which the job goes on.
+        self._lost: dict[int, str] = {}
+
+    @property
+    def servers(self) -> list[int]:
+        """The server's number for each lane."""
+        return [server for server, _ in self._addresses]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The address of each lane."""
+        return [address for _, address in self._addresses]
+
+    @property
+    def beside(self) -> set[int]:
+        """The servers on this machine."""
+        # dict() keeps one lane of each server: all lanes of a server are on one host.
+        return {server for server, address in dict(self._addresses).items() if is_here(address)}
+
+    def named(self) -> list[tuple[str, str]]:
+        """Name and address of each lane."""
+        return [(self._name(i), address) for i, address in enumerate(self.addresses)]
+
+    def _name(self, lane: int) -> str:
+        server, address = self._addresses[lane]
+        return f"{self._servers[server]} at {address}"
+
+    def watch(self) -> None:
+        """Begin to notice broken connections, for :meth:`take_broken`."""
+        self.descriptor = self._endpoint.watch()
+
+    def take_broken(self, leaving: bool = False) -> None:
+        """Take the connections that have broken from the endpoint, and note them.
+
+        ``leaving``: they end because this worker leaves.
+        """
+        for lane in self._endpoint.lost():
+            where = self._name(lane) if lane >= 0 else "a server"
+            if self._note(lane, f"{where} is gone: its connection broke"):
+                connections.info(
+                    "the connection to %s %s", where, "has ended" if leaving else "is gone"
+                )
+
+    def note_mute(self, lane: int) -> None:
+        """Note that nothing can be sent to ``lane``; negative: none.
+
+        The endpoint reports broken connections, except where memory was short.
+        """
+        if lane >= 0:
+            self._note(lane, f"{self._name(lane)} is gone: nothing can be sent to it")
+
+    def _note(self, lane: int, text: str) -> bool:
+        """Note the end of a connection; returns whether it is news."""
+        if lane in self.broken or lane in self._lost:
+            return False
+        self.broken[lane] = (time.monotonic(), text)
+        return True
+
+    def lose(self, lanes: Iterable[int], text: str) -> None:
+        """Note that the job goes on without ``lanes``: ends of their connections are explained.
+
+        ``text``: what the scheduler says.
+        """
+        for lane in lanes:
+            self._lost[lane] = text
+            self.broken.pop(lane, None)
+
+    def lost(self, lane: int) -> str:
+        """What the scheduler has said of ``lane``, without which the job goes on; or ""."""
+        return self._lost.get(lane, "")
+
+    def verdict(self) -> str:
+        """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
+        if not self.broken:
+            return ""
+        since, text = min(self.broken.values())
+        return text if time.monotonic() - since >= self._patience else ""

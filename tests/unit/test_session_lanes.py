@@ -1,0 +1,268 @@
+"""Lanes without which a job goes on: a worker's and a server's control thread hear TERM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bpsx.config import Config
+from bpsx.errors import RendezvousError
+from bpsx.server.__main__ import Server, _lane_numbers
+from bpsx.session import entry
+from bpsx.session.lanes import VERDICT_SECONDS, Lanes, patience
+from bpsx.session.session import Session
+
+TEXT = "server 1 (h, pid 8) is gone: its connection broke; its keys go to server 0"
+MOVES = [[2, [[0, 10], [1, 20]]], [3, [[0, 15]]]]
+#: TERM for the two lanes of the second of two servers.
+TERM = {"type": "TERM", "term": 1, "moves": MOVES, "text": TEXT}
+
+
+class Endpoint:
+    """The lanes whose connections a test has broken."""
+
+    def __init__(self) -> None:
+        self.broken: list[int] = []
+
+    def lost(self) -> list[int]:
+        found, self.broken = self.broken, []
+        return found
+
+
+class Core:
+    """What the control thread asks of a worker's core."""
+
+    def __init__(self) -> None:
+        self.terms: list[Any] = []
+        self.moved: list[tuple[int, int, int]] = []
+
+    def begin_term(self, term: int, moves: list[tuple[int, list[tuple[int, int]]]]) -> None:
+        self.terms.append((term, moves))
+
+    def take_moved(self) -> list[tuple[int, int, int]]:
+        found, self.moved = self.moved, []
+        return found
+
+
+class Link:
+    """What a session has sent to the scheduler; ``early``: what comes before it has begun."""
+
+    def __init__(self, *early: dict[str, Any]) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self._early = list(early)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.sent.append((kind, fields))
+
+    def news(self) -> dict[str, Any] | None:
+        return self._early.pop(0) if self._early else None
+
+
+class Near:
+    """The other processes of this machine."""
+
+    def __init__(self, has_lanes: bool) -> None:
+        self.has_lanes = has_lanes
+
+
+@pytest.fixture
+def said() -> Iterator[list[tuple[int, str]]]:
+    """Level and text of what sessions and servers log."""
+    found: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda r: found.append((r.levelno, r.getMessage()))  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("bpsx.session.session", "bpsx.server")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    yield found
+    for logger, level in zip(loggers, levels):
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def two_servers(endpoint: Endpoint, wait: float = 0.0) -> Lanes:
+    """Four lanes of two servers, with a verdict ``wait`` seconds after a connection has broken."""
+    addresses = [(lane // 2, f"h:{lane}") for lane in range(4)]
+    return Lanes(endpoint, addresses, ["server 0", "server 1"], wait)
+
+
+# ---- the record of broken connections
+
+
+def test_a_broken_connection_is_a_death_unless_it_is_explained() -> None:
+    endpoint = Endpoint()
+    lanes = two_servers(endpoint)
+    lanes.take_broken()
+    assert lanes.verdict() == ""
+    endpoint.broken = [1]
+    lanes.take_broken()
+    assert lanes.verdict() == "server 0 at h:1 is gone: its connection broke"
+
+
+@pytest.mark.parametrize("noticed", ["before", "after"])
+@pytest.mark.parametrize("how", ["broken", "mute"])
+def test_a_lane_that_the_job_has_lost_is_no_reason_to_end(noticed: str, how: str) -> None:
+    endpoint = Endpoint()
+    lanes = two_servers(endpoint)
+
+    def notice() -> None:
+        for lane in (3, 2):
+            if how == "broken":
+                endpoint.broken = [lane]
+                lanes.take_broken()
+            else:
+                lanes.note_mute(lane)
+
+    if noticed == "before":
+        notice()
+        assert lanes.verdict() != ""
+    lanes.lose([2, 3], TEXT)
+    if noticed == "after":
+        notice()
+    assert lanes.verdict() == ""
+    assert [lanes.lost(lane) for lane in range(4)] == ["", "", TEXT, TEXT]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_another_broken_lane_still_is_one(first: int) -> None:
+    """Whichever of the two connections broke first."""
+    endpoint = Endpoint()
+    lanes = two_servers(endpoint)
+    endpoint.broken = [first, 3 - first]
+    lanes.take_broken()
+    lanes.lose([2, 3], TEXT)
+    assert lanes.verdict() == "server 0 at h:0 is gone: its connection broke"
+
+
+def test_a_lane_that_stays_broken_is_noted_once() -> None:
+    lanes = two_servers(Endpoint(), wait=3600)
+    lanes.note_mute(1)
+    since = lanes.broken[1]
+    lanes.note_mute(1)
+    lanes.note_mute(-1)
+    assert lanes.broken == {1: since}
+    assert lanes.verdict() == ""
+
+
+def test_a_job_that_may_go_on_waits_for_the_scheduler_to_notice_silence() -> None:
+    given: dict[str, Any] = {"role": "worker", "num_worker": 2, "heartbeat_interval": 4.0}
+    one, two = Config({}, num_server=1, **given), Config({}, num_server=2, **given)
+    assert (patience(one), patience(two)) == (VERDICT_SECONDS, VERDICT_SECONDS + 4.0)
+
+
+# ---- a worker's session
+
+
+@pytest.fixture
+def session() -> Iterator[Callable[[bool], tuple[Session, Core, Link, Lanes]]]:
+    """Make a session whose core, link and lanes are a test's."""
+    opened: list[tuple[Session, Any, Any]] = []
+
+    def make(has_lanes: bool) -> tuple[Session, Core, Link, Lanes]:
+        ours, core, link = (
+            Session(Config(role="worker", num_worker=1, num_server=0)),
+            Core(),
+            Link(),
+        )
+        opened.append((ours, ours._core, ours._near))
+        lanes = two_servers(Endpoint())
+        for name, value in (
+            ("_core", core),
+            ("_link", link),
+            ("_lanes", lanes),
+            ("_near", Near(has_lanes)),
+        ):
+            setattr(ours, name, value)
+        return ours, core, link, lanes
+
+    yield make
+    for ours, core, near in opened:
+        ours._core, ours._near, ours._link = core, near, None
+        ours.close()
+
+
+def test_a_term_goes_to_the_core_and_explains_broken_connections(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]], said: list[tuple[int, str]]
+) -> None:
+    ours, core, link, lanes = session(True)
+    lanes.note_mute(2)
+    ours._handle(TERM)
+    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])])]
+    assert lanes.verdict() == ""
+    assert said == [(logging.WARNING, TEXT)]
+    ours._tell_moved()
+    assert link.sent == []
+    core.moved = [(1, 5, 4096), (2, 0, 0)]
+    ours._tell_moved()
+    assert link.sent == [
+        ("MOVED", {"term": 1, "partitions": 5, "again": 4096}),
+        ("MOVED", {"term": 2, "partitions": 0, "again": 0}),
+    ]
+    assert ours.failure == ""
+
+
+def test_a_process_without_lanes_only_logs_a_term(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]], said: list[tuple[int, str]]
+) -> None:
+    ours, core, link, _ = session(False)
+    ours._handle(TERM)
+    assert (core.terms, link.sent) == ([], [])
+    assert said == [(logging.WARNING, TEXT)]
+
+
+# ---- entering the job
+
+
+class GreetingCore:
+    """A core whose lanes reply as ``rounds`` says: the silent lanes after each look."""
+
+    def __init__(self, *rounds: list[int]) -> None:
+        self._rounds = list(rounds)
+
+    def greet(self, seconds: float, addresses: list[str], secret: bytes) -> list[int]:
+        return self._rounds.pop(0)
+
+
+def greet(core: GreetingCore, link: Link, broken: list[int]) -> Lanes:
+    endpoint = Endpoint()
+    endpoint.broken = broken
+    lanes = two_servers(endpoint, wait=3600)
+    entry._greet(Config({}, role="worker", num_worker=2, worker_id=0), core, lanes, link)  # type: ignore[arg-type]
+    return lanes
+
+
+def test_a_worker_goes_on_if_a_lost_lane_had_replied() -> None:
+    lanes = greet(GreetingCore([0, 1], [0], []), Link(TERM), [2, 3])
+    assert lanes.broken == {}
+    assert lanes.lost(2) == TEXT
+
+
+def test_a_server_that_dies_before_it_has_replied_is_an_error() -> None:
+    with pytest.raises(RendezvousError) as raised:
+        greet(GreetingCore([0, 3], [0, 3]), Link(TERM), [2, 3])
+    assert str(raised.value) == f"worker 0: server 1 at h:3 died before it had replied: {TEXT}"
+
+
+# ---- a server
+
+
+def test_the_lanes_of_a_server_are_counted_over_all_servers() -> None:
+    lanes = [["a"], ["b", "c"], ["d"]]
+    found = [list(_lane_numbers({"lanes": lanes, "rank": rank})) for rank in range(3)]
+    assert found == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize(("rank", "replaced"), [(0, False), (1, True)])
+def test_a_replaced_server_ends(rank: int, replaced: bool, said: list[tuple[int, str]]) -> None:
+    server = Server(Config(role="server"))
+    server._numbers = _lane_numbers({"lanes": [["a", "b"], ["c", "d"]], "rank": rank})
+    server._handle(TERM)
+    text = f"this server has been replaced: {TEXT}" if replaced else TEXT
+    assert said == [(logging.ERROR if replaced else logging.INFO, text)]
+    assert server._failure == (text if replaced else "")
+    assert server._failed.is_set() is replaced
