@@ -46,7 +46,7 @@ def caught(process) -> tuple[str, str]:
 @pytest.mark.parametrize("who", ["worker", "server", "scheduler"])
 @each_transport
 def test_a_death_is_named_everywhere(transport, who, number):
-    env = {**TRANSPORTS[transport], "BPSX_TERM_GRACE": "0.5"}
+    env = {**TRANSPORTS[transport], "BPSX_TERM_GRACE": "0.5", "BPSX_ELASTIC": "off"}
     with Job(_STEPPING, workers=3, servers=2, env=env) as job:
         started(job)
         victim = {"worker": job.workers[1], "server": job.servers[0], "scheduler": job.scheduler}[
@@ -76,7 +76,7 @@ _COMPRESSING = _STEPPING.replace(
 @pytest.mark.parametrize("who", ["worker", "server"])
 def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
     """20 partitions of 4 MB keep the compression pool busy all the time."""
-    with Job(_COMPRESSING, workers=2, servers=2) as job:
+    with Job(_COMPRESSING, workers=2, servers=2, env={"BPSX_ELASTIC": "off"}) as job:
         started(job)
         job.workers[0].wait_for_line("running")
         victim = job.workers[1] if who == "worker" else job.servers[1]

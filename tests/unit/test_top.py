@@ -59,6 +59,30 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
     assert top.lines(view, "h:1")[0] == f"job at h:1: running, {counts}, up 1 s"
 
 
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({}, []),
+        ({"term": 0, "servers_lost": 0}, []),
+        ({"term": 1, "servers_lost": 1}, ["lost: 1 server; the others have the keys (term 1)"]),
+        ({"term": 2, "servers_lost": 2}, ["lost: 2 servers; the others have the keys (term 2)"]),
+    ],
+)
+def test_lost_servers_are_shown(more: dict[str, int], shown: list[str]) -> None:
+    view = {
+        "state": "running",
+        "workers": 2,
+        "servers": 3,
+        "tensors": 0,
+        "seconds": 1.0,
+        "nodes": [],
+        "missing": [],
+        "failure": "",
+        **more,
+    }
+    assert [line for line in top.lines(view, "h:1") if line.startswith("lost")] == shown
+
+
 def test_a_file_gets_whole_lines(tmp_path: Path) -> None:
     """Without a terminal, whole lines are written, whatever their width."""
     view = {

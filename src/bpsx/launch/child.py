@@ -123,6 +123,11 @@ class Ending:
             due = now + (self._grace if grace is None else grace)
             self.due = due if self.due is None else min(self.due, due)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a signal is due some day, or has been taken."""
+        return self.due is not None or self._signal is not signal.SIGTERM
+
     def take(self, now: float) -> signal.Signals | None:
         """Return the signal that is due, once; else None."""
         if self.due is None or now < self.due:

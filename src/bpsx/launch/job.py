@@ -29,6 +29,9 @@ from bpsx.launch.spawn import ENDING, cannot_run, child_setup, passed_on
 #: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
 #: watching a folder is not portable.
 _LOOK = 0.01
+#: Interval in seconds for asking whether the job goes on without a server that has died. The
+#: scheduler says so within moments, unless it is busy.
+_LOOK_FOR_LOSS = 0.1
 #: Seconds for which output stays open after all children have ended, for what they left behind,
 #: such as a resource tracker that cleans up.
 _LINGER = 2.0
@@ -51,6 +54,7 @@ class Job:
         self._worker_ending = Ending(plan.grace, plan.kill_after)
         self._helper_ending = Ending(plan.grace, plan.kill_after)
         self._record: int | None = None
+        self._may_lose_servers = False
 
     def run(self) -> int:
         """Run the job to its end.
@@ -118,6 +122,8 @@ class Job:
     def _start_scheduler(self, scheduler: Process) -> int:
         """Start the scheduler. Returns its port, or 0 if the job halted before it was known."""
         timeout = Config(scheduler.environment).rendezvous_timeout
+        environment = self._plan.environment("server", 0, self._plan.port)
+        self._may_lose_servers = Config(environment).may_lose_servers
         if not scheduler.here:
             self._start(scheduler)
             return self._plan.port or self._await_port(
@@ -203,6 +209,8 @@ class Job:
             for due in (self._worker_ending.due, self._helper_ending.due)
             if due is not None
         ]
+        if self._undecided():
+            waits.append(_LOOK_FOR_LOSS)
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._handle_exits(time.monotonic())
         self._escalate(time.monotonic())
@@ -226,9 +234,13 @@ class Job:
         seen.ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
         # All workers have ended.
         done = seen.complete and all(child.status is not None for child in seen.workers)
+        seen.lost += [child for child in ended if self._may_go_on_without(child, done)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
-        fatal = any(
-            child.status and not (self._asynchronous and child.role == "worker") for child in ended
+        fatal = self._cannot_go_on() or any(
+            child.status
+            and not (self._asynchronous and child.role == "worker")
+            and child not in seen.lost
+            for child in ended
         )
         # A child ended that the job needs to form, so the others would wait for ever.
         cannot_form = (
@@ -261,6 +273,34 @@ class Job:
             self._worker_ending.begin(now)
         if done or early:  # workers do not need scheduler and servers any more, or never will
             self._helper_ending.begin(now)
+
+    def _may_go_on_without(self, child: Child, done: bool) -> bool:
+        """Whether the job may survive the death of ``child``, a server, if the scheduler lives.
+
+        ``done``: whether the job's work is done.
+        """
+        seen = self._status
+        return (
+            self._may_lose_servers
+            and child.role == "server"
+            and bool(child.status)
+            and seen.complete
+            and not (done or seen.stop or self._worker_ending.begun or seen.scheduler.forming())
+            and all(c.status is None for c in seen.helpers if c.role == "scheduler")
+        )
+
+    def _undecided(self) -> bool:
+        """Whether the scheduler has yet to say what follows from the death of a server."""
+        seen = self._status
+        return (
+            seen.scheduler.tells
+            and not self._worker_ending.begun
+            and any(child not in seen.survived for child in seen.lost)
+        )
+
+    def _cannot_go_on(self) -> bool:
+        """Whether a server has died and the scheduler has ended the job."""
+        return self._undecided() and self._status.scheduler.blame() is not None
 
     def _end_all(self, now: float) -> None:
         """Make SIGTERM due now for all children."""
@@ -324,6 +364,8 @@ class Job:
         self._pump.close()
         if self._status.exit_status(self._pump.written):
             self._pump.say(self._status.report())
+        elif losses := self._status.losses():
+            self._pump.say("; ".join(losses))
         until = time.monotonic() + _LINGER
         while not (self._pump.written or (self._status.stop and time.monotonic() >= until)):
             self._pump.step(_LINGER)

@@ -11,12 +11,14 @@ class JobStatus:
 
     ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
-    started, and the exit status for it.
+    started, and the exit status for it. ``lost``: servers that died while the job may have gone on
+    without them.
     """
 
     def __init__(self, forgiving: bool) -> None:
         self.children: list[Child] = []
         self.ended: list[Child] = []
+        self.lost: list[Child] = []
         self.stop: list[int] = []
         self.complete = False
         self.trouble: tuple[str, int] | None = None
@@ -38,6 +40,24 @@ class JobStatus:
         """Whether no further process should be started."""
         return bool(self.stop or self.trouble)
 
+    @property
+    def survived(self) -> list[Child]:
+        """The servers that died, or had to be ended, and did not end the job.
+
+        A scheduler on this machine says so at once. Elsewhere, its exit status of 0 does at the
+        end.
+        """
+        ended_well = any(c.role == "scheduler" and c.status == 0 for c in self.children)
+        blame = self.scheduler.blame()
+        told = self.scheduler.lost_servers() - {blame.pid if blame else 0}
+        return [
+            c
+            for c in self.children
+            if c.role == "server"
+            and (c.status or c.overdue)
+            and (c.process.pid in told or (ended_well and c in self.lost))
+        ]
+
     def exit_status(self, written: bool) -> int:
         """The exit status for the job. ``written``: whether all output has been written."""
         if self.trouble:
@@ -45,7 +65,8 @@ class JobStatus:
         if self._forgiving and not self.stop and not any(child.status for child in self.workers):
             return 0
         # The status of a child that bpsx-run had to end says nothing about the cause.
-        overdue = any(child.overdue for child in self.children)
+        survived = self.survived
+        overdue = any(child.overdue for child in self.children if child not in survived)
         if self.stop:
             return (
                 self._own()
@@ -55,19 +76,20 @@ class JobStatus:
         return self._own() or int(overdue)
 
     def _own(self) -> int:
-        """The largest status of the children that ended by themselves."""
-        return max((child.status or 0 for child in self.children if not child.overdue), default=0)
+        """The largest status of the children that ended by themselves, if that ended the job."""
+        survived = self.survived
+        return max(
+            (c.status or 0 for c in self.children if not (c.overdue or c in survived)), default=0
+        )
 
     def report(self) -> str:
         """Text that lists the failures, the cause first."""
         if self.trouble:
             return self.trouble[0]
         blamed, cause = self._blamed()
-        parts = [
-            child.story()
-            for child in self.ended
-            if (child.status or child.overdue) and child is not blamed
-        ]
+        survived = self.survived
+        failed = [c for c in self.children if (c.status or c.overdue) and c not in survived]
+        parts = [child.story() for child in self.ended if child in failed and child is not blamed]
         if blamed is not None and blamed.status is not None:
             parts.insert(
                 0, blamed.story() + ("" if blamed.status else " before the others were done")
@@ -78,16 +100,16 @@ class JobStatus:
             parts.insert(0, f"received {signal_name(self.stop[0])}")
         elif not self._own() and self.scheduler.forming():
             parts.insert(0, self._absent())
-        elif all(
-            child.overdue and child.role != "worker"
-            for child in self.children
-            if child.status or child.overdue
-        ):
+        elif all(child.overdue and child.role != "worker" for child in failed):
             parts.append(
                 "all workers had exited with status 0"
                 + ("" if self.scheduler.text() else ": does the command call bpsx.init()?")
             )
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.losses()])
+
+    def losses(self) -> list[str]:
+        """How each server died without which the job went on, as texts."""
+        return [f"{child.story()}, and the job went on without it" for child in self.survived]
 
     def _blamed(self) -> tuple[Child | None, str]:
         """The child that the scheduler names as the cause of the job's end, and its exception.

@@ -38,6 +38,11 @@ class SchedulerState:
         finally:
             os.close(writing)
 
+    @property
+    def tells(self) -> bool:
+        """Whether there is a scheduler on this machine that may write lines."""
+        return self._descriptor >= 0
+
     def text(self) -> str:
         """All that the scheduler has written."""
         if self._descriptor >= 0:
@@ -67,6 +72,13 @@ class SchedulerState:
                 return Blame(role, int(rank), int(pid), "".join(cause))
         return None
 
+    def lost_servers(self) -> set[int]:
+        """Process ids of the servers without which, as the scheduler has said, the job goes on."""
+        lines = [line.split(" ") for line in self.text().splitlines()]
+        return {int(words[3]) for words in lines if words[:2] == ["lost", "server"]}
+
     def close(self) -> None:
+        """Close the descriptor; what has been read stays."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
+            self._descriptor = -1

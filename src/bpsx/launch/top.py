@@ -111,6 +111,11 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
     out = [title, "", *table, ""]
     if view["missing"]:
         out.append("missing: " + ", ".join(view["missing"]))
+    if lost := view.get("servers_lost"):
+        out.append(
+            f"lost: {lost} {'server' if lost == 1 else 'servers'}; the others have the keys (term"
+            f" {view.get('term', '-')})"
+        )
     late = view.get("slowest")
     if late:
         out.append(

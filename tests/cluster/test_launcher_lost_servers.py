@@ -1,0 +1,173 @@
+"""bpsx-run --local when a server dies: the scheduler, a stand-in, says whether the job goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import FOR_EVER, JOIN, TELL, Launcher, finish, launching, wait_for
+
+#: Stand-in for a scheduler that orders its servers to die, one after the other, with ``lose``.
+HUB = """
+import os, signal, socket, sys
+e = os.environ
+def tell(line): os.write(int(e["BPSX_STATE_FD"]), line.encode() + b"\\n")
+tell("waiting")
+listener = socket.create_server(("127.0.0.1", 0))
+with open(e["BPSX_PORT_FILE"] + "~", "w") as f: f.write(str(listener.getsockname()[1]))
+os.rename(e["BPSX_PORT_FILE"] + "~", e["BPSX_PORT_FILE"])
+count = int(e["DMLC_NUM_WORKER"]) + int(e["DMLC_NUM_SERVER"])
+links = [listener.accept()[0] for _ in range(count)]
+said = [(link, link.recv(1)) for link in links]
+workers = [link for link, what in said if what == b"w"]
+servers = [link for link, what in said if what == b"s"]
+pids = [int(link.recv(20)) for link in servers]
+def lose(i):
+    servers[i].send(b"d")
+    servers[i].recv(1)  # its end
+def survive(i):
+    lose(i)
+    tell(f"lost server {i} {pids[i]}")
+def serve():
+    for link in workers: link.send(b"g")
+    for link in workers: link.recv(1)
+"""
+RUNNING = HUB + "tell('running')\n"
+SERVER = JOIN + (
+    "link.send(b'%d' % os.getpid())\nif link.recv(1) == b'd': os.kill(os.getpid(), 9)\n"
+)
+#: Waits until the servers that are to die have died.
+GO = "link.recv(1)\n"
+DIED = r"bpsx-run: server [01] was killed by SIGKILL"
+WENT_ON = DIED + ", and the job went on without it"
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launching(tmp_path) as made:
+        yield made
+
+
+def start(launcher: Launcher, hub: str, worker: str, **more: Any) -> subprocess.Popen[bytes]:
+    given = {"servers": 2, "server": SERVER, "grace": 0.2, **more}
+    return launcher.job(worker, scheduler=hub, **given)
+
+
+def assert_ended_as_failed(job: subprocess.Popen[bytes]) -> None:
+    """The launcher ended workers that would run for ever, because of a killed server."""
+    status, _, err = finish(job)
+    assert status == 128 + signal.SIGKILL
+    (line,) = (line for line in err if line.startswith("bpsx-run: "))
+    assert re.match(DIED + "; ", line), err
+    assert "worker 0 was still running after the grace time (0.2 s), got SIGTERM and" in line
+    assert "went on without it" not in line
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_job_that_goes_on_without_a_server_ends_well(launcher: Launcher, told: bool) -> None:
+    """A scheduler that says nothing of the loss, as on another host, says it with its status."""
+    hub = RUNNING + ("survive(0)\n" if told else "lose(0)\n") + "serve()"
+    status, out, err = finish(start(launcher, hub, GO + "print('done')"))
+    assert (status, out) == (0, ["[worker 0] done", "[worker 1] done"])
+    (line,) = err
+    assert re.fullmatch(WENT_ON, line), err
+
+
+def test_each_lost_server_is_named(launcher: Launcher) -> None:
+    hub = RUNNING + "survive(1)\nsurvive(0)\nserve()"
+    status, _, err = finish(start(launcher, hub, GO, servers=3))
+    assert status == 0
+    (line,) = err
+    died = r"server [012] was killed by SIGKILL, and the job went on without it"
+    assert re.fullmatch(f"bpsx-run: {died}; {died}", line), err
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("tell(f'blame server 0 {pids[0]}')\nsignal.pause()", id="blame"),
+        pytest.param("sys.exit(1)", id="exit"),
+    ],
+)
+def test_a_scheduler_that_ends_the_job_is_followed(launcher: Launcher, end: str) -> None:
+    assert_ended_as_failed(start(launcher, RUNNING + "lose(0)\n" + end, FOR_EVER))
+
+
+def test_a_second_loss_may_end_the_job(launcher: Launcher) -> None:
+    hub = RUNNING + "survive(0)\nlose(1)\ntell(f'blame server 1 {pids[1]}')\nsignal.pause()"
+    status, _, err = finish(start(launcher, hub, FOR_EVER))
+    assert status == 128 + signal.SIGKILL
+    (line,) = (line for line in err if line.startswith("bpsx-run: "))
+    assert re.match(f"{DIED}; .*; server [01] was killed by SIGKILL, and the job went on", line)
+
+
+def test_a_loss_that_ends_the_job_later_is_its_cause(launcher: Launcher) -> None:
+    """The scheduler may find later that a worker needs what only the lost server had."""
+    hub = RUNNING + "survive(0)\ntell(f'blame server 0 {pids[0]}')\nsignal.pause()"
+    assert_ended_as_failed(start(launcher, hub, FOR_EVER))
+
+
+@pytest.mark.parametrize(
+    ("more", "hub"),
+    [
+        pytest.param({"environment": {"BPSX_ELASTIC": "off"}}, RUNNING, id="off"),
+        pytest.param({"environment": {"BYTEPS_ENABLE_ASYNC": "1"}}, RUNNING, id="async"),
+        pytest.param({"servers": 1}, RUNNING, id="one server"),
+    ],
+)
+def test_a_job_that_cannot_lose_servers_is_ended_at_once(
+    launcher: Launcher, more: dict[str, Any], hub: str
+) -> None:
+    """Without a word of the scheduler."""
+    assert_ended_as_failed(start(launcher, hub + "lose(0)\nsignal.pause()", FOR_EVER, **more))
+
+
+def test_a_job_that_has_not_formed_is_ended_at_once(launcher: Launcher) -> None:
+    status, _, err = finish(start(launcher, HUB + "lose(0)\nsignal.pause()", FOR_EVER, grace=3600))
+    assert status == 128 + signal.SIGKILL
+    assert any("was still waiting for the job to form, got SIGTERM and" in line for line in err)
+
+
+def test_a_later_failure_is_the_cause_and_its_status_counts(launcher: Launcher) -> None:
+    hub = RUNNING + "survive(0)\nserve()\nsys.exit(1)"
+    status, _, err = finish(start(launcher, hub, GO + "if me: sys.exit(3)"))
+    assert status == 3
+    (line,) = (line for line in err if line.startswith("bpsx-run: "))
+    assert re.match("bpsx-run: worker 1 exited with status 3; ", line), err
+    assert re.search(r"; server [01] was killed by SIGKILL, and the job went on without it$", line)
+
+
+def test_a_lost_server_that_hangs_is_no_failure(launcher: Launcher) -> None:
+    hub = RUNNING + "servers[0].send(b'h')\ntell(f'lost server 0 {pids[0]}')\nserve()"
+    server = JOIN + (
+        "link.send(b'%d' % os.getpid())\n"
+        "if link.recv(1) == b'h': os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    status, _, err = finish(start(launcher, hub, GO, server=server))
+    assert status == 0
+    (line,) = err
+    assert re.fullmatch(
+        r"bpsx-run: server [01] was still running after the grace time \(0.2 s\), got SIGTERM and"
+        " was killed by SIGKILL, and the job went on without it",
+        line,
+    ), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_work_after_a_loss(launcher: Launcher, number: signal.Signals) -> None:
+    """The workers' status counts, not that of the lost server."""
+    hub = RUNNING + "survive(0)\nserve()"
+    job = start(launcher, hub, TELL + GO + FOR_EVER, grace=60)
+    wait_for(job, "[worker 0] ready", "[worker 1] ready")
+    job.send_signal(number)
+    status, out, err = finish(job)
+    assert status == 5, err
+    assert out == [f"[worker {i}] got {int(number)}" for i in (0, 1)]
+    (line,) = err
+    assert line.startswith(f"bpsx-run: received {number.name}; worker "), err
+    assert re.search(r"; server [01] was killed by SIGKILL, and the job went on without it$", line)
