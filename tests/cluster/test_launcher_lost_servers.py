@@ -78,6 +78,25 @@ def test_a_job_that_goes_on_without_a_server_ends_well(launcher: Launcher, told:
     assert re.fullmatch(WENT_ON, line), err
 
 
+def test_the_workers_of_a_job_that_goes_on_get_no_signal(launcher: Launcher) -> None:
+    """They end only after the launcher has handled the death, without any grace time.
+
+    Without it, the launcher may also have to end the other server.
+    """
+    gate = launcher.gate()
+    worker = GO + "print('ready', flush=True); open(e['GATE']).read(); print('done')"
+    hub = RUNNING + "survive(0)\nserve()"
+    environment = {"GATE": str(gate)}
+    job = start(launcher, hub, worker, workers=1, grace=0, environment=environment)
+    # The launcher forwards this line after it was told of the server's end.
+    wait_for(job, "[worker 0] ready")
+    gate.write_text("")
+    _, out, (line,) = finish(job)
+    assert out == ["[worker 0] done"]
+    assert re.search(DIED[len("bpsx-run: ") :] + ", and the job went on without it$", line), line
+    assert "worker" not in line.replace("all workers had exited with status 0", "")
+
+
 def test_each_lost_server_is_named(launcher: Launcher) -> None:
     hub = RUNNING + "survive(1)\nsurvive(0)\nserve()"
     status, _, err = finish(start(launcher, hub, GO, servers=3))
@@ -134,7 +153,7 @@ def test_a_job_that_has_not_formed_is_ended_at_once(launcher: Launcher) -> None:
 
 
 def test_a_later_failure_is_the_cause_and_its_status_counts(launcher: Launcher) -> None:
-    hub = RUNNING + "survive(0)\nserve()\nsys.exit(1)"
+    hub = RUNNING + "survive(0)\nserve()\ntell('blame worker 1 1')\nsys.exit(1)"
     status, _, err = finish(start(launcher, hub, GO + "if me: sys.exit(3)"))
     assert status == 3
     (line,) = (line for line in err if line.startswith("bpsx-run: "))

@@ -75,6 +75,7 @@ BPSX_SECRET_FILE is set.
 
 Exit status:
     the command's  the largest one of several processes that ended by themselves
+                   (servers that the job has survived do not count)
     1              these ended with 0, but bpsx-run had to end others
     2              an option or variable is wrong
     126, 127       the command cannot be run

@@ -234,7 +234,7 @@ class Job:
         seen.ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
         # All workers have ended.
         done = seen.complete and all(child.status is not None for child in seen.workers)
-        seen.lost += [child for child in ended if self._may_go_on_without(child, done)]
+        seen.lost += [child for child in ended if self._may_go_on_without(child)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = self._cannot_go_on() or any(
             child.status
@@ -274,19 +274,17 @@ class Job:
         if done or early:  # workers do not need scheduler and servers any more, or never will
             self._helper_ending.begin(now)
 
-    def _may_go_on_without(self, child: Child, done: bool) -> bool:
-        """Whether the job may survive the death of ``child``, a server, if the scheduler lives.
-
-        ``done``: whether the job's work is done.
-        """
+    def _may_go_on_without(self, child: Child) -> bool:
+        """Whether the job may have survived the death of ``child``, as the scheduler will say."""
         seen = self._status
         return (
             self._may_lose_servers
             and child.role == "server"
             and bool(child.status)
+            and not child.overdue
             and seen.complete
-            and not (done or seen.stop or self._worker_ending.begun or seen.scheduler.forming())
-            and all(c.status is None for c in seen.helpers if c.role == "scheduler")
+            and not (seen.stop or self._worker_ending.begun or seen.scheduler.forming())
+            and not any(c.status for c in seen.helpers if c.role == "scheduler")
         )
 
     def _undecided(self) -> bool:
