@@ -73,6 +73,8 @@ class Liveness(Declarations):
             self.devices.announce_joined(kind == "UNJOINED")
             if kind == "ALL_JOINED":
                 self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
+                # Before any thread of the script goes on: lanes count rounds from zero.
+                self._core.all_joined()
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
