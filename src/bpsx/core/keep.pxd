@@ -12,7 +12,8 @@ from bpsx.core.partition cimport Kept, Lane, Partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_LEFT, E_PROTOCOL
 from bpsx.core.wire cimport (
-    ACK, HEADER_BYTES, INLINE, LEAST_ACKNOWLEDGED, Header, Settlement, header_init,
+    ACK, HEADER_BYTES, INLINE, LEAST_ACKNOWLEDGED, PROMPT_BYTES, Header, Settlement,
+    header_init,
 )
 from bpsx.system.arrays cimport make_room
 from bpsx.transports.abi cimport Message
@@ -98,6 +99,7 @@ cdef inline bint note_arrival(Lane *lane, Partition *p) noexcept nogil:
     lane.acks[lane.n_acks].which = p.slot
     lane.acks[lane.n_acks].round = p.round - p.joined_at
     lane.n_acks += 1
+    lane.acks_bytes += p.length
     return True
 
 
@@ -121,9 +123,26 @@ cdef inline char *put_acks(Core *c, Lane *lane, char *at) noexcept nogil:
     h.flags = INLINE
     h.length = n * sizeof(Settlement)
     lane.n_acks -= n
+    lane.acks_bytes = 0
     memcpy(at, &h, HEADER_BYTES)
     memcpy(at + HEADER_BYTES, lane.acks + lane.n_acks, h.length)
     return at + HEADER_BYTES + h.length
+
+
+cdef inline void send_acks(Core *c, uint32_t peer) noexcept nogil:
+    """Acknowledge a lane's results in a message of its own if they have many bytes."""
+    cdef char frame[HEADER_BYTES + MOST_ACKS * 8]
+    cdef Lane *lane = &c.lanes.at[peer]
+    cdef char *end
+    if lane.acks_bytes < PROMPT_BYTES or lane.mute:
+        return
+    end = put_acks(c, lane, frame)
+    c.counters.sent += end - frame
+    c.counters.messages_out += 1
+    if c.endpoint.send(
+        c.endpoint.self, peer, frame, end - frame, NULL, NULL, NULL, 0, NULL, NULL, NULL
+    ) != 0:
+        lane.mute = True
 
 
 cdef inline int take_settled(

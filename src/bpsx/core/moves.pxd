@@ -112,7 +112,7 @@ cdef inline void move(Core *c, Term *term, Partition *p) noexcept nogil:
 cdef inline void lose_lane(Core *c, Term *term, Move *move) noexcept nogil:
     cdef Lane *lane = &c.lanes.at[move.lane]
     lane.moved, lane.lost_in = move, term.number
-    lane.queue.size, lane.n_acks = 0, 0
+    lane.queue.size, lane.n_acks, lane.acks_bytes = 0, 0, 0
     lane.server.lost = True
     c.moving.untaken -= lane.untaken
     lane.untaken = 0
@@ -188,7 +188,7 @@ cdef inline void forget_rounds(Core *c) noexcept nogil:
         c.table.at[i].joined_at += received(c.table.at[i])
         forget_kept(c, c.table.at[i])
     for i in range(c.lanes.n):
-        c.lanes.at[i].n_acks = 0
+        c.lanes.at[i].n_acks, c.lanes.at[i].acks_bytes = 0, 0
 
 
 cdef inline void frame_freed(void *data, void *hint) noexcept nogil:

@@ -299,6 +299,7 @@ cdef struct Lane:
     Settlement *acks
     uint32_t n_acks
     uint32_t acks_capacity
+    uint64_t acks_bytes         # bytes of those results
     Heap queue                  # partitions ready to push
     int64_t in_flight           # bytes handed to the transport and not yet written out
     # The driver stopped for lack of credit: the thread that returns credit must wake the driver.

@@ -8,7 +8,7 @@ from bpsx.core.wire cimport (
     ANSWER, ERROR, PONG, PROOF_BYTES, SETTLED, TOOK, WANT, Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.keep cimport keep_error, keep_result, take_settled
+from bpsx.core.keep cimport keep_error, keep_result, send_acks, take_settled
 from bpsx.core.moves cimport give, note_taken
 from bpsx.core.partition cimport PULL, Partition, wire_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
@@ -140,4 +140,6 @@ cdef inline int pump_in(Core *c) noexcept nogil:
             c.counters.malformed += 1
         if not taken:
             c.endpoint.release(c.endpoint.self, &m)
+        if m.peer < c.lanes.n:
+            send_acks(c, m.peer)
     return n

@@ -20,6 +20,9 @@ cdef enum:
     BATCH_RECORDS = 2049
     # Only larger results are acknowledged: for smaller ones that would cost more than their memory.
     LEAST_ACKNOWLEDGED = 4096
+    # ACK and SETTLED travel with other messages, unless they concern results of this many bytes:
+    # memory that is kept for long is out of the caches when it is used again.
+    PROMPT_BYTES = 2097152
     MAX_NAME_BYTES = 4096
     MAX_CODEC_BYTES = 1024
     NONCE_BYTES = 32

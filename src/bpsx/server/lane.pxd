@@ -22,6 +22,7 @@ cdef struct Out:                # batch of small replies to one worker
     Settlement *settled
     uint32_t n_settled
     uint32_t settled_capacity
+    uint64_t settled_bytes      # bytes of those results
 
 cdef struct Gathered:           # what the senders have said of keys that came here in a term
     uint64_t came               # HAVEs that have arrived, of all senders

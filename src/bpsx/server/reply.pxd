@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
     ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED, PONG,
-    PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded,
+    PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded,
 )
 from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.system.arrays cimport make_room
@@ -85,8 +85,20 @@ cdef inline char *put_settled(Lane *lane, uint32_t sender, char *at) noexcept no
     h.length = out.n_settled * sizeof(Settlement)
     memcpy(at, &h, HEADER_BYTES)
     memcpy(at + HEADER_BYTES, out.settled, h.length)
-    out.n_settled = 0
+    out.n_settled, out.settled_bytes = 0, 0
     return at + HEADER_BYTES + h.length
+
+
+cdef inline void send_settled(Lane *lane, uint32_t sender) noexcept nogil:
+    """Tell a sender which results all have got, in a message of its own."""
+    cdef char frame[MOST_SETTLED_BYTES]
+    cdef char *end = put_settled(lane, sender, frame)
+    lane.endpoint.send(
+        lane.endpoint.self, sender, frame, end - frame, NULL, NULL, NULL, 0, NULL, NULL, NULL
+    )
+    if lane.watch != NULL:
+        lane.watch.server.sent += end - frame
+    lane.counters.messages_out += 1
 
 
 cdef inline void note_settled(Lane *lane, KeyState *e, uint32_t sender) noexcept nogil:
@@ -102,6 +114,9 @@ cdef inline void note_settled(Lane *lane, KeyState *e, uint32_t sender) noexcept
     out.settled[out.n_settled].which = <uint32_t>e.shares[sender].cookie
     out.settled[out.n_settled].round = e.shares[sender].round - 1
     out.n_settled += 1
+    out.settled_bytes += e.nbytes
+    if out.settled_bytes >= PROMPT_BYTES:
+        send_settled(lane, sender)
 
 
 cdef inline void take_acks(

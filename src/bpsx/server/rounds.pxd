@@ -197,7 +197,7 @@ cdef inline void forget_rounds(Lane *lane) noexcept nogil:
         lane.keys.at[i].unacknowledged = 0
     # What has been said of earlier rounds must not reach a worker after a result of a later one.
     for sender in range(lane.settings.senders):
-        lane.outs[sender].n_settled = 0
+        lane.outs[sender].n_settled, lane.outs[sender].settled_bytes = 0, 0
     flush_all(lane)
 
 

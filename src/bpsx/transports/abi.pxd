@@ -61,6 +61,6 @@ cdef struct Endpoint:
     # sends return -1, and lost() does not report the peer. Idempotent. Called by the thread that
     # sends and receives. NULL: not supported.
     void (*drop)(void *self, uint32_t peer) noexcept nogil
-    # A received message may be kept for long: its memory is its own, and no part of a ring, of
-    # pinned memory or of another process's memory. False: copy what has to stay.
+    # A received message may be kept for long, since no peer runs out of memory then. False: copy
+    # what has to stay.
     bint keeps
