@@ -2,7 +2,7 @@
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport Lane, Move, Partition, Target, Term
+from bpsx.core.partition cimport Lane, Partition, Target, Term
 from bpsx.core.state cimport Core
 
 
@@ -26,13 +26,14 @@ cdef inline void free_terms(Term *term) noexcept nogil:
 
 
 cdef inline void resolve(Core *c, Partition *p) noexcept nogil:
-    """Give a partition on a lost lane its place on the lane that took its slot over."""
-    cdef Lane *lane = &c.lanes.at[p.lane]
-    cdef Move *move
+    """Give a partition on a lost lane its place on the lane that took its slot over.
+
+    A process that does not speak to servers has no lanes, and no use for places.
+    """
+    cdef Lane *lane
     cdef Target *target
-    while lane.moved != NULL:
-        move = lane.moved
-        target = &move.targets[p.slot % move.n]
-        p.slot = target.base + p.slot // move.n
-        p.lane, p.term = target.lane, lane.lost_in
+    while p.lane < c.lanes.n and c.lanes.at[p.lane].moved != NULL:
         lane = &c.lanes.at[p.lane]
+        target = &lane.moved.targets[p.slot % lane.moved.n]
+        p.slot = target.base + p.slot // lane.moved.n
+        p.lane, p.term = target.lane, lane.lost_in
