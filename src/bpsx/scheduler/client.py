@@ -36,6 +36,8 @@ from bpsx.system.host import scheduler_address
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
 _GOODBYE_SECONDS, _MOST_FAILURE = 2.0, 4096
+#: Seconds for which a server without a connection asks the scheduler why.
+_WHY_SECONDS = 1.0
 
 
 class Link:
@@ -61,6 +63,7 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._in_job = False
+        self._hello, self._asks_why = b"", False
         # Descriptor of the connection of the hub's last message; -1 before the first.
         self._descriptor = -1
         self._refusals = 0  # handshakes that failed in a row
@@ -89,7 +92,7 @@ class Link:
         self.address = join_host_port(address, self._config.root_port)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, self._config.root_port))
-        hello = messages.encode(
+        self._hello = hello = messages.encode(
             "HELLO",
             protocol=messages.PROTOCOL,
             role=role,
@@ -100,6 +103,7 @@ class Link:
             config=fingerprint(self._config),
             again=again,
         )
+        self._asks_why = role == "server" and self._config.may_lose_servers
         self._socket.send(hello)
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
@@ -312,8 +316,23 @@ class Link:
                 handle(message)
         if self._disconnected():
             if not self.goodbye.is_set():
-                lost(f"the {self.where} is gone: its connection broke")
+                lost(self._why_gone())
             self.goodbye.set()
+
+    def _why_gone(self) -> str:
+        """Return why the connection broke.
+
+        The scheduler may have replaced a server that was silent. It says so on a new connection.
+        """
+        end = time.monotonic() + (_WHY_SECONDS if self._asks_why else 0)
+        if self._asks_why:
+            self._socket.send(self._hello)
+        while (left := end - time.monotonic()) > 0:
+            message = self._receive(left)
+            self._disconnected()  # empties the monitor, which wakes the wait
+            if message is not None and message["type"] == "REFUSED":
+                return str(message["reason"])
+        return f"the {self.where} is gone: its connection broke"
 
     def leave(self, failure: str, timeout: float) -> bool:
         """Send BYE and wait for the reply.

@@ -94,6 +94,18 @@ class Surviving(Gathering):
         out: list[Output] = [(n.ident, term) for n in [*workers, *servers.values()]]
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
 
+    def _refusal(self, m: dict[str, Any]) -> str:
+        """Return why a node may not join: a lost server learns that it has been replaced."""
+        for lost, _, text in self.losses:
+            if (m["role"], m["host"], m["pid"], m["lanes"]) == (
+                "server",
+                lost.host,
+                lost.pid,
+                lost.lanes,
+            ):
+                return f"this server has been replaced: {text}"
+        return super()._refusal(m)
+
     def _speaks(self, node: Node) -> bool:
         """Whether a worker speaks to the servers."""
         return node.role == "worker" and node.rank % self.processes == self.processes - 1
