@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,41 @@ def test_signals_work_after_a_loss(launcher: Launcher, number: signal.Signals) -
     (line,) = err
     assert line.startswith(f"bpsx-run: received {number.name}; worker "), err
     assert re.search(r"; server [01] was killed by SIGKILL, and the job went on without it$", line)
+
+
+#: Worker 0 kills a server of its launcher in the middle of its steps.
+_KILLING = """
+import os, signal
+import bpsx, numpy as np
+bpsx.init()
+for step in range(20):
+    handle = bpsx.push_pull_async(
+        np.full(300_000, step + bpsx.rank(), np.float32), name="x", average=False
+    )
+    if step == 5 and bpsx.rank() == 0:
+        launcher = os.getppid()
+        for child in open(f"/proc/{launcher}/task/{launcher}/children").read().split():
+            if "bpsx.server" in open(f"/proc/{child}/cmdline").read():
+                os.kill(int(child), signal.SIGKILL)
+                break
+    assert (bpsx.synchronize(handle) == 2 * step + 1).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_real_job_goes_on_without_a_killed_server(transport: str) -> None:
+    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "2"]
+    done = subprocess.run(
+        [*words, sys.executable, "-c", _KILLING],
+        env={**os.environ, "BYTEPS_ENABLE_IPC": str(int(transport == "shm"))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
+    assert re.fullmatch(WENT_ON, done.stderr.splitlines()[-1]), done.stderr
+    assert "workers have moved" in done.stderr, done.stderr
