@@ -11,7 +11,7 @@ import threading
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -22,13 +22,14 @@ from bpsx.core.gpu.device cimport DOWN, UP, Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
-    background, codec_thread, end_all, return_coded, kick, submit, tell_news, wait_for,
+    background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
     ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
-from bpsx.core.moves cimport forget_rounds
+from bpsx.core.moves cimport end_lanes, forget_rounds
+from bpsx.core.late cimport allocate_lanes, count_living
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
@@ -113,6 +114,8 @@ cdef class Core:
         memset(&self.c, 0, sizeof(CCore))
         self.c.moving.told = -1
         self.c.wait_for = wait_for
+        self.c.lanes.late.pause, self.c.lanes.late.ping = pause, send_ping
+        self.c.lanes.late.end_lanes = end_lanes
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
         self.pid = own_pid()
@@ -142,15 +145,14 @@ cdef class Core:
     cdef _make_lanes(self, list servers, beside):
         cdef uint32_t i
         cdef uint32_t n = <uint32_t>len(servers)
-        self.c.lanes.at = <Lane *>calloc(max(n, 1), sizeof(Lane))
         self.c.lanes.n_servers = max(servers, default=0) + 1
-        self.c.lanes.servers = <Server *>calloc(self.c.lanes.n_servers, sizeof(Server))
-        if self.c.lanes.at == NULL or self.c.lanes.servers == NULL:
+        if not allocate_lanes(&self.c, max(n, self.c.lanes.n_servers)):
             raise MemoryError("no memory for the lanes")
         self.c.lanes.n = n
         for i in range(n):
             self.c.lanes.at[i].server = &self.c.lanes.servers[<uint32_t>servers[i]]
             self.c.lanes.at[i].server.beside = servers[i] in beside
+        count_living(&self.c)
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
         """Let the core use a :class:`bpsx.local._cuda.Gpu`. Call before the first tensor on it.
@@ -421,6 +423,10 @@ cdef class Core:
         with nogil:
             run_callbacks(callbacks, status)
 
+    def abi(self):
+        """Return a capsule with the C :c:struct:`Core`, valid as long as this object."""
+        return PyCapsule_New(&self.c, b"bpsx.Core", NULL)
+
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
         """End every push_pull of ``tensor``, present and future. The first failure wins."""
         if tensor.failure is None:
@@ -441,7 +447,7 @@ cdef class Core:
         """The first lane to which sending failed and that no term has named lost; -1: none."""
         cdef uint32_t i
         for i in range(self.c.lanes.n):     # unsynchronized reads while the driver works
-            if self.c.lanes.at[i].mute and self.c.lanes.at[i].moved == NULL:
+            if self.c.lanes.at[i].mute and not self.c.lanes.at[i].lost:
                 return <int>i
         return -1
 
@@ -658,6 +664,7 @@ cdef class Core:
             close_descriptor(self.c.moving.told)
         free(self.c.lanes.at)
         free(self.c.lanes.servers)
+        free(self.c.lanes.living)
         free(self.c.table.at)
         forget_gpu(&self.c)
         pool_free(self.c.pool)

@@ -87,5 +87,13 @@ def elastic(workers: int = 2, servers: int = 2, **changes) -> Membership:
     return running(workers, servers, BPSX_ELASTIC="servers", **changes)
 
 
+def late_server(n: int, workers: int = 2, servers: int = 1, **changes) -> dict:
+    """The HELLO of a server that joins a job of :func:`elastic`."""
+    options = config(workers, servers, **{"BPSX_ELASTIC": "servers", **changes})
+    return hello(
+        "server", -1, workers, servers, pid=700 + n, config=options, lanes=[f"h:{700 + n}"]
+    )
+
+
 def kinds(outputs) -> dict[bytes, str]:
     return {ident: message["type"] for ident, message in outputs}

@@ -71,6 +71,7 @@ REFUSED = {
     "BYTEPS_CPU_BLACKLIST": "3-1",
     "BYTEPS_ENABLE_GDB": "gdb",
     "BPSX_ELASTIC": "workers",
+    "BPSX_ELASTIC_WAIT": "-1",
     "BPSX_STATE_FD": "-2",
     "BPSX_LIFELINE_FD": "-2",
     "BPSX_SHUTDOWN_TIMEOUT": "soon",
@@ -276,7 +277,8 @@ def test_the_fingerprint_contains_the_options_that_workers_must_share():
     [
         ({}, True),
         ({"BPSX_ELASTIC": "off"}, False),
-        ({"DMLC_NUM_SERVER": "1"}, False),
+        ({"DMLC_NUM_SERVER": "1"}, True),
+        ({"DMLC_NUM_SERVER": "0"}, False),
         ({"BYTEPS_ENABLE_ASYNC": "1"}, False),
         ({"DMLC_ENABLE_RDMA": "tcp"}, True),
         ({"DMLC_ENABLE_RDMA": "1"}, False),

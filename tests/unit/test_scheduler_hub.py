@@ -38,6 +38,10 @@ def test_the_last_arrival_starts_the_job_for_all(order):
     assert (worker["job"], worker["workers"], len(worker["lanes"])) == (9, 2, 1) and {
         **worker,
         "rank": 0,
+        "first": 0,
+        "left": [],
+        "joined": [],
+        "joins": 0,
         "peers": peers,
     } == server
 

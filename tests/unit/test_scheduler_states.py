@@ -25,7 +25,16 @@ from bpsx.scheduler.states import (
     Supply,
 )
 from bpsx.system.transitions import Table
-from unit.scheduler_tools import config, declare, elastic, hello, members, running, waiting
+from unit.scheduler_tools import (
+    config,
+    declare,
+    elastic,
+    hello,
+    late_server,
+    members,
+    running,
+    waiting,
+)
 
 #: Connection -> role and rank; "x" stands for another process that wants to be worker 1.
 NODES = {
@@ -55,7 +64,7 @@ GATHERING = ["hello", "refused", "cannot", "bye", "gone", "expire"]
 RUNNING = [
     *["declare", "heard", "join", "cleared", "bye", "moved"] * 3,
     "settle",
-    *["gone", "wait"] * 2,
+    *["gone", "wait", "late", "connected", "tend"] * 2,
     *["hello", "refused", "cannot", "fails", "doubt", "abort"],
 ]
 
@@ -70,6 +79,11 @@ def greeting(who: str, asynchronous: bool, servers: int = 2, **changes: Any) -> 
     role, rank = NODES.get(who, ("worker", 1))
     pid = [*NODES, who].index(who) + 1
     return {**HELLOS[servers, asynchronous, role], "rank": rank, "pid": pid, **changes}
+
+
+def late_greeting(n: int) -> dict[str, Any]:
+    """The HELLO of a server that joins a running job."""
+    return {**greeting("s0", False), "lanes": [f"h:{10 + n}"]}
 
 
 def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list[Any]:
@@ -90,6 +104,11 @@ def step(m: Membership, what: str, who: str, n: int, asynchronous: bool) -> list
         "cleared": lambda: m.cleared(ident, {"generation": m._joins.generation}),
         "moved": lambda: m.moved(ident, {"term": n, "partitions": 1, "again": n % 2}, float(n)),
         "settle": lambda: m.settle(20.0 * n),
+        "late": lambda: m.hello(b"l%d" % n, {**late_greeting(n), "pid": 50 + n}),
+        "connected": lambda: m.connected(
+            ident, {"server": n + 2, "failure": "" if n < 3 else "no route"}, float(n)
+        ),
+        "tend": lambda: m.tend(20.0 * n),
         "abort": lambda: m.abort("SIGTERM") if n == 3 else [],
         "expire": lambda: m.expire("late") if m.state is JobState.WAITING and n == 3 else [],
     }
@@ -103,6 +122,7 @@ def assert_sound(m: Membership) -> None:
     for ident, node in m.nodes.items():
         assert node.ident == ident
         here = (Presence.LIVE, Presence.LEAVING) if begun else (Presence.PRESENT,)
+        here += (Presence.COMING,) if begun and node.role == "server" else ()
         assert node.presence in (*here, Presence.LEFT)
         assert begun or not node.left or m.state is JobState.FAILED
         assert (node.hearing is Hearing.UNHEARD) == (node.unconfirmed > 0)
@@ -133,6 +153,11 @@ def assert_sound(m: Membership) -> None:
         assert m.state in (JobState.WAITING, JobState.FAILED)
     assert not m.survived or m.state is JobState.FAILED
     assert m.blamed is None or m.state is not JobState.WAITING
+    coming = {n.rank for n in nodes if n.presence is Presence.COMING}
+    assert m.state is not JobState.RUNNING or coming == set(m._arrivals)
+    if m.terms is not None and m.state is JobState.RUNNING and roster.live:
+        starved = m.terms.state is Handover.STARVED
+        assert starved == (m.starvation is not None) == (not roster.usable_servers())
 
 
 @settings(max_examples=300, deadline=None)
@@ -149,7 +174,7 @@ def test_states_are_sound_while_a_job_gathers(asynchronous, happening):
 @given(st.booleans(), events(RUNNING))
 def test_states_are_sound_while_a_job_runs(asynchronous, happening):
     m = members(3, 2)
-    m._options = CHECKED
+    m._options, m.elastic_wait = CHECKED, 30.0
     for who in NODES:
         m.hello(who.encode(), greeting(who, asynchronous))
     for what, who, n in happening:
@@ -230,12 +255,32 @@ def job_that_outlives_servers() -> None:
     assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
 
 
+def job_that_runs_out_of_servers() -> None:
+    m = elastic(2, 1)
+    m.elastic_wait = 30.0
+    m.gone(b"s0", "cut")
+    m.hello(b"l0", late_server(0))
+    m.gone(b"l0", "cut")
+    for n in (1, 2, 3):
+        m.hello(b"l%d" % n, late_server(n))
+        m.connected(b"w0", {"server": n + 1, "failure": ""}, 1.0)
+        m.connected(b"w1", {"server": n + 1, "failure": ""}, 1.0)
+        if n == 2:
+            for term in (1, 2):
+                m.moved(b"w0", {"term": term, "partitions": 0, "again": 0}, 0.0)
+                m.moved(b"w1", {"term": term, "partitions": 0, "again": 0}, 0.0)
+        m.gone(b"l%d" % n, "cut")
+    m.bye(b"w0", {"failure": ""}), m.bye(b"w1", {"failure": ""})
+    assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
+
+
 def test_each_row_of_the_tables_happens(taken):
     job_that_forms_with_difficulty()
     job_whose_workers_disagree()
     job_whose_workers_join()
     job_that_outlives_a_worker()
     job_that_outlives_servers()
+    job_that_runs_out_of_servers()
     rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
     assert rows == taken
 

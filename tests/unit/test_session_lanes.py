@@ -10,7 +10,7 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.errors import RendezvousError
-from bpsx.server.__main__ import Server, _lane_numbers
+from bpsx.server.__main__ import Server
 from bpsx.session import entry
 from bpsx.session.lanes import VERDICT_SECONDS, Lanes, patience
 from bpsx.session.session import Session
@@ -151,7 +151,7 @@ def test_a_lane_that_stays_broken_is_noted_once() -> None:
 
 def test_a_job_that_may_go_on_waits_for_the_scheduler_to_notice_silence() -> None:
     given: dict[str, Any] = {"role": "worker", "num_worker": 2, "heartbeat_interval": 4.0}
-    one, two = Config({}, num_server=1, **given), Config({}, num_server=2, **given)
+    one, two = Config({}, num_server=0, **given), Config({}, num_server=1, **given)
     assert (patience(one), patience(two)) == (VERDICT_SECONDS, VERDICT_SECONDS + 4.0)
 
 
@@ -251,16 +251,10 @@ def test_a_server_that_dies_before_it_has_replied_is_an_error() -> None:
 # ---- a server
 
 
-def test_the_lanes_of_a_server_are_counted_over_all_servers() -> None:
-    lanes = [["a"], ["b", "c"], ["d"]]
-    found = [list(_lane_numbers({"lanes": lanes, "rank": rank})) for rank in range(3)]
-    assert found == [[0], [1, 2], [3]]
-
-
 @pytest.mark.parametrize(("rank", "replaced"), [(0, False), (1, True)])
 def test_a_replaced_server_ends(rank: int, replaced: bool, said: list[tuple[int, str]]) -> None:
     server = Server(Config(role="server"))
-    server._numbers = _lane_numbers({"lanes": [["a", "b"], ["c", "d"]], "rank": rank})
+    server._numbers = range(2 * rank, 2 * rank + 2)
     server._handle(TERM)
     text = f"this server has been replaced: {TEXT}" if replaced else TEXT
     assert said == [(logging.ERROR if replaced else logging.INFO, text)]

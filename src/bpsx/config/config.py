@@ -104,7 +104,7 @@ class Config:
         """
         return bool(
             self.elastic == "servers"
-            and self.servers > 1
+            and self.servers > 0
             and not self.asynchronous
             and TRANSPORT_NAMES[self.transport] != "rdma"
         )

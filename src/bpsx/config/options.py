@@ -555,6 +555,16 @@ OPTIONS: tuple[Option, ...] = (
         _FAIL,
     ),
     Option(
+        "elastic_wait",
+        "BPSX_ELASTIC_WAIT",
+        number(0),
+        60.0,
+        "seconds",
+        "How long a job whose last server has died waits for a new one; then it fails. 0: it fails"
+        " at once. Read by the scheduler. bpsx-run sets it to 0 unless --max-restarts is given.",
+        _FAIL,
+    ),
+    Option(
         "stall_warn",
         "BPSX_STALL_WARN_SECONDS",
         number(0.1),

@@ -33,6 +33,7 @@ cdef enum:
     # no thread drives (except for a joined root), so an idle process makes no system calls.
     PARK_MS = 1000
     NAP_US = 50                 # between two queries of awaited events of the GPU
+    PAUSE_NS = 10_000_000       # between two looks for a driver that has returned unnoticed
     # between two attempts to post to a full ring: its reader does not signal that it has room
     CROWDED_MS = 1
 
@@ -228,7 +229,7 @@ cdef inline void park(Core *c, int64_t deadline_ns) noexcept nogil:
     if c.machine != NULL and c.machine.unsent:
         left_ms = min(left_ms, CROWDED_MS)
     lock(&c.monitor)
-    c.role.parked = not c.inbox.news and not c.role.stopping
+    c.role.parked = not (c.inbox.news or c.role.stopping or c.role.wanted)
     unlock(&c.monitor)
     if not c.role.parked:
         return
@@ -255,7 +256,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
 cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
     cdef int64_t idle_since = 0, now
     cdef int progress
-    while not atomic_load(&c.role.stopping):
+    while not atomic_load(&c.role.stopping) and not atomic_load(&c.role.wanted):
         progress = take_news(c)
         if c.machine != NULL:
             progress += pump_machine(c)
@@ -326,7 +327,7 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
     while task.status == PENDING and not c.role.stopping:
         if now_ns() >= deadline_ns:
             break
-        if c.role.driving:
+        if c.role.driving or c.role.wanted:
             c.role.waiters += 1
             wait_until(&c.monitor, deadline_ns)
             c.role.waiters -= 1
@@ -338,17 +339,42 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
         c.role.driving = False
         # Wake others even if `task` is not done: wait_for is called in slices of 200 ms, and this
         # thread may need long to get the GIL back in between.
-        if c.busy.outstanding and (c.role.waiters or c.role.background_idle):
+        if (c.busy.outstanding or c.role.wanted) and (c.role.waiters or c.role.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
     return task.status != PENDING
+
+
+cdef inline void pause(Core *c) noexcept nogil:
+    """Take the driver's role for a moment, when all news so far has been handled.
+
+    The caller may then change what the driver owns, and use the endpoint. It gives the role back
+    with `resume`. Any thread; blocks while a driver is in the middle of its loop.
+    """
+    lock(&c.monitor)
+    atomic_store(&c.role.wanted, c.role.wanted + 1)
+    while c.role.driving:
+        if c.role.parked:
+            c.endpoint.wake(c.endpoint.self)
+        c.role.waiters += 1
+        wait_until(&c.monitor, now_ns() + PAUSE_NS)
+        c.role.waiters -= 1
+    c.role.driving = True
+    atomic_store(&c.role.wanted, c.role.wanted - 1)
+    unlock(&c.monitor)
+    begin_outside_gpu(c)
+    take_news(c)
+    leave_gpu(c)
 
 
 cdef inline void background(Core *c) noexcept nogil:
     """Drive whenever there is work and no other thread does: the body of the core's own thread."""
     lock(&c.monitor)
     while not c.role.stopping:
-        if c.role.driving or not (c.busy.outstanding or c.inbox.news or serves_others(c.machine)):
+        if (
+            c.role.driving or c.role.wanted
+            or not (c.busy.outstanding or c.inbox.news or serves_others(c.machine))
+        ):
             c.role.background_idle = True
             wait(&c.monitor)
             c.role.background_idle = False

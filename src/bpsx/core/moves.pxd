@@ -8,6 +8,7 @@ from libc.string cimport memcpy
 
 from bpsx.core.busy cimport count_work
 from bpsx.core.keep cimport forget_kept
+from bpsx.core.late cimport count_living, end_lane
 from bpsx.core.partition cimport END, PULL, PUSH, Kept, Lane, Move, Partition, Target, Term
 from bpsx.core.send cimport push_bytes, put_register, register_size
 from bpsx.core.stage cimport enter, fail_core
@@ -112,11 +113,8 @@ cdef inline void move(Core *c, Term *term, Partition *p) noexcept nogil:
 cdef inline void lose_lane(Core *c, Term *term, Move *move) noexcept nogil:
     cdef Lane *lane = &c.lanes.at[move.lane]
     lane.moved, lane.lost_in = move, term.number
-    lane.queue.size, lane.n_acks, lane.acks_bytes = 0, 0, 0
-    lane.server.lost = True
-    c.moving.untaken -= lane.untaken
-    lane.untaken = 0
-    c.endpoint.drop(c.endpoint.self, move.lane)
+    lane.queue.size = 0
+    end_lane(c, move.lane)
 
 
 cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
@@ -136,6 +134,7 @@ cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
         c.lanes.at[i].haves = 0
     for i in range(term.n):
         lose_lane(c, term, &term.moves[i])
+    count_living(c)
     for i in range(c.table.n):
         if c.lanes.at[c.table.at[i].lane].moved != NULL:
             move(c, term, c.table.at[i])
@@ -168,6 +167,15 @@ cdef inline void end_moving(Core *c) noexcept nogil:
     count_work(c, False)
     unlock(&c.monitor)
     write(c.moving.told, &one, sizeof(one))
+
+
+cdef inline void end_lanes(Core *c, const uint32_t *lanes, uint32_t n) noexcept nogil:
+    """End the connections to lanes, whose keys do not move, or not yet."""
+    cdef uint32_t i
+    for i in range(n):
+        end_lane(c, lanes[i])
+    count_living(c)
+    end_moving(c)
 
 
 cdef inline int note_taken(Core *c, uint32_t peer) noexcept nogil:

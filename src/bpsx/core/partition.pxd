@@ -258,7 +258,7 @@ cdef struct Server:             # state that the lanes of a server share
     int64_t in_flight           # bytes handed to the transport and not yet written out
     int64_t pace                # nanoseconds per MiB written; 0: not measured yet
     int64_t starved             # as Lane.starved
-    bint lost                   # in a term
+    bint lost                   # its lanes are
     int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Heap:               # partitions, most urgent first; see queue.pxd
@@ -289,6 +289,7 @@ cdef struct Term:               # see docs/internals/elastic.md
 cdef struct Lane:
     Server *server
     bint mute                   # a send failed: nothing more is sent
+    bint lost                   # its connection has been ended for ever
     # not NULL: the lane is lost, and this says where its slots went in term `lost_in`
     Move *moved
     uint32_t lost_in
@@ -306,6 +307,7 @@ cdef struct Lane:
     int64_t starved
     char proof[PROOF_BYTES]     # proof that the lane must send in reply to this worker's PING
     bint ready                  # the lane has sent that proof
+    bint greeted                # it joined the running job, and is counted in Lanes.greeted
 
 cdef struct Counters:
     int64_t tasks               # completed

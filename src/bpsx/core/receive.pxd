@@ -9,6 +9,7 @@ from bpsx.core.wire cimport (
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.keep cimport keep_error, keep_result, send_acks, take_settled
+from bpsx.core.late cimport note_ready
 from bpsx.core.moves cimport give, note_taken
 from bpsx.core.partition cimport PULL, Partition, wire_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
@@ -52,8 +53,7 @@ cdef inline int take_record(
             # Wrong proof: the lane stays not ready, so greet() reports it and init() fails.
             return -1
         if not c.lanes.at[m.peer].ready:
-            c.lanes.at[m.peer].ready = True
-            c.lanes.n_ready += 1
+            note_ready(c, m.peer)
         return 0
     if c.settings.elastic and h.kind == SETTLED:
         return take_settled(c, m.peer, h, body)
@@ -127,8 +127,8 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         at = 0
         taken = False
         more = -1 if m.peer >= c.lanes.n else 1
-        if more > 0 and c.lanes.at[m.peer].moved != NULL:
-            # Its partitions have moved: what it still sends comes too late.
+        if more > 0 and c.lanes.at[m.peer].lost:
+            # Its partitions move: what it still sends comes too late.
             c.counters.stale += 1
             more = 0
         # The first invalid record discards the rest of the message.

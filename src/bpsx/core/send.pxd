@@ -144,10 +144,12 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
     """Pace of the slowest server with bytes in flight; 0: none is known."""
     cdef int64_t found = 0
     cdef uint32_t i
-    for i in range(c.lanes.n_servers):
-        # What is in flight to a lost server says nothing about a link.
-        if atomic_load(&c.lanes.servers[i].in_flight) and not c.lanes.servers[i].lost:
-            found = max(found, atomic_load(&c.lanes.servers[i].pace))
+    cdef Server *server
+    # Not of lost servers: what is in flight to them says nothing about a link.
+    for i in range(c.lanes.n_living):
+        server = c.lanes.at[c.lanes.living[i]].server
+        if atomic_load(&server.in_flight):
+            found = max(found, atomic_load(&server.pace))
     return found
 
 
@@ -329,7 +331,10 @@ cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcep
     With unequal shares, a server with a small share would otherwise get all of it early, and then
     only the links of the other servers would be in use.
     """
-    return leaving != NULL and p.position - leaving.position > c.lanes.n_servers * c.queued.longest
+    return (
+        leaving != NULL
+        and p.position - leaving.position > c.lanes.living_servers * c.queued.longest
+    )
 
 
 cdef inline int next_lane(Core *c) noexcept nogil:
@@ -339,10 +344,10 @@ cdef inline int next_lane(Core *c) noexcept nogil:
     cdef uint32_t i
     cdef Lane *lane
     cdef Partition *leaving = NULL          # the most urgent one for a server on another machine
-    for i in range(c.lanes.n):
-        c.lanes.at[i].server.first = -1
-    for i in range(c.lanes.n):
-        lane = &c.lanes.at[i]
+    for i in range(c.lanes.n_living):
+        c.lanes.at[c.lanes.living[i]].server.first = -1
+    for i in range(c.lanes.n_living):
+        lane = &c.lanes.at[c.lanes.living[i]]
         if lane.mute:
             continue                        # the scheduler will soon report the dead process
         while lane.queue.size and lane.queue.items[0].stage != PUSH:
@@ -361,13 +366,13 @@ cdef inline int next_lane(Core *c) noexcept nogil:
             )
             and has_credit(c, lane, push_bytes(lane.queue.items[0]))
         ):
-            lane.server.first = i
+            lane.server.first = c.lanes.living[i]
     # A server without room for its most urgent partition gets no smaller, less urgent one either:
     # that would delay the first for ever.
-    for i in range(c.lanes.n):
-        lane = &c.lanes.at[i]
+    for i in range(c.lanes.n_living):
+        lane = &c.lanes.at[c.lanes.living[i]]
         if (
-            lane.server.first == <int>i
+            lane.server.first == <int>c.lanes.living[i]
             and (best < 0 or before(lane.queue.items[0], c.lanes.at[best].queue.items[0]))
             and not (
                 lane.server.beside and leaving != NULL and before(leaving, lane.queue.items[0])
@@ -375,7 +380,7 @@ cdef inline int next_lane(Core *c) noexcept nogil:
             and not is_far_ahead(c, lane.queue.items[0], leaving)
             and takes_more(c, lane.server, pace, push_bytes(lane.queue.items[0]))
         ):
-            best = i
+            best = c.lanes.living[i]
     return best
 
 

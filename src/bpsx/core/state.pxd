@@ -88,6 +88,9 @@ cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role
     bint parked                 # the driver sleeps in endpoint.wait and must be woken
     bint background_idle        # the background thread sleeps on the monitor
+    # threads that want the role for a moment: no other takes it. Written with the monitor held,
+    # read by any thread
+    int64_t wanted
     uint32_t waiters            # threads that sleep on the monitor until a task ends
     int64_t stopping            # written with the monitor held, read by any thread
 
@@ -109,17 +112,32 @@ cdef struct Ended:              # finished tasks; guarded by the monitor
     Task *last_on_gpu
 
 cdef struct Busy:               # written with the monitor held, read by any thread
-    # tasks submitted and not finished, plus 1 while Group.unsent, plus 1 while Moving.terms
+    # tasks submitted and not finished, plus 1 while Group.unsent, Moving.terms or Lanes.greeted
     int64_t outstanding
     int64_t since               # time at which `outstanding` last became positive
     int64_t total               # nanoseconds in which it was positive, up to then
 
+cdef struct Core
+
+cdef struct LateCalls:          # functions of the driver, which _core.pyx compiles
+    void (*pause)(Core *c) noexcept nogil
+    int (*ping)(Core *c, uint32_t peer, const char *nonce) noexcept nogil
+    void (*end_lanes)(Core *c, const uint32_t *lanes, uint32_t n) noexcept nogil
+
 cdef struct Lanes:
+    LateCalls late              # called by _late_lanes.pyx
+    # Threads of the transport hold pointers to lanes and servers, so these arrays never move.
     Lane *at
-    uint32_t n
-    uint32_t n_ready            # lanes that have sent the right proof
     Server *servers
+    uint32_t n                  # lanes so far, lost ones included
     uint32_t n_servers
+    uint32_t capacity           # room for lanes, and for servers
+    uint32_t n_ready            # lanes that have sent the right proof
+    uint32_t *living            # numbers of the lanes that are not lost, in order
+    uint32_t n_living
+    uint32_t living_servers
+    # lanes that joined the running job, were sent a PING, and are neither ready nor lost
+    uint32_t greeted
 
 cdef struct PartitionTable:     # partitions by Partition.index
     Partition **at

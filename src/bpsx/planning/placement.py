@@ -14,7 +14,7 @@ given out never changes: whoever uses it applies the rules (:class:`bpsx.schedul
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
@@ -187,6 +187,38 @@ class Placement:
         self.lane_bytes[lane] += counted
         return lane
 
+    def reserve(self, lanes: int) -> int:
+        """Number the lanes of a new server; returns the first. No place is on them yet."""
+        first = len(self.lane_bytes)
+        self._lanes.append(list(range(first, first + lanes)))
+        self.lane_bytes += [0] * lanes
+        self._sizes += [[] for _ in range(lanes)]
+        self.server_bytes.append(0)
+        self._shares.append(0.0)
+        return first
+
+    def lanes_of(self, server: int) -> list[int]:
+        """The numbers of a server's lanes."""
+        return list(self._lanes[server])
+
+    def admit(self, server: int, shares: Mapping[int, float]) -> None:
+        """Let a server whose lanes are reserved get places.
+
+        It gets those of later tensors, and of servers that are lost later. ``shares``: of each
+        server, by number; none for lost ones.
+        """
+        self._living.append(server)
+        for other in range(len(self._shares)):
+            equal = 1 / len(self._living) if self._hash is not None else 0.0
+            self._shares[other] = equal or shares.get(other, 0.0)
+        self._rank_by_lack()
+
+    def _rank_by_lack(self) -> None:
+        """Order the living servers with a share by what they lack of it."""
+        shares = [(s, self._shares[s]) for s in self._living if self._shares[s] > 0]
+        self._least = [(self.server_bytes[s] / share, s) for s, share in shares]
+        heapq.heapify(self._least)
+
     def lose(self, server: int) -> Moves:
         """Move a lost server's slots to the other servers; returns the rule for each of its lanes.
 
@@ -206,9 +238,7 @@ class Placement:
         for lane in self._lanes[server]:
             self.lane_bytes[lane] = 0
         self.server_bytes[server] = 0
-        shares = [(s, self._shares[s]) for s in self._living if self._shares[s] > 0]
-        self._least = [(self.server_bytes[s] / share, s) for s, share in shares]
-        heapq.heapify(self._least)
+        self._rank_by_lack()
         return [(lane, self._targets(lane)) for lane in self._lanes[server]]
 
     def _targets(self, lane: int) -> list[tuple[int, int]]:

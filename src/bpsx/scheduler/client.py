@@ -267,6 +267,10 @@ class Link:
             self._outbox.append(messages.encode(kind, **fields))
             self._ring()
 
+    def wake(self) -> None:
+        """Make the thread call the functions of ``watch``. Any thread may call it."""
+        self._ring()
+
     def _ring(self) -> None:
         os.eventfd_write(self._wake, 1)
 

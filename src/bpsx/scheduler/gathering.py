@@ -50,6 +50,8 @@ class Gathering:
             return self._refuse(ident, m, why)
         if ident in self.nodes:
             return []
+        if self.state is JobState.RUNNING:
+            return self._arrive(ident, m)
         known = self._roster.same(m)
         if known is not None:  # its connection broke while the job was gathering
             self._roster.drop(known, PresenceEvent.WITHDREW)
@@ -66,6 +68,14 @@ class Gathering:
             and self._roster.count("server") == self.num_server
         )
         return self._start() if complete else []
+
+    def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Let a server join the running job."""
+        raise NotImplementedError
+
+    def _bars_server(self, m: dict[str, Any]) -> str:
+        """Return why a server may not join the running job; empty if it may."""
+        raise NotImplementedError
 
     def would_refuse(self, ident: bytes, m: dict[str, Any]) -> bool:
         """Whether HELLO ``m`` would be refused now."""
@@ -126,7 +136,7 @@ class Gathering:
         """Return why a node may not join; empty if it may."""
         return (
             self._unfit(m)
-            or self._too_late()
+            or self._too_late(m)
             or self._differs(m)
             or (self._no_place_for_server(m) if m["role"] == "server" else self._no_place(m))
         )
@@ -156,11 +166,13 @@ class Gathering:
             )
         return ""
 
-    def _too_late(self) -> str:
+    def _too_late(self, m: dict[str, Any]) -> str:
         if self.state is JobState.FAILED:
             return f"the job has failed: {self.failure}"
-        if self.state is not JobState.WAITING:
-            return f"the job is {self.state} and accepts no more nodes"
+        late_server = m["role"] == "server" and self.state is JobState.RUNNING
+        why = self._bars_server(m) if late_server else "only servers may join it now"
+        if self.state is not JobState.WAITING and why:
+            return f"the job is {self.state} and accepts no more nodes: {why}"
         return ""
 
     def _differs(self, m: dict[str, Any]) -> str:
@@ -186,7 +198,8 @@ class Gathering:
     def _no_place_for_server(self, m: dict[str, Any]) -> str:
         if not m["lanes"]:
             return "the server has no lanes"
-        if self._roster.same(m) is not None or self._roster.count("server") < self.num_server:
+        free = self._roster.count("server") < self.num_server
+        if free or self.state is JobState.RUNNING or self._roster.same(m) is not None:
             return ""
         if self.num_server == 1:
             return "the job already has its server (DMLC_NUM_SERVER=1)"

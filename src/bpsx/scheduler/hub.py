@@ -89,6 +89,7 @@ class Hub:
             secrets.randbits(63),
             stall_warn=config.stall_warn,
             deadlock_after=config.deadlock_after,
+            elastic_wait=config.elastic_wait,
         )
         self._observers = Observers(self._members, config.root_uri)
         try:
@@ -233,6 +234,7 @@ class Hub:
             while self._members.state is JobState.RUNNING:
                 self._turn(_LONGEST_WAIT)
                 self._send(self._members.settle(time.monotonic()))
+                self._send(self._members.tend(time.monotonic()))
                 self._report_losses()
             self._blame()
         self._farewell()
@@ -252,6 +254,11 @@ class Hub:
             log.warning("%s", loss.text)
             self._tell_launcher(f"lost server {loss.server.rank} {loss.server.pid}")
         self._reported = len(members.losses)
+        for note in members.notes:
+            log.warning("%s", note)
+        if members.notes and self._exporter is not None:  # a server may have joined
+            self._send(self._observers.watch_for(1e9))
+        members.notes.clear()
         if members.terms is not None and members.terms.finished:
             for recovery in members.terms.finished:
                 log.warning("%s", recovery)
@@ -436,6 +443,8 @@ class Hub:
             return self._members.cleared(ident, message)
         if kind == "MOVED":
             return self._members.moved(ident, message, time.monotonic())
+        if kind == "CONNECTED":
+            return self._members.connected(ident, message, time.monotonic())
         return self._members.bye(ident, message, time.monotonic())
 
     def _send(self, outputs: list[Output]) -> None:

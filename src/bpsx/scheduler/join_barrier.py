@@ -74,6 +74,23 @@ class Joins:
         """``holder`` is gone, and its marks with it; returns what :meth:`cleared` would."""
         return self.cleared(holder, self.generation) if holder in self._awaited else None
 
+    def marks(self, processes: int) -> tuple[list[int], int]:
+        """What servers know: the ranks that have joined, and the number of joins that have ended.
+
+        A join whose marks are being cleared counts as ended. ``processes``: as in :meth:`join`.
+        """
+        if self._clearing:
+            return [], self.generation + 1
+        whole = [
+            rank
+            for rank in self.joined
+            if all(
+                r in self.joined
+                for r in range(rank - rank % processes, rank - rank % processes + processes)
+            )
+        ]
+        return whole, self.generation
+
     def _all_here(self, live: Collection[int]) -> bool:
         return (
             not self._clearing

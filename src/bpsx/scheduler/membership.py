@@ -12,17 +12,18 @@ reported as failed at its end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
+from bpsx.scheduler.arrivals import Arriving
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
-from bpsx.scheduler.surviving import Surviving
 from bpsx.scheduler.terms import Terms
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
@@ -30,7 +31,7 @@ _ASYNC = "BYTEPS_ENABLE_ASYNC"
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Surviving):
+class Membership(Arriving):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -45,9 +46,10 @@ class Membership(Surviving):
         *,
         stall_warn: float,
         deadlock_after: float,
+        elastic_wait: float = 0.0,
     ) -> None:
         super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
-        self.job = job
+        self.job, self.elastic_wait = job, elastic_wait
         # No worker waits for another, so the job continues when one dies.
         self.asynchronous = False
         self.epoch = 0  # number of resets after a stall
@@ -79,7 +81,7 @@ class Membership(Surviving):
             [len(s.lanes) for s in servers],
             str(config["BYTEPS_KEY_HASH_FN"]),
             int(config["BYTEPS_BUILT_IN_HASH_COEF"]),
-            self._shares(),
+            list(self._shares(servers).values()),
             partition_bytes,
         )
         self.registry = Registry(placement, partition_bytes, self.processes)
@@ -95,19 +97,22 @@ class Membership(Surviving):
             "names": {"server": [str(n) for n in servers]},
             "again": self.again,
         }
-        # A server names a worker that it loses; workers know only servers by name.
-        peers = [str(w) for w in workers]
-        out: list[Output] = [(s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers]
+        firsts = [0, *itertools.accumulate(len(s.lanes) for s in servers)]
+        out: list[Output] = [
+            (s.ident, {**roster, **self._for_server(s, first)})
+            for s, first in zip(servers, firsts, strict=False)
+        ]
         return out + [(w.ident, roster) for w in workers]  # workers know their ranks
 
-    def _shares(self) -> list[float]:
-        """The fraction of all bytes that each server should sum."""
-        servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in self._of("server")]
+    def _shares(self, nodes: Sequence[Node]) -> dict[int, float]:
+        """The fraction of all bytes that each of these servers should sum, by rank."""
+        servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in nodes]
         if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
-            return [weight / sum(w for _, w in servers) for _, weight in servers]
-        return shares_by_host(
-            [w.host for w in self._of("worker") if w.rank % self.processes == 0], servers
-        )
+            shares = [weight / sum(w for _, w in servers) for _, weight in servers]
+        else:
+            hosts = [w.host for w in self._of("worker") if w.rank % self.processes == 0]
+            shares = shares_by_host(hosts, servers)
+        return {node.rank: share for node, share in zip(nodes, shares, strict=True)}
 
     # ---- while the job runs
 

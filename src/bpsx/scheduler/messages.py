@@ -1,14 +1,18 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED, BYE.
-The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT,
-ALL_JOINED, UNJOINED, TERM, LEFT, LOST, END, GOODBYE. For observers, a node sends CLOCK, STATS,
-TRACED and an observer sends OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
+A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
+CONNECTED, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR,
+ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, LEFT, LOST, END, GOODBYE. For observers, a node
+sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK, WATCH, TRACE, and
+VIEW to the observer.
 
 TERM goes to all live workers and servers when a server is lost and the job goes on: ``term``, its
 number, from 1; ``moves``, ``[lost lane, [[target lane, first slot], ...]]`` for each lane of the
 lost server (:data:`bpsx.planning.placement.Moves`); ``text``, which server was lost, why, and where
 its keys go. Each worker that speaks to servers answers MOVED once its driver has moved.
+
+LANES, CONNECTED and GONE are about servers that join a running job.
+docs/internals/elastic-servers.md has their fields.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -19,7 +23,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -74,6 +78,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     #: A sender has moved to a term. ``partitions``: moved ones that it had used. ``again``: bytes
     #: of the rounds that it pushes again.
     "MOVED": {"term": _POSITION, "partitions": (int, 0, 2**40), "again": (int, 0, 2**62)},
+    #: A sender has connected to all lanes of a server that joins the running job, or ``failure``.
+    "CONNECTED": {"server": _POSITION, "failure": _TEXT},
     "BYE": {"failure": _TEXT},
     "CLOCK": {"at": (int, 0, 2**63)},
     "STATS": {"at": (int, 0, 2**63), "values": (dict, 0, 64), "late": (list, 0, 65536)},

@@ -63,6 +63,7 @@ class Roster:
     """All nodes that are or were in the job, and the only place where their states change.
 
     ``nodes``: by connection; ``workers``: by rank. The other public fields index nodes by state.
+    ``live_servers`` has those that are coming, too.
     """
 
     def __init__(self) -> None:
@@ -84,13 +85,20 @@ class Roster:
     def add(self, node: Node) -> None:
         """Add a node whose HELLO is accepted."""
         node.go(PresenceEvent.ACCEPTED)
+        if node.role == "server":
+            self._add_server(node)
+            return
+        self._note(node)
+        self.workers[node.rank] = self.live[node.rank] = node
+
+    def _add_server(self, node: Node) -> None:
+        self._note(node)
+        self._servers[_identity(node.host, node.pid, node.lanes)] = node
+        self.live_servers[node.ident] = node
+
+    def _note(self, node: Node) -> None:
         self.nodes[node.ident] = node
         self._configs.setdefault(_kind(node), {})[node.ident] = node
-        if node.role == "worker":
-            self.workers[node.rank] = self.live[node.rank] = node
-        else:
-            self._servers[_identity(node.host, node.pid, node.lanes)] = node
-            self.live_servers[node.ident] = node
 
     def drop(self, node: Node, event: PresenceEvent) -> None:
         """Remove a node that disappears before the job begins."""
@@ -104,6 +112,15 @@ class Roster:
             heappush(self._absent, node.rank)
         else:
             del self._servers[_identity(node.host, node.pid, node.lanes)], self.live_servers[ident]
+
+    def arrive(self, node: Node) -> None:
+        """Add a server that joins the running job."""
+        node.go(PresenceEvent.CAME_LATE)
+        self._add_server(node)
+
+    def reached(self, node: Node) -> None:
+        """All senders have connected to a server that joins the running job."""
+        node.go(PresenceEvent.REACHED)
 
     def start(self) -> None:
         """The job begins with all nodes."""
@@ -162,6 +179,11 @@ class Roster:
         self.left_unjoined = {r: w for r, w in self.workers.items() if w.left}
 
     # ---- queries
+
+    def usable_servers(self) -> list[Node]:
+        """The servers to which all senders have connected, by rank."""
+        found = [n for n in self.live_servers.values() if n.presence is Presence.LIVE]
+        return sorted(found, key=lambda n: n.rank)
 
     def servers(self) -> list[Node]:
         """All servers, by rank."""

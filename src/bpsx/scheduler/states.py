@@ -19,6 +19,7 @@ class Presence(Enum):
     ABSENT = auto()  #: not in the job
     PRESENT = auto()  #: waits for the job to begin
     MISSED = auto()  #: gone or refused while the job gathers: its place is free
+    COMING = auto()  #: a server that joins the running job: workers connect to it
     LIVE = auto()
     LEAVING = auto()  #: its BYE waits: others confirm errors, or need what this worker keeps
     LEFT = auto()  #: left the job, or died
@@ -33,6 +34,8 @@ class PresenceEvent(Enum):
     WITHDREW = auto()  #: BYE while the job gathers, or HELLO on another connection
     VANISHED = auto()  #: its connection ended while the job gathers
     STARTED = auto()  #: the last node has come
+    CAME_LATE = auto()  #: HELLO of a server to a running job
+    REACHED = auto()  #: the last sender has connected to it
     ASKED_TO_LEAVE = auto()  #: BYE while others have not confirmed an error, or keys move
     WENT = auto()  #: BYE, or its connection ended
 
@@ -43,6 +46,7 @@ PRESENCE: Table[Presence, PresenceEvent] = Table(
         Presence.ABSENT: {
             PresenceEvent.ACCEPTED: Presence.PRESENT,
             PresenceEvent.TURNED_AWAY: Presence.MISSED,
+            PresenceEvent.CAME_LATE: Presence.COMING,
         },
         Presence.PRESENT: {
             PresenceEvent.WITHDREW: Presence.ABSENT,
@@ -54,6 +58,7 @@ PRESENCE: Table[Presence, PresenceEvent] = Table(
             PresenceEvent.TURNED_AWAY: Presence.MISSED,
             PresenceEvent.RETURNED: Presence.ABSENT,
         },
+        Presence.COMING: {PresenceEvent.REACHED: Presence.LIVE, PresenceEvent.WENT: Presence.LEFT},
         Presence.LIVE: {
             PresenceEvent.ASKED_TO_LEAVE: Presence.LEAVING,
             PresenceEvent.WENT: Presence.LEFT,
@@ -164,6 +169,7 @@ class Handover(Enum):
     """Whether other servers have got all that they need to replace a lost one."""
 
     SETTLED = auto()  #: no server has been lost, or its keys are at home on other servers
+    STARVED = auto()  #: the last server has been lost, and the job waits for a new one
     MOVING = auto()  #: some senders have not sent MOVED
     SETTLING = auto()  #: all have; one that is late may still get a result from another
 
@@ -171,6 +177,7 @@ class Handover(Enum):
 class HandoverEvent(Enum):
     """Event that changes a :class:`Handover`."""
 
+    LAST_SERVER_LOST = auto()  #: no other can take its keys over yet
     SERVER_LOST = auto()  #: the next term begins
     ALL_MOVED = auto()  #: the last MOVED
     TIME_OVER = auto()  #: late senders have had the time that they need
@@ -180,13 +187,22 @@ class HandoverEvent(Enum):
 HANDOVER: Table[Handover, HandoverEvent] = Table(
     "the keys of lost servers",
     {
-        Handover.SETTLED: {HandoverEvent.SERVER_LOST: Handover.MOVING},
+        Handover.SETTLED: {
+            HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
+            HandoverEvent.SERVER_LOST: Handover.MOVING,
+        },
+        Handover.STARVED: {
+            HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.ALL_LEAVE: Handover.SETTLED,
+        },
         Handover.MOVING: {
+            HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
             HandoverEvent.ALL_MOVED: Handover.SETTLING,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,
         },
         Handover.SETTLING: {
+            HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
             HandoverEvent.TIME_OVER: Handover.SETTLED,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,

@@ -11,6 +11,8 @@ servers and leaves in good order takes results along that others may lack when a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bpsx.scheduler.gathering import Gathering, Output
@@ -19,7 +21,7 @@ from bpsx.scheduler.registry import Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.stall_detector import Stalls
 from bpsx.scheduler.states import Handover, JobState, Presence
-from bpsx.scheduler.terms import LONGEST_SECONDS, Terms, obstacle
+from bpsx.scheduler.terms import LAST, LONGEST_SECONDS, Terms, obstacle
 
 
 class Loss(NamedTuple):
@@ -33,12 +35,28 @@ class Loss(NamedTuple):
     text: str
 
 
+@dataclass
+class Starvation:
+    """The job has lost its last server and waits for another.
+
+    ``text``: how the server ended. ``since``: when. ``reported``: time of the latest report.
+    """
+
+    node: Node
+    text: str
+    since: float
+    reported: float
+
+
 class Surviving(Gathering):
     """The servers that a job has lost.
 
     ``losses``: those that it has survived. ``blamed``: the node whose end was the first that it
-    did not survive.
+    did not survive. ``starvation``: its last server is lost, and it waits ``elastic_wait`` seconds
+    for another.
     """
+
+    elastic_wait = 0.0
 
     def __init__(
         self,
@@ -54,6 +72,8 @@ class Surviving(Gathering):
         self.terms: Terms | None = None
         self.losses: list[Loss] = []
         self.blamed: Node | None = None
+        self.starvation: Starvation | None = None
+        self._now = 0.0  # time of the latest event that had one
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
         self._sender_left: Node | None = None  # the first that left in good order
@@ -75,23 +95,66 @@ class Surviving(Gathering):
     def _lose_server(self, node: Node, text: str, now: float) -> list[Output]:
         """Move a lost server's keys to the others, or end the job. ``text``: how it ended."""
         assert self.registry is not None and self.terms is not None
-        servers = self._roster.live_servers
+        servers = self._roster.usable_servers()
         options = [n.config for n in self.nodes.values()]
-        if why := obstacle(len(servers), options, self.registry.compressed):
+        why = obstacle(len(servers), options, self.registry.compressed)
+        if why == LAST and self.elastic_wait and self._sender_left is None:
+            return self._starve(node, text, now)
+        if why:
             self.blamed = self.blamed or node
             return self._fail(f"{text}; the job cannot go on without it: {why}")
+        return self._begin_term(node, text, now)
+
+    def _starve(self, node: Node, text: str, now: float) -> list[Output]:
+        """Wait for another server. The keys of the lost one stay where they are until then."""
+        assert self.terms is not None
+        self.starvation = Starvation(node, text, now, reported=now)
+        self.terms.starve()
+        more = f"{LAST}, and the job waits {self.elastic_wait:g} s for another (BPSX_ELASTIC_WAIT)"
+        self.losses.append(Loss(node, text, f"{text}; {more}"))
+        out = self._tell_gone(self.terms.lanes_of(node.rank), f"{text}; {more}")
+        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
+
+    def _tell_gone(self, lanes: Sequence[int], text: str) -> list[Output]:
+        """Tell the workers that these lanes have ended. No term moves their keys, or not yet."""
+        gone = {"type": "GONE", "lanes": list(lanes), "text": text}
+        return [(w.ident, gone) for w in self._roster.live.values()]
+
+    def _feed(self, now: float) -> list[Output]:
+        """A server can be used: it gets the keys of the last one, if the job waits for that."""
+        hunger, self.starvation = self.starvation, None
+        if hunger is None or self.terms is None or self.terms.state is not Handover.STARVED:
+            return []
+        return self._begin_term(hunger.node, hunger.text, hunger.since)
+
+    def _give_up_waiting(self) -> list[Output]:
+        """End the job, because no server has come in time."""
+        assert self.starvation is not None
+        node, text = self.starvation.node, self.starvation.text
+        self.starvation = None
+        self.blamed = self.blamed or node
+        return self._fail(
+            f"{text}; the job cannot go on without it: {LAST}, and no other has joined within"
+            f" {self.elastic_wait:g} s (BPSX_ELASTIC_WAIT)"
+        )
+
+    def _begin_term(self, node: Node, text: str, now: float) -> list[Output]:
+        """Move the keys of ``node``, which was lost at ``now``, to the other servers."""
+        assert self.terms is not None
+        servers = self._roster.usable_servers()
         workers = list(self._roster.live.values())
         senders = [w.ident for w in workers if self._speaks(w)]
         missed = self._sender_left is not None
         moves = self.terms.lose(node.rank, str(node), senders, now, missed)
-        heirs = names([str(s) for s in sorted(servers.values(), key=lambda s: s.rank)], 4)
+        heirs = names([str(s) for s in servers], 4)
         why = text
         text += f"; the job goes on with term {self.terms.number}: its keys go to {heirs}"
         if missed:
             text += f", but none of them can be summed any more, as {self._sender_left} has left"
         self.losses.append(Loss(node, why, text))
         term = {"type": "TERM", "term": self.terms.number, "moves": moves, "text": text}
-        out: list[Output] = [(n.ident, term) for n in [*workers, *servers.values()]]
+        told = [*workers, *self._roster.live_servers.values()]
+        out: list[Output] = [(n.ident, term) for n in told]
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
 
     def _refusal(self, m: dict[str, Any]) -> str:
@@ -142,7 +205,7 @@ class Surviving(Gathering):
 
     def _keys_move(self) -> bool:
         """Whether some workers have not moved yet, so that nobody can tell who waits in vain."""
-        return self.terms is not None and self.terms.state is Handover.MOVING
+        return self.terms is not None and self.terms.state in (Handover.STARVED, Handover.MOVING)
 
     def _is_needed(self, node: Node) -> bool:
         """Whether a worker that wants to leave may hold results that others lack."""

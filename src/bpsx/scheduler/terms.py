@@ -12,7 +12,7 @@ that was on such a server can be summed any more. That matters only to workers t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from bpsx.planning.placement import Assignment, Moves, Placement
 from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
 
 ELASTIC = "BPSX_ELASTIC"
+#: What :func:`obstacle` returns if the only obstacle is that no server is left.
+LAST = "it was the last server"
 #: Seconds after the last MOVED for which leaving senders have to stay. A late worker reports a
 #: push_pull once it is a second old, and reports once a second.
 SETTLE_SECONDS = 3.0
@@ -34,16 +36,21 @@ def obstacle(servers: int, options: Iterable[dict[str, Any]], compressed: bool) 
     servers keep state of compression.
     """
     given = list(options)
-    if not servers:
-        return "it was the last server"
+    if why := fixed_servers(given):
+        return why
+    if compressed:
+        return "servers hold the only copy of the state of compressed tensors"
+    return "" if servers else LAST
+
+
+def fixed_servers(given: Collection[dict[str, Any]]) -> str:
+    """Return why a job cannot change its servers; empty if it can. ``given``: nodes' options."""
     if any(o.get(ELASTIC, "off") != "servers" for o in given):
         return f"{ELASTIC}=off"
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "servers of an asynchronous job hold the only copy of its values"
     if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
         return "RDMA writes answers over the pushes, which then cannot be sent again"
-    if compressed:
-        return "servers hold the only copy of the state of compressed tensors"
     return ""
 
 
@@ -93,13 +100,29 @@ class Terms:
 
     # ---- moves
 
+    def reserve(self, lanes: int) -> int:
+        """Number the lanes of a server that joins the job; returns the first."""
+        return self._placement.reserve(lanes)
+
+    def lanes_of(self, server: int) -> list[int]:
+        """The numbers of a server's lanes."""
+        return self._placement.lanes_of(server)
+
+    def admit(self, server: int, shares: Mapping[int, float]) -> None:
+        """Let a server get keys; ``shares``: of each living server, by rank."""
+        self._placement.admit(server, shares)
+
+    def starve(self) -> None:
+        """The last server is lost. :meth:`lose` says so again, once another can replace it."""
+        self.state = HANDOVER.after(self.state, HandoverEvent.LAST_SERVER_LOST)
+
     def lose(
         self, server: int, name: str, senders: Collection[bytes], now: float, missed: bool
     ) -> Moves:
         """Begin the next term, because ``server`` is lost; returns the moves of its lanes.
 
-        ``name``: the server, as text. ``senders``: workers that will send MOVED. ``missed``: a
-        sender has left in good order before.
+        ``name``: the server, as text. ``senders``: workers that will send MOVED. ``now``: when it
+        was lost. ``missed``: a sender has left in good order before.
         """
         self.number += 1
         self._latest = now

@@ -92,7 +92,7 @@ class Server:
                 # Before anything slow: workers are connecting already and do not wait for long.
                 for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
-            self._numbers = _lane_numbers(welcome)
+            self._numbers = range(welcome["first"], welcome["first"] + len(lanes))
             self._joined = True
             self._reporter = Reporter(
                 config,
@@ -144,8 +144,13 @@ class Server:
                 log=log.error,
                 watch=self._reporter.watchers[i],
                 secret=config.secret_bytes,
+                joins=welcome["joins"],
             )
             self._lanes.append(lane)
+        # What servers that have been in the job before this one have been told.
+        for kind, ranks in (("LEFT", welcome["left"]), ("JOINED", welcome["joined"])):
+            for rank in ranks:
+                self._handle({"type": kind, "rank": rank})
         for i, lane in enumerate(self._lanes):
             thread = threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
             thread.start()
@@ -267,13 +272,6 @@ class Server:
             self._failure = text
             log.error("%s", text)
             self._failed.set()
-
-
-def _lane_numbers(welcome: dict[str, Any]) -> range:
-    """The numbers of this server's lanes among those of all servers."""
-    counts, rank = [len(lanes) for lanes in welcome["lanes"]], welcome["rank"]
-    first = sum(counts[:rank])
-    return range(first, first + counts[rank])
 
 
 def main() -> int:

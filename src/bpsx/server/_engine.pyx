@@ -304,7 +304,8 @@ cdef class Lane:
     ``senders``: number of senders, one per worker, or one per machine; each speaks for
     ``processes`` workers. ``asynchronous``: pushes may be added to a value that the lane keeps.
     ``fixed_order``: sum in the order of senders. ``scheduled``: handle the most urgent message
-    first. ``spin_us``: microseconds without messages after which the lane sleeps.
+    first. ``spin_us``: microseconds without messages after which the lane sleeps. ``joins``: joins
+    of all workers that ended before this lane began.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
@@ -315,7 +316,7 @@ cdef class Lane:
     def __cinit__(
         self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
         bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
-        bytes secret=b""
+        bytes secret=b"", uint32_t joins=0
     ):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
@@ -328,6 +329,7 @@ cdef class Lane:
         self.c.settings.fixed_order = fixed_order
         self.c.settings.scheduled = scheduled
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
+        self.c.absent.joins = self.c.terms.joins = joins
         self.c.owner = <void *>self
         self.c.outs = <Out *>calloc(senders, sizeof(Out))
         self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))

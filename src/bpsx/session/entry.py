@@ -178,6 +178,8 @@ def _hear_of_a_loss(config: Config, lanes: Lanes, link: Link) -> None:
         raise errors.RendezvousError(f"worker {config.rank}: {message['text']}")
     if message["type"] == "TERM":
         lanes.lose((lane for lane, _ in message["moves"]), message["text"])
+    if message["type"] == "GONE":
+        lanes.lose(message["lanes"], message["text"])
 
 
 def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bpsx.config import Config
@@ -51,6 +51,10 @@ class Lanes:
         self.broken: dict[int, tuple[float, str]] = {}
         # What the scheduler has said of each lane without which the job goes on.
         self._lost: dict[int, str] = {}
+        # Lanes of servers that join the running job, until this worker has connected to them; and
+        # why it could not.
+        self._coming: set[int] = set()
+        self._failures: dict[int, str] = {}
 
     @property
     def servers(self) -> list[int]:
@@ -67,6 +71,33 @@ class Lanes:
         """The servers on this machine."""
         # dict() keeps one lane of each server: all lanes of a server are on one host.
         return {server for server, address in dict(self._addresses).items() if is_here(address)}
+
+    def add(self, first: int, server: str, addresses: Sequence[str]) -> None:
+        """Add the lanes of a server that joins the running job, the first of them ``first``.
+
+        Raises ValueError if other lanes are due first.
+        """
+        if first != len(self._addresses):
+            raise ValueError(f"lane {first} comes after {len(self._addresses)} lanes")
+        self._addresses += [(len(self._servers), address) for address in addresses]
+        self._servers.append(server)
+        self._coming.update(range(first, first + len(addresses)))
+
+    def is_beside(self, lane: int) -> bool:
+        """Whether a lane's server is on this machine."""
+        return is_here(self._addresses[lane][1])
+
+    def note_failure(self, lane: int, text: str) -> None:
+        """Note that this worker cannot connect to a lane. Any thread may call it."""
+        self._failures.setdefault(lane, text)
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """The lanes to which this worker could not connect since the last call, and why."""
+        return [(lane, self._failures.pop(lane)) for lane in list(self._failures)]
+
+    def have_come(self, lanes: Iterable[int]) -> None:
+        """This worker has connected to ``lanes``: from now on the scheduler explains their ends."""
+        self._coming.difference_update(lanes)
 
     def named(self) -> list[tuple[str, str]]:
         """Name and address of each lane."""
@@ -104,6 +135,9 @@ class Lanes:
         """Note the end of a connection; returns whether it is news."""
         if lane in self.broken or lane in self._lost:
             return False
+        if lane in self._coming:
+            self.note_failure(lane, text)
+            return True
         self.broken[lane] = (time.monotonic(), text)
         return True
 
@@ -115,6 +149,7 @@ class Lanes:
         for lane in lanes:
             self._lost[lane] = text
             self.broken.pop(lane, None)
+            self._coming.discard(lane)
 
     def lost(self, lane: int) -> str:
         """What the scheduler has said of ``lane``, without which the job goes on; or ""."""

@@ -8,11 +8,13 @@ import logging
 from typing import Any
 
 from bpsx.config import Config
+from bpsx.core._late_lanes import LateLanes
 from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.group import Neighbourhood
 from bpsx.session.declarations import Declarations
 from bpsx.session.lanes import Lanes
+from bpsx.session.late_servers import LateServers
 from bpsx.session.states import OVER, Event, Life
 
 log = logging.getLogger("bpsx.session.session")
@@ -23,6 +25,7 @@ class Liveness(Declarations):
 
     _lanes: Lanes
     _near: Neighbourhood
+    _endpoint: Any
     devices: Devices
     config: Config
     job: int
@@ -30,6 +33,8 @@ class Liveness(Declarations):
     def __init__(self, order: dict[str, int]) -> None:
         super().__init__(order)
         self._failure = ""  # why the job has failed
+        # None: this process does not speak to servers, or they cannot change.
+        self._late: LateServers | None = None
 
     @property
     def state(self) -> Life:
@@ -46,11 +51,18 @@ class Liveness(Declarations):
             link.send, lambda: {**self._core.counters(), **self._core.gauges()}, self.job
         )
         lanes, life = self._lanes, self._life
+        if self._near.has_lanes and self.config.may_lose_servers:
+            self._late = LateServers(
+                lanes, LateLanes(self._core), self._endpoint, link, self.config.secret_bytes
+            )
 
         def look() -> None:
             lanes.take_broken(leaving=life.state in (Life.LEAVING, Life.CLOSED))
+            if self._late is not None:
+                self._tell_moved()
+                self._late.look()
 
-        watched = [(lanes.descriptor, look), (self._core.moved_descriptor, self._tell_moved)]
+        watched = [(lanes.descriptor, look), (self._core.moved_descriptor, look)]
         link.start(
             self._handle,
             lost=self._peer_lost,
@@ -82,6 +94,13 @@ class Liveness(Declarations):
             self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
         elif kind == "TERM":
             self._begin_term(message["term"], message["moves"], message["text"])
+        elif kind == "LANES" and self._late is not None:
+            log.info("%s joins the running job", message["name"])
+            self._late.come(message)
+        elif kind == "GONE":
+            log.warning("%s", message["text"])
+            if self._late is not None:
+                self._late.end(message["lanes"], message["text"])
         elif kind == "ADOPT":
             self._adopt(message)
         elif self._near.hear(message):

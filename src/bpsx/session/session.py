@@ -403,6 +403,8 @@ class Session(Liveness):
             self._end_pending(
                 Status.SHUTDOWN, "bpsx was shut down while this operation was under way"
             )
+            if self._late is not None:
+                self._late.close()
             self._core.close()
             if self._link is not None:
                 self._link.stop()

@@ -25,15 +25,25 @@ def keep_from_children(addresses: Iterable[str]) -> None:
     inherit these connections.
     """
     global _hooked, _peers
+    _peers = _resolved(addresses)
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_close_inherited)
+
+
+def keep_also_from_children(addresses: Iterable[str]) -> None:
+    """Add ``addresses`` to those of :func:`keep_from_children`."""
+    global _peers
+    _peers = _peers | _resolved(addresses)
+
+
+def _resolved(addresses: Iterable[str]) -> set[tuple[str, int]]:
     pairs = [address.rpartition(":")[::2] for address in addresses]
-    _peers = {
+    return {
         (str(info[4][0]), int(port))
         for host, port in pairs
         for info in socket.getaddrinfo(host.strip("[]"), int(port))
     }
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _close_inherited() -> None:

@@ -9,7 +9,11 @@ numbered: a worker's peers are lanes 0, 1, …; a lane's peers are workers, by r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+
+#: For :meth:`Endpoint.connect`: no other thread uses the endpoint.
+ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class Endpoint(Protocol):
@@ -41,8 +45,13 @@ class Endpoint(Protocol):
         Call it before :meth:`connect` and before the first message.
         """
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(
+        self, peer: int, address: str, undriven: AbstractContextManager[Any] = ALONE
+    ) -> None:
         """Connect to the lane at ``address``, which becomes peer ``peer``.
+
+        Another thread may drive the data plane meanwhile. ``undriven``: context in which none does;
+        entered only for what needs that, and left before anything that may block.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """

@@ -26,6 +26,7 @@ from bpsx.system.sync cimport (
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx.errors import TransportError
+from bpsx.transports.base import ALONE
 
 cdef enum:
     MAX_PEERS = 256
@@ -239,7 +240,7 @@ cdef class LoopbackEndpoint:
         """Set the job's number and the rank under which lanes know this endpoint."""
         self.job, self.rank = job, rank
 
-    def connect(self, int peer, str address) -> None:
+    def connect(self, int peer, str address, undriven=ALONE) -> None:
         """Connect to the endpoint bound to ``address``, which becomes peer ``peer``.
 
         Raises :class:`TransportError` if there is none, or if it belongs to another job.

@@ -40,6 +40,7 @@ from bpsx.transports.rdma.verbs cimport ibv_wc_status_str
 from bpsx.transports.rdma.send cimport copy_for_queue, post_message
 
 from bpsx.errors import TransportError
+from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
 from bpsx.transports.rdma import gid as gids
 from bpsx.system.address import own_address_towards
@@ -307,8 +308,12 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         self._use_adapter(host)
         return ListeningEndpoint.bind(self, host, ports)
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: str, undriven=ALONE) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
+        with undriven:
+            self._connect(peer, address)
+
+    def _connect(self, peer: int, address: str) -> None:
         cdef _Link link
         made = None
         host, _, port = address.rpartition(":")

@@ -28,6 +28,7 @@ from bpsx.transports.shm.connection cimport (
     return_token, set_up, slot_bytes, take_entry, take_new, take_out,
 )
 
+from bpsx.transports.base import ALONE
 from bpsx.transports.shm import handshake
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -252,13 +253,13 @@ cdef class SharedEndpoint:
         if self.acceptor is not None and self.job is not None:
             self.acceptor.open(self.job, self.inner.address)
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: str, undriven=ALONE) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
         Messages go through memory if the lane is on this machine and shares some.
         """
         cdef Link *l = NULL
-        self.inner.connect(peer, address)
+        self.inner.connect(peer, address, undriven)
         with handshake.visit(
             address, self.secret, self.job, self.rank, self.inner.wake_descriptor
         ) as visit:

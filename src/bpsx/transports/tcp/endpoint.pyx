@@ -33,6 +33,7 @@ from bpsx.transports.tcp.send cimport (
 )
 
 from bpsx.errors import TransportError
+from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
 from bpsx.system.address import send_buffer_bytes
 
@@ -200,8 +201,11 @@ cdef class TcpEndpoint(ListeningEndpoint):
         self.table.wait, self.table.wake = tcp_wait, tcp_wake
         self.table.drop, self.table.keeps = tcp_drop, True
 
-    def connect(self, peer: int, address: str) -> None:
-        """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
+    def connect(self, peer: int, address: str, undriven=ALONE) -> None:
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
+
+        The data plane takes the connection over by a lock, so it may be driven all the time.
+        """
         try:
             made = listener.dial(address, self.secret, self.job, self.rank, self._size_buffers)
         except TransportError:

@@ -39,6 +39,7 @@ from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports import refusals
+from bpsx.transports.base import ALONE
 from bpsx.transports.zeromq import auth
 from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
@@ -184,7 +185,9 @@ cdef class ZeroMQEndpoint:
     cdef int rank
     cdef bint encrypt, joined
     cdef readonly str address       # empty before bind()
-    cdef dict peers
+    # The latest peer at each address, and the one to which the latest connection was made: a lane
+    # may have the address of one that was dropped.
+    cdef dict peers, connected
     cdef bint closed
 
     def __cinit__(
@@ -207,7 +210,7 @@ cdef class ZeroMQEndpoint:
         self.secret = secret
         self.send_buffer = send_buffer
         self.encrypt = encrypt
-        self.peers = {}
+        self.peers, self.connected = {}, {}
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
         self.socket = socket
@@ -314,34 +317,39 @@ cdef class ZeroMQEndpoint:
         self.joined = True
         self._open()
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: str, undriven=ALONE) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
-        cdef char routing_id[ID_BYTES]
-        cdef Connection *made
         host, _, port = address.rpartition(":")
-        if not make_room(
-            &self.state.connections, &self.state.n_connections, peer + 1, sizeof(Connection)
-        ):
-            raise MemoryError("no memory for a connection")
-        made = &self.state.connections[<uint32_t>peer]
-        put_id(&self.state, routing_id, peer)
-        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
         try:
             # Numeric, because libzmq reports a broken connection either under the name it was given
             # or under the address it resolved.
             numeric = resolve(host, int(port))
-            self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
-            self._size_buffers(numeric)
-            self._show(address)
-            url = tcp_url(numeric, port)
-            self.socket.connect(url)
+            with undriven:
+                self._connect(peer, address, numeric, tcp_url(numeric, port))
         except (OSError, zmq.ZMQError) as e:
             raise TransportError(f"cannot connect to {address}: {e}") from e
+
+    def _connect(self, uint32_t peer, str address, str numeric, str url):
+        cdef char routing_id[ID_BYTES]
+        cdef Connection *made
+        if not make_room(
+            &self.state.connections, &self.state.n_connections, peer + 1, sizeof(Connection)
+        ):
+            raise MemoryError("no memory for a connection")
+        made = &self.state.connections[peer]
         free(made.url)
         made.url = strdup(url.encode())
         if made.url == NULL:
             raise MemoryError("no memory for an address")
-        self.peers[join_host_port(numeric, int(port))] = peer
+        put_id(&self.state, routing_id, peer)
+        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
+        self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
+        self._size_buffers(numeric)
+        self._show(address)
+        named = url.removeprefix("tcp://")
+        self.peers[named] = peer
+        self.connected.setdefault(named, peer)
+        self.socket.connect(url)
 
     def watch(self) -> int:
         """Start to watch the connections.
@@ -350,7 +358,7 @@ cdef class ZeroMQEndpoint:
         """
         # With an explicit address: pyzmq leaks some memory each time that it makes one up.
         self.monitor_socket = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}"
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}"
         )
         # The descriptor only signals events that come after an attempt to read.
         self.monitor_socket.getsockopt(zmq.EVENTS)
@@ -369,7 +377,10 @@ cdef class ZeroMQEndpoint:
                 found.append(self._worker_at(event["value"]))
                 continue
             named = event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://")
-            peer = <uint32_t>self.peers.get(named, -1)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self.connected[named] = self.peers.get(named, -1)
+                continue
+            peer = <uint32_t>self.connected.get(named, -1)
             if not is_dropped(&self.state, peer):
                 found.append(<int>peer)
         return found

@@ -1,0 +1,214 @@
+"""The part of a job's membership that lets servers join while the job runs. Pure.
+
+docs/internals/elastic-servers.md has the states and messages. A server that comes late gets a new
+rank and new lanes. The senders connect to it first; only then may it get keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bpsx.errors import Status
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.states import JobState
+from bpsx.scheduler.surviving import Surviving
+from bpsx.scheduler.terms import fixed_servers
+
+#: Seconds in which all senders have to connect to a server that joins the job.
+COMING_SECONDS = 30.0
+#: Seconds between two reports of a job that waits for a server.
+REPORT_EVERY = 10.0
+
+
+@dataclass
+class Arrival:
+    """A server to which workers connect.
+
+    ``first``: its first lane. ``awaited``: senders that have not said CONNECTED. ``since``: time of
+    the first :meth:`Arriving.tend` that saw it.
+    """
+
+    node: Node
+    first: int
+    awaited: set[bytes]
+    since: float | None = None
+
+    @property
+    def lanes(self) -> list[int]:
+        """The numbers of its lanes."""
+        return list(range(self.first, self.first + len(self.node.lanes)))
+
+
+class Arriving(Surviving):
+    """The servers that join the running job. ``notes``: lines that the hub has not logged yet."""
+
+    job: int
+
+    def __init__(
+        self,
+        num_worker: int,
+        num_server: int,
+        local_size: int,
+        stall_warn: float,
+        deadlock_after: float,
+    ) -> None:
+        super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
+        self.notes: list[str] = []
+        self._arrivals: dict[int, Arrival] = {}  # by rank
+        self._ranks = 0  # ranks of servers that have been given out since the job began
+
+    def _shares(self, nodes: Sequence[Node]) -> dict[int, float]:
+        """The fraction of all bytes that each of these servers should sum, by rank."""
+        raise NotImplementedError
+
+    def _remove(self, node: Node) -> None:
+        """Remove a node from all of the job's accounts."""
+        raise NotImplementedError
+
+    # ---- coming
+
+    def _bars_server(self, m: dict[str, Any]) -> str:
+        """See :class:`~bpsx.scheduler.gathering.Gathering`."""
+        return fixed_servers([m["config"], *(n.config for n in self.nodes.values())])
+
+    def _for_server(self, node: Node, first: int) -> dict[str, Any]:
+        """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""
+        joined, joins = self._joins.marks(self.processes)
+        workers = self._of("worker")
+        return {
+            "rank": node.rank,
+            "first": first,
+            # A server names a worker that it loses.
+            "peers": [str(w) for w in workers],
+            "left": [w.rank for w in workers if w.left],
+            "joined": joined,
+            "joins": joins,
+        }
+
+    def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Let a server join: it gets WELCOME, and the senders connect to it."""
+        assert self.terms is not None
+        out: list[Output] = []
+        for other in list(self._roster.live_servers.values()):
+            if set(other.lanes) & set(m["lanes"]):  # its port is free again
+                out += self.gone(other.ident, "another server has its address", self._now)
+        if self.state is not JobState.RUNNING:
+            return out
+        self._ranks = max(self._ranks, self.num_server)
+        node = Node(ident, "server", self._ranks, m["host"], m["pid"], m["lanes"], m["config"])
+        self._ranks += 1
+        first = self.terms.reserve(len(node.lanes))
+        senders = [w for w in self._roster.live.values() if self._speaks(w)]
+        self._roster.arrive(node)
+        self._arrivals[node.rank] = Arrival(node, first, {w.ident for w in senders})
+        self.notes.append(f"{node} joins the running job; {len(senders)} workers connect to it")
+        welcome = {
+            "type": "WELCOME",
+            "job": self.job,
+            "workers": self.size // self.processes,
+            "processes": self.processes,
+            "again": self.again,
+            "term": self.terms.number,
+            **self._for_server(node, first),
+        }
+        lanes = {
+            "type": "LANES",
+            "server": node.rank,
+            "name": str(node),
+            "first": first,
+            "lanes": node.lanes,
+        }
+        return [*out, (ident, welcome), *((w.ident, lanes) for w in senders)]
+
+    def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
+        """See :class:`~bpsx.scheduler.membership.Membership`."""
+        raise NotImplementedError
+
+    def connected(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle CONNECTED: a sender has connected to all lanes of a server that joins.
+
+        ``m``: server, its rank; failure, why the sender could not connect, or "".
+        """
+        arrival, node = self._arrivals.get(m["server"]), self.nodes.get(ident)
+        running = self.state is JobState.RUNNING
+        if arrival is None or node is None or ident not in arrival.awaited or not running:
+            return []
+        if m["failure"]:
+            return self._drop(arrival, f"{node} cannot connect to it: {m['failure']}")
+        arrival.awaited.discard(ident)
+        return self._admit(now)
+
+    def _admit(self, now: float) -> list[Output]:
+        """Let servers to which all senders have connected get keys."""
+        assert self.terms is not None
+        out: list[Output] = []
+        for rank, arrival in list(self._arrivals.items()):
+            if arrival.awaited:
+                continue
+            del self._arrivals[rank]
+            self._roster.reached(arrival.node)
+            self.terms.admit(rank, self._shares(self._roster.usable_servers()))
+            self.notes.append(f"{arrival.node} has joined: all workers have connected to it")
+            out += self._feed(now)
+        return out
+
+    # ---- going before it was used
+
+    def _drop(self, arrival: Arrival, why: str) -> list[Output]:
+        """Send a server away, because some sender cannot connect to it."""
+        node = arrival.node
+        text = f"{node} cannot join the running job: {why}"
+        del self._arrivals[node.rank]
+        self._remove(node)
+        lost = {"type": "LOST", "text": text, "status": Status.PEER_LOST}
+        return [(node.ident, lost), *self._forget(arrival, text)]
+
+    def _forget(self, arrival: Arrival, text: str) -> list[Output]:
+        """Tell the workers that a server has gone before it had any key."""
+        self.notes.append(text)
+        out = self._tell_gone(arrival.lanes, text)
+        return out + self._release(self._joins.lost(arrival.node.ident))
+
+    def _lose_server(self, node: Node, text: str, now: float) -> list[Output]:
+        """See :class:`~bpsx.scheduler.surviving.Surviving`."""
+        arrival = self._arrivals.pop(node.rank, None)
+        if arrival is None:
+            return super()._lose_server(node, text, now)
+        return self._forget(arrival, f"{text}, before all workers had connected to it")
+
+    # ---- time
+
+    def tend(self, now: float) -> list[Output]:
+        """Give up what has taken too long. To be called about once a second."""
+        self._now = now
+        if self.state is not JobState.RUNNING or self.terms is None:
+            return []
+        live = {w.ident for w in self._roster.live.values()}
+        out: list[Output] = []
+        for arrival in list(self._arrivals.values()):
+            arrival.awaited &= live
+            arrival.since = now if arrival.since is None else arrival.since
+            if arrival.awaited and now - arrival.since >= COMING_SECONDS:
+                late = names(sorted(str(self.nodes[ident]) for ident in arrival.awaited))
+                out += self._drop(arrival, f"not connected after {COMING_SECONDS:g} s: {late}")
+        out += self._admit(now)
+        return out + self._hunger(now)
+
+    def _hunger(self, now: float) -> list[Output]:
+        """Report that the job waits for a server; end the job when it has waited for too long."""
+        hunger = self.starvation
+        if hunger is None:
+            return []
+        left = hunger.since + self.elastic_wait - now
+        if left <= 0 and not self._arrivals:
+            return self._give_up_waiting()
+        if now >= hunger.reported + REPORT_EVERY:
+            hunger.reported = now
+            self.notes.append(
+                f"waiting for a server to replace {hunger.node}, for {max(left, 0):.0f} s more"
+                " (BPSX_ELASTIC_WAIT): start one with the options of the others"
+            )
+        return []
