@@ -206,5 +206,5 @@ class Struck(Striking):
     """Such a job on this machine."""
 
     def __init__(self, operation: str, transport: str, servers: int = 2, **more: Any) -> None:
-        env = {**TRANSPORTS[transport], **more.pop("env", {})}
+        env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "servers", **more.pop("env", {})}
         super().__init__(source(operation), servers=servers, env=env, **more)

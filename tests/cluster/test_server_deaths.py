@@ -53,7 +53,7 @@ def test_weights_are_those_of_an_undisturbed_job(transport, workers):
     steps, seed = 30, random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    env = {**TRANSPORTS[transport], "BPSX_FIXED_ORDER": "1"}
+    env = {**TRANSPORTS[transport], "BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers"}
     source = _TRAINING.format(sizes=SIZES, steps=steps)
     with Job(source, workers=workers, servers=3, env=env) as job:
         for server, step in zip(rng.sample(job.servers, 2), (5, 15)):

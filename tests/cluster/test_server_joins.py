@@ -18,7 +18,7 @@ def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **e
         _TRAINING.format(sizes=SIZES, steps=steps),
         workers=workers,
         servers=servers,
-        env={**TRANSPORTS[transport], "BPSX_FIXED_ORDER": "1", **env},
+        env={**TRANSPORTS[transport], "BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers", **env},
     )
 
 

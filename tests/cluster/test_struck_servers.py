@@ -87,7 +87,7 @@ def test_a_server_whose_links_are_cut_is_replaced(transport, operation):
         pass
 
     names = ["scheduler", "server 0", "server 1", "worker 0", "worker 1"]
-    env = {**TRANSPORTS[transport], **QUICK}
+    env = {**TRANSPORTS[transport], **QUICK, "BPSX_ELASTIC": "servers"}
     with Network(names) as network, CutJob(source(operation), network, env=env, servers=2) as job:
         job.begin()
         network.cut("server 0")

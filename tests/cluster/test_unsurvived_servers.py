@@ -24,7 +24,7 @@ _STEPPING = """
 """
 #: Why the job cannot go on -> number of servers, variables, what the workers do first.
 _CASES: dict[str, tuple[int, dict[str, str], str]] = {
-    "it was the last server": (1, {}, ""),
+    "it was the last server": (1, {"BPSX_ELASTIC_WAIT": "0"}, ""),
     "BPSX_ELASTIC=off": (2, {"BPSX_ELASTIC": "off"}, ""),
     "servers of an asynchronous job hold the only copy of its values": (
         2,
@@ -44,7 +44,9 @@ _CASES: dict[str, tuple[int, dict[str, str], str]] = {
 def test_the_job_ends_and_names_the_server_and_the_obstacle(why, number):
     servers, env, before = _CASES[why]
     source = _STEPPING.format(before=before)
-    with Job(source, servers=servers, env={"BPSX_TERM_GRACE": "0", **env}) as job:
+    with Job(
+        source, servers=servers, env={"BPSX_TERM_GRACE": "0", "BPSX_ELASTIC": "servers", **env}
+    ) as job:
         assert job.scheduler is not None
         for worker in job.workers:
             worker.wait_for_line("ready")

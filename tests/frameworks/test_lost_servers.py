@@ -110,7 +110,12 @@ _SCRIPTS = {
 
 def weights(framework: str, killed: bool) -> str:
     """Train on two workers; return the hash of the weights, which are the same on both."""
-    env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        "BPSX_ELASTIC": "servers",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     with Job(_COMMON + _SCRIPTS[framework], servers=2, env=env) as job:
         assert job.scheduler is not None
         for worker in job.workers:

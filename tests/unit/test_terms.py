@@ -240,6 +240,19 @@ def test_nodes_must_agree_on_the_option():
     assert answer["type"] == "REFUSED" and "BPSX_ELASTIC=off on this worker" in answer["reason"]
 
 
+@pytest.mark.parametrize(("hosts", "goes_on"), [("aaa", False), ("aab", True), ("abb", True)])
+def test_by_default_jobs_of_several_machines_go_on(hosts: str, goes_on: bool) -> None:
+    m = members(1, 2)
+    options = config(1, 2, BPSX_ELASTIC="auto")
+    m.hello(b"s0", {**hello("server", -1, 1, 2, pid=900, config=options), "host": hosts[0]})
+    m.hello(b"s1", {**hello("server", -1, 1, 2, pid=901, config=options), "host": hosts[1]})
+    out = m.hello(b"w0", {**hello("worker", 0, 1, 2, config=options), "host": hosts[2]})
+    assert [o["elastic"] for _, o in out if o["type"] == "WELCOME"] == [goes_on] * 3
+    m.gone(b"s0", "cut")
+    assert (m.state == "running") is goes_on
+    assert goes_on or "on one machine, and BPSX_ELASTIC is not set to servers" in m.failure
+
+
 # ---- the recovery
 
 

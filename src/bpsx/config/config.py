@@ -100,10 +100,10 @@ class Config:
     def may_lose_servers(self) -> bool:
         """Whether the job may go on after the death of a server.
 
-        Workers then keep what another server would need. The scheduler decides in each case.
+        The scheduler decides when all processes are known, and says so in WELCOME.
         """
         return bool(
-            self.elastic == "servers"
+            self.elastic != "off"
             and self.servers > 0
             and not self.asynchronous
             and TRANSPORT_NAMES[self.transport] != "rdma"

@@ -43,7 +43,7 @@ class Option:
 
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
-_ELASTIC = ("off", "servers")
+_ELASTIC = ("auto", "servers", "off")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {
@@ -544,14 +544,15 @@ OPTIONS: tuple[Option, ...] = (
         "elastic",
         "BPSX_ELASTIC",
         choice(*_ELASTIC),
-        "servers",
+        "auto",
         " | ".join(_ELASTIC),
         "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
         " and no sum is lost. Each worker keeps the latest result of every partition for this. The"
         " death of a worker, the scheduler or the last server still ends the job. So does the"
         " death of any server in asynchronous training, with compressed tensors, over RDMA, or once"
-        " a worker has left. off: every death ends the job, and workers keep no results. Must be"
-        " the same on all workers and servers.",
+        " a worker has left. off: every death ends the job, and workers keep no results."
+        " auto: servers if the job has processes on more than one machine, else off: on one machine"
+        " what is kept would cost memory bandwidth. Must be the same on all workers and servers.",
         _FAIL,
     ),
     Option(

@@ -15,7 +15,6 @@ from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobState
 from bpsx.scheduler.surviving import Surviving
-from bpsx.scheduler.terms import fixed_servers
 
 #: Seconds in which all senders have to connect to a server that joins the job.
 COMING_SECONDS = 30.0
@@ -72,7 +71,7 @@ class Arriving(Surviving):
 
     def _bars_server(self, m: dict[str, Any]) -> str:
         """See :class:`~bpsx.scheduler.gathering.Gathering`."""
-        return fixed_servers([m["config"], *(n.config for n in self.nodes.values())])
+        return self._fixed_servers(m["config"])
 
     def _for_server(self, node: Node, first: int) -> dict[str, Any]:
         """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""

@@ -86,6 +86,7 @@ class Membership(Arriving):
         )
         self.registry = Registry(placement, partition_bytes, self.processes)
         self.terms = Terms(placement)
+        self.machines = len({n.host for n in self.nodes.values()})
         self._move(JobEvent.COMPLETE)
         self._roster.start()
         roster = {
@@ -96,6 +97,7 @@ class Membership(Arriving):
             "lanes": [s.lanes for s in servers],
             "names": {"server": [str(n) for n in servers]},
             "again": self.again,
+            "elastic": not self._fixed_servers(),
         }
         firsts = [0, *itertools.accumulate(len(s.lanes) for s in servers)]
         out: list[Output] = [

@@ -21,7 +21,7 @@ from bpsx.scheduler.registry import Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.stall_detector import Stalls
 from bpsx.scheduler.states import Handover, JobState, Presence
-from bpsx.scheduler.terms import LAST, LONGEST_SECONDS, Terms, obstacle
+from bpsx.scheduler.terms import LAST, LONGEST_SECONDS, Terms, fixed_servers, obstacle
 
 
 class Loss(NamedTuple):
@@ -57,6 +57,7 @@ class Surviving(Gathering):
     """
 
     elastic_wait = 0.0
+    machines = 0  # number of machines with which the job has begun
 
     def __init__(
         self,
@@ -92,12 +93,16 @@ class Surviving(Gathering):
 
     # ---- the loss
 
+    def _fixed_servers(self, *more: dict[str, Any]) -> str:
+        """Why the job cannot change its servers, or "". ``more``: a newcomer's options."""
+        given = [*more, *(n.config for n in self.nodes.values())]
+        return fixed_servers(given, self.machines)
+
     def _lose_server(self, node: Node, text: str, now: float) -> list[Output]:
         """Move a lost server's keys to the others, or end the job. ``text``: how it ended."""
         assert self.registry is not None and self.terms is not None
         servers = self._roster.usable_servers()
-        options = [n.config for n in self.nodes.values()]
-        why = obstacle(len(servers), options, self.registry.compressed)
+        why = obstacle(len(servers), self._fixed_servers(), self.registry.compressed)
         if why == LAST and self.elastic_wait and self._sender_left is None:
             return self._starve(node, text, now)
         if why:

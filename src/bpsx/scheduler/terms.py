@@ -29,24 +29,29 @@ SETTLE_SECONDS = 3.0
 LONGEST_SECONDS = 30.0
 
 
-def obstacle(servers: int, options: Iterable[dict[str, Any]], compressed: bool) -> str:
+def obstacle(servers: int, fixed: str, compressed: bool) -> str:
     """Return why a job cannot go on without one of its servers; empty if it can.
 
-    ``servers``: number of the others. ``options``: those of all nodes. ``compressed``: whether
-    servers keep state of compression.
+    ``servers``: number of the others. ``fixed``: what :func:`fixed_servers` has returned.
+    ``compressed``: whether servers keep state of compression.
     """
-    given = list(options)
-    if why := fixed_servers(given):
-        return why
+    if fixed:
+        return fixed
     if compressed:
         return "servers hold the only copy of the state of compressed tensors"
     return "" if servers else LAST
 
 
-def fixed_servers(given: Collection[dict[str, Any]]) -> str:
-    """Return why a job cannot change its servers; empty if it can. ``given``: nodes' options."""
-    if any(o.get(ELASTIC, "off") != "servers" for o in given):
+def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
+    """Return why a job cannot change its servers; empty if it can.
+
+    ``given``: nodes' options. ``machines``: number of machines with which the job has begun.
+    """
+    chosen = {o.get(ELASTIC, "off") for o in given}
+    if "off" in chosen:
         return f"{ELASTIC}=off"
+    if "auto" in chosen and machines < 2:
+        return f"the job has begun on one machine, and {ELASTIC} is not set to servers"
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "servers of an asynchronous job hold the only copy of its values"
     if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):

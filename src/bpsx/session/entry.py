@@ -82,7 +82,7 @@ def enter(config: Config, again: bool) -> WorkerResources:
 def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> WorkerResources:
     endpoint = LoopbackEndpoint()
     core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
-    lanes, opened = Lanes(endpoint, [], [], patience(config)), ExitStack()
+    lanes, opened = Lanes(endpoint, [], [], patience(config, False)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
     return WorkerResources(core, endpoint, near, reporter, lanes, None, 0, again, opened)
@@ -100,7 +100,7 @@ def _enter_job(
             endpoint = near.open_endpoint()
             opened.callback(endpoint.close)
             lanes = _connect(config, near, endpoint, link, welcome)
-            core = _new_core(config, near, endpoint, lanes, reporter, welcome["job"])
+            core = _new_core(config, near, endpoint, lanes, reporter, welcome)
             opened.callback(core.close)
             if near.has_lanes:
                 lanes.watch()
@@ -134,7 +134,9 @@ def _connect(
         if near.has_lanes
         else []
     )
-    lanes = Lanes(endpoint, addresses, welcome["names"]["server"], patience(config))
+    lanes = Lanes(
+        endpoint, addresses, welcome["names"]["server"], patience(config, welcome["elastic"])
+    )
     near.meet(
         welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, lanes, link)
     )
@@ -146,12 +148,17 @@ def _connect(
 
 
 def _new_core(
-    config: Config, near: Neighbourhood, endpoint: Any, lanes: Lanes, reporter: Reporter, job: int
+    config: Config,
+    near: Neighbourhood,
+    endpoint: Any,
+    lanes: Lanes,
+    reporter: Reporter,
+    welcome: dict[str, Any],
 ) -> Core:
     return Core(
         endpoint,
         rank=near.sender,
-        job=job,
+        job=welcome["job"],
         lanes=lanes.servers,
         beside=lanes.beside,
         spin_us=config.spin_us,
@@ -160,7 +167,7 @@ def _new_core(
         machine=near.machine,
         telemetry=config.telemetry,
         watch=reporter.watchers[0],
-        elastic=config.may_lose_servers and near.has_lanes,
+        elastic=welcome["elastic"] and near.has_lanes,
     )
 
 

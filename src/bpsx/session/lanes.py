@@ -19,14 +19,14 @@ connections = logging.getLogger("bpsx.connections")
 VERDICT_SECONDS = 1.0
 
 
-def patience(config: Config) -> float:
+def patience(config: Config, elastic: bool) -> float:
     """Seconds for which the scheduler may explain a broken data connection.
 
     A machine without power is noticed by its silence, on each connection at another time. The times
     differ by up to an interval of the heartbeats. In a job that cannot go on they only decide which
     error is shown.
     """
-    return VERDICT_SECONDS + (config.heartbeat_interval if config.may_lose_servers else 0.0)
+    return VERDICT_SECONDS + (config.heartbeat_interval if elastic else 0.0)
 
 
 class Lanes:
