@@ -27,7 +27,7 @@ from bpsx.transports.zeromq.auth import token
 NAME, ELEMENTS = "fuzzed", 16
 MAGIC, VERSION, REGISTER, PUSH, ANSWER, PING, INLINE, BROADCAST, FLOAT32 = (
     0x58535042,
-    2,
+    3,
     1,
     2,
     3,
@@ -48,7 +48,7 @@ HEADER = np.dtype(
         ("key", "<u8"),
         ("slot", "<u4"),
         ("sender", "<u4"),
-        ("epoch", "<u4"),
+        ("term", "<u4"),
         ("round", "<u4"),
         ("divisor", "<u4"),
         ("priority", "<i4"),
@@ -62,7 +62,7 @@ KINDS = (
     "key",
     "round ahead",
     "round replayed",
-    "epoch",
+    "term",
     "sender",
     "dtype",
     "slot",
@@ -82,7 +82,7 @@ KINDS = (
 )
 _FIELDS = {
     "key": ("key", 64),
-    "epoch": ("epoch", 32),
+    "term": ("term", 32),
     "job": ("job", 64),
     "magic": ("magic", 32),
     "version": ("version", 8),

@@ -177,8 +177,7 @@ cdef int handle_record(
     if h.kind == REGISTER:
         return register(lane, h, body)
     if h.kind == ACK:
-        take_acks(lane, h.sender, h, body)
-        return 0
+        return take_acks(lane, h.sender, h, body)
     if h.kind == HAVE or h.kind == HAVES:
         return note_have(lane, h)
     if h.kind == GIVE:

@@ -5,10 +5,24 @@ from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
-from bpsx.server.takeover cimport begin_takeover, is_gathered
+from bpsx.server.takeover cimport MOST_TERMS, begin_takeover, is_gathered
 from bpsx.server.trace cimport note_key
 from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
 from bpsx.system.arrays cimport make_room
+
+
+cdef inline KeyState *new_entry(Lane *lane, Header *h, Kernels *k) noexcept nogil:
+    """Create the entry that a REGISTER describes, with its takeover if it needs one.
+
+    NULL: no memory.
+    """
+    cdef KeyState *e
+    if not make_room(&lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)):
+        return NULL
+    e = entry_new(&lane.keys.slabs, h, k, lane.settings.senders)
+    if e == NULL or not is_gathered(lane, h.term) and not begin_takeover(lane, e):
+        return NULL
+    return e
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
@@ -21,6 +35,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     cdef uint32_t codec_bytes = <uint32_t>h.priority
     if (
         h.slot >= MAX_SLOTS
+        or h.term >= MOST_TERMS
         or h.dtype >= N_DTYPES
         or h.cookie > MAX_PARTITION_BYTES
         or codec_bytes > MAX_CODEC_BYTES
@@ -37,12 +52,12 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     k = &lane.kernels[h.dtype]
     if k.add == NULL and not load(lane, h.dtype):
         return -1
-    if h.cookie % k.itemsize or not make_room(
-        &lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)
-    ):
+    if h.cookie % k.itemsize:
         return -1
-    e = entry_new(&lane.keys.slabs, h, k, lane.settings.senders)
-    if e == NULL or not is_gathered(lane, h.term) and not begin_takeover(lane, e):
+    e = new_entry(lane, h, k)
+    if e == NULL:
+        # Without a moved key, nothing that moved in its term could be decided.
+        lane.counters.dropped += h.term != 0
         return -1
     lane.keys.at[h.slot] = e
     if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):

@@ -119,10 +119,10 @@ cdef inline void note_settled(Lane *lane, KeyState *e, uint32_t sender) noexcept
         send_settled(lane, sender)
 
 
-cdef inline void take_acks(
+cdef inline int take_acks(
     Lane *lane, uint32_t sender, Header *h, const char *body
 ) noexcept nogil:
-    """Handle an ACK: note the results that a sender has got.
+    """Handle an ACK: note the results that a sender has got. -1: malformed.
 
     Items of earlier rounds mean nothing any more.
     """
@@ -130,12 +130,16 @@ cdef inline void take_acks(
     cdef KeyState *e
     cdef uint32_t other
     cdef uint64_t at = 0
-    while at + sizeof(Settlement) <= h.length:
+    if body == NULL or h.length % sizeof(Settlement):
+        return -1
+    while at < h.length:
         memcpy(&item, body + at, sizeof(Settlement))
         at += sizeof(Settlement)
         e = lane.keys.at[item.which] if item.which < lane.keys.n else NULL
+        if e == NULL:
+            return -1
         if (
-            e == NULL or not e.shares[sender].unacknowledged
+            not e.shares[sender].unacknowledged
             or e.shares[sender].round != item.round + 1
         ):
             continue
@@ -145,6 +149,7 @@ cdef inline void take_acks(
             if e.shares[other].settles:
                 e.shares[other].settles = False
                 note_settled(lane, e, other)
+    return 0
 
 
 cdef inline void await_acks(Lane *lane, KeyState *e) noexcept nogil:

@@ -20,7 +20,7 @@ from bpsx.system.arrays cimport make_room
 from bpsx.transports.abi cimport Message
 
 cdef enum:
-    MOST_TERMS = 1 << 20
+    MOST_TERMS = 1 << 16
 
 
 cdef inline bint is_gathered(Lane *lane, uint32_t term) noexcept nogil:
@@ -77,9 +77,9 @@ cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
 
 
 cdef inline int take_have(Lane *lane, KeyState *e, Header *h) noexcept nogil:
-    """Handle a HAVE. -1: malformed, or there is no memory.
+    """Handle a HAVE. -1: malformed.
 
-    As nothing of the term could be decided without it, the lane then ends.
+    Nothing of the term could be decided without it, but a lane that has no memory for the key ends.
     """
     cdef Have *have
     cdef Gathered *gathered = gathering_of(lane, h.term)
@@ -87,7 +87,6 @@ cdef inline int take_have(Lane *lane, KeyState *e, Header *h) noexcept nogil:
         gathered == NULL or gathered.over or e == NULL or e.takeover == NULL
         or e.key != h.key or e.term != h.term or e.takeover.haves[h.sender].there
     ):
-        lane.counters.dropped += 1
         return -1
     have = &e.takeover.haves[h.sender]
     have.there, have.round, have.joins = 1, h.round, h.divisor
