@@ -1,0 +1,36 @@
+"""Random runs of cores and lanes whose messages are passed on in random order, while lanes are
+lost: sums, broadcasts, failed rounds, joins, second losses.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.relayed import Script
+
+#: Options of a run -> its arguments.
+KINDS = {
+    "two workers": {"workers": 2},
+    "three workers": {"workers": 3, "tensors": 4},
+    "fixed order": {"workers": 3, "tensors": 4, "fixed_order": True},
+    "scheduled": {"workers": 2, "scheduled": True},
+    "overtaking": {"workers": 2, "reorder": 0.2},
+    "many losses": {"workers": 2, "lanes": 6, "losses": 5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_workers_get_the_same_right_outcomes(kind):
+    for _ in range(20):
+        seed = random.randrange(2**32)
+        script = Script(seed, **KINDS[kind])
+        try:
+            script.run()
+            script.check()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        finally:
+            script.close()
