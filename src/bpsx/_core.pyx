@@ -28,8 +28,9 @@ from bpsx.core.partition cimport (
     ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
-from bpsx.core.moves cimport end_lanes, forget_rounds
 from bpsx.core.late cimport allocate_lanes, count_living
+from bpsx.core.logs cimport release_snapshots
+from bpsx.core.moves cimport end_lanes, forget_rounds
 from bpsx.core.process cimport own_pid
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
@@ -583,14 +584,18 @@ cdef class Core:
 
     def gauges(self) -> dict:
         """Return the push_pulls under way, partitions that wait to be sent, and bytes handed to the
-        transport and not yet written out.
+        transport and not yet written out; also the bytes of compressed pushes that are logged, and
+        of servers' snapshots that are held, in case a server is lost.
         """
         cdef uint32_t i
         queued, in_flight = 0, 0
         for i in range(self.c.lanes.n):     # unsynchronized reads while the driver works
             queued += self.c.lanes.at[i].queue.size
             in_flight += atomic_load(&self.c.lanes.at[i].in_flight)
-        return {"outstanding": self.outstanding, "queued": queued, "in_flight": in_flight}
+        return {
+            "outstanding": self.outstanding, "queued": queued, "in_flight": in_flight,
+            "logged": self.c.counters.logged, "held": self.c.counters.held
+        }
 
     def counters(self) -> dict:
         """Return totals since the start: bytes, messages, completed push_pulls."""
@@ -630,6 +635,7 @@ cdef class Core:
             unlock(&self.c.monitor)
             end_all(&self.c)
             forget_rounds(&self.c)
+            release_snapshots(&self.c)
         if self.c.gpu != NULL and self.c.gpu.coders != NULL:
             pool_stop(self.c.gpu.coders)
             self.coder.join()

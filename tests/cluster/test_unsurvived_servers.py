@@ -31,11 +31,6 @@ _CASES: dict[str, tuple[int, dict[str, str], str]] = {
         {"BYTEPS_ENABLE_ASYNC": "1"},
         "",
     ),
-    "servers hold the only copy of the state of compressed tensors": (
-        2,
-        {},
-        'bpsx.declare("x", {"compressor": "topk", "k": 100, "ef": "vanilla"})',
-    ),
 }
 
 

@@ -293,6 +293,7 @@ class Made(NamedTuple):
     mu: float
     corrected: bool
     counted: bool
+    light: bool
     sparse: bool
     owners: tuple[object, ...]
 
@@ -380,6 +381,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
         given.mu,
         given.ef == "corrected",
         used.counted,
+        not residual and not used.remembers,
         given.ef == "sparse" and sender is None,
         (compiled, conversion),
     )

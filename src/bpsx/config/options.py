@@ -549,8 +549,8 @@ OPTIONS: tuple[Option, ...] = (
         "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
         " and no sum is lost. Each worker keeps the latest result of every partition for this. The"
         " death of a worker, the scheduler or the last server still ends the job. So does the"
-        " death of any server in asynchronous training, with compressed tensors, over RDMA, or once"
-        " a worker has left. off: every death ends the job, and workers keep no results."
+        " death of any server in asynchronous training, over RDMA, or once a worker has left. off:"
+        " every death ends the job, and workers keep no results."
         " auto: servers if the job has processes on more than one machine, else off: on one machine"
         " what is kept would cost memory bandwidth. Must be the same on all workers and servers.",
         _FAIL,
@@ -563,6 +563,20 @@ OPTIONS: tuple[Option, ...] = (
         "seconds",
         "How long a job whose last server has died waits for a new one; then it fails. 0: it fails"
         " at once. Read by the scheduler. bpsx-run sets it to 0 unless --max-restarts is given.",
+        _FAIL,
+    ),
+    Option(
+        "elastic_log",
+        "BPSX_ELASTIC_LOG",
+        number(0.01),
+        1.0,
+        "number",
+        "Read by servers. With BPSX_ELASTIC=servers, a worker keeps its latest pushes of each"
+        " tensor that is compressed with error feedback, so that another server can rebuild the"
+        " residual of a lost one. They take at most so many times the bytes of the tensor in"
+        " float32 (float64 for float64). Servers then send a copy of the residual to a worker, on"
+        " their own machine if there is one. Larger numbers mean fewer such copies, and more time to"
+        " replace a lost server.",
         _FAIL,
     ),
     Option(

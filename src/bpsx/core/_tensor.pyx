@@ -8,6 +8,7 @@ from bpsx.core.gpu.device cimport BETWEEN, N_STREAMS, UP, Device
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
 from bpsx.core.codec.made cimport packed_new, state_of
 from bpsx.core.codec.state cimport packed_free, server_state_bytes
+from bpsx.core.logs cimport free_backup
 from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partition
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport now_ns
@@ -121,6 +122,7 @@ cdef void free_parts(CTensor *tensor) noexcept:
             if tensor.parts[i].kept != NULL:
                 free(tensor.parts[i].kept.memory)
             free(tensor.parts[i].kept)
+            free_backup(&tensor.parts[i])
             packed_free(tensor.parts[i].packed)
     free(tensor.parts)
 

@@ -50,14 +50,20 @@ cdef inline Kept *begin_keeping(Core *c, Partition *p) noexcept nogil:
     return p.kept
 
 
+cdef inline bint closes_round(int status) noexcept nogil:
+    """Whether an error is the outcome of a round. The others answer a single push: not all have
+    pushed.
+    """
+    return status != E_LEFT and status != E_PROTOCOL
+
+
 cdef inline bint keep_error(
     Core *c, Partition *p, int status, uint32_t a, uint32_t b
 ) noexcept nogil:
     """Keep the error of a round that all have pushed. False: no memory."""
     cdef Kept *kept
-    # These two answer a single push: not all have pushed, and the round before may be needed.
-    if not c.settings.elastic or status == E_LEFT or status == E_PROTOCOL:
-        return True
+    if not c.settings.elastic or not closes_round(status):
+        return True             # the outcome of the round before may be needed
     kept = begin_keeping(c, p)
     if kept == NULL:
         return False
@@ -65,12 +71,20 @@ cdef inline bint keep_error(
     return True
 
 
+cdef inline uint64_t room_for_small(Partition *p) noexcept nogil:
+    """Bytes of the longest result of a partition that is not acknowledged; at least 1."""
+    return max(
+        min(p.length, <uint64_t>LEAST_ACKNOWLEDGED) if p.packed == NULL else LEAST_ACKNOWLEDGED,
+        <uint64_t>1
+    )
+
+
 cdef inline bint keep_result(
     Core *c, Partition *p, Message *m, char *body, uint64_t length, bint *taken
 ) noexcept nogil:
     """Keep a result. *taken: the message `m` now belongs to the partition. False: no memory."""
     cdef Kept *kept
-    if not c.settings.elastic or p.packed != NULL:
+    if not c.settings.elastic:
         return True
     kept = begin_keeping(c, p)
     if kept == NULL:
@@ -82,8 +96,9 @@ cdef inline bint keep_result(
         kept.message, kept.in_message, kept.body = m[0], True, body
         taken[0] = True
         return True
-    if kept.memory == NULL and length:
-        kept.memory = <char *>malloc(length if length > LEAST_ACKNOWLEDGED else p.length)
+    if length > LEAST_ACKNOWLEDGED or kept.memory == NULL:
+        free(kept.memory)
+        kept.memory = <char *>malloc(max(length, room_for_small(p)))
         if kept.memory == NULL:
             return False
     kept.body = kept.memory

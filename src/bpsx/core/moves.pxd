@@ -3,25 +3,32 @@
 #
 # Only the driver calls these functions.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.busy cimport count_work
 from bpsx.core.keep cimport forget_kept
 from bpsx.core.late cimport count_living, end_lane
-from bpsx.core.partition cimport END, PULL, PUSH, Kept, Lane, Move, Partition, Target, Term
+from bpsx.core.logs cimport describe, has_backup
+from bpsx.core.partition cimport (
+    END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Target, Term, wire_of,
+)
 from bpsx.core.send cimport push_bytes, put_register, register_size
 from bpsx.core.stage cimport enter, fail_core
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_PROTOCOL
 from bpsx.core.targets cimport resolve
 from bpsx.core.wire cimport (
-    GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, WAITS, Header, header_init,
+    FETCH, GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, LOAD, LOG, STATE, WAITS, Coded, Header,
+    LogHead, header_init, padded,
 )
 from bpsx.system.sync cimport lock, unlock
 
 cdef extern from "<unistd.h>" nogil:
     ssize_t write(int descriptor, const void *data, size_t n)
+
+cdef enum:
+    PART_BYTES = 1 << 20        # a part of a log ends after so many bytes
 
 
 cdef inline int place_of_push(Partition *p) noexcept nogil:
@@ -65,7 +72,8 @@ cdef inline void moved_header(Core *c, Partition *p, Header *h, int kind) noexce
 cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
     """Announce a moved partition to its new lane, and say what this worker has of it."""
     cdef Header h
-    cdef char *frame = <char *>malloc(register_size(p) + HEADER_BYTES)
+    cdef Coded coded
+    cdef char *frame = <char *>malloc(register_size(p) + HEADER_BYTES + sizeof(Coded))
     cdef char *at
     if frame == NULL:
         fail_core(c, E_MEMORY)
@@ -79,8 +87,14 @@ cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
         h.flags |= WAITS
     if p.kept != NULL and p.kept.held and p.kept.round + 1 == h.round:
         h.flags |= KEPT
+    h.length = sizeof(Coded) if p.packed != NULL else 0
     memcpy(at, &h, HEADER_BYTES)
-    send_frame(c, p.lane, frame, at + HEADER_BYTES)
+    at += HEADER_BYTES
+    if p.packed != NULL:
+        describe(p, &coded)
+        memcpy(at, &coded, sizeof(Coded))
+        at += sizeof(Coded)
+    send_frame(c, p.lane, frame, at)
     c.lanes.at[p.lane].haves += 1
     free(frame)
 
@@ -97,14 +111,15 @@ cdef inline void send_haves(Core *c, Term *term, uint32_t peer) noexcept nogil:
 
 cdef inline void move(Core *c, Term *term, Partition *p) noexcept nogil:
     """Move a partition of a lost lane; push its round again if it has not been answered."""
-    cdef bint waits = p.stage == PUSH or p.stage == PULL
+    cdef bint unanswered = p.stage == PUSH or p.stage == PULL
     resolve(c, p)
     p.registered = False
-    if not waits and received(p) == 0:
+    if not unanswered and received(p) == 0 and not has_backup(p):
         return                  # no other worker can have more of it, and this one needs nothing
     term.partitions += 1
-    send_have(c, p, waits)
-    if waits:
+    # A transfer of compression state is no round, and changes nothing if it happens twice.
+    send_have(c, p, unanswered and not p.is_codec_state)
+    if unanswered:
         term.again += HEADER_BYTES + push_bytes(p)
         p.stage_index = <uint8_t>place_of_push(p)
         enter(c, p)
@@ -211,7 +226,6 @@ cdef inline int give(Core *c, Header *asked) noexcept nogil:
     cdef Header h
     cdef Partition *p
     cdef Kept *kept
-    cdef char *body = NULL
     if asked.cookie >= c.table.n:
         return -1
     p = c.table.at[asked.cookie]
@@ -228,19 +242,105 @@ cdef inline int give(Core *c, Header *asked) noexcept nogil:
         h.priority, h.cookie = <int>kept.outcome.a, kept.outcome.b
     else:
         h.length = kept.length
-    # A copy: the transport may still hold the body when the outcome is forgotten.
+    send_given(c, p, &h, kept.body if kept != NULL else NULL)
+    return 0
+
+
+cdef inline void send_given(Core *c, Partition *p, Header *h, const char *body) noexcept nogil:
+    """Send a record, with a copy of its body: the transport may hold that for longer."""
+    cdef char *copy = NULL
     if h.length:
-        body = <char *>malloc(kept.length)
-        if body == NULL:
+        copy = <char *>malloc(h.length)
+        if copy == NULL:
             fail_core(c, E_MEMORY)
-            return 0
-        memcpy(body, kept.body, kept.length)
-        h.flags = 0
+            return
+        memcpy(copy, body, h.length)
+    send_own(c, p, h, copy)
+
+
+cdef inline void send_own(Core *c, Partition *p, Header *h, char *body) noexcept nogil:
+    """Send a record whose body is freed afterwards."""
+    if h.length:
+        h.flags &= ~<uint8_t>INLINE
     c.counters.sent += HEADER_BYTES + h.length
     c.counters.messages_out += 1
     if c.endpoint.send(
-        c.endpoint.self, p.lane, &h, HEADER_BYTES, NULL, NULL, body, h.length,
+        c.endpoint.self, p.lane, h, HEADER_BYTES, NULL, NULL, body, h.length,
         frame_freed, NULL, NULL
     ) != 0:
         c.lanes.at[p.lane].mute = True
+
+
+cdef inline int give_state(Core *c, Header *asked) noexcept nogil:
+    """Handle a FETCH: send the log and, if it is asked for, the snapshot. -1: invalid."""
+    cdef Header h
+    cdef Partition *p
+    cdef Snapshot *snapshot
+    if asked.cookie >= c.table.n:
+        return -1
+    p = c.table.at[asked.cookie]
+    if p.key != asked.key or p.term != asked.term or p.packed == NULL:
+        return -1
+    if asked.flags & STATE:
+        if p.backup == NULL or p.backup.snapshot.body == NULL:
+            return -1
+        snapshot = &p.backup.snapshot
+        moved_header(c, p, &h, LOAD)
+        h.round, h.length = snapshot.sum, snapshot.length
+        send_given(c, p, &h, snapshot.body)
+    give_log(c, p, asked.round, asked.divisor)
     return 0
+
+
+cdef inline uint64_t part_of_log(
+    Partition *p, uint32_t *next_entry, uint32_t unanswered, char *at
+) noexcept nogil:
+    """Write entries of the log from *next_entry on at `at`, about PART_BYTES; advance it.
+
+    `unanswered`: number of the sum that the unanswered push is part of, 0: of none. It counts as
+    the last entry. NULL at `at`: write nothing. Returns the bytes.
+    """
+    cdef LogEntry entry
+    cdef LogHead head
+    cdef uint64_t size = 0
+    cdef uint32_t n = p.backup.n_entries if p.backup != NULL else 0
+    while size < PART_BYTES and next_entry[0] < n + (1 if unanswered else 0):
+        if next_entry[0] < n:
+            entry = p.backup.entries[next_entry[0]]
+        else:
+            entry.sum, entry.divisor = unanswered, p.divisor
+            entry.length, entry.body = p.packed.size, <char *>wire_of(p)
+        next_entry[0] += 1
+        if at != NULL:
+            head.sum, head.divisor, head.length = entry.sum, entry.divisor, entry.length
+            memcpy(at + size, &head, sizeof(LogHead))
+            memcpy(at + size + sizeof(LogHead), entry.body, entry.length)
+        size += sizeof(LogHead) + padded(entry.length)
+    return size
+
+
+cdef inline void give_log(
+    Core *c, Partition *p, uint32_t after, uint32_t unanswered
+) noexcept nogil:
+    """Send what the log has after sum `after`, in parts; at least one, which may be empty."""
+    cdef Header h
+    cdef uint32_t first = 0, entry, parts = 0, part
+    cdef char *body
+    while p.backup != NULL and first < p.backup.n_entries and p.backup.entries[first].sum <= after:
+        first += 1
+    entry = first
+    while part_of_log(p, &entry, unanswered, NULL):
+        parts += 1
+    for part in range(max(parts, <uint32_t>1)):
+        moved_header(c, p, &h, LOG)
+        h.round, h.divisor = part, max(parts, <uint32_t>1)
+        entry = first
+        h.length = part_of_log(p, &entry, unanswered, NULL)
+        body = NULL
+        if h.length:
+            body = <char *>calloc(1, h.length)
+            if body == NULL:
+                fail_core(c, E_MEMORY)
+                return
+            part_of_log(p, &first, unanswered, body)
+        send_own(c, p, &h, body)

@@ -104,7 +104,37 @@ cdef struct Kept:
     char *body                  # in `message` or in `memory`
     bint in_message
     Message message             # the answer's message, if `in_message`
-    char *memory                # else a copy; its room is the partition's length
+    # else a copy; unless it is to be acknowledged, this has room for any that is not
+    char *memory
+
+cdef struct LogEntry:           # an encoded push that has become part of a sum
+    uint32_t sum                # number of that sum
+    uint32_t divisor
+    uint64_t length             # bytes of `body`
+    char *body
+
+cdef struct Snapshot:           # the lane's state of a partition, after a sum
+    bint held
+    bint was_set                # from a checkpoint, by this worker
+    uint32_t sum                # number of that sum
+    uint64_t counter            # the lane's counter; of a partition without a residual that is all
+    uint64_t length             # bytes of `body`
+    char *body                  # in `message` or in `memory`
+    bint in_message
+    Message message             # the SNAP's message, if `in_message`
+    char *memory                # else a copy
+
+# What another lane needs to continue a compressed partition when its lane is lost; core/logs.pxd.
+# Owned by the driver.
+cdef struct Backup:
+    uint32_t sum                # number of the latest sum whose outcome has arrived; 0: of none
+    bint summed                 # the latest outcome was that sum
+    Snapshot snapshot
+    bint unconfirmed            # the lane does not know yet that `snapshot` has arrived
+    LogEntry *entries           # pushes after the stored snapshot, the oldest first
+    uint32_t n_entries
+    uint32_t entries_capacity
+    uint64_t logged             # bytes of the entries' bodies
 
 cdef struct Coding:             # what a pool's thread tells the driver
     int status                  # result of that encoding or decoding
@@ -145,6 +175,7 @@ cdef struct Partition:
     bint on_gpu                 # this round is on the GPU
     LocalRound *local           # NULL: no other process of this machine shares the work
     Kept *kept                  # NULL: no outcome has been kept so far
+    Backup *backup              # NULL: not compressed, or nothing has arrived so far
 
 cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it
     char *at
@@ -318,6 +349,8 @@ cdef struct Counters:
     int64_t messages_in
     int64_t malformed           # records that were invalid
     int64_t stale               # records of lost lanes, ignored
+    int64_t logged              # bytes of pushes in the logs, now
+    int64_t held                # bytes of snapshots that are held, now
 
 
 cdef inline uint8_t *wire_of(Partition *p) noexcept nogil:

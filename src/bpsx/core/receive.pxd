@@ -5,12 +5,13 @@ from libc.string cimport memcmp, memcpy
 
 from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport (
-    ANSWER, ERROR, PONG, PROOF_BYTES, SETTLED, TOOK, WANT, Header, next_record,
+    ANSWER, ERROR, FETCH, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.keep cimport keep_error, keep_result, send_acks, take_settled
+from bpsx.core.keep cimport closes_round, keep_error, keep_result, send_acks, take_settled
 from bpsx.core.late cimport note_ready
-from bpsx.core.moves cimport give, note_taken
+from bpsx.core.logs cimport note_no_sum, note_set, note_sum, take_snapshot
+from bpsx.core.moves cimport give, give_state, note_taken
 from bpsx.core.partition cimport PULL, Partition, wire_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
@@ -37,6 +38,23 @@ cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
     )
 
 
+cdef inline int take_elastic(
+    Core *c, Message *m, Header *h, char *body, bint *taken
+) noexcept nogil:
+    """Handle a record of a kind that only elastic jobs have; arguments as for take_record()."""
+    if h.kind == SETTLED:
+        return take_settled(c, m.peer, h, body)
+    if h.kind == SNAP:
+        return take_snapshot(c, m, h, body, taken)
+    if h.kind == WANT:
+        return give(c, h)
+    if h.kind == FETCH:
+        return give_state(c, h)
+    if h.kind == TOOK:
+        return note_taken(c, m.peer)
+    return -1
+
+
 cdef inline int take_record(
     Core *c, Message *m, Header *h, char *body, bint *taken
 ) noexcept nogil:
@@ -55,12 +73,8 @@ cdef inline int take_record(
         if not c.lanes.at[m.peer].ready:
             note_ready(c, m.peer)
         return 0
-    if c.settings.elastic and h.kind == SETTLED:
-        return take_settled(c, m.peer, h, body)
-    if c.settings.elastic and h.kind == WANT:
-        return give(c, h)
-    if c.settings.elastic and h.kind == TOOK:
-        return note_taken(c, m.peer)
+    if c.settings.elastic and h.kind != ANSWER and h.kind != ERROR:
+        return take_elastic(c, m, h, body, taken)
     if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
         return -1
     p = c.table.at[h.cookie]
@@ -75,6 +89,8 @@ cdef inline int take_record(
         status = -<int>h.divisor
         if not keep_error(c, p, status, h.slot, h.term):
             fail_core(c, E_MEMORY)
+        if closes_round(status):
+            note_no_sum(p)
         if status == E_JOINED:
             # Report the rank of the broadcast's root: the server may know only machines.
             h.slot = p.tensor.current.divisor
@@ -86,11 +102,15 @@ cdef inline int take_record(
         if h.length != server_state_bytes(p.packed):
             return -1
         memcpy(p.target, body, h.length)
+        if not note_set(c, p, h, body):
+            fail_core(c, E_MEMORY)
         end_partition(c, p)
         return 0
     if p.packed != NULL:
         if h.length > most_bytes(p.packed):
             return -1
+        if not note_sum(c, p, h):
+            fail_core(c, E_MEMORY)
         p.packed.size = h.length
         # The lane has received the push when it replies, so the reply's encoded bytes may overwrite
         # those of the push.

@@ -19,11 +19,13 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
     ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES,
-    NONCE_BYTES, PACKED, PING, PUSH as PUSH_RECORD, REGISTER, STATE, Header, header_init, padded,
+    KEPT, NONCE_BYTES, PACKED, PING, PUSH as PUSH_RECORD, REGISTER, STATE, Header, header_init,
+    padded,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, wire_of
 from bpsx.core.keep cimport acks_size, put_acks
+from bpsx.core.logs cimport confirm
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, fail_core
 from bpsx.core.state cimport Core
@@ -196,6 +198,7 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     h.slot = p.slot
     h.term = p.term
     h.cookie = p.length
+    h.divisor = 1 if c.lanes.at[p.lane].server.beside else 0
     h.priority = p.tensor.codec.size
     h.length = p.tensor.name.size + p.tensor.codec.size
     memcpy(at, &h, HEADER_BYTES)
@@ -213,7 +216,9 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     header_init(&h, PUSH_RECORD, c.settings.job, c.settings.rank)
     h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (
         ASYNC if task.asynchronous else 0
-    ) | (STATE if p.is_codec_state else PACKED if p.packed != NULL else 0)
+    ) | (STATE if p.is_codec_state else PACKED if p.packed != NULL else 0) | (
+        KEPT if confirm(p) else 0
+    )
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot

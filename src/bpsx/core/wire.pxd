@@ -30,10 +30,14 @@ cdef enum:
 
 cdef enum Kind:
     # worker -> lane: slot, key, dtype, the partition's bytes in `cookie`. The body is the name,
-    # followed by `priority` bytes that describe the compression, if there is one.
+    # followed by `priority` bytes that describe the compression, if there is one. `divisor`: 1 if
+    # the worker is on the lane's machine, else 0
     REGISTER = 1
     PUSH = 2                    # worker -> lane: the body is the worker's share; reply: the sum
-    ANSWER = 3                  # lane -> worker: the body is the result
+    # lane -> worker: the body is the result. Of a compressed key: `slot` is the number of its
+    # latest sum, `divisor` that of the sum that the stored snapshot follows, `term` and `priority`
+    # are the halves of the lane's counter
+    ANSWER = 3
     # lane -> worker: the round failed; `divisor` holds -status, `slot` and `term` two ranks
     ERROR = 4
     # worker -> lane: checks that the lane is alive and of the same job; body: NONCE_BYTES random
@@ -55,6 +59,19 @@ cdef enum Kind:
     ACK = 11                    # worker -> lane: results that have arrived; body: Settlements
     SETTLED = 12                # lane -> worker: results that all have got; body: Settlements
     TOOK = 13                   # lane -> worker: all keys that came in this term have been taken
+    # The next four let the lane's state of a compressed key survive the lane: see
+    # docs/internals/elastic-compression.md.
+    #
+    # lane -> worker: keep this state, which follows sum `round` of the key; `cookie` as in an
+    # ANSWER; body: as core/codec/state.pxd saves it
+    SNAP = 14
+    # lane -> worker: send what the log of this key has after sum `round` and, with flag STATE, the
+    # kept state. The unanswered push is part of sum `divisor`; 0: of none that has been encoded
+    FETCH = 15
+    LOAD = 16                   # worker -> lane: the kept state
+    # worker -> lane: part `round` of the log, of `divisor` parts; body: LogHeads, each followed by
+    # a push and padded to 8 bytes
+    LOG = 17
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
@@ -73,7 +90,26 @@ cdef enum Flag:
     # the sender only, with the state that it keeps. This is not counted as a round.
     STATE = 32
     WAITS = 64                  # HAVE: the sender waits for the outcome of round `round`
-    KEPT = 128                  # HAVE: the sender keeps the outcome of the round before
+    # HAVE: the sender keeps the outcome of the round before. PUSH: it keeps the latest SNAP
+    KEPT = 128
+
+cdef enum CodedFlag:
+    HAS_STATE = 1               # the sender has `counter` or, with a residual, keeps the state
+    WAS_SET = 2                 # ... which was set from a checkpoint after sum `state`
+    SUMMED = 4                  # the sender's latest outcome was sum `sum`
+
+cdef packed struct Coded:       # body of a HAVE of a compressed key
+    uint32_t sum                # number of the latest sum whose outcome the sender has
+    uint32_t flags              # CodedFlags
+    uint32_t state              # number of the sum that its state follows
+    uint32_t reserved
+    uint64_t counter            # the lane's counter in that state
+    uint64_t logged             # bytes of the log
+
+cdef packed struct LogHead:     # one push of a LOG's body
+    uint32_t sum                # number of the sum that it is part of
+    uint32_t divisor
+    uint64_t length             # bytes that follow, without padding
 
 cdef packed struct Settlement:  # one item of an ACK's or a SETTLED's body
     uint32_t which              # ACK: the lane's slot; SETTLED: the worker's partition index
@@ -110,6 +146,16 @@ cdef inline void header_init(Header *h, uint8_t kind, uint64_t job, uint32_t sen
     h.kind = kind
     h.job = job
     h.sender = sender
+
+
+cdef inline void set_counter(Header *h, uint64_t counter) noexcept nogil:
+    """Write the lane's counter into an ANSWER."""
+    h.term = <uint32_t>counter
+    h.priority = <int32_t>(counter >> 32)
+
+
+cdef inline uint64_t counter_in(const Header *h) noexcept nogil:
+    return <uint64_t>h.term | <uint64_t><uint32_t>h.priority << 32
 
 
 cdef inline int next_record(

@@ -57,6 +57,9 @@ class Codec(ABC):
     #: Whether the wire begins with the counter (uint64). If so, a reply takes the pushes' counter,
     #: and workers take the reply's.
     counted = False
+    #: Whether an encoder without a residual reads its ``state``, too. If not, a lane's counter is
+    #: all that another lane needs to continue without a residual.
+    remembers = True
     #: A partition must have fewer elements than this.
     too_many = 2**63
 

@@ -135,11 +135,6 @@ class Registry:
         self._tensors.clear()
         self._unadopted.clear()
 
-    @property
-    def compressed(self) -> bool:
-        """Whether servers keep state of compression."""
-        return any(known.codec and not known.failure for known in self._tensors.values())
-
     def places(self, name: str, generation: int) -> list[Assignment]:
         """The places of a tensor's partitions; empty if it is unknown or has failed."""
         known = self._tensors.get((name, generation))

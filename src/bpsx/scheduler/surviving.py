@@ -102,7 +102,7 @@ class Surviving(Gathering):
         """Move a lost server's keys to the others, or end the job. ``text``: how it ended."""
         assert self.registry is not None and self.terms is not None
         servers = self._roster.usable_servers()
-        why = obstacle(len(servers), self._fixed_servers(), self.registry.compressed)
+        why = obstacle(len(servers), self._fixed_servers())
         if why == LAST and self.elastic_wait and self._sender_left is None:
             return self._starve(node, text, now)
         if why:

@@ -29,17 +29,12 @@ SETTLE_SECONDS = 3.0
 LONGEST_SECONDS = 30.0
 
 
-def obstacle(servers: int, fixed: str, compressed: bool) -> str:
+def obstacle(servers: int, fixed: str) -> str:
     """Return why a job cannot go on without one of its servers; empty if it can.
 
     ``servers``: number of the others. ``fixed``: what :func:`fixed_servers` has returned.
-    ``compressed``: whether servers keep state of compression.
     """
-    if fixed:
-        return fixed
-    if compressed:
-        return "servers hold the only copy of the state of compressed tensors"
-    return "" if servers else LAST
+    return fixed or ("" if servers else LAST)
 
 
 def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:

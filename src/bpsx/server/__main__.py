@@ -145,6 +145,7 @@ class Server:
                 watch=self._reporter.watchers[i],
                 secret=config.secret_bytes,
                 joins=welcome["joins"],
+                log_ratio=config.elastic_log if welcome["elastic"] else 0,
             )
             self._lanes.append(lane)
         # What servers that have been in the job before this one have been told.

@@ -3,13 +3,13 @@
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 from bpsx.core.wire cimport (
-    ACK, ASYNC, BROADCAST, GIVE, HAVE, HAVES, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header,
-    next_record,
+    ACK, ASYNC, BROADCAST, GIVE, HAVE, HAVES, LOAD, LOG, NONCE_BYTES, PING, PUSH, REGISTER, STATE,
+    Header, next_record,
 )
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_PROTOCOL
@@ -27,9 +27,11 @@ from bpsx.server.rounds cimport (
     abandon, complete, contribute, drop_held, misses_departed_worker, notice, turn_away,
 )
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
+from bpsx.server.rebuild cimport start_rebuilds
+from bpsx.server.snapshots cimport save_with
 from bpsx.server.takeover cimport (
     completes, decide, drop_held_push, end_takeover, holds, take_given, take_have, take_haves,
-    tell_taken,
+    take_state, tell_taken,
 )
 from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.priority cimport keep_pending
@@ -96,6 +98,8 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if verdict == REPEATED:
         lane.counters.repeated += 1
         return 0
+    if e.compressed != NULL and e.compressed.saving.due:
+        save_with(lane, e, h)
     note_landing(e, h.sender, m)
     if lane.watch != NULL:
         begin = note_push(lane, e, h, body)
@@ -138,11 +142,11 @@ cdef void finish_takeover(CLane *lane, KeyState *e) noexcept nogil:
         end_takeover(lane, e)
 
 
-cdef int note_have(CLane *lane, Header *h) noexcept nogil:
+cdef int note_have(CLane *lane, Header *h, const char *body) noexcept nogil:
     """Handle a HAVE or a HAVES; the last one of a term decides about its keys. -1: malformed."""
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
     cdef uint32_t i
-    if (take_have(lane, e, h) if h.kind == HAVE else take_haves(lane, h)) != 0:
+    if (take_have(lane, e, h, body) if h.kind == HAVE else take_haves(lane, h)) != 0:
         return -1
     if not completes(lane, h.term):
         return 0
@@ -151,14 +155,18 @@ cdef int note_have(CLane *lane, Header *h) noexcept nogil:
         if e != NULL and e.term == h.term and e.takeover != NULL:
             decide(lane, e)
             finish_takeover(lane, e)
+    start_rebuilds(lane)
     tell_taken(lane, h.term)
     return 0
 
 
 cdef int note_given(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    """Handle a GIVE. Arguments and result as for push()."""
+    """Handle a GIVE, a LOAD or a LOG. Arguments and result as for push()."""
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
-    if take_given(lane, e, h, m, body, kept) != 0:
+    if (
+        take_given(lane, e, h, m, body, kept) if h.kind == GIVE
+        else take_state(lane, e, h, m, body, kept)
+    ) != 0:
         return -1
     finish_takeover(lane, e)
     tell_taken(lane, h.term)
@@ -179,8 +187,8 @@ cdef int handle_record(
     if h.kind == ACK:
         return take_acks(lane, h.sender, h, body)
     if h.kind == HAVE or h.kind == HAVES:
-        return note_have(lane, h)
-    if h.kind == GIVE:
+        return note_have(lane, h, body)
+    if h.kind == GIVE or h.kind == LOAD or h.kind == LOG:
         return note_given(lane, h, m, body, kept)
     if h.kind == PING:
         return pong(lane, h, body)
@@ -304,7 +312,9 @@ cdef class Lane:
     ``processes`` workers. ``asynchronous``: pushes may be added to a value that the lane keeps.
     ``fixed_order``: sum in the order of senders. ``scheduled``: handle the most urgent message
     first. ``spin_us``: microseconds without messages after which the lane sleeps. ``joins``: joins
-    of all workers that ended before this lane began.
+    of all workers that ended before this lane began. ``log_ratio``: bytes of a worker's log of a
+    compressed key after which the lane takes a snapshot, as a multiple of the key's state; 0: it
+    takes none.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
@@ -315,7 +325,7 @@ cdef class Lane:
     def __cinit__(
         self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
         bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
-        bytes secret=b"", uint32_t joins=0
+        bytes secret=b"", uint32_t joins=0, double log_ratio=0
     ):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
@@ -327,10 +337,12 @@ cdef class Lane:
         self.c.settings.asynchronous = asynchronous
         self.c.settings.fixed_order = fixed_order
         self.c.settings.scheduled = scheduled
+        self.c.settings.log_ratio = log_ratio
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.absent.joins = self.c.terms.joins = joins
         self.c.owner = <void *>self
         self.c.outs = <Out *>calloc(senders, sizeof(Out))
+        self.c.beside = <uint8_t *>calloc(senders, 1)
         self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.joined = <int64_t *>calloc(senders, sizeof(int64_t))
         self.logger = log
@@ -340,7 +352,10 @@ cdef class Lane:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self.secret = secret
         self._kernel_owners = []
-        if self.c.outs == NULL or self.c.absent.gone == NULL or self.c.absent.joined == NULL:
+        if (
+            self.c.outs == NULL or self.c.beside == NULL or self.c.absent.gone == NULL
+            or self.c.absent.joined == NULL
+        ):
             raise MemoryError(f"no memory for {senders} senders")
 
     def load(self, dtype: int) -> None:
@@ -423,6 +438,8 @@ cdef class Lane:
         * ``malformed``: records or messages refused as malformed;
         * ``repeated``: pushes ignored because their sender had pushed in the round already;
         * ``taken_over``: keys that have come from lost lanes;
+        * ``snapshots``: snapshots of compressed keys that were sent to workers;
+        * ``replayed``: sums of compressed keys that were computed again, for a lost lane;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
         * ``pending``: messages received and not handled yet.
         """
@@ -431,6 +448,7 @@ cdef class Lane:
             "messages_received": self.c.counters.messages_in,
             "messages_sent": self.c.counters.messages_out, "malformed": self.c.counters.malformed,
             "repeated": self.c.counters.repeated, "taken_over": self.c.counters.taken_over,
+            "snapshots": self.c.counters.snapshots, "replayed": self.c.counters.replayed,
             "dropped": self.c.counters.dropped,
             "pending": self.c.pending.n
         }
@@ -455,5 +473,6 @@ cdef class Lane:
         free(self.c.keys.at)
         free(self.c.terms.at)
         free(self.c.outs)
+        free(self.c.beside)
         free(self.c.absent.gone)
         free(self.c.absent.joined)

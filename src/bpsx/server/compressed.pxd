@@ -45,6 +45,7 @@ cdef inline void add_packed(
     """
     cdef Packed *p = e.compressed.packed
     cdef double rate = 0
+    e.compressed.longest = max(e.compressed.longest, length)
     if e.compressed.acc == NULL:
         e.compressed.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
     if (
@@ -94,4 +95,7 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
         p.counter = e.compressed.counter - 1
         p.options[ALIKE] = p.sparse and e.compressed.alike
     pack(p, e.compressed.acc, wire, lane.scratch.at, e.compressed.rate, False)
+    e.compressed.sum += 1
+    e.compressed.saving.logged += e.compressed.longest
+    e.compressed.longest = 0
     return <char *>wire

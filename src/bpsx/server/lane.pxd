@@ -1,6 +1,6 @@
 # State of a lane, which is a server thread with a share of the keys. Lanes share nothing of it.
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.slab cimport Slabs
 from bpsx.core.trace.watch cimport Watch
@@ -31,6 +31,11 @@ cdef struct Gathered:           # what the senders have said of keys that came h
     bint over                   # all senders have said so, and all HAVEs have arrived
     uint32_t asking             # keys for which an outcome has been asked for and has not come
 
+cdef struct Rebuilds:           # compressed keys whose state has to be rebuilt
+    KeyState *first             # those that wait for it, by Rebuild.next
+    KeyState *last
+    uint64_t under_way          # bytes that are on their way for others
+
 cdef struct Terms:
     Gathered *at                # by term
     uint32_t n
@@ -56,6 +61,8 @@ cdef struct LaneSettings:       # constant while the lane runs
     bint asynchronous           # pushes may be added to a value that the lane keeps
     bint fixed_order            # sum in the order of senders
     bint scheduled              # handle the most urgent message first
+    # bytes of a sender's log of a compressed key, as a multiple of the key's state; 0: no snapshots
+    double log_ratio
     int64_t spin_ns
 
 cdef struct Scratch:
@@ -83,6 +90,8 @@ cdef struct LaneCounters:
     int64_t malformed
     int64_t repeated
     int64_t taken_over          # keys that have come from lost lanes
+    int64_t snapshots           # sent
+    int64_t replayed            # sums of compressed keys
     int64_t dropped
 
 cdef struct Lane:
@@ -97,5 +106,7 @@ cdef struct Lane:
     int64_t stopping
     Absent absent
     Terms terms
+    Rebuilds rebuilds
+    uint8_t *beside             # by sender: it is on this machine
     Watch *watch                # counters and trace; NULL: neither is wanted
     LaneCounters counters

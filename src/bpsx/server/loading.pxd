@@ -49,6 +49,19 @@ cdef inline void pack_entry(Lane *lane, KeyState *e, bytes name, bytes codec) ex
     e.compressed.packed = packed_new(made)
 
 
+cdef inline void cannot_rebuild(Lane *lane, uint64_t key) noexcept with gil:
+    """End the lane: the workers' logs of a key have a gap.
+
+    Cannot happen as long as workers keep what they have to.
+    """
+    from bpsx.errors import BpsxError
+
+    (<object>lane.owner).break_with(
+        BpsxError(f"the compression state of key {key} cannot be rebuilt from the workers' logs")
+    )
+    lane.counters.dropped += 1
+
+
 cdef inline bint make_packed(
     Lane *lane, KeyState *e, const char *name, uint64_t length, uint32_t codec_bytes
 ) noexcept with gil:

@@ -5,6 +5,7 @@ from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
+from bpsx.server.snapshots cimport begin_saving
 from bpsx.server.takeover cimport MOST_TERMS, begin_takeover, is_gathered
 from bpsx.server.trace cimport note_key
 from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
@@ -44,6 +45,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     ):
         return -1
     h.length -= codec_bytes
+    lane.beside[h.sender] = h.divisor == 1
     if h.slot < lane.keys.n and lane.keys.at[h.slot] != NULL:
         e = lane.keys.at[h.slot]
         return 0 if (
@@ -63,6 +65,8 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):
         move_round(lane.keys.at[h.slot], REFUSED)   # pushes of this key get an error reply
         return -1
+    if e.compressed != NULL:
+        begin_saving(lane, e)
     if lane.watch != NULL:
         note_key(lane.watch, h, name)
     return 0

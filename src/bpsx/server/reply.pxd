@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
     ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED, PONG,
-    PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded,
+    PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded, set_counter,
 )
 from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.system.arrays cimport make_room
@@ -175,7 +175,7 @@ cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) 
             lane.counters.dropped += 1
             return
         out.size = put_settled(lane, sender, out.frame) - out.frame
-    h.flags = INLINE
+    h.flags |= INLINE
     memcpy(out.frame + out.size, h, HEADER_BYTES)
     if h.length and body != NULL:
         memcpy(out.frame + out.size + HEADER_BYTES, body, h.length)
@@ -191,6 +191,9 @@ cdef inline void reply_header(
     h.key = e.key
     h.round = e.shares[sender].round
     h.cookie = cookie
+    if e.compressed != NULL:
+        h.slot, h.divisor = e.compressed.sum, e.compressed.saving.stored
+        set_counter(h, e.compressed.packed.counter)
 
 
 cdef inline void send_error(
@@ -318,6 +321,7 @@ cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
         free(wire)
         return
     r.memory = wire
+    await_acks(lane, e)
     for sender in range(lane.settings.senders):
         if e.shares[sender].pushed:
             send_result(

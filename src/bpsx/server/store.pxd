@@ -12,7 +12,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.wire cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
+from bpsx.core.wire cimport ASYNC, BROADCAST, DISAGREED, PACKED, Coded, Header
 from bpsx.core.codec.packed cimport Packed
 from bpsx.core.codec.state cimport most_bytes, packed_free
 from bpsx.core.slab cimport Slabs, take_record
@@ -73,18 +73,31 @@ cdef struct RoundMemory:        # freed at the round's end: the key may never be
     char *wide
     char *sum                   # the result: first.body or small
 
+cdef struct Saving:             # snapshots of a compressed key; server/snapshots.pxd
+    uint32_t stored             # number of the sum that the stored snapshot follows; 0: none is
+    uint32_t sent               # ... that the snapshot under way follows
+    int holder                  # sender to which it is under way; -1: none is
+    uint64_t logged             # bytes of a sender's pushes since the latest snapshot
+    uint64_t unstored           # ... and before it, as long as it is under way
+    uint64_t due                # bytes in `logged` with which a snapshot is due; 0: none ever is
+
 cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     Packed *packed
+    uint32_t sum                # number of the latest sum
+    uint64_t longest            # bytes of the longest push since then
+    Saving saving
     Kernels *wide_kernels       # of the wide type
     char *acc                   # sum of the open round, elements of the wide type
     double rate                 # the learning rate of the open round
     uint64_t counter            # largest counter of the open round's pushes
     bint alike                  # all pushes of the open round had the same counter
 
+cdef struct KeyState
+
 # State of a key that has come from a lost lane; docs/internals/elastic.md has the transitions.
 cdef enum TakeoverState:
     GATHERING = 0               # not all senders have said what they have
-    ASKING = 1                  # somebody is late, and the outcome that it lacks has been asked for
+    ASKING = 1                  # an outcome that a sender lacks, or a state, has been asked for
     TAKEN = 2                   # the key is summed like any other; late senders may have to push
 
 cdef struct Have:               # what a sender has of such a key
@@ -102,8 +115,37 @@ cdef struct HeldPush:           # a push that came before the key was taken
     Message *message            # NULL: `body` is a copy
     char *body
 
+cdef struct Piece:              # body of a record that is needed later
+    bint there
+    Message *message            # NULL: `body` is a copy
+    char *body
+    uint64_t length
+
+cdef struct SenderLog:          # a sender's log of a compressed key
+    bint asked                  # it has been asked for
+    bint unanswered             # the sender's unanswered push is part of the latest sum
+    Piece *parts
+    uint32_t n_parts
+    uint32_t came               # parts that are there
+    uint32_t part               # the part and the place in it up to which it has been read
+    uint64_t at
+
+cdef struct Rebuild:            # how a compressed key's state is rebuilt; server/rebuild.pxd
+    int holder                  # sender that holds the snapshot; -1: the state was zero at first
+    uint32_t base               # number of the sum that the snapshot follows
+    uint32_t last               # number of the latest sum
+    Piece snapshot
+    SenderLog *logs             # by sender
+    uint32_t awaited            # snapshots and logs that have been asked for and are not complete
+    uint64_t bytes              # about how many will come
+    KeyState *next              # next key that waits to be rebuilt
+
 cdef struct Takeover:
     TakeoverState state
+    uint32_t awaited            # 1 for an outcome that was asked for, and 1 for a state
+    bint asked                  # an outcome has been asked for and has not come
+    Coded *coded                # by sender; NULL: not compressed, or nothing has been said
+    Rebuild *rebuild            # NULL: the state is there
     Have *haves                 # by sender
     HeldPush *held              # by sender; NULL: none so far
     uint32_t late               # senders that have not been given the outcome that they lack

@@ -8,10 +8,14 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.status cimport E_COMPRESSOR, E_PROTOCOL
+from bpsx.core.codec.state cimport most_bytes
 from bpsx.core.wire cimport (
-    ANSWER, INLINE_BYTES, KEPT, TOOK, WAITS, WANT, Header, header_init,
+    ANSWER, INLINE_BYTES, KEPT, LOAD, TOOK, WAITS, WANT, Header, header_init,
 )
 from bpsx.server.lane cimport Gathered, Lane
+from bpsx.server.rebuild cimport (
+    end_rebuild, free_rebuild, note_coded, settle_state, take_load, take_log,
+)
 from bpsx.server.reply cimport let_go, put_record, reply_header, send_copy, send_error
 from bpsx.server.store cimport (
     ASKING, GATHERING, TAKEN, Have, HeldPush, KeyState, Takeover, memory_for,
@@ -60,6 +64,7 @@ cdef inline void end_takeover(Lane *lane, KeyState *e) noexcept nogil:
         if t.held[sender].there:
             drop_held_push(lane, &t.held[sender])
     free(t.held)
+    free_rebuild(lane, t)
     if t.message != NULL:
         let_go(lane, t.message)
     else:
@@ -76,7 +81,9 @@ cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
     held.there, held.message, held.body = False, NULL, NULL
 
 
-cdef inline int take_have(Lane *lane, KeyState *e, Header *h) noexcept nogil:
+cdef inline int take_have(
+    Lane *lane, KeyState *e, Header *h, const char *body
+) noexcept nogil:
     """Handle a HAVE. -1: malformed.
 
     Nothing of the term could be decided without it, but a lane that has no memory for the key ends.
@@ -86,6 +93,7 @@ cdef inline int take_have(Lane *lane, KeyState *e, Header *h) noexcept nogil:
     if (
         gathered == NULL or gathered.over or e == NULL or e.takeover == NULL
         or e.key != h.key or e.term != h.term or e.takeover.haves[h.sender].there
+        or not note_coded(lane, e, h, body)
     ):
         return -1
     have = &e.takeover.haves[h.sender]
@@ -138,7 +146,9 @@ cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
-    """All has been said of a key: it is taken, or an outcome is asked for that somebody lacks."""
+    """All has been said of a key: it is taken, or what is lacking is asked for: an outcome, and the
+    state of its compression.
+    """
     cdef Takeover *t = e.takeover
     cdef uint32_t most = settle_counts(lane, e), sender
     cdef int holder = -1
@@ -148,14 +158,28 @@ cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
             t.late += 1
         if t.haves[sender].keeps and t.haves[sender].round == most:
             holder = <int>sender
-    t.state = TAKEN
+    if e.compressed != NULL:
+        settle_state(lane, e, most)
     if t.late and holder >= 0:
-        t.state = ASKING
-        lane.terms.at[e.term].asking += 1
+        t.asked = True
+        t.awaited += 1
         send_want(lane, e, holder, most - 1)
     elif t.late:
         # Cannot happen as long as workers keep what they have to: late senders get an error.
         t.status = E_PROTOCOL
+    t.state = ASKING if t.awaited else TAKEN
+    if t.awaited:
+        lane.terms.at[e.term].asking += 1
+    else:
+        answer_late(lane, e)
+
+
+cdef inline void note_arrival(Lane *lane, KeyState *e) noexcept nogil:
+    """An outcome or a state has come: answer the late senders that have pushed, if it was the last.
+    """
+    if e.takeover.awaited == 0:
+        e.takeover.state = TAKEN
+        lane.terms.at[e.term].asking -= 1
         answer_late(lane, e)
 
 
@@ -170,6 +194,12 @@ cdef inline void send_want(
     put_record(lane, holder, &h, NULL)
 
 
+cdef inline bint may_be_result(KeyState *e, uint64_t length) noexcept nogil:
+    return length == e.nbytes or (
+        e.compressed != NULL and length <= most_bytes(e.compressed.packed)
+    )
+
+
 cdef inline int take_given(
     Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
 ) noexcept nogil:
@@ -180,9 +210,9 @@ cdef inline int take_given(
     """
     cdef Takeover *t = e.takeover if e != NULL else NULL
     cdef int status = -<int>h.divisor
-    if t == NULL or t.state != ASKING or e.key != h.key or e.term != h.term:
+    if t == NULL or not t.asked or e.key != h.key or e.term != h.term:
         return -1
-    if status == 0 and h.length != e.nbytes or status and not E_COMPRESSOR <= status <= -1:
+    if not may_be_result(e, h.length) if status == 0 else not E_COMPRESSOR <= status <= -1:
         status = E_PROTOCOL
     t.status, t.a, t.b = status, <uint32_t>h.priority, <uint32_t>h.cookie
     t.length = h.length if status == 0 else 0
@@ -194,9 +224,26 @@ cdef inline int take_given(
             lane.counters.dropped += 1
             return 0
         memcpy(t.body, body, t.length)
-    t.state = TAKEN
-    lane.terms.at[e.term].asking -= 1
-    answer_late(lane, e)
+    t.asked = False
+    t.awaited -= 1
+    note_arrival(lane, e)
+    return 0
+
+
+cdef inline int take_state(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Handle a LOAD or a LOG. Arguments and result as for `take_given`."""
+    cdef Takeover *t = e.takeover if e != NULL else NULL
+    if t == NULL or t.rebuild == NULL or e.key != h.key or e.term != h.term:
+        return -1
+    if (
+        take_load(lane, e, h, m, body, kept) if h.kind == LOAD
+        else take_log(lane, e, h, m, body, kept)
+    ) != 0:
+        return -1
+    if end_rebuild(lane, e):
+        note_arrival(lane, e)
     return 0
 
 

@@ -27,6 +27,7 @@ cdef inline Packed *packed_new(made) except NULL:
     p.mu = made.mu
     p.corrected = made.corrected
     p.counted = made.counted
+    p.light = made.light
     p.sparse = made.sparse
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]

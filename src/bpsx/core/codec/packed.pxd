@@ -36,6 +36,7 @@ cdef struct Packed:
     # The bytes begin with the counter: replies copy it from pushes, and workers adopt it from
     # replies.
     bint counted
+    bint light                  # a lane's state is only the counter
     # a lane's error feedback may be limited to the elements that were pushed
     bint sparse
     double mu

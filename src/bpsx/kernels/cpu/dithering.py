@@ -142,6 +142,7 @@ class Dithering(Codec):
 
     name = "dithering"
     keys = ("k", "partition", "normalize")
+    remembers = False
     own_noise = True
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Half(Codec):
 
     name = "half"
     feedback = ()
+    remembers = False
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Accept no options."""

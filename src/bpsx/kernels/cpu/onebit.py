@@ -52,6 +52,7 @@ class OneBit(Codec):
 
     name = "onebit"
     keys = ("scaling",)
+    remembers = False
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Accept ``scaling``, a bool."""

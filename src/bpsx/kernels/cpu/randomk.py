@@ -167,6 +167,7 @@ class RandomK(Codec):
     name = "randomk"
     keys = ("k",)
     feedback = ("vanilla", "corrected", "sparse")
+    remembers = False
     counted = True
     too_many = 2**32
 

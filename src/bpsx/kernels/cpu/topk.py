@@ -168,6 +168,7 @@ class TopK(Codec):
 
     name = "topk"
     keys = ("k",)
+    remembers = False
     too_many = 2**32
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,314 @@
+# Rebuilds the lane's state of a compressed key that has come from a lost lane: from the counter
+# that workers have, or from a snapshot and the workers' logs.
+# docs/internals/elastic-compression.md describes the protocol. takeover.pxd and _engine.pyx call
+# these functions.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from bpsx.core.codec.state cimport load_state, most_bytes, server_state_bytes
+from bpsx.core.wire cimport (
+    FETCH, HAS_STATE, STATE, SUMMED, WAS_SET, Coded, Header, LogHead, header_init, padded,
+)
+from bpsx.server.compressed cimport add_packed, encode_sum
+from bpsx.server.lane cimport Lane
+from bpsx.server.loading cimport cannot_rebuild
+from bpsx.server.reply cimport let_go, put_record
+from bpsx.server.store cimport (
+    EMPTY, OPEN, KeyState, Piece, Rebuild, SenderLog, Takeover, free_memory, memory_for, move_round,
+)
+from bpsx.transports.abi cimport Message
+
+cdef enum:
+    # Keys are rebuilt together while what is on its way for them has at most so many bytes.
+    BYTES_UNDER_WAY = 64 << 20
+    MOST_PARTS = 1 << 20
+
+
+# ---- what the senders have
+
+cdef inline bint note_coded(Lane *lane, KeyState *e, Header *h, const char *body) noexcept nogil:
+    """Note the body of a HAVE. False: it is malformed, or there is no memory."""
+    cdef Takeover *t = e.takeover
+    if e.compressed == NULL or h.length == 0:
+        return h.length == 0 or h.length == sizeof(Coded)
+    if h.length != sizeof(Coded):
+        return False
+    if t.coded == NULL:
+        t.coded = <Coded *>calloc(lane.settings.senders, sizeof(Coded))
+        if t.coded == NULL:
+            return False
+    memcpy(&t.coded[h.sender], body, sizeof(Coded))
+    return True
+
+
+cdef inline int newest_state(Lane *lane, Takeover *t) noexcept nogil:
+    """Return the sender that has the newest state; -1: none has any.
+
+    Of two states after the same sum the one that was set is newer.
+    """
+    cdef uint32_t sender
+    cdef int best = -1
+    cdef Coded *coded
+    for sender in range(lane.settings.senders):
+        coded = &t.coded[sender]
+        if coded.flags & HAS_STATE and (
+            best < 0 or coded.state > t.coded[best].state
+            or coded.state == t.coded[best].state and coded.flags & WAS_SET
+        ):
+            best = <int>sender
+    return best
+
+
+cdef inline bint is_in_sum(Lane *lane, Takeover *t, uint32_t most, uint32_t last) noexcept nogil:
+    """Whether the unanswered pushes of late senders are part of the latest sum: the outcome that
+    they lack is that sum, and no error.
+    """
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if (
+            t.haves[sender].there and t.haves[sender].round == most
+            and t.coded[sender].sum == last and t.coded[sender].flags & SUMMED
+        ):
+            return True
+    return False
+
+
+cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept nogil:
+    """All has been said of a compressed key: set its state, or begin to rebuild it.
+
+    `most`: rounds whose outcome some sender has. Without memory the lane ends.
+    """
+    cdef Takeover *t = e.takeover
+    cdef Rebuild *r
+    cdef uint32_t sender, last = 0
+    cdef int newest
+    if t.coded == NULL:
+        return
+    newest = newest_state(lane, t)
+    for sender in range(lane.settings.senders):
+        last = max(last, max(t.coded[sender].sum, t.coded[sender].state))
+    e.compressed.sum = last
+    if e.compressed.packed.light:
+        if newest >= 0:
+            e.compressed.packed.counter = t.coded[newest].counter
+        return
+    if last == 0 and newest < 0:
+        return
+    r = <Rebuild *>calloc(1, sizeof(Rebuild) + lane.settings.senders * sizeof(SenderLog))
+    if r == NULL:
+        lane.counters.dropped += 1
+        return
+    r.logs = <SenderLog *>(r + 1)
+    r.last, r.holder = last, newest
+    r.base = t.coded[newest].state if newest >= 0 else 0
+    r.bytes = server_state_bytes(e.compressed.packed) if newest >= 0 else 0
+    for sender in range(lane.settings.senders):
+        r.logs[sender].unanswered = t.haves[sender].late == 1
+        r.bytes += t.coded[sender].logged
+    if not is_in_sum(lane, t, most, last):
+        for sender in range(lane.settings.senders):
+            r.logs[sender].unanswered = False
+    t.rebuild = r
+    t.awaited += 1
+    if lane.rebuilds.first == NULL:
+        lane.rebuilds.first = e
+    else:
+        lane.rebuilds.last.takeover.rebuild.next = e
+    lane.rebuilds.last = e
+
+
+# ---- asking for it
+
+cdef inline void send_fetch(Lane *lane, KeyState *e, uint32_t sender) noexcept nogil:
+    """Ask a sender for its log and, if it is the holder, for the snapshot."""
+    cdef Rebuild *r = e.takeover.rebuild
+    cdef Header h
+    header_init(&h, FETCH, lane.settings.job, sender)
+    h.dtype, h.key, h.term, h.round = e.dtype, e.key, e.term, r.base
+    h.cookie = e.takeover.haves[sender].cookie
+    if r.logs[sender].unanswered:
+        h.divisor = r.last
+    r.logs[sender].asked = True
+    r.awaited += 1
+    if r.holder == <int>sender:
+        h.flags = STATE
+        r.awaited += 1
+    put_record(lane, sender, &h, NULL)
+
+
+cdef inline void start_rebuilds(Lane *lane) noexcept nogil:
+    """Ask for the logs of the next keys that wait, as far as the bound allows."""
+    cdef KeyState *e
+    cdef Rebuild *r
+    cdef uint32_t sender
+    while lane.rebuilds.first != NULL:
+        e = lane.rebuilds.first
+        r = e.takeover.rebuild
+        if lane.rebuilds.under_way and lane.rebuilds.under_way + r.bytes > BYTES_UNDER_WAY:
+            return
+        lane.rebuilds.first = r.next
+        lane.rebuilds.under_way += max(r.bytes, <uint64_t>1)
+        for sender in range(lane.settings.senders):
+            if (
+                r.holder == <int>sender or r.logs[sender].unanswered
+                or e.takeover.coded[sender].logged
+            ):
+                send_fetch(lane, e, sender)
+        if r.awaited == 0:
+            cannot_rebuild(lane, e.key)
+
+
+# ---- getting it
+
+cdef inline void free_piece(Lane *lane, Piece *piece) noexcept nogil:
+    if piece.message != NULL:
+        let_go(lane, piece.message)
+    else:
+        free(piece.body)
+    piece.message, piece.body = NULL, NULL
+
+
+cdef inline void free_rebuild(Lane *lane, Takeover *t) noexcept nogil:
+    cdef Rebuild *r = t.rebuild
+    cdef uint32_t sender, i
+    free(t.coded)
+    t.coded = NULL
+    if r == NULL:
+        return
+    free_piece(lane, &r.snapshot)
+    for sender in range(lane.settings.senders):
+        for i in range(r.logs[sender].n_parts):
+            free_piece(lane, &r.logs[sender].parts[i])
+        free(r.logs[sender].parts)
+    free(r)
+    t.rebuild = NULL
+
+
+cdef inline bint hold_piece(
+    Lane *lane, Piece *piece, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Hold a record's body. `m` and *kept: as for `take_given`. False: no memory, the lane ends."""
+    piece.there, piece.length = True, h.length
+    if m != NULL and body == m.body:
+        piece.message, piece.body = m, body
+        kept[0] = True
+    elif h.length:
+        if not memory_for(&piece.body, h.length):
+            lane.counters.dropped += 1
+            return False
+        memcpy(piece.body, body, h.length)
+    return True
+
+
+cdef inline int take_load(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Handle a LOAD. -1: malformed. `m` and *kept: as for `take_given`."""
+    cdef Rebuild *r = e.takeover.rebuild
+    if (
+        r.holder != <int>h.sender or r.snapshot.there or h.round != r.base
+        or h.length != server_state_bytes(e.compressed.packed)
+    ):
+        return -1
+    if hold_piece(lane, &r.snapshot, h, m, body, kept):
+        r.awaited -= 1
+    return 0
+
+
+cdef inline int take_log(
+    Lane *lane, KeyState *e, Header *h, Message *m, char *body, bint *kept
+) noexcept nogil:
+    """Handle a LOG. -1: malformed. `m` and *kept: as for `take_given`."""
+    cdef SenderLog *log = &e.takeover.rebuild.logs[h.sender]
+    if not log.asked or h.divisor == 0 or h.divisor > MOST_PARTS or h.round >= h.divisor:
+        return -1
+    if log.parts == NULL:
+        log.parts = <Piece *>calloc(h.divisor, sizeof(Piece))
+        if log.parts == NULL:
+            lane.counters.dropped += 1
+            return 0
+        log.n_parts = h.divisor
+    if h.divisor != log.n_parts or log.parts[h.round].there:
+        return -1
+    if hold_piece(lane, &log.parts[h.round], h, m, body, kept):
+        log.came += 1
+        if log.came == log.n_parts:
+            e.takeover.rebuild.awaited -= 1
+    return 0
+
+
+# ---- replay
+
+cdef inline bint find_push(
+    SenderLog *log, uint32_t sum_, LogHead *head, char **body
+) noexcept nogil:
+    """Find the log's push that is part of a sum, behind those found before. False: there is none.
+    """
+    cdef Piece *part
+    while log.part < log.n_parts:
+        part = &log.parts[log.part]
+        if log.at + sizeof(LogHead) > part.length:
+            log.part += 1
+            log.at = 0
+            continue
+        memcpy(head, part.body + log.at, sizeof(LogHead))
+        if head.sum > sum_ or head.length > part.length - log.at - sizeof(LogHead):
+            return False
+        body[0] = part.body + log.at + sizeof(LogHead)
+        log.at += sizeof(LogHead) + padded(head.length)
+        if head.sum == sum_:
+            return True
+    return False
+
+
+cdef inline bint repeat_sum(Lane *lane, KeyState *e) noexcept nogil:
+    """Sum and encode the logged pushes of the next sum, as the lost lane did. False: impossible."""
+    cdef Rebuild *r = e.takeover.rebuild
+    cdef uint32_t sender
+    cdef LogHead head
+    cdef char *body = NULL
+    cdef char *wire = NULL
+    move_round(e, OPEN)
+    for sender in range(lane.settings.senders):
+        if (
+            e.state == OPEN and find_push(&r.logs[sender], e.compressed.sum + 1, &head, &body)
+            and head.length <= most_bytes(e.compressed.packed)
+        ):
+            e.operation.divisor = head.divisor
+            add_packed(lane, e, sender, body, head.length)
+    if e.state == OPEN and e.round.added:
+        wire = encode_sum(lane, e)
+    e.round.added = 0
+    move_round(e, EMPTY)
+    free(wire)
+    lane.counters.replayed += 1
+    return wire != NULL
+
+
+cdef inline void replay(Lane *lane, KeyState *e) noexcept nogil:
+    """Set the key's state to that of the lost lane, now that all that was asked for is there."""
+    cdef Rebuild *r = e.takeover.rebuild
+    cdef bint possible = True
+    if r.holder >= 0:
+        load_state(e.compressed.packed, r.snapshot.body)
+        e.compressed.saving.stored = r.base
+    e.compressed.sum = r.base
+    while possible and e.compressed.sum < r.last:
+        possible = repeat_sum(lane, e)
+    free_memory(&e.compressed.acc)
+    if not possible:
+        cannot_rebuild(lane, e.key)
+
+
+cdef inline bint end_rebuild(Lane *lane, KeyState *e) noexcept nogil:
+    """Replay, once all is there. Returns whether it is."""
+    cdef Takeover *t = e.takeover
+    if t.rebuild.awaited:
+        return False
+    replay(lane, e)
+    lane.rebuilds.under_way -= max(t.rebuild.bytes, <uint64_t>1)
+    free_rebuild(lane, t)
+    t.awaited -= 1
+    start_rebuilds(lane)
+    return True
