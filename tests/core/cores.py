@@ -38,6 +38,7 @@ class Rig:
         ahead_ms: float = 0,
         servers: int = 1,
         beside: Collection[int] = (),
+        elastic: bool = False,
         wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint,
     ) -> None:
         self.endpoint = LoopbackEndpoint()
@@ -55,6 +56,7 @@ class Rig:
             spin_us=0,
             ahead_ms=ahead_ms,
             beside=beside,
+            elastic=elastic,
         )
         if start:
             self.core.start()

@@ -295,10 +295,10 @@ class Script:
 
     def _lose_some(self) -> None:
         """Lose a lane now and then, more often while workers join."""
-        if self.losses and len(self.living) > 1:
-            if self.rng.random() < (0.2 if self.uncleared else 0.02):
-                self.losses -= 1
-                self.lose(self.rng.choice(sorted(self.living)), dead=self.rng.random() < 0.6)
+        likely = 0.2 if self.uncleared else 0.02
+        if self.losses and len(self.living) > 1 and self.rng.random() < likely:
+            self.losses -= 1
+            self.lose(self.rng.choice(sorted(self.living)), dead=self.rng.random() < 0.6)
 
     def _pass(self, queue: deque[_Message], end: LoopbackEndpoint, peer: int) -> None:
         late = len(queue) > 1 and self.rng.random() < self.reorder

@@ -16,7 +16,7 @@ from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from bpsx.secret import lane_proof
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
-from core.cores import push_pull
+from core.cores import Rig, push_pull
 from support import wire as w
 
 ROUNDS, EACH = 40, 250
@@ -126,6 +126,42 @@ def test_mutated_answers():
     worker.close()
     lane.close()
     core.reap()
+
+
+def _moving_mutant(rng: random.Random) -> bytes:
+    """Return a record of the takeover of the only key that the core must reject."""
+    kind = rng.choice([w.WANT, w.SETTLED, w.TOOK, w.HAVE, w.HAVES, w.GIVE, w.ACK])
+    length = rng.choice([0, 8, 16, 24])
+    r = w.Record(kind, w.INLINE, key=5, slot=1, length=length, body=rng.randbytes(length))
+    if kind == w.WANT:  # right, but for one field
+        field, most = rng.choice([("key", 2**64), ("term", 2**32), ("cookie", 2**64)])
+        r = r._replace(round=rng.randrange(3), term=1)._replace(**{field: rng.randrange(6, most)})
+    elif kind == w.SETTLED:  # of a partition that does not exist, or of no whole item
+        r = r._replace(body=b"\xff" * length, length=length - rng.choice([0, 1]) if length else 0)
+    return w.pack(r)
+
+
+def test_mutated_records_of_a_takeover():
+    """A lane that has taken the key over sends them among its answers."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    r = Rig(lanes=2, elastic=True)
+    tensor = Tensor("x", 3, [(5, 0, 1, 0, 64)], stages_for("cpu"))
+    r.core.begin_term(1, [(0, [(1, 0)])])
+    r.endpoint.inject(1, w.pack(w.Record(w.TOOK, w.INLINE, term=1)))
+    for i in range(ROUNDS):
+        out = np.zeros(16, np.float32)
+        handle = push_pull(r.core, tensor, np.ones(16, np.float32), out)
+        (push,) = r.pushes(1, lane=1)
+        for _ in range(EACH):
+            r.endpoint.inject(1, _moving_mutant(rng))
+        want = np.full(16, i + 1, np.float32)
+        r.answer(push, want.tobytes(), lane=1)
+        handle.wait(60)
+        assert (out == want).all(), f"round {i}, seed {seed}"
+    assert r.core.counters()["malformed"] == ROUNDS * EACH, f"seed {seed}"
+    r.close()
 
 
 @pytest.mark.parametrize(

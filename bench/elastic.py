@@ -1,0 +1,196 @@
+"""``bench elastic``: what the loss of a server costs a job, and what being ready for it costs.
+
+* *server-gap*: kill -9. The longest step from then on, less the median step before.
+* *silent-gap*: SIGSTOP. The same, less the time in which silence is no death.
+* *bits*: the weights after a killed server against those of an undisturbed job.
+* *overhead*: rate, round of many tensors and latency, against the same with BPSX_ELASTIC=off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+from bench import peers
+from bench.jobs import TRANSPORTS, Job, ask_all, progress
+from bench.report import BenchError, Case, Draw, median_case
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WORKERS = 2
+CASES = ("server-gap", "silent-gap", "bits", "overhead")
+#: Model -> steps before a server is lost, and after.
+MODELS = {"digits": (60, 60), "large": (6, 6)}
+_INTERVAL, _TIMEOUT = 0.5, 2.0
+_SECONDS = 120.0
+_RATE_BYTES = 32 * 4_096_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only", default=",".join(CASES), help="cases to run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=sorted({*TRANSPORTS} - {"rdma"}),
+        default="zmq",
+        help="transport between the processes (default: %(default)s)",
+    )
+    parser.add_argument("--runs", type=int, default=50, help="runs of the case bits (default: 50)")
+    parser.add_argument("--seed", type=int, default=1, help="chooses servers and moments")
+
+
+def picture(options: argparse.Namespace) -> Draw:
+    """Return the function that draws the gaps."""
+    from bench import elastic_plot
+
+    return elastic_plot.draw
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """Return all cases. Raises :class:`BenchError` if one cannot run."""
+    wanted = set(options.only.split(","))
+    if unknown := wanted - set(CASES):
+        raise BenchError(
+            f"--only: unknown: {', '.join(sorted(unknown))}; expected {', '.join(CASES)}"
+        )
+    rng, turns = random.Random(options.seed), 2 if options.quick else 7
+    cases: list[Case] = []
+    if "server-gap" in wanted:
+        cases += [server_gap(model, options.transport, rng, turns) for model in MODELS]
+    if "silent-gap" in wanted:
+        cases += [silent_gap(model, options.transport, rng, (turns + 1) // 2) for model in MODELS]
+    if "bits" in wanted:
+        cases.append(bits(options.transport, rng, min(options.runs, 2 if options.quick else 10**6)))
+    if "overhead" in wanted:
+        cases += overhead(options.transport, 3 if options.quick else 12)
+    return cases
+
+
+def strike(
+    model: str, transport: str, rng: random.Random, number: int | None, **environment: str
+) -> tuple[float, str]:
+    """Send a signal to a server of a job that trains; None: none.
+
+    Returns how much longer the longest later step took than the median one before, in seconds, and
+    the digest of the weights. Raises :class:`BenchError` if workers have different weights.
+    """
+    before, after = MODELS[model]
+    modules = dict.fromkeys(range(WORKERS), "bench.elastic_worker")
+    with Job(WORKERS, 2, transport, environment, modules) as job:
+        job.ask("begin", model=model, steps=before + after)
+        job.ask("wait_for", count=before, seconds=_SECONDS)
+        time.sleep(rng.random() * 0.05)  # anywhere within a step
+        victim, struck = rng.choice(job.servers), time.monotonic()
+        if number is not None:
+            victim.send_signal(number)
+        try:
+            found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
+        finally:
+            victim.send_signal(signal.SIGCONT)
+    if len({digest for _, digest in found}) > 1:
+        raise BenchError(f"{model}: workers have different weights")
+    return max(excess(times, struck) for times, _ in found), found[0][1]
+
+
+def excess(times: Sequence[float], struck: float) -> float:
+    """Return the longest step that ended after ``struck`` less the median of those before."""
+    steps = [(end, end - begin) for begin, end in zip(times, times[1:])]
+    later = [seconds for end, seconds in steps if end > struck]
+    if not later:
+        raise BenchError("the training was over before the server was struck")
+    return max(later) - statistics.median(seconds for end, seconds in steps if end <= struck)
+
+
+def server_gap(model: str, transport: str, rng: random.Random, turns: int) -> Case:
+    gaps = []
+    for turn in range(turns):
+        progress(f"server-gap, {model}: turn {turn + 1} of {turns}")
+        gaps.append(strike(model, transport, rng, signal.SIGKILL)[0])
+    note = "kill -9 of one of 2 servers: longest step from then on, less the median step before"
+    return median_case(f"server-gap-{model}", gaps, "s", target="<= 1", note=note)
+
+
+def silent_gap(model: str, transport: str, rng: random.Random, turns: int) -> Case:
+    heartbeats = {"PS_HEARTBEAT_INTERVAL": str(_INTERVAL), "PS_HEARTBEAT_TIMEOUT": str(_TIMEOUT)}
+    gaps = []
+    for turn in range(turns):
+        progress(f"silent-gap, {model}: turn {turn + 1} of {turns}")
+        gap, _ = strike(model, transport, rng, signal.SIGSTOP, **heartbeats)
+        gaps.append(max(0.0, gap - _INTERVAL - _TIMEOUT))
+    note = f"SIGSTOP: the same, less interval and timeout of heartbeats, {_INTERVAL + _TIMEOUT:g} s"
+    return median_case(f"silent-gap-{model}", gaps, "s", target="<= 1", note=note)
+
+
+def bits(transport: str, rng: random.Random, runs: int) -> Case:
+    fixed = {"BPSX_FIXED_ORDER": "1"}
+    _, undisturbed = strike("digits", transport, rng, None, **fixed)
+    equal = 0
+    for turn in range(runs):
+        progress(f"bits: run {turn + 1} of {runs}")
+        equal += strike("digits", transport, rng, signal.SIGKILL, **fixed)[1] == undisturbed
+    return Case(
+        "bits",
+        100 * equal / runs,
+        "%",
+        target=">= 100",
+        samples=(equal, runs),
+        note=f"of {runs} runs with a killed server that have the weights of an undisturbed one",
+    )
+
+
+def overhead(transport: str, turns: int) -> list[Case]:
+    """Measure jobs with BPSX_ELASTIC=servers and off, in turn. Both have two servers."""
+    ways = ("servers", "off")
+    seconds: dict[tuple[str, str], list[float]] = {
+        (kind, way): [] for kind in ("rate", "tiny", "latency") for way in ways
+    }
+    with (
+        Job(WORKERS, 2, transport, {"BPSX_ELASTIC": "servers"}) as ready,
+        Job(WORKERS, 2, transport, {"BPSX_ELASTIC": "off"}) as off,
+    ):
+        for turn in range(turns):
+            progress(f"overhead: turn {turn + 1} of {turns}")
+            # The second of two often finds a quieter machine, or a busier one.
+            pairs = list(zip(ways, (ready, off)))[:: 1 if turn % 2 else -1]
+            for way, job in pairs:
+                for kind in ("rate", "tiny"):
+                    rounds = 4 if kind == "rate" else 10
+                    seconds[kind, way] += peers.slowest(
+                        job.workers, "many", kind=kind, rounds=rounds
+                    )
+                ours = ask_all(job.workers, "one", calls=200)
+                seconds["latency", way].append(max(map(statistics.median, ours)))
+    return [
+        _rate_case(seconds["rate", "servers"], seconds["rate", "off"]),
+        *(
+            median_case(
+                f"overhead-{kind}",
+                [factor * s for s in seconds[kind, "servers"]],
+                unit,
+                peer=factor * statistics.median(seconds[kind, "off"]),
+                target="<= 1.02",
+                note=f"{about}; the same with BPSX_ELASTIC=off",
+            )
+            for kind, unit, factor, about in (
+                ("tiny", "ms", 1e3, "round of 1000 x 4 KiB"),
+                ("latency", "us", 1e6, "one push_pull of 4 KiB"),
+            )
+        ),
+    ]
+
+
+def _rate_case(ready: list[float], off: list[float]) -> Case:
+    return median_case(
+        "overhead-rate",
+        [_RATE_BYTES / s / 1e9 for s in ready],
+        "GB/s",
+        peer=_RATE_BYTES / statistics.median(off) / 1e9,
+        target=">= 0.98",
+        note="per worker, 32 x 4,096,000 B in flight; the same with BPSX_ELASTIC=off",
+    )
