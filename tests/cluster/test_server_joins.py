@@ -4,12 +4,17 @@ and the bits are those of a job in which none dies.
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
 from cluster.test_server_deaths import _TRAINING, SIZES, undisturbed
-from support.jobs import TRANSPORTS, Job
+from support.jobs import _PRELUDE, TRANSPORTS, Job, Process
 
 
 def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **env: str) -> Job:
@@ -18,7 +23,13 @@ def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **e
         _TRAINING.format(sizes=SIZES, steps=steps),
         workers=workers,
         servers=servers,
-        env={**TRANSPORTS[transport], "BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers", **env},
+        env={
+            **TRANSPORTS[transport],
+            "BPSX_FIXED_ORDER": "1",
+            "BPSX_ELASTIC": "servers",
+            "BPSX_ELASTIC_WAIT": "60",
+            **env,
+        },
     )
 
 
@@ -89,3 +100,74 @@ def test_a_job_fails_when_no_server_comes_in_time():
             assert "no other has joined within 0.5 s (BPSX_ELASTIC_WAIT)" in worker.text()
             assert "server 0" in worker.text()
         assert job.scheduler.wait() == 1
+
+
+def launched(
+    tmp_path: Path, steps: int, transport: str, *options: str, **variables: str
+) -> Process:
+    """A training of two workers that bpsx-run starts, with one or two servers."""
+    script = tmp_path / "train.py"
+    source = _TRAINING.format(sizes=SIZES, steps=steps)
+    # The first worker waits in the middle between two deaths, if the test has made a gate there.
+    gate = "gate = GATES / str(step)\n    if bpsx.rank() == 0 and gate.exists(): gate.read_text()\n"
+    source = textwrap.dedent(source).replace("    handles = []\n", f"    {gate}    handles = []\n")
+    gates = f"from pathlib import Path\nGATES = Path({str(tmp_path)!r})\n"
+    script.write_text(_PRELUDE + gates + source)
+    env = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_"))},
+        **{k: v for k, v in os.environ.items() if k == "BPSX_CACHE_DIR"},
+        "BYTEPS_ENABLE_IPC": "0",
+        **TRANSPORTS[transport],
+        "BPSX_FIXED_ORDER": "1",
+        "BYTEPS_LOG_LEVEL": "info",
+        **variables,
+    }
+    command = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", *options]
+    return Process("bpsx-run", [*command, sys.executable, str(script)], env)
+
+
+def kill_newest(run: Process, count: int) -> None:
+    """Kill the server that has arrived as the ``count``-th, with its first lane or later."""
+    run.wait_for_line("arrived: server", count=count)
+    lines = [line for line in run.errors + run.lines if "arrived: server" in line]
+    pid = int(re.search(r"server \d+ \(.*?, pid (\d+)\)", lines[count - 1])[1])
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_launcher_starts_servers_again(tmp_path, transport, servers):
+    """Four servers are killed, the oldest first; with two, in turn."""
+    steps = 60
+    for death in range(4):
+        os.mkfifo(tmp_path / str(10 * death + 7))
+    run = launched(tmp_path, steps, transport, "--servers", str(servers), "--max-restarts", "9")
+    try:
+        for death in range(4):
+            run.wait_for_line(f"[worker 0] {10 * death}")
+            kill_newest(run, death + 1)
+            run.wait_for_line("has joined: all workers", count=death + 1)
+            (tmp_path / str(10 * death + 7)).write_text("")
+        assert run.wait() == 0, run.text()
+        want = undisturbed(2, steps)
+        assert sum(want in line for line in run.lines) == 2, run.text()
+        line = run.errors[-1]
+        assert re.match("bpsx-run: server [01] was killed by SIGKILL .*without it$", line), line
+        assert "(1 of 9)" in run.text() and "(4 of 9)" in run.text()
+    finally:
+        run.end()
+
+
+def test_restarts_are_used_up(tmp_path):
+    """The launcher says so, and the job ends as it would without them."""
+    options = ["--servers", "1", "--max-restarts", "1", "--grace", "0.2"]
+    run = launched(tmp_path, 100_000, "tcp", *options, BPSX_ELASTIC_WAIT="5")
+    try:
+        for death in range(2):
+            run.wait_for_line(f"[worker 0] {10 * death}")
+            kill_newest(run, death + 1)
+        run.wait_for_line("not started again, as --max-restarts 1 is used up")
+        assert run.wait() != 0
+        assert "no other has joined within 5 s (BPSX_ELASTIC_WAIT)" in run.text()
+    finally:
+        run.end()

@@ -547,12 +547,13 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
         " | ".join(_ELASTIC),
         "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
-        " and no sum is lost. Each worker keeps the latest result of every partition for this. The"
-        " death of a worker, the scheduler or the last server still ends the job. So does the"
-        " death of any server in asynchronous training, over RDMA, or once a worker has left. off:"
-        " every death ends the job, and workers keep no results."
-        " auto: servers if the job has processes on more than one machine, else off: on one machine"
-        " what is kept would cost memory bandwidth. Must be the same on all workers and servers.",
+        " and no sum is lost. The last one is replaced by a server that joins within"
+        " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. The"
+        " death of a worker or the scheduler still ends the job. So does the death of any server in"
+        " asynchronous training, over RDMA, or once a worker has left. off: every death ends the"
+        " job, and workers keep no results. auto: servers if the job has processes on more than one"
+        " machine, else off: on one machine what is kept would cost memory bandwidth. Must be the"
+        " same on all workers and servers.",
         _FAIL,
     ),
     Option(

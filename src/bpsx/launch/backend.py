@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
+from bpsx.config import is_set
 from bpsx.launch.child import Child
 from bpsx.launch.spawn import GRACE, KILL_AFTER, verify
 from bpsx.secret import make
@@ -60,7 +61,7 @@ class Plan(ABC):
 
     ``command``: the workers' command. ``port``: the scheduler's; 0 if it takes a free one.
     ``grace``: how long the others may take to end once one has failed. ``kill_after``: from SIGTERM
-    to SIGKILL.
+    to SIGKILL. ``max_restarts``: how often servers that die are started again, in all.
     """
 
     command: tuple[str, ...]
@@ -68,6 +69,7 @@ class Plan(ABC):
     port: int = 0
     grace: float = GRACE
     kill_after: float = KILL_AFTER
+    max_restarts: int = 0
     secret: str = field(default_factory=make, repr=False)
 
     #: Whether workers may end with status 0 without having joined a job.
@@ -77,6 +79,12 @@ class Plan(ABC):
     def needed(self) -> Sequence[str]:
         """The command whose program must exist before any process is started."""
         return self.command
+
+    @property
+    def patience(self) -> dict[str, str]:
+        """The variable that keeps a job from waiting for a server that will not come."""
+        given = self.max_restarts or is_set("BPSX_ELASTIC_WAIT")
+        return {} if given else {"BPSX_ELASTIC_WAIT": "0"}
 
     def check(self) -> None:
         """Raise ConfigError for an invalid plan, before any process is started."""

@@ -14,7 +14,7 @@ from bpsx.launch.backend_table import BACKENDS
 _USAGE = """\
 %(prog)s COMMAND...
        %(prog)s --local [--workers N] [--servers M] [--processes K] [--port P]
-              [--grace S] COMMAND...
+              [--grace S] [--max-restarts R] COMMAND...
        %(prog)s --hostfile FILE [--scheduler-ip A] [--env K=V]... [ssh options] COMMAND...
        %(prog)s doctor [--json] | top [--help] | trace [--help]"""
 _DESCRIPTION = """\
@@ -159,6 +159,15 @@ def parser() -> argparse.ArgumentParser:
         help=(
             "seconds in which processes may end by themselves (default: 3) after one has failed,"
             " the workers are done, or bpsx-run got a signal; then SIGTERM, 2 s later SIGKILL"
+        ),
+    )
+    made.add_argument(
+        "--max-restarts",
+        type=whole(0, 1_000_000),
+        metavar="R",
+        help=(
+            "how often servers that die are started again, in all (default: 0); the job goes on"
+            " meanwhile"
         ),
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")

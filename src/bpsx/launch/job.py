@@ -24,6 +24,7 @@ from bpsx.launch.backend import Plan, Process
 from bpsx.launch.child import Child, Ending, signals
 from bpsx.launch.job_status import JobStatus
 from bpsx.launch.output_mux import Pump
+from bpsx.launch.restarts import Restarts
 from bpsx.launch.spawn import ENDING, cannot_run, child_setup, passed_on
 
 #: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
@@ -55,6 +56,7 @@ class Job:
         self._helper_ending = Ending(plan.grace, plan.kill_after)
         self._record: int | None = None
         self._may_lose_servers = False
+        self._restarts = Restarts(plan.max_restarts)
 
     def run(self) -> int:
         """Run the job to its end.
@@ -123,7 +125,10 @@ class Job:
         """Start the scheduler. Returns its port, or 0 if the job halted before it was known."""
         timeout = Config(scheduler.environment).rendezvous_timeout
         environment = self._plan.environment("server", 0, self._plan.port)
-        self._may_lose_servers = Config(environment).may_lose_servers
+        config = Config(environment)
+        self._may_lose_servers = config.may_lose_servers and (
+            config.servers > 1 or config.elastic_wait > 0
+        )
         if not scheduler.here:
             self._start(scheduler)
             return self._plan.port or self._await_port(
@@ -173,7 +178,8 @@ class Job:
                 self._step(_LOOK)
         return 0
 
-    def _start(self, process: Process, *kept: int) -> None:
+    def _start(self, process: Process, *kept: int) -> Child | None:
+        """Start a process; returns None, with the job halted, if that failed."""
         command = self._commands.get(process.role, process.command)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on())
         try:
@@ -191,13 +197,15 @@ class Job:
                 )
             )
             self._status.children.append(child)
+            self._restarts.started(process, time.monotonic())
             child.begin()
         except OSError as error:
             self._give_up(*cannot_run(command, error, process.environment))
-            return
+            return None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         child.forward_output(self._pump)
+        return child
 
     # Running
 
@@ -206,7 +214,7 @@ class Job:
         now = time.monotonic()
         waits = [
             max(0.0, due - now)
-            for due in (self._worker_ending.due, self._helper_ending.due)
+            for due in (self._worker_ending.due, self._helper_ending.due, self._restarts.due)
             if due is not None
         ]
         if self._undecided():
@@ -214,6 +222,16 @@ class Job:
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._handle_exits(time.monotonic())
         self._escalate(time.monotonic())
+        self._start_again(time.monotonic())
+
+    def _start_again(self, now: float) -> None:
+        """Start the servers that are due, unless the job ends."""
+        seen = self._status
+        if seen.halted or self._worker_ending.begun or self._helper_ending.begun:
+            self._restarts.stop()
+        for process in self._restarts.take(now):
+            if child := self._start(process):
+                seen.again.append(child)
 
     def _handle_exits(self, now: float) -> None:
         """Record ended children, and begin to end the rest if the job is over, failed or cannot
@@ -227,14 +245,19 @@ class Job:
             # ends meanwhile, so check all children again.
             self._pump.step(0)
         for child in ended:
-            if not child.up and not seen.stop and not self._worker_ending.due:
+            reached = child.up or child in seen.again
+            if not reached and not seen.stop and not self._worker_ending.due:
                 self._give_up(child.story(), child.status or 1)
         # Of children that ended at the same time, a killed one, then a worker, is the likelier
         # cause.
         seen.ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
         # All workers have ended.
         done = seen.complete and all(child.status is not None for child in seen.workers)
-        seen.lost += [child for child in ended if self._may_go_on_without(child)]
+        lost = [child for child in ended if self._may_go_on_without(child)]
+        seen.lost += lost
+        for child in lost:
+            if then := self._restarts.ended(child.name, now):
+                self._pump.say(f"{child.story()}; {then}")
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = self._cannot_go_on() or any(
             child.status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bpsx.launch.child import Child, signal_name
 from bpsx.launch.scheduler_state import SchedulerState
 
@@ -12,13 +14,14 @@ class JobStatus:
     ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
     started, and the exit status for it. ``lost``: servers that died while the job may have gone on
-    without them.
+    without them. ``again``: servers that were started in the place of such.
     """
 
     def __init__(self, forgiving: bool) -> None:
         self.children: list[Child] = []
         self.ended: list[Child] = []
         self.lost: list[Child] = []
+        self.again: list[Child] = []
         self.stop: list[int] = []
         self.complete = False
         self.trouble: tuple[str, int] | None = None
@@ -55,7 +58,7 @@ class JobStatus:
             for c in self.children
             if c.role == "server"
             and (c.status or c.overdue)
-            and (c.process.pid in told or (ended_well and c in self.lost))
+            and (c.process.pid in told or (ended_well and (c in self.lost or c in self.again)))
         ]
 
     def exit_status(self, written: bool) -> int:
@@ -109,7 +112,13 @@ class JobStatus:
 
     def losses(self) -> list[str]:
         """How each server died without which the job went on, as texts."""
-        return [f"{child.story()}, and the job went on without it" for child in self.survived]
+        # One that was still starting when the job ended was no loss.
+        lost = [c for c in self.survived if not (c in self.again and c.overdue)]
+        stories = Counter(child.story() for child in lost)
+        return [
+            story + (f" ({n} times)" if n > 1 else "") + ", and the job went on without it"
+            for story, n in stories.items()
+        ]
 
     def _blamed(self) -> tuple[Child | None, str]:
         """The child that the scheduler names as the cause of the job's end, and its exception.

@@ -22,7 +22,7 @@ class Local(Backend):
 
     label = "--local"
     chosen_by = ("local",)
-    own = ("workers", "servers", "processes", "port")
+    own = ("workers", "servers", "processes", "port", "max_restarts")
 
     def add_options(self, parser: ArgumentParser) -> None:
         """See :class:`~bpsx.launch.backend.Backend`."""
@@ -82,6 +82,7 @@ class LocalPlan(Plan):
         """See :class:`~bpsx.launch.backend.Plan`."""
         changes = {
             **job_variables(role, index, (LOOPBACK, port), self.workers, self.servers, self.secret),
+            **self.patience,
             "DMLC_NODE_HOST": LOOPBACK,
             "BYTEPS_LOCAL_RANK": str(local_rank),
             "BYTEPS_LOCAL_SIZE": str(self.processes),

@@ -26,6 +26,7 @@ class Ssh(Backend):
         "python",
         "directory",
         "port",
+        "max_restarts",
     )
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

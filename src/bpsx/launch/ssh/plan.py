@@ -99,7 +99,7 @@ class Remote(Plan):
             kept |= self._store()
         if self.interface:
             changes["DMLC_INTERFACE"] = self.interface
-        return {**kept, **unbuffered(), **self.given, **changes}
+        return {**kept, **unbuffered(), **self.patience, **self.given, **changes}
 
     def _store(self) -> dict[str, str]:
         """The variables of PyTorch's store.

@@ -1,0 +1,54 @@
+"""Servers that the launcher starts again: how often, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpsx.launch.backend import Process
+from bpsx.launch.restarts import HEALTHY, LATEST, SOONEST, Restarts
+
+SERVER, OTHER = (Process(f"server {i}", "server", ("x",), {}) for i in range(2))
+
+
+def die(restarts: Restarts, now: float, process: Process = SERVER) -> float:
+    """Let a process die at ``now``, and start it again when it is due; returns the delay."""
+    assert "started again in" in restarts.ended(process.name, now)
+    due = restarts.due
+    assert due is not None
+    assert not restarts.take(due - 0.001)
+    assert restarts.take(due) == [process] and restarts.due is None
+    restarts.started(process, due)
+    return due - now
+
+
+def test_delays_double_and_begin_anew_after_a_healthy_time():
+    restarts = Restarts(100)
+    restarts.started(SERVER, 0.0)
+    delays = [die(restarts, 0.0) for _ in range(8)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30] and delays[0] == SOONEST
+    assert die(restarts, LATEST + HEALTHY - 0.5) == LATEST
+    assert die(restarts, 2 * LATEST + 2 * HEALTHY + 1) == SOONEST
+
+
+def test_each_server_has_its_own_delay_and_all_share_the_count():
+    restarts = Restarts(3)
+    restarts.started(SERVER, 0.0), restarts.started(OTHER, 0.0)
+    assert (die(restarts, 1.0), die(restarts, 2.0), die(restarts, 3.0, OTHER)) == (0.5, 1.0, 0.5)
+    assert restarts.ended("server 1", 4.0) == "not started again, as --max-restarts 3 is used up"
+    assert restarts.due is None
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_what_is_no_server_is_not_started_again(most: int):
+    restarts = Restarts(most)
+    restarts.started(Process("worker 0", "worker", ("x",), {}), 0.0)
+    assert restarts.ended("worker 0", 1.0) == "" and restarts.due is None
+
+
+def test_a_job_that_ends_starts_nothing():
+    restarts = Restarts(5)
+    restarts.started(SERVER, 0.0)
+    restarts.ended("server 0", 1.0)
+    restarts.stop()
+    assert restarts.due is None and not restarts.take(100.0)
+    assert restarts.ended("server 0", 1.0) == ""
