@@ -4,9 +4,11 @@ and the bits are those of a job in which none dies.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import textwrap
 from pathlib import Path
@@ -171,3 +173,72 @@ def test_restarts_are_used_up(tmp_path):
         assert "no other has joined within 5 s (BPSX_ELASTIC_WAIT)" in run.text()
     finally:
         run.end()
+
+
+def two_free_ports() -> int:
+    """The first of two ports that follow each other and are free."""
+    while True:
+        with socket.socket() as one, socket.socket() as two, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            two.bind(("127.0.0.1", port + 1))
+            return port
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_new_server_may_have_the_address_of_the_old_one(transport):
+    """With two ports, of which the scheduler has one, it must."""
+    steps, first = 40, two_free_ports()
+    with training(steps, transport, BPSX_PORTS=f"{first}-{first + 1}") as job:
+        for death in range(6):
+            for worker in job.workers:
+                worker.wait_for_line(str(5 * death))
+            kill(job, death)
+            job.start_server(death + 1)
+            job.scheduler.wait_for_line("has joined", count=death + 1)
+        check(job, steps)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_servers_that_die_while_workers_connect_to_them(transport):
+    """Each is killed as soon as the scheduler knows it; the job waits on."""
+    with training(20, transport) as job:
+        job.workers[0].wait_for_line("5")
+        kill(job, 0)
+        for i in range(1, 6):
+            job.start_server(i)
+            job.scheduler.wait_for_line("joins the running job", count=i)
+            kill(job, i)
+        job.start_server(6)
+        check(job, 20)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_new_server_knows_the_workers_that_have_joined(transport):
+    """Rounds go on without them on a server that has come after their join()."""
+    source = """
+        import bpsx, numpy as np
+        bpsx.init()
+        for epoch in range(2):
+            for step in range(10 + 10 * bpsx.rank()):
+                got = bpsx.push_pull(np.full(50_000, step, np.float32), name="x", average=False)
+                report([epoch, step, float(got[0]), float(got[-1])])
+            report(bpsx.join())
+        bpsx.shutdown()
+    """
+    env = {**TRANSPORTS[transport], "BPSX_ELASTIC_WAIT": "60"}
+    with Job(source, env=env) as job:
+        for death, line in enumerate(("[0, 4,", "[0, 13,", "[1, 4,", "[1, 13,")):
+            job.workers[1].wait_for_line(line)
+            kill(job, death)
+            job.start_server(death + 1)
+            job.scheduler.wait_for_line("has joined", count=death + 1)
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text() + job.scheduler.text()
+        rows = [r for r in job.workers[1].reports() if isinstance(r, list)]
+        assert rows == [
+            [epoch, step, both * step, both * step]
+            for epoch in range(2)
+            for step in range(20)
+            for both in [2.0 if step < 10 else 1.0]
+        ]

@@ -249,7 +249,7 @@ class Gathering:
         return ", ".join([*listed, *self._missing_servers()])
 
     def _missing_servers(self) -> list[str]:
-        servers = self.num_server - self._roster.count("server")
+        servers = max(0, self.num_server - self._roster.count("server"))
         lacking = f"{servers} of {self.num_server} servers" if self.num_server > 1 else "the server"
         return [self._with_reason(lacking, "server")] if servers else []
 

@@ -248,14 +248,14 @@ class Hub:
             self._tell_launcher(" ".join(words))
 
     def _report_losses(self) -> None:
-        """Report the servers that the job has survived since the last call, and the recoveries."""
+        """Report servers that have joined or been survived since the last call, and recoveries."""
         members = self._members
+        for note in members.notes:
+            log.warning("%s", note)
         for loss in members.losses[self._reported :]:
             log.warning("%s", loss.text)
             self._tell_launcher(f"lost server {loss.server.rank} {loss.server.pid}")
         self._reported = len(members.losses)
-        for note in members.notes:
-            log.warning("%s", note)
         if members.notes and self._exporter is not None:  # a server may have joined
             self._send(self._observers.watch_for(1e9))
         members.notes.clear()
