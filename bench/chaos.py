@@ -109,7 +109,7 @@ def one_job(
     transport: str, options: argparse.Namespace, most: int, rng: random.Random, course: Course
 ) -> None:
     """Run a job until ``most`` of its servers have been killed, and check its weights."""
-    environment = {"BPSX_FIXED_ORDER": "1", "BYTEPS_LOG_LEVEL": "error"}
+    environment = {"BPSX_ELASTIC": "servers", "BPSX_FIXED_ORDER": "1", "BYTEPS_LOG_LEVEL": "error"}
     modules = dict.fromkeys(range(options.workers), "bench.elastic_worker")
     with Job(options.workers, options.servers, transport, environment, modules) as job:
         job.ask("begin", model=_MODEL, steps=0)

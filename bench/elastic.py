@@ -82,6 +82,7 @@ def strike(
     """
     before, after = MODELS[model]
     modules = dict.fromkeys(range(WORKERS), "bench.elastic_worker")
+    environment = {"BPSX_ELASTIC": "servers", **environment}
     with Job(WORKERS, 2, transport, environment, modules) as job:
         job.ask("begin", model=model, steps=before + after)
         job.ask("wait_for", count=before, seconds=_SECONDS)

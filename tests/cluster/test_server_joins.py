@@ -226,7 +226,7 @@ def test_a_new_server_knows_the_workers_that_have_joined(transport):
             report(bpsx.join())
         bpsx.shutdown()
     """
-    env = {**TRANSPORTS[transport], "BPSX_ELASTIC_WAIT": "60"}
+    env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": "60"}
     with Job(source, env=env) as job:
         for death, line in enumerate(("[0, 4,", "[0, 13,", "[1, 4,", "[1, 13,")):
             job.workers[1].wait_for_line(line)

@@ -576,8 +576,8 @@ OPTIONS: tuple[Option, ...] = (
         " tensor that is compressed with error feedback, so that another server can rebuild the"
         " residual of a lost one. They take at most so many times the bytes of the tensor in"
         " float32 (float64 for float64). Servers then send a copy of the residual to a worker, on"
-        " their own machine if there is one. Larger numbers mean fewer such copies, and more time to"
-        " replace a lost server.",
+        " their own machine if there is one. Larger numbers mean fewer such copies, and more time"
+        " to replace a lost server.",
         _FAIL,
     ),
     Option(

@@ -82,9 +82,13 @@ class Plan(ABC):
 
     @property
     def patience(self) -> dict[str, str]:
-        """The variable that keeps a job from waiting for a server that will not come."""
-        given = self.max_restarts or is_set("BPSX_ELASTIC_WAIT")
-        return {} if given else {"BPSX_ELASTIC_WAIT": "0"}
+        """What the job has to know of restarts, unless the user has said it.
+
+        Without them it must not wait for a server that will not come. With them it has to survive
+        the death of a server, also on one machine.
+        """
+        name, value = ("ELASTIC", "servers") if self.max_restarts else ("ELASTIC_WAIT", "0")
+        return {} if is_set(f"BPSX_{name}") else {f"BPSX_{name}": value}
 
     def check(self) -> None:
         """Raise ConfigError for an invalid plan, before any process is started."""
