@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,10 @@ SIZES = [0, 64, 8192, 40_000, 100_000]
 class Job:
     """Workers and lanes over loopback. Lane ``i`` belongs to server ``i``."""
 
-    def __init__(self, workers: int, lanes: int, **options: object) -> None:
+    def __init__(
+        self, workers: int, lanes: int, *, beside: Collection[int] = (), **options: object
+    ) -> None:
+        """``beside``: servers that are on the machine of worker 0."""
         self.worker_ends = [LoopbackEndpoint() for _ in range(workers)]
         self.lane_ends = [LoopbackEndpoint() for _ in range(lanes)]
         for i, worker in enumerate(self.worker_ends):
@@ -41,7 +44,14 @@ class Job:
             thread.start()
         self.cores = [
             Core(
-                end, rank=i, job=7, lanes=list(range(lanes)), credit=50_000, spin_us=0, elastic=True
+                end,
+                rank=i,
+                job=7,
+                lanes=list(range(lanes)),
+                credit=50_000,
+                spin_us=0,
+                elastic=True,
+                beside=() if i else beside,
             )
             for i, end in enumerate(self.worker_ends)
         ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import ml_dtypes
@@ -82,10 +83,10 @@ class Run:
     """A training of all workers, each in a thread."""
 
     def __init__(
-        self, kinds: list[str], workers: int, seed: int, *, beside: bool, ratio: float
+        self, kinds: list[str], workers: int, seed: int, *, beside: Collection[int], ratio: float
     ) -> None:
         self.kinds, self.rng = kinds, random.Random(seed)
-        self.job = Job(workers, 4, fixed_order=True, log_ratio=ratio)
+        self.job = Job(workers, 4, beside=beside, fixed_order=True, log_ratio=ratio)
         self.tensors = tensors(self.job, kinds, self.rng)
         #: By worker and name: the results' bytes, and worker 0's view of the lanes' state.
         self.results: list[dict[str, bytes]] = [{} for _ in range(workers)]
@@ -164,14 +165,21 @@ class Run:
         return {name: sum(lane[name] for lane in lanes) for name in lanes[0]}
 
 
-def same(kinds: list[str], workers: int, *, ratio: float, beside: bool = False) -> None:
-    """Check that a run that loses three lanes ends as one that loses none."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    whole = Run(kinds, workers, seed, beside=beside, ratio=ratio)
-    whole.start()
-    counts = whole.end()
+def whole(
+    kinds: list[str], workers: int, seed: int, ratio: float, beside: Collection[int] = ()
+) -> Run:
+    """Return a finished run that has lost no lane."""
+    run = Run(kinds, workers, seed, beside=beside, ratio=ratio)
+    run.start()
+    counts = run.end()
     assert counts["taken_over"] == counts["replayed"] == 0
+    return run
+
+
+def disturbed(
+    kinds: list[str], workers: int, seed: int, ratio: float, beside: Collection[int] = ()
+) -> tuple[Run, dict[str, int]]:
+    """Return a finished run that has lost three lanes of four, and the lanes' counters."""
     run = Run(kinds, workers, seed, beside=beside, ratio=ratio)
     run.start()
     moments = sorted(run.rng.sample(range(1, ROUNDS - 1), 3))
@@ -181,17 +189,51 @@ def same(kinds: list[str], workers: int, *, ratio: float, beside: bool = False) 
         run.lose(lane)
     counts = run.end()
     assert counts["taken_over"]
-    for rank in range(workers):
-        wrong = [
-            name for name, got in run.results[rank].items() if got != whole.results[rank][name]
-        ]
+    return run, counts
+
+
+def assert_same(run: Run, other: Run) -> None:
+    for rank, results in enumerate(run.results):
+        wrong = [name for name, got in results.items() if got != other.results[rank][name]]
         assert not wrong, (rank, wrong[:5])
-    wrong = [name for name, state in run.states.items() if state != whole.states[name]]
+    wrong = [name for name, state in run.states.items() if state != other.states[name]]
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_a_job_that_loses_no_lane(kind, workers):
-    for _ in range(3):
-        same([kind], workers, ratio=1)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    right = whole([kind], workers, seed, 0)
+    for ratio in (0.01, 0.3, 0.3, 2):
+        run, counts = disturbed([kind], workers, seed, ratio)
+        assert_same(run, right)
+        keeps = "ef" in KINDS[kind][0]
+        assert bool(counts["replayed"]) == keeps
+        if ratio < 1 or not keeps:
+            assert bool(counts["snapshots"]) == keeps
+
+
+def test_snapshots_are_held_beside_their_lane():
+    """Worker 0 is beside lanes 0 and 1, so it holds their snapshots, and all of them if there is
+    no other lane.
+    """
+    run = Run(["onebit-ef"], 3, 1, beside=[0, 1, 2, 3], ratio=0.01)
+    held = [0] * 3
+    run.start()
+    for thread in run.threads:
+        thread.join()
+    for rank, core in enumerate(run.job.cores):
+        held[rank] = core.gauges()["held"]
+    run.end()
+    assert held[0] == sum(tensor.server_bytes for tensor in run.tensors[0]) and held[1:] == [0, 0]
+
+
+def test_logs_and_snapshots_are_bounded():
+    ratio = 0.2
+    run = whole(["onebit-ef", "topk-ef"], 2, 5, ratio)
+    state = sum(tensor.server_bytes for tensor in run.tensors[0])
+    # Two more pushes of each key may come until its snapshot is stored, of at most its own bytes.
+    assert 0 < run.most_logged <= ratio * state + 3 * 0.6 * state
+    assert not any(core.gauges()["logged"] for core in whole(["onebit"], 2, 5, ratio).job.cores)
