@@ -10,7 +10,9 @@ from typing import NamedTuple
 MAGIC, VERSION = 0x58535042, 3
 REGISTER, PUSH, ANSWER, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
 HAVE, HAVES, WANT, GIVE, ACK, SETTLED, TOOK = 7, 8, 9, 10, 11, 12, 13
-INLINE, BROADCAST, ASYNC, WAITS, KEPT = 1, 2, 4, 64, 128
+SNAP, FETCH, LOAD, LOG = 14, 15, 16, 17
+INLINE, BROADCAST, ASYNC, PACKED, STATE, WAITS, KEPT = 1, 2, 4, 16, 32, 64, 128
+HAS_STATE, WAS_SET, SUMMED = 1, 2, 4  # flags of a Coded
 _FORMAT = struct.Struct("<IBBBBQQIIIIIiQQ")
 
 
@@ -73,4 +75,44 @@ def unpack(frame: bytes, second: bytes | None = None) -> list[Record]:
             assert at == len(frame), "a body in the second frame belongs to the last record"
             r = r._replace(body=second)
         found.append(r)
+    return found
+
+
+class Coded(NamedTuple):
+    """Body of a HAVE of a compressed key."""
+
+    sum: int = 0
+    flags: int = 0
+    state: int = 0
+    reserved: int = 0
+    counter: int = 0
+    logged: int = 0
+
+    def bytes(self) -> bytes:
+        """Return it as on the wire."""
+        return _CODED.pack(*self)
+
+
+def coded(body: bytes) -> Coded:
+    """Return the body of a HAVE of a compressed key."""
+    return Coded(*_CODED.unpack(body))
+
+
+_CODED = struct.Struct("<IIIIQQ")
+_LOG_HEAD = struct.Struct("<IIQ")
+
+
+def log_entry(number: int, divisor: int, push: bytes) -> bytes:
+    """Return a push as it is in a LOG's body."""
+    return _LOG_HEAD.pack(number, divisor, len(push)) + push + bytes(-len(push) % 8)
+
+
+def log_entries(body: bytes) -> list[tuple[int, int, bytes]]:
+    """Return (sum, divisor, push) of each push in a LOG's body."""
+    found, at = [], 0
+    while at < len(body):
+        number, divisor, length = _LOG_HEAD.unpack_from(body, at)
+        at += _LOG_HEAD.size
+        found.append((number, divisor, body[at : at + length]))
+        at += length + -length % 8
     return found

@@ -72,6 +72,7 @@ REFUSED = {
     "BYTEPS_ENABLE_GDB": "gdb",
     "BPSX_ELASTIC": "workers",
     "BPSX_ELASTIC_WAIT": "-1",
+    "BPSX_ELASTIC_LOG": "0",
     "BPSX_STATE_FD": "-2",
     "BPSX_LIFELINE_FD": "-2",
     "BPSX_SHUTDOWN_TIMEOUT": "soon",

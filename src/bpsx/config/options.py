@@ -570,7 +570,7 @@ OPTIONS: tuple[Option, ...] = (
         "elastic_log",
         "BPSX_ELASTIC_LOG",
         number(0.01),
-        1.0,
+        2.0,
         "number",
         "Read by servers. With BPSX_ELASTIC=servers, a worker keeps its latest pushes of each"
         " tensor that is compressed with error feedback, so that another server can rebuild the"

@@ -110,6 +110,7 @@ class Arriving(Surviving):
             "workers": self.size // self.processes,
             "processes": self.processes,
             "again": self.again,
+            "elastic": True,
             "term": self.terms.number,
             **self._for_server(node, first),
         }

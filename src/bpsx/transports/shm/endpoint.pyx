@@ -225,8 +225,8 @@ cdef class SharedEndpoint:
             self.table.lend = shared_lend
         if self.state.inner.drop != NULL:
             self.table.drop = shared_drop
-        # A reply is often in the memory of another worker, which waits for its release. Once half of
-        # a region or of its tokens are in use, readers copy (Way.tight), so some always remain.
+        # A reply is often in the memory of another worker, which waits for its release. Once half
+        # of a region or of its tokens are in use, readers copy (Way.tight), so some always remain.
         self.table.keeps = True
 
     def bind(self, host: str, ports=()) -> str:
