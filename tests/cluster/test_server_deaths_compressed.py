@@ -104,6 +104,7 @@ def environment(compressor: str, transport: str) -> dict[str, str]:
     return {
         **TRANSPORTS[transport],
         "BPSX_FIXED_ORDER": "1",
+        "BPSX_ELASTIC": "servers",
         "BPSX_ELASTIC_LOG": "0.3",
         "BYTEPS_PARTITION_BYTES": str(PARTITION),
         "BYTEPS_MIN_COMPRESS_BYTES": "0",
