@@ -457,17 +457,18 @@ cdef class Core:
         """Readable when :meth:`take_moved` has something to return; -1: the core is not elastic."""
         return self.c.moving.told
 
-    def begin_term(self, uint32_t term, list moves not None) -> None:
+    def begin_term(self, uint32_t term, list moves not None, bint missed=False) -> None:
         """Hand the loss of lanes to the driver; any thread.
 
         ``moves``: pairs of a lost lane and its targets, which are pairs of a lane and its first
-        slot: see docs/internals/elastic.md. Raises :class:`ValueError` for lanes that do not exist.
+        slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so that nobody
+        waits for the keys to be taken. Raises :class:`ValueError` for lanes that do not exist.
         """
         if not self.c.settings.elastic or self.c.endpoint.drop == NULL:
             raise ValueError("this core cannot move partitions to other lanes")
-        tell_term(&self.c, self._new_term(term, moves))
+        tell_term(&self.c, self._new_term(term, moves, missed))
 
-    cdef Term *_new_term(self, uint32_t number, list moves) except NULL:
+    cdef Term *_new_term(self, uint32_t number, list moves, bint missed) except NULL:
         cdef Term *term = <Term *>calloc(1, sizeof(Term))
         cdef uint32_t i
         if term != NULL:
@@ -475,7 +476,7 @@ cdef class Core:
         if term == NULL or term.moves == NULL:
             free_term(term)
             raise MemoryError("no memory for a term")
-        term.number = number
+        term.number, term.missed = number, missed
         try:
             for i, (lane, targets) in enumerate(moves):
                 term.n = i + 1

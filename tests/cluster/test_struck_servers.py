@@ -12,7 +12,7 @@ import pytest
 from deaths import OPERATIONS, QUICK, Striking, Struck, source
 from network import NetJob, Network, needed
 
-from support.jobs import TRANSPORTS
+from support.jobs import TRANSPORTS, Job
 
 #: Pairs of a transport and an operation: each operation once, each transport several times.
 SOME = list(zip(itertools.cycle(TRANSPORTS), OPERATIONS))
@@ -136,3 +136,46 @@ def test_a_second_death_during_a_takeover_is_survived(transport, operation):
         job.await_line("goes on with term 2")
         job.resume()
         job.end_well(job.servers[0], job.servers[2])
+
+
+#: Worker 0 leaves before a server dies.
+_LEAVING = """
+    import bpsx, numpy as np
+    bpsx.init()
+    bpsx.push_pull(np.ones(300_000, np.float32), name="x")
+    if bpsx.rank():
+        report("ready")
+        hear()
+        try:
+            {last}
+        except bpsx.BpsxError as e:
+            report(f"{{type(e).__name__}}: {{e}}")
+            sys.exit(7)
+    bpsx.shutdown()
+    report("left")
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_can_leave_after_others_have_left_and_a_server_has_died(transport):
+    with Job(_LEAVING.format(last="pass"), servers=2, env=TRANSPORTS[transport]) as job:
+        job.workers[0].wait_for_line("left")
+        job.workers[1].wait_for_line("ready")
+        job.servers[0].signal(signal.SIGKILL)
+        job.workers[1].wait_for_line("none of them can be summed any more, as worker 0")
+        job.workers[1].say("go")
+        assert [p.wait() for p in job.workers] == [0, 0], job.workers[1].text()
+        assert job.scheduler.wait() == 0
+
+
+def test_a_worker_that_needs_what_is_lost_with_the_server_ends_the_job():
+    last = 'bpsx.push_pull(np.ones(300_000, np.float32), name="x")'
+    with Job(_LEAVING.format(last=last), servers=2) as job:
+        job.workers[0].wait_for_line("left")
+        job.workers[1].wait_for_line("ready")
+        job.servers[0].signal(signal.SIGKILL)
+        job.workers[1].wait_for_line("none of them can be summed any more, as worker 0")
+        job.workers[1].say("go")
+        assert job.workers[1].wait() == 7, job.workers[1].text()
+        text = job.workers[1].reports()[-1]
+        assert text.startswith("Peer") and "worker 0" in text, text

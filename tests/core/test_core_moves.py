@@ -141,6 +141,17 @@ def test_a_term_ends_with_the_last_took(elastic):
     r.wait_for("malformed", 1)
 
 
+def test_nobody_waits_for_took_if_a_worker_has_left_before(elastic):
+    r = elastic()
+    r.round(5)
+    r.core.begin_term(1, MOVES, True)
+    end = time.monotonic() + 60
+    while not (moved := r.core.take_moved()):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert moved == [(1, 1, 0)] and r.core.outstanding == 0
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_lane_gets_the_result_that_it_asks_for(elastic, nbytes):
     r = elastic(nbytes)

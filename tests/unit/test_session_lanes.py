@@ -18,7 +18,7 @@ from bpsx.session.session import Session
 TEXT = "server 1 (h, pid 8) is gone: its connection broke; its keys go to server 0"
 MOVES = [[2, [[0, 10], [1, 20]]], [3, [[0, 15]]]]
 #: TERM for the two lanes of the second of two servers.
-TERM = {"type": "TERM", "term": 1, "moves": MOVES, "text": TEXT}
+TERM = {"type": "TERM", "term": 1, "moves": MOVES, "text": TEXT, "missed": False}
 
 
 class Endpoint:
@@ -39,8 +39,10 @@ class Core:
         self.terms: list[Any] = []
         self.moved: list[tuple[int, int, int]] = []
 
-    def begin_term(self, term: int, moves: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        self.terms.append((term, moves))
+    def begin_term(
+        self, term: int, moves: list[tuple[int, list[tuple[int, int]]]], missed: bool
+    ) -> None:
+        self.terms.append((term, moves, missed))
 
     def take_moved(self) -> list[tuple[int, int, int]]:
         found, self.moved = self.moved, []
@@ -192,7 +194,7 @@ def test_a_term_goes_to_the_core_and_explains_broken_connections(
     ours, core, link, lanes = session(True)
     lanes.note_mute(2)
     ours._handle(TERM)
-    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])])]
+    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])], False)]
     assert lanes.verdict() == ""
     assert said == [(logging.WARNING, TEXT)]
     ours._tell_moved()

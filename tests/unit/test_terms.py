@@ -180,6 +180,7 @@ def test_all_live_nodes_learn_where_the_keys_go():
             "server 0 (h, pid 900) is gone: its connection broke; the job goes on with term 1: its"
             " keys go to server 1 (h, pid 901), server 2 (h, pid 902)"
         ),
+        "missed": False,
     }
     # A worker that declares the tensor later moves it by itself.
     assert dict(m.declare(b"w1", declare("t", [4])))[b"w1"]["places"] == placed["places"]
@@ -452,6 +453,7 @@ def test_a_job_whose_workers_have_all_they_need_ends_well_without_a_server():
     out = lose(m)
     assert kinds(out.items()) == {b"w1": "TERM", b"s1": "TERM"}
     assert "but none of them can be summed any more, as worker 0" in out[b"w1"]["text"]
+    assert out[b"w1"]["missed"]
     assert moved(m, b"w1", again=0) == []
     out = m.bye(b"w1", GOOD)
     assert kinds(out) == {b"w1": "GOODBYE", b"s1": "END"} and m.state == "done"

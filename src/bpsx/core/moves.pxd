@@ -135,7 +135,8 @@ cdef inline void lose_lane(Core *c, Term *term, Move *move) noexcept nogil:
 cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
     """Carry a term out. From here on the lanes refer to its moves.
 
-    A thread drives until all of its keys have been taken, as a lane may ask for an outcome.
+    A thread drives until all of its keys have been taken, as a lane may ask for an outcome. No lane
+    takes any if a worker has left before, as it sends no HAVES.
     """
     cdef uint32_t i, j
     cdef Target *target
@@ -159,8 +160,8 @@ cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
             # A lane may be the target of several shares.
             if c.lanes.at[target.lane].told != term.number:
                 c.lanes.at[target.lane].told = term.number
-                c.lanes.at[target.lane].untaken += 1
-                c.moving.untaken += 1
+                c.lanes.at[target.lane].untaken += not term.missed
+                c.moving.untaken += not term.missed
                 send_haves(c, term, target.lane)
     end_moving(c)
 

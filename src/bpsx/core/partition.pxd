@@ -310,6 +310,7 @@ cdef struct Term:               # see docs/internals/elastic.md
     uint32_t number
     Move *moves
     uint32_t n
+    bint missed                 # a worker has left before: no lane will take the keys
     # set by the driver: partitions that have moved and had been used, and the bytes pushed again,
     # headers included
     uint64_t partitions

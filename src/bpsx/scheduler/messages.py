@@ -9,7 +9,8 @@ VIEW to the observer.
 TERM goes to all live workers and servers when a server is lost and the job goes on: ``term``, its
 number, from 1; ``moves``, ``[lost lane, [[target lane, first slot], ...]]`` for each lane of the
 lost server (:data:`bpsx.planning.placement.Moves`); ``text``, which server was lost, why, and where
-its keys go. Each worker that speaks to servers answers MOVED once its driver has moved.
+its keys go; ``missed``, whether a sender had left before, so that no lane can take keys. Each
+worker that speaks to servers answers MOVED once its driver has moved.
 
 LANES, CONNECTED and GONE are about servers that join a running job.
 docs/internals/elastic-servers.md has their fields.

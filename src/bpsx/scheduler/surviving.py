@@ -157,7 +157,13 @@ class Surviving(Gathering):
         if missed:
             text += f", but none of them can be summed any more, as {self._sender_left} has left"
         self.losses.append(Loss(node, why, text))
-        term = {"type": "TERM", "term": self.terms.number, "moves": moves, "text": text}
+        term = {
+            "type": "TERM",
+            "term": self.terms.number,
+            "moves": moves,
+            "text": text,
+            "missed": missed,
+        }
         told = [*workers, *self._roster.live_servers.values()]
         out: list[Output] = [(n.ident, term) for n in told]
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()

@@ -93,7 +93,8 @@ class Liveness(Declarations):
         elif kind == "LOST":
             self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
         elif kind == "TERM":
-            self._begin_term(message["term"], message["moves"], message["text"])
+            missed = bool(message["missed"])
+            self._begin_term(message["term"], message["moves"], message["text"], missed)
         elif kind == "LANES" and self._late is not None:
             log.info("%s joins the running job", message["name"])
             self._late.come(message)
@@ -110,7 +111,7 @@ class Liveness(Declarations):
         else:
             self.reporter.handle(message)
 
-    def _begin_term(self, term: int, moves: list[Any], text: str) -> None:
+    def _begin_term(self, term: int, moves: list[Any], text: str, missed: bool) -> None:
         """Go on without a server: hand its lanes and their targets to the core.
 
         A process that does not speak to servers has nothing to do.
@@ -120,7 +121,7 @@ class Liveness(Declarations):
             return
         self._lanes.lose((lane for lane, _ in moves), text)
         self._core.begin_term(
-            term, [(lane, [(to, base) for to, base in targets]) for lane, targets in moves]
+            term, [(lane, [(to, base) for to, base in targets]) for lane, targets in moves], missed
         )
 
     def _tell_moved(self) -> None:
