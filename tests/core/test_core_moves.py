@@ -21,8 +21,8 @@ MOVES = [(0, [(1, 100), (2, 200)])]
 class Elastic(Rig):
     """A core with three lanes, and a tensor on lane 0."""
 
-    def __init__(self, nbytes: int = 16) -> None:
-        super().__init__(lanes=3, elastic=True)
+    def __init__(self, nbytes: int = 16, **more: bool | int) -> None:
+        super().__init__(lanes=3, elastic=True, **more)
         self.nbytes = nbytes
         self.x = self.tensor("x", nbytes)
         self.slot, self.unread = self._key, [[] for _ in self.lanes]
@@ -77,8 +77,8 @@ class Elastic(Rig):
 def elastic(request):
     made = []
 
-    def make(*arguments):
-        made.append(Elastic(*arguments))
+    def make(*arguments, **more):
+        made.append(Elastic(*arguments, **more))
         return made[-1]
 
     yield make
@@ -109,6 +109,19 @@ def test_an_unanswered_round_is_pushed_again(elastic, nbytes):
     handle.wait(60)
     assert out.tobytes() == array(nbytes, 4).tobytes()
     assert r.core.counters()["malformed"] == 0
+
+
+def test_a_push_that_has_no_credit_yet_waits_for_its_outcome_too(elastic):
+    r = elastic(BIG, credit=BIG, hold_done=True)
+    y = r.tensor("y", BIG)
+    push_pull(r.core, r.x, array(BIG), array(BIG))
+    r.next(w.PUSH, 0)  # uses the credit up
+    push_pull(r.core, y, array(BIG), array(BIG))
+    r.moves()
+    haves = [r.next(w.HAVE, lane) for lane in (1, 2)]
+    assert all(have.flags & w.WAITS for have in haves)
+    r.endpoint.complete()
+    assert {r.next(w.PUSH, lane).key for lane in (1, 2)} == {1, 2}
 
 
 def test_a_tensor_that_has_not_been_used_is_pushed_to_its_new_lane_only(elastic):
