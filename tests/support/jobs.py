@@ -220,8 +220,6 @@ class Job:
             "BYTEPS_SOCKET_PATH": self._folder.name,
             # Most tests are about the network; tests of shared memory set this themselves.
             "OMP_NUM_THREADS": "1",
-            # Nobody starts another server, but tests of that, which set this themselves.
-            "BPSX_ELASTIC_WAIT": "0",
             "BYTEPS_ENABLE_IPC": "0",
             "BPSX_ANNOUNCE": "0",
             **(env or {}),

@@ -84,12 +84,13 @@ def running(workers: int = 2, servers: int = 1, **changes) -> Membership:
 
 def elastic(workers: int = 2, servers: int = 2, **changes) -> Membership:
     """A job that runs, and that goes on if it loses a server."""
-    return running(workers, servers, BPSX_ELASTIC="servers", **changes)
+    return running(workers, servers, BPSX_ELASTIC="servers", BPSX_ELASTIC_WAIT=1, **changes)
 
 
 def late_server(n: int, workers: int = 2, servers: int = 1, **changes) -> dict:
     """The HELLO of a server that joins a job of :func:`elastic`."""
-    options = config(workers, servers, **{"BPSX_ELASTIC": "servers", **changes})
+    given = {"BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": 1, **changes}
+    options = config(workers, servers, **given)
     return hello(
         "server", -1, workers, servers, pid=700 + n, config=options, lanes=[f"h:{700 + n}"]
     )

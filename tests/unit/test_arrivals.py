@@ -155,11 +155,15 @@ def test_jobs_whose_servers_cannot_change_accept_none() -> None:
         ({"BPSX_ELASTIC": "off"}, "BPSX_ELASTIC=off"),
         ({"BYTEPS_ENABLE_ASYNC": 1}, "asynchronous"),
         ({"DMLC_ENABLE_RDMA": "rdma"}, "RDMA"),
+        ({"BPSX_ELASTIC_WAIT": 0}, "BPSX_ELASTIC_WAIT=0"),
     ):
-        m = running(2, 1, **{"BPSX_ELASTIC": "servers", **change})
+        m = running(2, 1, **{"BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": 1, **change})
         (_, refused), *_ = m.hello(b"l0", late_server(0, **change))
         assert refused["type"] == "REFUSED" and refused["over"] and why in refused["reason"]
     m = elastic(2, 1)
+    # A server that keeps its workers' outcomes for no one does not fit, either.
+    (_, refused), *_ = m.hello(b"l1", late_server(1, BPSX_ELASTIC_WAIT=0))
+    assert "BPSX_ELASTIC_WAIT=0" in refused["reason"]
     (_, refused), *_ = m.hello(b"l0", hello("server", -1, pid=7, config=config(2, 1)))
     assert "BPSX_ELASTIC=off" in refused["reason"]
     (_, refused), *_ = m.hello(b"x", hello("worker", 1, pid=7, config=config(2, 1)))

@@ -52,7 +52,13 @@ HELLOS = {
         -1,
         3,
         servers,
-        config=config(3, servers, BYTEPS_ENABLE_ASYNC=int(asynchronous), BPSX_ELASTIC="servers"),
+        config=config(
+            3,
+            servers,
+            BYTEPS_ENABLE_ASYNC=int(asynchronous),
+            BPSX_ELASTIC="servers",
+            BPSX_ELASTIC_WAIT=1,
+        ),
     )
     for servers in (1, 2)
     for asynchronous in (False, True)

@@ -104,7 +104,7 @@ class Config:
         """
         return bool(
             self.elastic != "off"
-            and self.servers > 0
+            and (self.servers > 1 or self.servers == 1 and self.elastic_wait > 0)
             and not self.asynchronous
             and TRANSPORT_NAMES[self.transport] != "rdma"
         )

@@ -20,6 +20,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         "hash_coefficient",
         "asynchronous",
         "elastic",
+        "elastic_wait",
         "encrypt",
         "mixed_mode",
         "transport",
@@ -27,6 +28,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
     values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
     values |= {
         "DMLC_NUM_SERVER": config.servers,
+        "BPSX_ELASTIC_WAIT": config.elastic_wait > 0,
         "BPSX_LOCAL_REDUCE": config.shares_machine,
         "DMLC_ENABLE_RDMA": TRANSPORT_NAMES[config.transport],
         "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1,

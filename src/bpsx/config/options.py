@@ -560,10 +560,11 @@ OPTIONS: tuple[Option, ...] = (
         "elastic_wait",
         "BPSX_ELASTIC_WAIT",
         number(0),
-        60.0,
+        0.0,
         "seconds",
         "How long a job whose last server has died waits for a new one; then it fails. 0: it fails"
-        " at once. Read by the scheduler. bpsx-run sets it to 0 unless --max-restarts is given.",
+        " at once, and a job with a single server keeps no results for another. Must be 0, or not"
+        " 0, on all processes. bpsx-run --max-restarts sets it to 60.",
         _FAIL,
     ),
     Option(

@@ -84,11 +84,10 @@ class Plan(ABC):
     def patience(self) -> dict[str, str]:
         """What the job has to know of restarts, unless the user has said it.
 
-        Without them it must not wait for a server that will not come. With them it has to survive
-        the death of a server, also on one machine.
+        It has to survive the death of a server, also on one machine, and to wait for the next one.
         """
-        name, value = ("ELASTIC", "servers") if self.max_restarts else ("ELASTIC_WAIT", "0")
-        return {} if is_set(f"BPSX_{name}") else {f"BPSX_{name}": value}
+        wanted = {"BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": "60"} if self.max_restarts else {}
+        return {name: value for name, value in wanted.items() if not is_set(name)}
 
     def check(self) -> None:
         """Raise ConfigError for an invalid plan, before any process is started."""

@@ -125,10 +125,7 @@ class Job:
         """Start the scheduler. Returns its port, or 0 if the job halted before it was known."""
         timeout = Config(scheduler.environment).rendezvous_timeout
         environment = self._plan.environment("server", 0, self._plan.port)
-        config = Config(environment)
-        self._may_lose_servers = config.may_lose_servers and (
-            config.servers > 1 or config.elastic_wait > 0
-        )
+        self._may_lose_servers = Config(environment).may_lose_servers
         if not scheduler.here:
             self._start(scheduler)
             return self._plan.port or self._await_port(

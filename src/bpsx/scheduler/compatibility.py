@@ -10,7 +10,7 @@ from typing import Any
 
 from bpsx.config import frame_bound
 
-_SAME = ("BYTEPS_ENABLE_ASYNC", "DMLC_ENABLE_RDMA", "BPSX_ELASTIC")
+_SAME = ("BYTEPS_ENABLE_ASYNC", "DMLC_ENABLE_RDMA", "BPSX_ELASTIC", "BPSX_ELASTIC_WAIT")
 
 
 def disagreement(

@@ -97,7 +97,7 @@ class Membership(Arriving):
             "lanes": [s.lanes for s in servers],
             "names": {"server": [str(n) for n in servers]},
             "again": self.again,
-            "elastic": not self._fixed_servers(),
+            "elastic": not self._fixed_servers() and (len(servers) > 1 or self.elastic_wait > 0),
         }
         firsts = [0, *itertools.accumulate(len(s.lanes) for s in servers)]
         out: list[Output] = [

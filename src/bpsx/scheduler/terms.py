@@ -51,6 +51,8 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
         return "servers of an asynchronous job hold the only copy of its values"
     if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
         return "RDMA writes answers over the pushes, which then cannot be sent again"
+    if any(o.get("DMLC_NUM_SERVER") == 1 and not o.get("BPSX_ELASTIC_WAIT") for o in given):
+        return f"{LAST}, and BPSX_ELASTIC_WAIT=0"
     return ""
 
 
