@@ -77,7 +77,7 @@ for step in range(steps):
 state = session().compressing.save(cases)
 report({
     name: hashlib.sha256(
-        w.tobytes() + b"".join(state[name].get(key, b"") for key in ("worker", "server"))
+        w.tobytes() + b"".join(state.get(name, {}).get(key, b"") for key in ("worker", "server"))
     ).hexdigest()
     for name, w in weights.items()
 })
@@ -116,10 +116,10 @@ def environment(compressor: str, transport: str) -> dict[str, str]:
 
 
 @functools.cache
-def undisturbed(compressor: str, workers: int) -> list[dict[str, str]]:
-    """What workers end with in a job that loses no server."""
+def undisturbed(compressor: str, workers: int, processes: int = 1) -> list[dict[str, str]]:
+    """What workers end with in a job that loses no server; ``processes`` form one machine."""
     env = {**environment(compressor, "zmq"), "BPSX_ELASTIC": "off"}
-    with Job(_TRAINING, workers=workers, servers=3, env=env) as job:
+    with Job(_TRAINING, workers=workers, servers=3, env=env, processes=processes) as job:
         trained = Trained(job)
     assert not any(gauge["logged"] or gauge["held"] for gauge in trained.gauges)
     return trained.hashes
@@ -135,27 +135,85 @@ def disturb(job: Job, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "workers", "transport"),
+    ("compressor", "workers", "processes", "transport"),
     [
-        ("onebit", 2, "zmq"),
-        ("onebit", 3, "shm"),
-        ("topk", 2, "tcp"),
-        ("topk", 3, "zmq"),
-        ("randomk", 3, "tcp"),
-        ("dithering", 2, "shm"),
-        ("dithering", 3, "zmq"),
+        ("onebit", 2, 1, "zmq"),
+        ("onebit", 3, 1, "shm"),
+        ("onebit", 4, 2, "zmq"),
+        ("topk", 2, 1, "tcp"),
+        ("topk", 3, 1, "zmq"),
+        ("randomk", 3, 1, "tcp"),
+        ("dithering", 2, 1, "shm"),
+        ("dithering", 3, 1, "zmq"),
     ],
 )
-def test_bits_are_those_of_an_undisturbed_job(compressor, workers, transport):
+def test_bits_are_those_of_an_undisturbed_job(compressor, workers, processes, transport):
     """Two of three servers are killed, the second one after a restored checkpoint."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     env = environment(compressor, transport)
-    with Job(_TRAINING, workers=workers, servers=3, env=env) as job:
+    with Job(_TRAINING, workers=workers, servers=3, env=env, processes=processes) as job:
         disturb(job, random.Random(seed))
         trained = Trained(job)
     assert "term 2" in trained.scheduler
-    for got, right in zip(trained.hashes, undisturbed(compressor, workers)):
+    for got, right in zip(trained.hashes, undisturbed(compressor, workers, processes)):
         assert [name for name, value in got.items() if value != right[name]] == []
-    # All that is summed is logged; see BPSX_ELASTIC_LOG. The last lane has all keys.
     assert any(gauge["held"] for gauge in trained.gauges)
+
+
+_UNEVEN = """
+import bpsx, hashlib, json, numpy as np, os
+
+bpsx.init()
+cases, n = json.loads(os.environ["CASES"]), int(os.environ["ELEMENTS"])
+rank, pushed, seen = bpsx.rank(), 0, hashlib.sha256()
+for name, params in cases.items():
+    bpsx.declare(name, compression=params)
+
+def step():
+    global pushed
+    pushed += 1
+    handles = []
+    for name in cases:
+        g = np.random.default_rng([len(name), pushed, rank]).standard_normal(n)
+        handles.append(bpsx.push_pull_async(g.astype(np.float32), name=name))
+    report(f"step {pushed}")
+    for handle in handles:
+        seen.update(bpsx.synchronize(handle).tobytes())
+
+for _ in range(6 if rank == 0 else 14):
+    step()
+bpsx.join()
+report("all have joined")
+for _ in range(8):
+    step()
+report(seen.hexdigest())
+bpsx.shutdown()
+"""
+
+
+def test_uneven_workers_have_the_bits_of_an_undisturbed_job():
+    """A server is killed while one of the workers is in join(), and another one afterwards."""
+    all_cases = {
+        f"{compressor} {ef or 'none'}": {
+            "compressor": compressor,
+            **_OPTIONS[compressor],
+            **({"ef": ef} if ef else {}),
+        }
+        for compressor in _EF
+        for ef in _EF[compressor]
+        if ef != "corrected"
+    }
+    env = {**environment("onebit", "zmq"), "CASES": json.dumps(all_cases)}
+    found = []
+    for kills in (False, True):
+        with Job(_UNEVEN, workers=2, servers=3, env=env) as job:
+            if kills:
+                for server, line in zip(job.servers, ("step 10", "step 18")):
+                    job.workers[1].wait_for_line(line)
+                    server.signal(signal.SIGKILL)
+                    server.wait()
+            for worker in job.workers:
+                assert worker.wait() == 0, worker.text() + job.scheduler.text()
+            found.append([worker.reports()[-1] for worker in job.workers])
+    assert found[0] == found[1] and found[0][0] != found[0][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -79,18 +79,29 @@ class Job:
             for _ in self.cores
         ]
 
-    def lose(self, lane: int, later: Callable[[Callable[[], None]], None]) -> None:
-        """End a lane; ``later`` calls what tells each worker, when it likes."""
-        self.lanes[lane].stop()
-        self.threads[lane].join()
+    def lose(
+        self, lane: int, later: Callable[[Callable[[], None]], None], early: Sequence[int] = ()
+    ) -> None:
+        """End a lane; ``later`` calls what tells each worker, when it likes.
+
+        The workers ``early`` drop the lane while it still works: answers of rounds that they have
+        pushed reach the others only.
+        """
         self.living.remove(lane)
         self.term += 1
         m = len(self.living)
         targets = [(other, self.slots[other]) for other in self.living]
         for other in self.living:
             self.slots[other] += -(-self.slots[lane] // m)
-        for core in self.cores:
-            later(partial(core.begin_term, self.term, [(lane, targets)]))
+        for rank in early:
+            self.cores[rank].begin_term(self.term, [(lane, targets)])
+        if early:
+            threading.Event().wait(0.002)
+        self.lanes[lane].stop()
+        self.threads[lane].join()
+        for rank, core in enumerate(self.cores):
+            if rank not in early:
+                later(partial(core.begin_term, self.term, [(lane, targets)]))
 
     def close(self) -> None:
         for core in self.cores:
@@ -151,9 +162,12 @@ class Run:
             timers.append(threading.Timer(self.rng.random() * 0.01, call))
             timers[-1].start()
 
-        self.job.lose(lane, later)
+        self.job.lose(lane, later, self.rng.choice([(), self._some()]))
         for timer in timers:  # each worker gets its terms in order
             timer.join()
+
+    def _some(self) -> list[int]:
+        return self.rng.sample(range(len(self.job.cores)), self.rng.randrange(len(self.job.cores)))
 
     def end(self) -> None:
         for thread in self.threads:

@@ -149,7 +149,8 @@ class Run:
             timers.append(threading.Timer(self.rng.random() * 0.01, call))
             timers[-1].start()
 
-        self.job.lose(lane, later)
+        workers = range(len(self.job.cores))
+        self.job.lose(lane, later, self.rng.sample(workers, self.rng.randrange(len(workers))))
         for timer in timers:
             timer.join()
 

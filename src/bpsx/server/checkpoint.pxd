@@ -2,6 +2,7 @@
 # round. Such a push opens no round and is not counted.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memset
 
 from bpsx.core.wire cimport ANSWER, INLINE_BYTES, Header
 from bpsx.core.codec.state cimport load_state, save_state, server_state_bytes
@@ -33,6 +34,10 @@ cdef inline int push_state(Lane *lane, KeyState *e, Header *h, const char *body)
         lane.counters.dropped += 1       # the worker would wait for ever
         return 0
     save_state(e.compressed.packed, memory)
+    if e.compressed.packed.light:
+        # The encoder writes more than the counter, and reads nothing else.
+        memset(memory + sizeof(e.compressed.packed.counter), 0,
+               size - sizeof(e.compressed.packed.counter))
     if size <= INLINE_BYTES:
         reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
         reply.length = size
