@@ -19,6 +19,7 @@ from bpsx.compression.state import ask
 from bpsx.core._handle import Request
 from bpsx.core._tensor import Tensor
 from bpsx.dtypes import BY_NAME
+from bpsx.kernels.codecs import codec
 from bpsx.planning.stages import stages_for
 from core.test_moves import Job
 
@@ -238,3 +239,11 @@ def test_logs_and_snapshots_are_bounded():
     # Two more pushes of each key may come until its snapshot is stored, of at most its own bytes.
     assert 0 < run.most_logged <= ratio * state + 3 * 0.6 * state
     assert not any(core.gauges()["logged"] for core in whole(["onebit"], 2, 5, ratio).job.cores)
+
+
+def test_a_codec_that_remembers_more_than_a_counter_is_replayed_without_a_residual(monkeypatch):
+    monkeypatch.setattr(type(codec("onebit")), "remembers", True)
+    right = whole(["onebit"], 2, 3, 0)
+    run, counts = disturbed(["onebit"], 2, 3, 0.5)
+    assert_same(run, right)
+    assert counts["replayed"] and counts["snapshots"]
