@@ -84,8 +84,14 @@ class Round:
             return f"{outcomes}"
         if any(o.tobytes() != outcomes[0].tobytes() for o in outcomes):
             return "workers have different results"
-        close = np.allclose(outcomes[0], exact, rtol=1e-5, atol=1e-5)
-        return "" if close else f"{outcomes[0][:3]}, not {exact[:3]}"
+        wrong = np.flatnonzero(~np.isclose(outcomes[0], exact, rtol=1e-5, atol=1e-5))
+        if not len(wrong):
+            return ""
+        first = wrong[0]
+        return (
+            f"{self.kind} of workers {sorted(self.inputs)}: {len(wrong)} of {len(exact)} elements,"
+            f" from {first}: {outcomes[0][first]}, not {exact[first]}"
+        )
 
 
 class Worker:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import threading
+
 import numpy as np
 import pytest
 
@@ -156,3 +159,22 @@ def test_held_pushes_are_freed_when_a_round_is_abandoned(rig):
     assert r.take(2)[0].divisor == 3
     r.push(0, 0, bytes(BIG))
     assert r.take(0)[0].divisor == 3
+
+
+def test_a_worker_may_join_while_another_ones_push_is_held(rig):
+    """In fixed order: the lane must not close the round with what it still holds."""
+    r, n, rng = rig(3, fixed_order=True), 32_768, random.Random(1)
+    r.register(0, n)
+    for i in range(300):
+        data = np.full(n // 4, i + 1, np.float32).tobytes()
+        r.lane.joined(0)
+        r.assert_nothing_for(0)
+        pushing = threading.Thread(target=r.push, args=(2, 0, data))
+        pushing.start()
+        for _ in range(rng.randrange(200)):  # before, while or after the lane handles the push
+            pass
+        r.lane.joined(1)
+        pushing.join()
+        assert r.take(2)[-1].body == data, i
+        r.lane.all_joined()
+        r.assert_nothing_for(0)

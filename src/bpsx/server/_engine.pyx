@@ -345,6 +345,7 @@ cdef class Lane:
         self.c.beside = <uint8_t *>calloc(senders, 1)
         self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.joined = <int64_t *>calloc(senders, sizeof(int64_t))
+        self.c.absent.skipped = <bint *>calloc(senders, sizeof(bint))
         self.logger = log
         self.broken = None
         self.watch = watch
@@ -354,7 +355,7 @@ cdef class Lane:
         self._kernel_owners = []
         if (
             self.c.outs == NULL or self.c.beside == NULL or self.c.absent.gone == NULL
-            or self.c.absent.joined == NULL
+            or self.c.absent.joined == NULL or self.c.absent.skipped == NULL
         ):
             raise MemoryError(f"no memory for {senders} senders")
 
@@ -476,3 +477,4 @@ cdef class Lane:
         free(self.c.beside)
         free(self.c.absent.gone)
         free(self.c.absent.joined)
+        free(self.c.absent.skipped)

@@ -79,6 +79,8 @@ cdef struct Absent:             # workers that left or joined; any thread sets `
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
+    # The same as of the last notice(): it must not change while the lane handles a push.
+    bint *skipped
     bint any_joined
     int64_t joins               # joins that have ended
 

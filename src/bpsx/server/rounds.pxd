@@ -58,7 +58,7 @@ cdef inline void pass_joined(Lane *lane, KeyState *e) noexcept nogil:
         return
     while (
         e.round.next_sender < lane.settings.senders
-        and atomic_load(&lane.absent.joined[e.round.next_sender])
+        and lane.absent.skipped[e.round.next_sender]
         and not e.shares[e.round.next_sender].pushed
     ):
         e.round.next_sender += 1
@@ -149,7 +149,7 @@ cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
     if not lane.absent.any_joined:
         return False
     for sender in range(lane.settings.senders):
-        if not e.shares[sender].pushed and not atomic_load(&lane.absent.joined[sender]):
+        if not e.shares[sender].pushed and not lane.absent.skipped[sender]:
             return False
     return True
 
@@ -214,7 +214,8 @@ cdef inline void notice(Lane *lane) noexcept nogil:
     for i in range(lane.settings.senders):
         if atomic_load(&lane.absent.gone[i]):
             lane.absent.any_gone = True
-        if atomic_load(&lane.absent.joined[i]):
+        lane.absent.skipped[i] = atomic_load(&lane.absent.joined[i]) != 0
+        if lane.absent.skipped[i]:
             lane.absent.any_joined = True
     for i in range(lane.keys.n):
         e = lane.keys.at[i]
