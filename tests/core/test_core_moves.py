@@ -117,6 +117,10 @@ def test_a_push_that_has_no_credit_yet_waits_for_its_outcome_too(elastic):
     push_pull(r.core, r.x, array(BIG), array(BIG))
     r.next(w.PUSH, 0)  # uses the credit up
     push_pull(r.core, y, array(BIG), array(BIG))
+    end = time.monotonic() + 60
+    while not r.core.gauges()["queued"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
     r.moves()
     haves = [r.next(w.HAVE, lane) for lane in (1, 2)]
     assert all(have.flags & w.WAITS for have in haves)
