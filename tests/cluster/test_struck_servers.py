@@ -158,7 +158,8 @@ _LEAVING = """
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_can_leave_after_others_have_left_and_a_server_has_died(transport):
-    with Job(_LEAVING.format(last="pass"), servers=2, env=TRANSPORTS[transport]) as job:
+    env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "servers"}
+    with Job(_LEAVING.format(last="pass"), servers=2, env=env) as job:
         job.workers[0].wait_for_line("left")
         job.workers[1].wait_for_line("ready")
         job.servers[0].signal(signal.SIGKILL)
@@ -170,7 +171,7 @@ def test_a_worker_can_leave_after_others_have_left_and_a_server_has_died(transpo
 
 def test_a_worker_that_needs_what_is_lost_with_the_server_ends_the_job():
     last = 'bpsx.push_pull(np.ones(300_000, np.float32), name="x")'
-    with Job(_LEAVING.format(last=last), servers=2) as job:
+    with Job(_LEAVING.format(last=last), servers=2, env={"BPSX_ELASTIC": "servers"}) as job:
         job.workers[0].wait_for_line("left")
         job.workers[1].wait_for_line("ready")
         job.servers[0].signal(signal.SIGKILL)
