@@ -122,7 +122,7 @@ class Simulated:
                 yield ident, self._report([], [[f"t{n}", 0] for n in range(self.tensors)])
         elif name == "joining":
             for _, ident in everybody:
-                yield ident, {"type": "JOIN"}
+                yield ident, {"type": "JOIN", "generation": 0}
         elif name == "leaving":
             for _, ident in everybody:
                 yield ident, {"type": "BYE", "failure": ""}

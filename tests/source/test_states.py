@@ -11,6 +11,7 @@ import pytest
 from bpsx.api.states import PROCESS
 from bpsx.core.declared_state import DECLARED
 from bpsx.errors import InternalError
+from bpsx.scheduler.link_states import LINK
 from bpsx.scheduler.states import HANDOVER, HEARING, JOB, PRESENCE, SUPPLY
 from bpsx.session.states import SESSION
 from bpsx.system.transitions import Table, in_words
@@ -21,6 +22,7 @@ SHOWN: dict[tuple[str, str], Table[Any, Any]] = {
     ("states-of-sessions", "1. A process"): PROCESS,
     ("states-of-sessions", "2. A session on a worker"): SESSION,
     ("states-of-sessions", "3. A declaration of a name on a worker"): DECLARED,
+    ("elastic-scheduler", "A node without a scheduler"): LINK,
     ("states-of-servers", "Presence"): PRESENCE,
     ("states-of-servers", "Hearing"): HEARING,
     ("states-of-servers", "Supply"): SUPPLY,

@@ -25,7 +25,8 @@ def asynchronous(workers: int = 3, servers: int = 1) -> Membership:
 
 def test_workers_are_released_when_all_servers_have_cleared():
     m = running(2, 2)
-    assert m.join(b"w1") == [(s, {"type": "JOINED", "rank": 1}) for s in (b"s0", b"s1")]
+    joined = {"type": "JOINED", "rank": 1, "generation": 0}
+    assert m.join(b"w1") == [(s, joined) for s in (b"s0", b"s1")]
     assert m.join(b"w1") == [] == m.join(b"s0") == m.join(b"nobody")
     assert m.join(b"w0") == [(s, {"type": "CLEAR", "generation": 0}) for s in (b"s0", b"s1")]
     assert (

@@ -38,7 +38,12 @@ def test_any_order_of_arrival_makes_the_same_job(order):
     assert welcomes["w0"] == welcomes["w1"]
     assert sorted((welcomes["s0"]["rank"], welcomes["s1"]["rank"])) == [0, 1]
     assert (
-        len({(w["job"], w["workers"], str(w["lanes"]), str(w["names"])) for w in welcomes.values()})
+        len(
+            {
+                (w["job"], w["workers"], str(w["servers"]), str(w["names"]))
+                for w in welcomes.values()
+            }
+        )
         == 1
     )
     assert [n.split()[:2] for n in welcomes["w0"]["names"]["server"]] == [
@@ -65,7 +70,7 @@ def test_servers_keep_dense_ranks_when_one_is_started_again():
     welcome = dict(greet(m, "w1"))
     assert sorted(welcome[i]["rank"] for i in (b"s1", b"s2")) == [0, 1]
     for ident, lane in ((b"s1", "h:-1"), (b"s2", "h:77")):
-        assert welcome[b"w0"]["lanes"][welcome[ident]["rank"]] == [lane]
+        assert welcome[b"w0"]["servers"][welcome[ident]["rank"]][2] == [lane]
 
 
 def test_the_job_waits_for_all_processes_of_a_machine():

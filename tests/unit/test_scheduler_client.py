@@ -35,8 +35,10 @@ def test_a_link_that_breaks_right_after_the_welcome_is_an_error_at_once():
                     job=1,
                     rank=0,
                     workers=1,
-                    lanes=[],
+                    servers=[],
                     names={"worker": [], "server": []},
+                    elastic=False,
+                    may_lose_scheduler=False,
                 ),
             ]
         )
@@ -81,7 +83,8 @@ def test_a_term_before_the_start_is_kept_and_each_descriptor_is_watched(rung: in
 
     def welcome_and_lose() -> None:
         ident, _ = hub.recv_multipart()
-        for kind, fields in (("WELCOME", {"job": 1}), ("TERM", {"term": 1, "moves": []})):
+        welcome = {"job": 1, "elastic": True, "may_lose_scheduler": True}
+        for kind, fields in (("WELCOME", welcome), ("TERM", {"term": 1, "moves": []})):
             hub.send_multipart([ident, messages.encode(kind, **fields)])
 
     hub_thread = threading.Thread(target=welcome_and_lose)

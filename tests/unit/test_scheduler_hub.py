@@ -35,7 +35,7 @@ def test_the_last_arrival_starts_the_job_for_all(order):
         "worker 0 (h, pid 100)",
         "worker 1 (h, pid 101)",
     ]  # a server reports the worker that it has lost
-    assert (worker["job"], worker["workers"], len(worker["lanes"])) == (9, 2, 1) and {
+    assert (worker["job"], worker["workers"], len(worker["servers"])) == (9, 2, 1) and {
         **worker,
         "rank": 0,
         "first": 0,

@@ -35,6 +35,7 @@ from unit.scheduler_tools import (
     running,
     waiting,
 )
+from unit.scripted_job import World
 
 #: Connection -> role and rank; "x" stands for another process that wants to be worker 1.
 NODES = {
@@ -280,6 +281,13 @@ def job_that_runs_out_of_servers() -> None:
     assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
 
 
+def job_that_outlives_its_scheduler() -> None:
+    world = World()
+    world.kill_hub()
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.RUNNING
+
+
 def test_each_row_of_the_tables_happens(taken):
     job_that_forms_with_difficulty()
     job_whose_workers_disagree()
@@ -287,6 +295,7 @@ def test_each_row_of_the_tables_happens(taken):
     job_that_outlives_a_worker()
     job_that_outlives_servers()
     job_that_runs_out_of_servers()
+    job_that_outlives_its_scheduler()
     rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
     assert rows == taken
 

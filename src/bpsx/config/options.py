@@ -548,12 +548,13 @@ OPTIONS: tuple[Option, ...] = (
         " | ".join(_ELASTIC),
         "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
         " and no sum is lost. The last one is replaced by a server that joins within"
-        " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. The"
-        " death of a worker or the scheduler still ends the job. So does the death of any server in"
-        " asynchronous training, over RDMA, or once a worker has left. off: every death ends the"
-        " job, and workers keep no results. auto: servers if the job has processes on more than one"
-        " machine, else off: on one machine what is kept would cost memory bandwidth. Must be the"
-        " same on all workers and servers.",
+        " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
+        " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
+        " The death of a worker still ends the job. So does the death of any server in asynchronous"
+        " training, over RDMA, or once a worker has left. off: every death ends the job, and"
+        " workers keep no results. auto: servers if the job has processes on more than one machine,"
+        " else off: on one machine what is kept would cost memory bandwidth. Must be the same on"
+        " all workers and servers.",
         _FAIL,
     ),
     Option(
@@ -565,6 +566,18 @@ OPTIONS: tuple[Option, ...] = (
         "How long a job whose last server has died waits for a new one; then it fails. 0: it fails"
         " at once, and a job with a single server keeps no results for another. Must be 0, or not"
         " 0, on all processes. bpsx-run --max-restarts sets it to 60.",
+        _FAIL,
+    ),
+    Option(
+        "scheduler_wait",
+        "BPSX_SCHEDULER_WAIT",
+        number(0),
+        60.0,
+        "seconds",
+        "After the scheduler of an elastic job has died: time for which steps go on without one,"
+        " until another one is started at its address. Then every process ends with an error. The"
+        " new scheduler waits as long for workers that have not come back. 0: the scheduler's death"
+        " ends the job at once.",
         _FAIL,
     ),
     Option(

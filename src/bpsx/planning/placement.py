@@ -14,7 +14,7 @@ given out never changes: whoever uses it applies the rules (:class:`bpsx.schedul
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
@@ -187,6 +187,11 @@ class Placement:
         self.lane_bytes[lane] += counted
         return lane
 
+    @property
+    def servers(self) -> int:
+        """Number of servers, those that are lost or reserved included."""
+        return len(self._lanes)
+
     def reserve(self, lanes: int) -> int:
         """Number the lanes of a new server; returns the first. No place is on them yet."""
         first = len(self.lane_bytes)
@@ -229,6 +234,11 @@ class Placement:
         No later partition gets a place on the lost lanes, and no slot is given out twice. At least
         one server must be left.
         """
+        self._leave_out(server)
+        return [(lane, self._targets(lane)) for lane in self._lanes[server]]
+
+    def _leave_out(self, server: int) -> None:
+        """Give the shares of ``server`` to the others."""
         self._living.remove(server)
         rest = sum(self._shares[s] for s in self._living)
         if self._hash is not None or not rest:
@@ -239,7 +249,27 @@ class Placement:
             self.lane_bytes[lane] = 0
         self.server_bytes[server] = 0
         self._rank_by_lack()
-        return [(lane, self._targets(lane)) for lane in self._lanes[server]]
+
+    def restore(
+        self, lost: Iterable[int], slots: Mapping[int, int], places: Iterable[tuple[int, int, int]]
+    ) -> None:
+        """Go on from the places that an earlier scheduler has given out.
+
+        ``lost``: servers that it has lost. ``slots``: number of slots of each lane that it may have
+        given out. ``places``: lane, slot and bytes of each known partition, where it is now.
+        """
+        for server in lost:
+            self._leave_out(server)
+        for lane, count in slots.items():
+            self._sizes[lane] += [0] * (count - len(self._sizes[lane]))
+        server_of = {lane: s for s, lanes in enumerate(self._lanes) for lane in lanes}
+        for lane, slot, nbytes in places:
+            counted = max(nbytes, 64)
+            self._sizes[lane][slot] = counted
+            self.lane_bytes[lane] += counted
+            self.server_bytes[server_of[lane]] += counted
+            self._bytes += counted
+        self._rank_by_lack()
 
     def _targets(self, lane: int) -> list[tuple[int, int]]:
         """Return the targets of a lost lane, whose slots they reserve."""

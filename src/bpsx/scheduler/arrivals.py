@@ -14,7 +14,8 @@ from bpsx.errors import Status
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobState
-from bpsx.scheduler.surviving import Surviving
+from bpsx.scheduler.surviving import Surviving, left_message
+from bpsx.scheduler.terms import elastic_is_off
 
 #: Seconds in which all senders have to connect to a server that joins the job.
 COMING_SECONDS = 30.0
@@ -41,6 +42,19 @@ class Arrival:
         return list(range(self.first, self.first + len(self.node.lanes)))
 
 
+def lanes_message(node: Node, first: int) -> dict[str, Any]:
+    """Return LANES about a server whose first lane is ``first``."""
+    return {
+        "type": "LANES",
+        "server": node.rank,
+        "name": str(node),
+        "host": node.host,
+        "pid": node.pid,
+        "first": first,
+        "lanes": node.lanes,
+    }
+
+
 class Arriving(Surviving):
     """The servers that join the running job. ``notes``: lines that the hub has not logged yet."""
 
@@ -57,7 +71,6 @@ class Arriving(Surviving):
         super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
         self.notes: list[str] = []
         self._arrivals: dict[int, Arrival] = {}  # by rank
-        self._ranks = 0  # ranks of servers that have been given out since the job began
 
     def _shares(self, nodes: Sequence[Node]) -> dict[int, float]:
         """The fraction of all bytes that each of these servers should sum, by rank."""
@@ -73,6 +86,19 @@ class Arriving(Surviving):
         """See :class:`~bpsx.scheduler.gathering.Gathering`."""
         return self._fixed_servers(m["config"])
 
+    def _welcome(self) -> dict[str, Any]:
+        """What WELCOME tells all."""
+        replaceable = self.elastic_wait > 0 or self.num_server > 1
+        return {
+            "type": "WELCOME",
+            "job": self.job,
+            "workers": self.size // self.processes,  # senders: one per worker, or per machine
+            "processes": self.processes,
+            "again": self.again,
+            "elastic": replaceable and not self._fixed_servers(),
+            "may_lose_scheduler": not elastic_is_off(self._given(), self.machines),
+        }
+
     def _for_server(self, node: Node, first: int) -> dict[str, Any]:
         """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""
         joined, joins = self._joins.marks(self.processes)
@@ -82,7 +108,7 @@ class Arriving(Surviving):
             "first": first,
             # A server names a worker that it loses.
             "peers": [str(w) for w in workers],
-            "left": [w.rank for w in workers if w.left],
+            "left": [left_message(w) for w in workers if w.left],
             "joined": joined,
             "joins": joins,
         }
@@ -96,31 +122,15 @@ class Arriving(Surviving):
                 out += self.gone(other.ident, "another server has its address", self._now)
         if self.state is not JobState.RUNNING:
             return out
-        self._ranks = max(self._ranks, self.num_server)
-        node = Node(ident, "server", self._ranks, m["host"], m["pid"], m["lanes"], m["config"])
-        self._ranks += 1
+        rank = self.terms.servers
+        node = Node(ident, "server", rank, m["host"], m["pid"], m["lanes"], m["config"])
         first = self.terms.reserve(len(node.lanes))
         senders = [w for w in self._roster.live.values() if self._speaks(w)]
         self._roster.arrive(node)
         self._arrivals[node.rank] = Arrival(node, first, {w.ident for w in senders})
         self.notes.append(f"{node} joins the running job; {len(senders)} workers connect to it")
-        welcome = {
-            "type": "WELCOME",
-            "job": self.job,
-            "workers": self.size // self.processes,
-            "processes": self.processes,
-            "again": self.again,
-            "elastic": True,
-            "term": self.terms.number,
-            **self._for_server(node, first),
-        }
-        lanes = {
-            "type": "LANES",
-            "server": node.rank,
-            "name": str(node),
-            "first": first,
-            "lanes": node.lanes,
-        }
+        welcome = {**self._welcome(), "term": self.terms.number, **self._for_server(node, first)}
+        lanes = lanes_message(node, first)
         return [*out, (ident, welcome), *((w.ident, lanes) for w in senders)]
 
     def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:

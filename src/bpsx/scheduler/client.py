@@ -1,5 +1,8 @@
 """A node's link to the scheduler: it enters the job, then one thread reads, writes and watches.
 
+If the scheduler dies, the thread waits for another one at the same address, and introduces the node
+to it: docs/internals/elastic-scheduler.md.
+
 The thread needs the GIL only to handle control messages. Liveness does not depend on the GIL:
 ZeroMQ's I/O threads answer heartbeats.
 """
@@ -22,6 +25,7 @@ from bpsx.config import Config
 from bpsx.config.fingerprint import fingerprint
 from bpsx.errors import JobOverError, RendezvousError
 from bpsx.scheduler import messages
+from bpsx.scheduler.link_states import LINK, LinkEvent, LinkState
 from bpsx.scheduler.sockets import (
     REFUSALS,
     REFUSED,
@@ -36,8 +40,14 @@ from bpsx.system.host import scheduler_address
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
 _GOODBYE_SECONDS, _MOST_FAILURE = 2.0, 4096
-#: Seconds for which a server without a connection asks the scheduler why.
+#: Seconds for which a server asks at least why its connection has ended.
 _WHY_SECONDS = 1.0
+#: Seconds after which a node tries again to return, if the scheduler there does not fit.
+_RETRY_SECONDS = 1.0
+#: Milliseconds of silence after which nothing more comes from an ended connection.
+_LAST_MS = 100
+#: What a node tells another scheduler: AGAIN's fields, then the messages that follow.
+Report = tuple[dict[str, Any], list[bytes]]
 
 
 class Link:
@@ -51,19 +61,24 @@ class Link:
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
         self.address = ""  # numeric address of the scheduler, once resolved
         self._context = zmq.Context(1)
-        self._socket = open_socket(self._context, zmq.DEALER, config)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # An explicit address: pyzmq leaks some memory each time it makes one up.
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED,
-            f"inproc://monitor.{id(self)}",
-        )
+        self._opened = 0  # number of sockets so far
+        self._open_socket()
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._in_job = False
-        self._hello, self._asks_why = b"", False
+        self._state = LinkState.ENTERING
+        self._hello: dict[str, Any] = {}
+        self._bye: str | None = None  # the failure in this node's BYE, once it is sent
+        self._report: Callable[[], Report] | None = None
+        #: Whether this node goes on for a while after the scheduler's death.
+        self.outlives_scheduler = False
+        self._wait = 0.0  # seconds for which to look for a scheduler after the connection's end
+        self._resumed: Callable[[], None] = lambda: None
+        self._gone_at = 0.0  # when the connection ended
+        self._connect_at = -1.0  # when to connect the present socket; negative: it is done
+        self._made = False  # the present socket has made a connection
+        self._warned = ""  # the latest warning about schedulers that do not fit
         # Descriptor of the connection of the hub's last message; -1 before the first.
         self._descriptor = -1
         self._refusals = 0  # handshakes that failed in a row
@@ -72,6 +87,22 @@ class Link:
         self._thread: threading.Thread | None = None
         self._early: list[dict[str, Any]] = []  # messages that `news` read, for `start` to handle
         self.goodbye = threading.Event()
+
+    def _open_socket(self) -> None:
+        self._opened += 1
+        self._made = False
+        self._socket = open_socket(self._context, zmq.DEALER, self._config)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # An explicit address: pyzmq leaks some memory each time it makes one up.
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED,
+            f"inproc://monitor.{id(self)}.{self._opened}",
+        )
+
+    def _connect(self, address: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
+        self._socket.connect(tcp_url(address, self._config.root_port))
 
     # ---- entering the job
 
@@ -90,20 +121,18 @@ class Link:
         end = time.monotonic() + self._config.rendezvous_timeout + 1
         address = scheduler_address(self._config)
         self.address = join_host_port(address, self._config.root_port)
-        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
-        self._socket.connect(tcp_url(address, self._config.root_port))
-        self._hello = hello = messages.encode(
-            "HELLO",
-            protocol=messages.PROTOCOL,
-            role=role,
-            rank=rank,
-            host=host,
-            pid=os.getpid(),
-            lanes=lanes,
-            config=fingerprint(self._config),
-            again=again,
-        )
-        self._asks_why = role == "server" and self._config.may_lose_servers
+        self._address = address
+        self._connect(address)
+        self._hello = {
+            "protocol": messages.PROTOCOL,
+            "role": role,
+            "rank": rank,
+            "host": host,
+            "pid": os.getpid(),
+            "lanes": lanes,
+            "config": fingerprint(self._config),
+        }
+        hello = messages.encode("HELLO", **self._hello, again=again)
         self._socket.send(hello)
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
@@ -173,7 +202,17 @@ class Link:
             elif message["type"] == "WELCOME":
                 log.info("%s: the job is complete", who)
                 self._in_job = True
+                self._hello.update(job=message["job"], rank=message.get("rank", rank))
+                self._decide_to_wait(message)
                 return message
+
+    def _decide_to_wait(self, welcome: dict[str, Any]) -> None:
+        """Decide for how long this node waits for a scheduler if its connection ends."""
+        self._wait = self._config.scheduler_wait if welcome["may_lose_scheduler"] else 0.0
+        self.outlives_scheduler = self._wait > 0
+        if welcome["elastic"] and "first" in welcome:
+            # The scheduler may have replaced a server that was silent. It says so when asked.
+            self._wait = max(self._wait, _WHY_SECONDS)
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
         """Return the next message; None after ``timeout`` seconds or on a connection event."""
@@ -207,6 +246,7 @@ class Link:
             event = parse_monitor_message(self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._refusals = 0
+                self._made = True
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 found = found or (not self._refused and self._descriptor in (-1, event["value"]))
                 self._refused = False
@@ -248,13 +288,24 @@ class Link:
         lost: Callable[[str], None],
         tick: Callable[[], None],
         watch: Sequence[tuple[int, Callable[[], None]]] = (),
+        report: Callable[[], Report] | None = None,
+        resumed: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread.
 
-        It calls ``handle`` for each message, ``lost`` if the scheduler is gone, and ``tick`` every
-        second. ``watch``: descriptors and functions. When one of the descriptors becomes readable,
-        all functions are called.
+        It calls ``handle`` for each message, ``lost`` if the scheduler is gone for good, and
+        ``tick`` every second. ``watch``: descriptors and functions. When one of the descriptors
+        becomes readable, all functions are called.
+
+        With ``report``, the link of an elastic job waits for another scheduler if this one dies.
+        ``report`` returns what that one needs; the link adds the fields of HELLO. ``resumed`` is
+        called when the job has a scheduler again. It must send what has no answer yet: everything
+        sent since the connection ended was dropped, and everything sent shortly before may have
+        been.
         """
+        if self._wait:
+            self._report, self._resumed = report, resumed
+        self._move(LinkEvent.STARTED)
         thread = threading.Thread(
             target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True
         )
@@ -262,14 +313,25 @@ class Link:
         self._thread = thread
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message to the hub. Messages keep their order."""
-        if not self._stopping:
+        """Send a message to the hub. Messages keep their order.
+
+        Without a scheduler it is dropped: see :meth:`start`.
+        """
+        if not self._stopping and not self.away:
             self._outbox.append(messages.encode(kind, **fields))
             self._ring()
 
     def wake(self) -> None:
         """Make the thread call the functions of ``watch``. Any thread may call it."""
         self._ring()
+
+    @property
+    def away(self) -> bool:
+        """Whether the scheduler is gone, and this node waits for another one."""
+        return self._state in (LinkState.ORPHANED, LinkState.RETURNING)
+
+    def _move(self, event: LinkEvent) -> None:
+        self._state = LINK.after(self._state, event)
 
     def _ring(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -281,11 +343,13 @@ class Link:
         tick: Callable[[], None],
         watch: Sequence[tuple[int, Callable[[], None]]],
     ) -> None:
-        poller = zmq.Poller()
-        for thing in (self._socket, self._monitor, self._wake, *(d for d, _ in watch)):
-            poller.register(thing, zmq.POLLIN)
+        poller, polled = zmq.Poller(), 0
         next_tick = time.monotonic() + TICK
         while not self._stopping:
+            if polled != self._opened:  # the sockets are others than before
+                poller, polled = zmq.Poller(), self._opened
+                for thing in (self._socket, self._monitor, self._wake, *(d for d, _ in watch)):
+                    poller.register(thing, zmq.POLLIN)
             if not self._early:
                 poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
             try:
@@ -302,56 +366,158 @@ class Link:
                 # silently itself.
                 log.exception("control thread: unexpected error")
                 lost(f"internal error on the control thread: {e!r}")
-        while self._outbox:
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox and not self.away:
             self._socket.send(self._outbox.popleft())
 
     def _turn(self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None]) -> None:
         """Send queued messages, handle received ones, then check that the hub is still there."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while self._outbox:
-            self._socket.send(self._outbox.popleft())
+        self._flush()
         # Read messages before the monitor: the hub sends its last message before it disconnects.
         while self._socket.poll(0):
-            message = messages.decode(self._socket.recv())
-            if message["type"] == "GOODBYE":
-                self.goodbye.set()
-            else:
-                handle(message)
+            self._take(messages.decode(self._socket.recv()), handle, lost)
         if self._disconnected():
-            if not self.goodbye.is_set():
-                lost(self._why_gone())
+            while self._state is LinkState.CONNECTED and self._socket.poll(_LAST_MS):
+                self._take(messages.decode(self._socket.recv()), handle, lost)
+            self._part(lost)
+        elif self.away:
+            self._look_for_hub(lost)
+
+    def _take(
+        self,
+        message: dict[str, Any],
+        handle: Callable[[dict[str, Any]], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """Handle a message of the hub."""
+        kind = message["type"]
+        if self._state is LinkState.RETURNING:
+            if kind == "RESUMED":
+                self._outbox.clear()  # `resumed` sends what still counts
+                self._move(LinkEvent.RESUMED)
+                away = time.monotonic() - self._gone_at
+                log.warning("the %s is back, after %.1f s without it", self.where, away)
+                self._resumed()
+                if self._bye is not None:
+                    self.send("BYE", failure=self._bye)
+            elif kind == "REFUSED" and message["over"]:
+                self._end(LinkEvent.JOB_OVER, str(message["reason"]), lost)
+            elif kind == "REFUSED":
+                self._warn(f"the {self.where} does not fit: {message['reason']}")
+                self._move(LinkEvent.REFUSED)
+                self._renew(_RETRY_SECONDS)
+        elif kind == "GOODBYE":
+            self._move(LinkEvent.GOODBYE)
             self.goodbye.set()
+        else:
+            handle(message)
 
-    def _why_gone(self) -> str:
-        """Return why the connection broke.
+    # ---- without a scheduler
 
-        The scheduler may have replaced a server that was silent. It says so on a new connection.
+    def _part(self, lost: Callable[[str], None]) -> None:
+        """The connection has ended: wait for another scheduler, or give up."""
+        before = self._state
+        self._move(LinkEvent.CONNECTION_ENDED)
+        if before is LinkState.CONNECTED:
+            self._gone_at = time.monotonic()
+            if self.outlives_scheduler:
+                log.warning(
+                    "the %s is gone: its connection broke; steps go on without it, and the job"
+                    " waits %g s (BPSX_SCHEDULER_WAIT) for another one at this address",
+                    self.where,
+                    self._wait,
+                )
+        if self._report is None and self.away:
+            self._end(LinkEvent.WAIT_OVER, self._why_over(), lost)
+        elif self.away:
+            self._renew(0.0 if before is LinkState.CONNECTED else _RETRY_SECONDS)
+
+    def _why_over(self) -> str:
+        """Why this node does not wait for a scheduler any longer."""
+        text = f"the {self.where} is gone: its connection broke"
+        if not self.outlives_scheduler:
+            return text
+        text += f", and no other one came within {self._wait:g} s (BPSX_SCHEDULER_WAIT)"
+        return text + (f"; {self._warned}" if self._warned else "")
+
+    def _end(self, event: LinkEvent, text: str, lost: Callable[[str], None]) -> None:
+        """There will be no scheduler any more, for the reason ``text``."""
+        self._move(event)
+        self._outbox.clear()
+        if not self.goodbye.is_set():
+            lost(text)
+        self.goodbye.set()
+
+    def _renew(self, delay: float) -> None:
+        """Replace the socket, and connect it in ``delay`` seconds.
+
+        A socket would deliver to the next scheduler what it holds for this one, before this node
+        can introduce itself. And what an earlier scheduler still sends must not arrive any more.
         """
-        end = time.monotonic() + (_WHY_SECONDS if self._asks_why else 0)
-        if self._asks_why:
-            self._socket.send(self._hello)
-        while (left := end - time.monotonic()) > 0:
-            message = self._receive(left)
-            self._disconnected()  # empties the monitor, which wakes the wait
-            if message is not None and message["type"] == "REFUSED":
-                return str(message["reason"])
-        return f"the {self.where} is gone: its connection broke"
+        self._socket.disable_monitor()
+        self._socket.close(0)
+        self._outbox.clear()
+        self._open_socket()
+        self._descriptor, self._refused = -1, False
+        self._connect_at = time.monotonic() + delay
+        self._connect_when_due()
+
+    def _connect_when_due(self) -> None:
+        if 0 <= self._connect_at <= time.monotonic():
+            self._connect_at = -1.0
+            self._connect(self._address)
+
+    def _look_for_hub(self, lost: Callable[[str], None]) -> None:
+        """Connect, introduce this node, or give up, when it is time."""
+        now = time.monotonic()
+        self._connect_when_due()
+        if self._refusals >= REFUSALS:
+            self._refusals = 0
+            self._warn(f"the {self.where} {no_secret_in_common(self._config)}")
+        if self._state is LinkState.ORPHANED and self._made:
+            self._introduce()
+        elif self._state is LinkState.ORPHANED and now - self._gone_at >= self._wait:
+            self._end(LinkEvent.WAIT_OVER, self._why_over(), lost)
+
+    def _introduce(self) -> None:
+        """Tell the scheduler that has come who this node is, and what it knows of the job."""
+        assert self._report is not None
+        fields, parts = self._report()
+        again = {**self._hello, **fields, "bye": self._bye, "parts": len(parts)}
+        self._socket.send(messages.encode("AGAIN", **again))
+        for part in parts:
+            self._socket.send(part)
+        self._move(LinkEvent.CONNECTION_MADE)
+
+    def _warn(self, text: str) -> None:
+        if text != self._warned:
+            self._warned = text
+            log.warning("%s", text)
 
     def leave(self, failure: str, timeout: float) -> bool:
         """Send BYE and wait for the reply.
 
         ``timeout``: seconds; with heartbeats, the wait lasts at least as long as the scheduler may
-        be silent. A node that leaves without the reply looks like one that died.
+        be silent, unless it is known to be gone. A node that leaves without the reply looks like
+        one that died.
 
         Returns whether the reply came, or the hub was gone, in time. Idempotent.
         """
         if not self.goodbye.is_set():
+            self._bye = failure  # for AGAIN, if the scheduler is gone
             self.send("BYE", failure=failure)
         silence = self._config.heartbeat_interval + self._config.heartbeat_timeout
-        return self.goodbye.wait(
-            max(timeout, silence) if self._config.heartbeat_interval > 0 else timeout
-        )
+        if self._config.heartbeat_interval <= 0 or silence <= timeout:
+            return self.goodbye.wait(timeout)
+        end = time.monotonic() + silence
+        replied = self.goodbye.wait(timeout)
+        while not (replied or self.away) and (left := end - time.monotonic()) > 0:
+            replied = self.goodbye.wait(min(left, TICK))
+        return replied
 
     def give_up(self, failure: str) -> None:
         """Leave the job between :meth:`enter_job` and :meth:`start`; send the others the reason.

@@ -272,6 +272,7 @@ def _place(m: dict[str, Any]) -> str:
     return f"worker {m['rank']}" if m["role"] == "worker" else str(m["role"])
 
 
-def newcomer(m: dict[str, Any]) -> str:
-    """Name of the sender of HELLO ``m``, as text for messages."""
-    return f"{_place(m)} ({m['host']}, pid {m['pid']})"
+def newcomer(m: dict[str, Any], returning: bool = False) -> str:
+    """Name of the sender of HELLO ``m``, as text for messages; or of AGAIN, if ``returning``."""
+    place = f"{m['role']} {m['rank']}" if returning else _place(m)
+    return f"{place} ({m['host']}, pid {m['pid']})"

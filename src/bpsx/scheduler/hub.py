@@ -1,4 +1,4 @@
-"""The scheduler: :class:`Membership` behind a ZeroMQ ROUTER socket.
+"""The scheduler: :class:`Rebuilding`, a :class:`Membership`, behind a ZeroMQ ROUTER socket.
 
 A dead connection is identified by its file descriptor. libzmq gives it in the monitor's
 DISCONNECTED event and with every message received. Descriptors are reused, so the hub always reads
@@ -22,8 +22,8 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError, in_short
 from bpsx.scheduler import messages
 from bpsx.scheduler.gathering import Output, newcomer
-from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.observers import KINDS, Observers
+from bpsx.scheduler.rebuilding import Rebuilding
 from bpsx.scheduler.rejections import EVENTS, Refusals
 from bpsx.scheduler.roster import names
 from bpsx.scheduler.sockets import open_socket
@@ -40,6 +40,10 @@ log = logging.getLogger("bpsx.scheduler")
 connections = logging.getLogger("bpsx.connections")
 REPORT_EVERY = 10.0
 GRACE = 5.0
+
+
+#: Seconds between two looks whether a running job can go on.
+_REBUILD_EVERY = 0.05
 
 
 class Interrupted(Exception):
@@ -82,7 +86,7 @@ class Hub:
         # Nodes whose connections have ended; their last messages may still be unread.
         self._gone: list[bytes] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
-        self._members = Membership(
+        self._members = Rebuilding(
             config.num_worker,
             config.num_server,
             config.local_size,
@@ -90,6 +94,8 @@ class Hub:
             stall_warn=config.stall_warn,
             deadlock_after=config.deadlock_after,
             elastic_wait=config.elastic_wait,
+            wait=config.scheduler_wait,
+            grace=config.gather_grace,
         )
         self._observers = Observers(self._members, config.root_uri)
         try:
@@ -252,8 +258,9 @@ class Hub:
         members = self._members
         for note in members.notes:
             log.warning("%s", note)
-        for loss in members.losses[self._reported :]:
-            log.warning("%s", loss.text)
+        for i, loss in enumerate(members.losses[self._reported :], self._reported):
+            if i >= members.restored:  # the scheduler before has logged the others
+                log.warning("%s", loss.text)
             self._tell_launcher(f"lost server {loss.server.rank} {loss.server.pid}")
         self._reported = len(members.losses)
         if members.notes and self._exporter is not None:  # a server may have joined
@@ -284,6 +291,9 @@ class Hub:
         report = time.monotonic() + REPORT_EVERY
         while self._members.state is JobState.WAITING:
             now = time.monotonic()
+            self._send(self._members.rebuild(now))
+            if self._members.state is not JobState.WAITING:
+                return
             vanished = self._members.vanished.due(now, self._config.gather_grace)
             lost = vanished is not None and now >= vanished[0]
             if now >= end or lost:
@@ -297,9 +307,14 @@ class Hub:
             if now >= report:
                 report, self._hint = now + REPORT_EVERY, loopback_hint(self._config)
                 status = self._status()
+                if text := self._members.returned_text():
+                    log.warning("nodes of a running job: %s", text)
                 log.warning("waiting for %s; present: %s", status["missing"], status["here"])
                 self._send([(i, status) for i in list(self._members.nodes)])
-            self._turn(min(end, report, vanished[0] if vanished else end) - now)
+            if self._members.rebuilds:
+                self._turn(_REBUILD_EVERY)
+            else:
+                self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
         missing = self._members.missing_text() + self._refusals.hint() + self._hint
@@ -400,7 +415,7 @@ class Hub:
         except messages.BadMessage as e:
             log.warning("dropped an invalid message: %s", e)
             return None
-        if message["type"] == "HELLO":
+        if message["type"] in ("HELLO", "AGAIN"):
             self._descriptors[int(frames[0].get(zmq.SRCFD))] = ident
         return message
 
@@ -424,6 +439,13 @@ class Hub:
                 )
                 connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
+        if kind == "AGAIN":
+            out = self._members.come_back(ident, message, time.monotonic())
+            verb = f"refused: {out[0][1]['reason']}" if out else "is back"
+            log.info("%s %s", newcomer(message, returning=True), verb)
+            return out
+        if kind == "KNOWN":
+            return self._members.known(ident, message)
         if kind == "CANNOT":
             log.warning("%s could not start: %s", newcomer(message), message["reason"])
             return self._members.cannot_start(ident, message)
@@ -438,7 +460,7 @@ class Hub:
         if kind == "DOUBT":
             return self._members.doubt(ident, message)
         if kind == "JOIN":
-            return self._members.join(ident)
+            return self._members.join(ident, message["generation"])
         if kind == "CLEARED":
             return self._members.cleared(ident, message)
         if kind == "MOVED":

@@ -51,7 +51,8 @@ class Joins:
         told = [roots[machine]] if roots and machine in roots else []
         if all(r in self.joined for r in range(machine * processes, (machine + 1) * processes)):
             told += servers
-        return [(s, {"type": "JOINED", "rank": rank}) for s in told]
+        joined = {"type": "JOINED", "rank": rank, "generation": self.generation}
+        return [(s, joined) for s in told]
 
     def left(
         self, live: Collection[int], servers: Iterable[bytes]

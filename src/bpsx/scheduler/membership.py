@@ -24,6 +24,7 @@ from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
+from bpsx.scheduler.surviving import left_message
 from bpsx.scheduler.terms import Terms
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
@@ -63,9 +64,27 @@ class Membership(Arriving):
 
     def _start(self) -> list[Output]:
         workers, servers = self._of("worker"), self._of("server")
-        config = workers[0].config
         for rank, server in enumerate(servers):
             server.rank = rank
+        self._arrange(servers)
+        self._move(JobEvent.COMPLETE)
+        self._roster.start()
+        roster = {
+            **self._welcome(),
+            "servers": [[s.host, s.pid, s.lanes] for s in servers],
+            "names": {"server": [str(n) for n in servers]},
+        }
+        firsts = [0, *itertools.accumulate(len(s.lanes) for s in servers)]
+        out: list[Output] = [
+            (s.ident, {**roster, **self._for_server(s, first)})
+            for s, first in zip(servers, firsts, strict=False)
+        ]
+        return out + [(w.ident, roster) for w in workers]  # workers know their ranks
+
+    def _arrange(self, servers: Sequence[Node]) -> Placement:
+        """Prepare the job that begins with ``servers``; returns the placement of its tensors."""
+        workers = self._of("worker")
+        config = workers[0].config
         self.asynchronous = any(n.config.get(_ASYNC) for n in self.nodes.values())
         self.processes = self.local_size if config.get("BPSX_LOCAL_REDUCE") else 1
         if self.processes > 1:
@@ -87,24 +106,7 @@ class Membership(Arriving):
         self.registry = Registry(placement, partition_bytes, self.processes)
         self.terms = Terms(placement)
         self.machines = len({n.host for n in self.nodes.values()})
-        self._move(JobEvent.COMPLETE)
-        self._roster.start()
-        roster = {
-            "type": "WELCOME",
-            "job": self.job,
-            "workers": self.size // self.processes,  # senders: one per worker, or per machine
-            "processes": self.processes,
-            "lanes": [s.lanes for s in servers],
-            "names": {"server": [str(n) for n in servers]},
-            "again": self.again,
-            "elastic": not self._fixed_servers() and (len(servers) > 1 or self.elastic_wait > 0),
-        }
-        firsts = [0, *itertools.accumulate(len(s.lanes) for s in servers)]
-        out: list[Output] = [
-            (s.ident, {**roster, **self._for_server(s, first)})
-            for s, first in zip(servers, firsts, strict=False)
-        ]
-        return out + [(w.ident, roster) for w in workers]  # workers know their ranks
+        return placement
 
     def _shares(self, nodes: Sequence[Node]) -> dict[int, float]:
         """The fraction of all bytes that each of these servers should sum, by rank."""
@@ -227,10 +229,15 @@ class Membership(Arriving):
             return []
         return self._fail(f"the job has to end after an error: {node}: {m['text']}", m["status"])
 
-    def join(self, ident: bytes) -> list[Output]:
-        """Handle JOIN: let rounds close without the worker, until all workers have joined."""
+    def join(self, ident: bytes, generation: int | None = None) -> list[Output]:
+        """Handle JOIN: let rounds close without the worker, until all workers have joined.
+
+        ``generation``: number of the join; one that is over does not count.
+        """
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state is not JobState.RUNNING:
+            return []
+        if generation is not None and generation != self._joins.generation:
             return []
         self._stalls.leave(node.rank)
         if node.supply is Supply.PUSHING:
@@ -374,12 +381,12 @@ class Membership(Arriving):
         node = self.nodes.get(ident)
         if node is None:
             return [(ident, {"type": "GOODBYE"})]
-        out: list[Output] = [(ident, {"type": "GOODBYE"})]
+        goodbye: list[Output] = [(ident, {"type": "GOODBYE"})]
         if node.left:
-            return out
+            return goodbye
         if self.state is JobState.WAITING:
             self.withdraw(node)
-            return out
+            return goodbye
         self._roster.excuse(node)
         if self._has_to_wait(node, m):
             if node.presence is Presence.LIVE:
@@ -387,14 +394,15 @@ class Membership(Arriving):
             return self._process_deferred_byes()
         self._note_leaving(node)
         self._remove(node)
-        out += self._process_deferred_byes()
+        out = self._process_deferred_byes()
         if node.role == "worker" and not m["failure"]:
             self._first_leaver = self._first_leaver or node
         if m["failure"] and self.state is JobState.RUNNING:
             out += self._lost(node, f"{node} has failed: {m['failure']}", now, m["failure"])
         elif node.role == "server" and self.state is JobState.RUNNING:
             out += self._lost(node, f"{node} has left while workers were running", now)
-        return out + self._after_leaving(node)
+        # GOODBYE comes last: if the scheduler dies, others must know that the node has left.
+        return out + self._after_leaving(node) + goodbye
 
     def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
         """Remove a node whose connection has ended.
@@ -471,7 +479,8 @@ class Membership(Arriving):
         if node.role == "worker" and self.state is JobState.RUNNING:
             first = node.rank // self.processes * self.processes
             neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
-            out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in [*servers, *neighbours]]
+            left = left_message(node)
+            out += [(n.ident, left) for n in [*servers, *neighbours]]
             out += self._joins.left(*self._present()) + self._notify_unjoined()
         if not workers:
             if self.state is JobState.RUNNING and self._dead:

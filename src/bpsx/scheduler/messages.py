@@ -2,9 +2,11 @@
 
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
 CONNECTED, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR,
-ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, LEFT, LOST, END, GOODBYE. For observers, a node
-sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK, WATCH, TRACE, and
-VIEW to the observer.
+ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, LEFT, LOST, END, GOODBYE. To a scheduler that was
+started again, a node sends AGAIN and KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
+
+For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
+WATCH, TRACE, and VIEW to the observer.
 
 TERM goes to all live workers and servers when a server is lost and the job goes on: ``term``, its
 number, from 1; ``moves``, ``[lost lane, [[target lane, first slot], ...]]`` for each lane of the
@@ -24,29 +26,43 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
 MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
+#: Bytes at which a node begins another KNOWN.
+KNOWN_BYTES = 2 << 20
+#: Most partitions in one item of KNOWN.
+MOST_PLACES = 1 << 15
 #: Most tensors in one WAITING. A report may take several messages; "last" marks the last one.
 MOST_ITEMS = 4096
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
-#: Message type -> field -> (type, least, most). For strings and lists, the bounds are on the
-#: length.
+#: Field -> (type, least, most). For strings and lists, the bounds are on the length.
+_HELLO: dict[str, tuple[type[Any], int, int]] = {
+    "protocol": _POSITION,
+    "role": (str, 1, 16),
+    "rank": (int, -1, 2**31),
+    "host": _TEXT,
+    "pid": _POSITION,
+    "lanes": (list, 0, 4096),
+    "config": (dict, 0, 64),
+}
+#: Message type -> its fields.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
-    "HELLO": {
-        "protocol": _POSITION,
-        "role": (str, 1, 16),
-        "rank": (int, -1, 2**31),
-        "host": _TEXT,
-        "pid": _POSITION,
-        "lanes": (list, 0, 4096),
-        "config": (dict, 0, 64),
+    "HELLO": _HELLO,
+    "AGAIN": {
+        **_HELLO,
+        "job": (int, 0, 2**63),
+        "size": (int, 1, 2**31),
+        "parts": (int, 0, 1 << 20),
+        "cleared": _POSITION,
+        "state": (dict, 0, 64),
     },
+    "KNOWN": {"items": (list, 0, 1 << 20)},
     "CANNOT": {
         "role": (str, 1, 16),
         "rank": (int, -1, 2**31),
@@ -74,7 +90,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     },
     "HEARD": {},
     "DOUBT": {"text": _TEXT, "status": (int, -64, -1)},
-    "JOIN": {},
+    "JOIN": {"generation": _POSITION},
     "CLEARED": {"generation": _POSITION},
     #: A sender has moved to a term. ``partitions``: moved ones that it had used. ``again``: bytes
     #: of the rounds that it pushes again.
@@ -129,10 +145,10 @@ def check(message: dict[str, Any]) -> None:
         size = value if isinstance(value, int) else len(value)
         if not least <= size <= most:
             raise BadMessage(f"{message['type']}: field {name!r} is out of range")
-    if message["type"] == "HELLO" and not all(
+    if message["type"] in ("HELLO", "AGAIN") and not all(
         isinstance(a, str) and len(a) < 300 for a in message["lanes"]
     ):
-        raise BadMessage("HELLO: an entry of 'lanes' is not an address")
+        raise BadMessage(f"{message['type']}: an entry of 'lanes' is not an address")
     if message["type"] == "DECLARE" and not all(
         isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]
     ):

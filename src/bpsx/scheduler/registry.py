@@ -7,7 +7,7 @@ mismatch, reported to every worker that has declared the tensor or will.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
@@ -103,6 +103,19 @@ class Registry:
         self._note(rank, name, generation, known)
         return known, told
 
+    def restore(
+        self, tensors: Mapping[tuple[str, int], RegisteredTensor], largest_key: int
+    ) -> None:
+        """Go on from the declarations that an earlier scheduler has answered.
+
+        ``largest_key``: of those that it may have given out; -1: none.
+        """
+        self._tensors = dict(tensors)
+        self._placed = largest_key // PARTS_PER_TENSOR + 1
+        for (name, generation), known in self._tensors.items():
+            for rank in known.ranks:
+                self._note(rank, name, generation, known)
+
     def _note(self, rank: int, name: str, generation: int, declared: RegisteredTensor) -> None:
         """Update the list of tensors that a machine's root must adopt when it joins."""
         if self._processes == 1:
@@ -134,6 +147,10 @@ class Registry:
         """
         self._tensors.clear()
         self._unadopted.clear()
+
+    def failed(self) -> list[tuple[tuple[str, int], RegisteredTensor]]:
+        """The declarations that have failed."""
+        return [(key, known) for key, known in self._tensors.items() if known.failure]
 
     def places(self, name: str, generation: int) -> list[Assignment]:
         """The places of a tensor's partitions; empty if it is unknown or has failed."""

@@ -138,6 +138,7 @@ class JobEvent(Enum):
     """Event in the life of the job."""
 
     COMPLETE = auto()  #: all nodes are present
+    REBUILT = auto()  #: all workers of a job are back whose scheduler has died
     EXPIRED = auto()  #: the deadline is over, or a missed node did not come back
     ABORTED = auto()  #: the scheduler has to end
     LOST = auto()  #: a death, a failure, or an error after which workers cannot go on
@@ -150,6 +151,7 @@ JOB: Table[JobState, JobEvent] = Table(
     {
         JobState.WAITING: {
             JobEvent.COMPLETE: JobState.RUNNING,
+            JobEvent.REBUILT: JobState.RUNNING,
             JobEvent.EXPIRED: JobState.FAILED,
             JobEvent.ABORTED: JobState.FAILED,
         },

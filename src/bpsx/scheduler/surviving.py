@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bpsx.planning.placement import Moves
 from bpsx.scheduler.gathering import Gathering, Output
 from bpsx.scheduler.join_barrier import Joins
 from bpsx.scheduler.registry import Registry
@@ -48,6 +49,16 @@ class Starvation:
     reported: float
 
 
+def left_message(node: Node) -> dict[str, Any]:
+    """Return LEFT about a worker."""
+    return {"type": "LEFT", "rank": node.rank, "host": node.host, "pid": node.pid}
+
+
+def term_message(number: int, moves: Moves, text: str, missed: bool) -> dict[str, Any]:
+    """Return TERM."""
+    return {"type": "TERM", "term": number, "moves": moves, "text": text, "missed": missed}
+
+
 class Surviving(Gathering):
     """The servers that a job has lost.
 
@@ -72,6 +83,7 @@ class Surviving(Gathering):
         self.registry: Registry | None = None
         self.terms: Terms | None = None
         self.losses: list[Loss] = []
+        self.restored = 0  # number of losses that a scheduler before this one has reported
         self.blamed: Node | None = None
         self.starvation: Starvation | None = None
         self._now = 0.0  # time of the latest event that had one
@@ -95,8 +107,10 @@ class Surviving(Gathering):
 
     def _fixed_servers(self, *more: dict[str, Any]) -> str:
         """Why the job cannot change its servers, or "". ``more``: a newcomer's options."""
-        given = [*more, *(n.config for n in self.nodes.values())]
-        return fixed_servers(given, self.machines)
+        return fixed_servers([*more, *self._given()], self.machines)
+
+    def _given(self) -> list[dict[str, Any]]:
+        return [n.config for n in self.nodes.values()]
 
     def _lose_server(self, node: Node, text: str, now: float) -> list[Output]:
         """Move a lost server's keys to the others, or end the job. ``text``: how it ended."""
@@ -157,19 +171,17 @@ class Surviving(Gathering):
         if missed:
             text += f", but none of them can be summed any more, as {self._sender_left} has left"
         self.losses.append(Loss(node, why, text))
-        term = {
-            "type": "TERM",
-            "term": self.terms.number,
-            "moves": moves,
-            "text": text,
-            "missed": missed,
-        }
+        term = term_message(self.terms.number, moves, text, missed)
         told = [*workers, *self._roster.live_servers.values()]
         out: list[Output] = [(n.ident, term) for n in told]
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
 
     def _refusal(self, m: dict[str, Any]) -> str:
         """Return why a node may not join: a lost server learns that it has been replaced."""
+        return self._replacement(m) or super()._refusal(m)
+
+    def _replacement(self, m: dict[str, Any]) -> str:
+        """Tell the sender of HELLO or AGAIN ``m`` that it has been replaced, or return ""."""
         for lost, _, text in self.losses:
             if (m["role"], m["host"], m["pid"], m["lanes"]) == (
                 "server",
@@ -178,7 +190,7 @@ class Surviving(Gathering):
                 lost.lanes,
             ):
                 return f"this server has been replaced: {text}"
-        return super()._refusal(m)
+        return ""
 
     def _speaks(self, node: Node) -> bool:
         """Whether a worker speaks to the servers."""

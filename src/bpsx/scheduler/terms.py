@@ -12,7 +12,7 @@ that was on such a server can be summed any more. That matters only to workers t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,26 @@ def obstacle(servers: int, fixed: str) -> str:
     return fixed or ("" if servers else LAST)
 
 
-def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
-    """Return why a job cannot change its servers; empty if it can.
+def elastic_is_off(given: Collection[dict[str, Any]], machines: int) -> str:
+    """Return why every death ends a job; empty if it survives some.
 
-    ``given``: nodes' options. ``machines``: number of machines with which the job has begun.
+    ``given``, ``machines``: as in :func:`fixed_servers`.
     """
     chosen = {o.get(ELASTIC, "off") for o in given}
     if "off" in chosen:
         return f"{ELASTIC}=off"
     if "auto" in chosen and machines < 2:
         return f"the job has begun on one machine, and {ELASTIC} is not set to servers"
+    return ""
+
+
+def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
+    """Return why a job cannot change its servers; empty if it can.
+
+    ``given``: nodes' options. ``machines``: number of machines with which the job has begun.
+    """
+    if why := elastic_is_off(given, machines):
+        return why
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "servers of an asynchronous job hold the only copy of its values"
     if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
@@ -102,6 +112,11 @@ class Terms:
 
     # ---- moves
 
+    @property
+    def servers(self) -> int:
+        """Number of servers that have been in the job, and the rank of the next one."""
+        return self._placement.servers
+
     def reserve(self, lanes: int) -> int:
         """Number the lanes of a server that joins the job; returns the first."""
         return self._placement.reserve(lanes)
@@ -153,6 +168,34 @@ class Terms:
         """Return the present lane and slot of a partition that was given ``lane`` and ``slot``."""
         *_, now = self._passed(lane, slot)
         return now
+
+    def restore(
+        self, told: Sequence[tuple[int, str, Moves, bool]], moved: Mapping[bytes, int], now: float
+    ) -> None:
+        """Go on from the terms that an earlier scheduler has begun.
+
+        ``told``: number, lost server, moves and whether it was missed, of each term from 1 on.
+        ``moved``: the latest term to which each sender has moved.
+        """
+        if not told:
+            return
+        self.number, self._latest = told[-1][0], now
+        # The keys of earlier terms may be settled, but those of the latest need not be.
+        open_from = min([self.number, *(term + 1 for term in moved.values())])
+        for number, name, moves, missed in told:
+            self._targets.update(moves)
+            if missed:
+                self._missed.update((lane, name) for lane, _ in moves)
+            if number >= open_from:
+                self._unsettled.update((lane, name) for lane, _ in moves)
+        self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
+        _, name, _, missed = told[-1]
+        awaited = {sender for sender, term in moved.items() if term < self.number}
+        if awaited:
+            self._open.append(
+                Recovery(self.number, name, now, missed, awaited, senders=len(awaited))
+            )
+        self._finish()
 
     # ---- progress
 

@@ -21,10 +21,11 @@ from bpsx.errors import BpsxError, ConfigError, in_short
 from bpsx.kernels import loading
 from bpsx.kernels.plugins import import_compressors
 from bpsx.scheduler import failing
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import Link, Report
 from bpsx.scheduler.waiting import introduce
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
+from bpsx.server.marks import Marks
 from bpsx.system.address import join_host_port
 from bpsx.system.descriptors import can_have_own
 from bpsx.system.host import (
@@ -69,6 +70,7 @@ class Server:
         self._link: Link
         self._reporter: Reporter
         self._broken: Broken
+        self._marks: Marks
 
     def run(self) -> int:
         """Join the job and sum until it ends; return the exit status.
@@ -107,6 +109,7 @@ class Server:
             self._broken = Broken(
                 endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout
             )
+            self._marks = Marks(len(welcome["peers"]), welcome["joins"])
             try:
                 self._start_lanes(endpoints, welcome)
                 link.start(
@@ -114,6 +117,8 @@ class Server:
                     lost=self._alone,
                     tick=self._tick,
                     watch=[(self._broken.descriptor, self._broken.look)],
+                    report=self._report,
+                    resumed=self._broken.restart,
                 )
             # Whatever it is (no threads, no memory): without this the job would not learn that the
             # server has ended.
@@ -149,9 +154,10 @@ class Server:
             )
             self._lanes.append(lane)
         # What servers that have been in the job before this one have been told.
-        for kind, ranks in (("LEFT", welcome["left"]), ("JOINED", welcome["joined"])):
-            for rank in ranks:
-                self._handle({"type": kind, "rank": rank})
+        for left in welcome["left"]:
+            self._handle(left)
+        for rank in welcome["joined"]:
+            self._handle({"type": "JOINED", "rank": rank, "generation": welcome["joins"]})
         for i, lane in enumerate(self._lanes):
             thread = threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
             thread.start()
@@ -226,14 +232,17 @@ class Server:
         kind = message["type"]
         if kind == "LEFT":
             connections.info("worker %d has left", message["rank"])
+            self._marks.leave(message["rank"], message["host"], message["pid"])
             self._broken.left(message["rank"])
             for lane in self._lanes:
                 lane.gone(message["rank"])
         elif kind == "JOINED":
-            for lane in self._lanes:
+            news = self._marks.join(message["rank"], message["generation"])
+            for lane in self._lanes if news else ():
                 lane.joined(message["rank"])
         elif kind == "CLEAR":
-            for lane in self._lanes:
+            news = self._marks.clear(message["generation"])
+            for lane in self._lanes if news else ():
                 lane.all_joined()
             self._link.send("CLEARED", generation=message["generation"])
         elif kind == "TERM":
@@ -255,8 +264,14 @@ class Server:
         else:
             log.info("%s", text)
 
+    def _report(self) -> Report:
+        """What another scheduler has to know, after the one before has died."""
+        return self._marks.report(self._failure, self._broken.ranks), []
+
     def _tick(self) -> None:
-        if text := self._broken.verdict():
+        if self._link.away and self._marks.all_left:
+            self._over.set()
+        if not self._link.away and (text := self._broken.verdict()):
             self._lost(text)
         self._reporter.tick()
 
@@ -265,7 +280,8 @@ class Server:
 
         The workers notice that themselves, so there is nothing to wait for.
         """
-        self._lost(text)
+        if not self._marks.all_left:
+            self._lost(text)
         self._over.set()
 
     def _lost(self, text: str) -> None:

@@ -63,6 +63,16 @@ class Broken:
                     ),
                 )
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the senders whose connections have ended without an explanation."""
+        return [peer * self._processes + self._processes - 1 for peer in self._lost]
+
+    def restart(self) -> None:
+        """Give the scheduler the whole time again: there was none until now."""
+        now = time.monotonic()
+        self._lost = {peer: (now, text) for peer, (_, text) in self._lost.items()}
+
     def left(self, rank: int) -> None:
         """Record that worker ``rank`` has left, as the scheduler reports."""
         self._left.add(rank // self._processes)

@@ -24,9 +24,10 @@ from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.errors import Status
 from bpsx.scheduler.client import Link
 from bpsx.scheduler.messages import MOST_ITEMS
+from bpsx.session.decisions import Decisions
 from bpsx.session.join import Joining
 from bpsx.session.refusals import mine
-from bpsx.session.states import CLOSING, Lifetime
+from bpsx.session.states import CLOSING, Life, Lifetime
 from bpsx.telemetry.reporter import Reporter
 
 log = logging.getLogger("bpsx.session.session")
@@ -62,6 +63,7 @@ class Declarations:
 
     _core: Core
     _link: Link | None
+    _decisions: Decisions
     compressing: Compressing
     reporter: Reporter
 
@@ -119,6 +121,7 @@ class Declarations:
         ``places``: (key, lane, slot, bytes) of each partition.
         """
         with self._lock:
+            self._decisions.place((name, generation), places)
             declared = self._declared.get((name, generation))
             if declared is None or declared.state not in _UNANSWERED:
                 return
@@ -153,6 +156,7 @@ class Declarations:
             if declared is None or declared.state is DeclaredState.FAILED:
                 return
             declared.move(DeclaredEvent.DISPUTED)  # the next push_pull declares the name anew
+            self._decisions.fail((name, generation), status, text)
             self._failed[name] = declared
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
@@ -210,6 +214,7 @@ class Declarations:
             ):
                 known.clear()
             self._epoch, self._calls = epoch, 0
+            self._decisions.begin_epoch(status, text)
             self._settled.notify_all()
         for handle in pending:
             self._core.end(handle, status, text)
@@ -219,6 +224,7 @@ class Declarations:
     def _doubt(self, status: int, text: str) -> None:
         """End the job: this worker cannot tell which later push_pulls belong together."""
         if self._link is not None:
+            self._decisions.doubt = (status, text[:60_000])
             self._link.send("DOUBT", status=status, text=text[:60_000])
 
     def _end_pending(self, status: int, text: str) -> None:
@@ -378,14 +384,42 @@ class Declarations:
         declared = Declaration(generation, shape, dtype, nbytes, codec)
         self._declared[name, generation] = self._by_signature[name, shape, dtype, codec] = declared
         self._order.setdefault(name, len(self._order))
+        self._send_declare(name, declared)
+        return declared
+
+    def _send_declare(self, name: str, declared: Declaration) -> None:
+        """Send DECLARE. The caller holds the lock."""
+        assert self._link is not None
+        codec = declared.codec
         self._link.send(
             "DECLARE",
             name=name,
-            generation=generation,
-            nbytes=nbytes,
-            dtype=dtype,
-            shape=list(shape),
+            generation=declared.generation,
+            nbytes=declared.nbytes,
+            dtype=declared.dtype,
+            shape=list(declared.shape),
             codec=codec.text() if codec is not None else "",
             epoch=self._epoch,
         )
-        return declared
+
+    # ---- another scheduler (control thread)
+
+    def _send_unanswered(self) -> None:
+        """Send again what the scheduler before may not have answered.
+
+        All of it may arrive twice.
+        """
+        link, decisions = self._link, self._decisions
+        assert link is not None
+        with self._lock:
+            self._said.clear()  # WAITING sends differences
+            for (name, _), declared in self._declared.items():
+                if declared.state in _UNANSWERED:
+                    self._send_declare(name, declared)
+            if self._life.state is Life.JOINED:
+                link.send("JOIN", generation=decisions.joins)
+        if decisions.moved[0]:
+            term, partitions, again = decisions.moved
+            link.send("MOVED", term=term, partitions=partitions, again=again)
+        if decisions.doubt is not None:
+            link.send("DOUBT", status=decisions.doubt[0], text=decisions.doubt[1])

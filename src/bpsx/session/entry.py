@@ -33,8 +33,9 @@ class WorkerResources:
 
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
-    servers. ``continued``: some worker's process has been in an earlier job, from which workers may
-    have kept different state. ``opened`` closes all of it.
+    servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
+    has been in an earlier job, from which workers may have kept different state. ``opened`` closes
+    all of it.
     """
 
     core: Core
@@ -43,6 +44,7 @@ class WorkerResources:
     reporter: Reporter
     lanes: Lanes
     link: Link | None
+    servers: list[Any]
     job: int
     continued: bool
     opened: ExitStack
@@ -85,7 +87,7 @@ def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool)
     lanes, opened = Lanes(endpoint, [], [], patience(config, False)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
-    return WorkerResources(core, endpoint, near, reporter, lanes, None, 0, again, opened)
+    return WorkerResources(core, endpoint, near, reporter, lanes, None, [], 0, again, opened)
 
 
 def _enter_job(
@@ -109,9 +111,17 @@ def _enter_job(
         except BaseException as e:
             _tell(link, e)
             raise
-        job, continued = welcome["job"], welcome["again"]
         return WorkerResources(
-            core, endpoint, near, reporter, lanes, link, job, continued, opened.pop_all()
+            core,
+            endpoint,
+            near,
+            reporter,
+            lanes,
+            link,
+            welcome["servers"],
+            welcome["job"],
+            welcome["again"],
+            opened.pop_all(),
         )
 
 
@@ -130,7 +140,7 @@ def _connect(
 ) -> Lanes:
     """Meet the machine's other processes, then connect to the lanes if this process sends."""
     addresses = (
-        [(server, a) for server, found in enumerate(welcome["lanes"]) for a in found]
+        [(server, a) for server, (_, _, found) in enumerate(welcome["servers"]) for a in found]
         if near.has_lanes
         else []
     )

@@ -155,6 +155,11 @@ class Lanes:
         """What the scheduler has said of ``lane``, without which the job goes on; or ""."""
         return self._lost.get(lane, "")
 
+    def restart(self) -> None:
+        """Give the scheduler the whole time again: there was none until now."""
+        now = time.monotonic()
+        self.broken = {lane: (now, text) for lane, (_, text) in self.broken.items()}
+
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
         if not self.broken:

@@ -35,6 +35,7 @@ class LateServers:
         self._secret = secret
         #: The lanes of each server that has not been reported as connected, by the server's rank.
         self._coming: dict[int, range] = {}
+        self._said: dict[int, str] = {}  # what CONNECTED has said of servers, by rank
         self._todo: SimpleQueue[tuple[range, list[str]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -83,7 +84,13 @@ class LateServers:
 
     def _report(self, server: int, failure: str) -> None:
         self._coming.pop(server, None)
-        self._link.send("CONNECTED", server=server, failure=failure[:4096])
+        self._said[server] = failure[:4096]
+        self._link.send("CONNECTED", server=server, failure=self._said[server])
+
+    def repeat(self) -> None:
+        """Say CONNECTED again, to a scheduler that may not have heard it."""
+        for server, failure in self._said.items():
+            self._link.send("CONNECTED", server=server, failure=failure)
 
     # ---- the thread
 

@@ -12,6 +12,8 @@ from bpsx.core._late_lanes import LateLanes
 from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.group import Neighbourhood
+from bpsx.scheduler.client import Report
+from bpsx.session.decisions import parts
 from bpsx.session.declarations import Declarations
 from bpsx.session.lanes import Lanes
 from bpsx.session.late_servers import LateServers
@@ -68,7 +70,29 @@ class Liveness(Declarations):
             lost=self._peer_lost,
             tick=self._tick,
             watch=[(descriptor, call) for descriptor, call in watched if descriptor >= 0],
+            report=self._report,
+            resumed=self._resume,
         )
+
+    def _report(self) -> Report:
+        """What another scheduler has to know, after the one before has died."""
+        with self._lock:
+            fields = {
+                "size": self.config.size,
+                "failure": self._failure or None,
+                "cleared": self._decisions.cleared,
+                "state": self._decisions.report(
+                    self._epoch, self.state is Life.JOINED, self._lanes.broken
+                ),
+            }
+            return fields, parts(self._decisions.known(self._declared))
+
+    def _resume(self) -> None:
+        """The job has a scheduler again, which can explain broken connections."""
+        self._lanes.restart()
+        self._send_unanswered()
+        if self._late is not None:
+            self._late.repeat()
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -84,6 +108,8 @@ class Liveness(Declarations):
         elif kind in ("ALL_JOINED", "UNJOINED"):
             self.devices.announce_joined(kind == "UNJOINED")
             if kind == "ALL_JOINED":
+                self._decisions.joins += 1
+                self._decisions.last = message["last"]
                 self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
                 # Before any thread of the script goes on: lanes count rounds from zero.
                 self._core.all_joined()
@@ -97,19 +123,28 @@ class Liveness(Declarations):
             self._begin_term(message["term"], message["moves"], message["text"], missed)
         elif kind == "LANES" and self._late is not None:
             log.info("%s joins the running job", message["name"])
+            self._decisions.come(message)
             self._late.come(message)
         elif kind == "GONE":
             log.warning("%s", message["text"])
+            self._decisions.gone.update(message["lanes"])
             if self._late is not None:
                 self._late.end(message["lanes"], message["text"])
         elif kind == "ADOPT":
             self._adopt(message)
+        elif kind in ("JOINED", "CLEAR") and message["generation"] < self._decisions.cleared:
+            self._tell_cleared(message)  # another scheduler repeats what the one before had sent
         elif self._near.hear(message):
             self._core.notify()
-            if kind == "CLEAR" and self._link is not None:
-                self._link.send("CLEARED", generation=message["generation"])
+            self._tell_cleared(message)
         else:
             self.reporter.handle(message)
+
+    def _tell_cleared(self, message: dict[str, Any]) -> None:
+        """Confirm ``message`` if it is a CLEAR."""
+        if message["type"] == "CLEAR" and self._link is not None:
+            self._decisions.cleared = max(self._decisions.cleared, message["generation"] + 1)
+            self._link.send("CLEARED", generation=message["generation"])
 
     def _begin_term(self, term: int, moves: list[Any], text: str, missed: bool) -> None:
         """Go on without a server: hand its lanes and their targets to the core.
@@ -117,6 +152,7 @@ class Liveness(Declarations):
         A process that does not speak to servers has nothing to do.
         """
         log.warning("%s", text)
+        self._decisions.terms.append((term, moves, text, missed))
         if not self._near.has_lanes:
             return
         self._lanes.lose((lane for lane, _ in moves), text)
@@ -129,6 +165,7 @@ class Liveness(Declarations):
         if self._link is None:
             return
         for term, partitions, again in self._core.take_moved():
+            self._decisions.moved = (term, partitions, again)
             self._link.send("MOVED", term=term, partitions=partitions, again=again)
 
     def _say_heard(self) -> None:
@@ -171,9 +208,11 @@ class Liveness(Declarations):
         second.
 
         A broken connection counts as a death if the scheduler has sent no message about it in time.
+        Without a scheduler there is no verdict.
         """
         self._lanes.note_mute(self._core.mute)
-        if gone := self._lanes.verdict():
+        away = self._link is not None and self._link.away
+        if not away and (gone := self._lanes.verdict()):
             self._peer_lost(gone)
         if self.state not in OVER and self._core.failed:
             self._life.move(Event.CORE_FAILS)
@@ -186,5 +225,5 @@ class Liveness(Declarations):
         self._core.reap()
         self.compressing.check_told()
         self.reporter.tick()
-        if self._link is not None:
+        if self._link is not None and not away:
             self._report_waiting(min(1.0, self.config.stall_warn / 2))

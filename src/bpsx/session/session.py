@@ -16,6 +16,7 @@ from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
+from bpsx.session.decisions import Decisions
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
 from bpsx.session.liveness import Liveness
@@ -54,6 +55,9 @@ class Session(Liveness):
         self._core, self._endpoint = resources.core, resources.endpoint
         self._near, self._lanes = resources.near, resources.lanes
         self._link, self.reporter = resources.link, resources.reporter
+        self._decisions = Decisions(
+            resources.servers, keep=resources.link is not None and resources.link.outlives_scheduler
+        )
         self.config, self.job, self.continued = config, resources.job, resources.continued
         self.rank, self.size = config.rank, config.size
         self.local_rank: int = config.local_rank
@@ -273,13 +277,16 @@ class Session(Liveness):
 
         Returns the rank that joined last. Raises the error that has ended the job meanwhile.
         """
-        if self._link is None:
+        link = self._link
+        if link is None:
             return self.rank
         self.devices.announce_joined(True)
         self._core.waiters.everything_ns = monotonic_ns()  # join() waits for all in progress
         try:
             last = self._joining.run(
-                self._unfinished, self._core.wait_for_progress, self._link.send
+                self._unfinished,
+                self._core.wait_for_progress,
+                lambda kind: link.send(kind, generation=self._decisions.joins),
             )
         finally:
             self._core.waiters.everything_ns = 0

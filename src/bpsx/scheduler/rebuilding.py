@@ -1,0 +1,404 @@
+"""A scheduler that takes over a running job from one that has died. Pure.
+
+docs/internals/elastic-scheduler.md has the protocol. Nodes that introduce themselves again gather
+apart from those that come for the first time; the first job that is complete runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.scheduler.arrivals import Arrival, lanes_message
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.registry import RegisteredTensor
+from bpsx.scheduler.reports import Report, parse
+from bpsx.scheduler.returning import Returning, slots_given
+from bpsx.scheduler.roster import Node
+from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
+from bpsx.scheduler.surviving import Loss, left_message, term_message
+
+
+class Rebuilding(Membership):
+    """A job's state, which the nodes of a running job can restore.
+
+    ``wait``, ``grace``: see :class:`~bpsx.scheduler.returning.Returning`.
+    """
+
+    def __init__(self, *given: Any, wait: float, grace: float, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._wait, self._grace = wait, grace
+        self._jobs: dict[int, Returning] = {}
+        self._hellos: dict[bytes, dict[str, Any]] = {}  # of servers that gather
+
+    # ---- nodes that come back
+
+    def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle a node's HELLO."""
+        if m["role"] == "server" and self.state is JobState.WAITING:
+            self._hellos[ident] = m
+        return super().hello(ident, m)
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether nodes of a running job wait for this scheduler."""
+        return bool(self._jobs)
+
+    def come_back(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle AGAIN: a node introduces itself to another scheduler than before."""
+        if self.state is not JobState.WAITING:
+            return [_refuse(ident, self._too_late_again(m), over=True)]
+        if why := self._unfit(m) or self._differs_again(m):
+            return [_refuse(ident, why, over=False)]
+        report = parse(ident, m)
+        job = self._jobs.setdefault(
+            m["job"], Returning(now, self._wait, self._grace, self.num_server)
+        )
+        job.add(report)
+        return []
+
+    def known(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle KNOWN: a worker's declarations, in parts."""
+        for job in self._jobs.values():
+            if ident in job.reports:
+                job.reports[ident].add(m)
+        return []
+
+    def _differs_again(self, m: dict[str, Any]) -> str:
+        for name, ours in (
+            ("DMLC_NUM_WORKER", self.num_worker),
+            ("DMLC_NUM_SERVER", self.num_server),
+        ):
+            if m["config"].get(name) != ours:
+                return f"{name} is {m['config'].get(name)} in the job, {ours} on the scheduler"
+        return ""
+
+    def _too_late_again(self, m: dict[str, Any]) -> str:
+        if self.state is JobState.FAILED:
+            return f"the job has failed: {self.failure}"
+        if m["job"] != self.job:
+            return "another job has begun at the scheduler's address"
+        if self.state is JobState.DONE:
+            return "the job is over"
+        if text := self._replacement(m):
+            return text
+        who = f"{m['role']} {m['rank']}"
+        return f"this process has been replaced: the scheduler had lost its connection to {who}"
+
+    def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
+        """Remove a node whose connection has ended; one that has come back may come back anew."""
+        self._hellos.pop(ident, None)
+        for number, job in list(self._jobs.items()):
+            job.reports.pop(ident, None)
+            if not job.reports:
+                del self._jobs[number]
+        return super().gone(ident, why, now)
+
+    def returned_text(self) -> str:
+        """Which nodes of running jobs are back, and which are missing; for the log."""
+        return "; ".join(
+            f"back: {len(job.workers)} workers and {len(job.servers)} servers; missing:"
+            f" {job.missing() or 'none'}"
+            for job in self._jobs.values()
+        )
+
+    # ---- which job runs
+
+    def rebuild(self, now: float) -> list[Output]:
+        """Let a job go on whose nodes are back, and give up one that lacks workers for too long.
+
+        To be called several times a second while :attr:`rebuilds`.
+        """
+        for number, job in list(self._jobs.items()):
+            if self.state is JobState.WAITING and job.complete(now):
+                del self._jobs[number]
+                servers, out = self._turn_away_others()
+                out += self._restore(number, job, now)
+                return out + [o for ident, m in servers for o in self.hello(ident, m)]
+            if job.late(now):
+                text = (
+                    f"{job.missing()} did not come back within {self._wait:g} s"
+                    " (BPSX_SCHEDULER_WAIT) after the scheduler was started again"
+                )
+                del self._jobs[number]
+                out = [_refuse(ident, text, over=True) for ident in job.reports]
+                return out if self.nodes or self._jobs else out + super().expire(text)
+        return []
+
+    def _turn_away_others(self) -> tuple[list[tuple[bytes, dict[str, Any]]], list[Output]]:
+        """Refuse the nodes of all other jobs; returns the HELLOs of servers, which may join."""
+        text = "another job has begun at the scheduler's address"
+        out = self._dismiss(text)
+        for node in list(self.nodes.values()):
+            self._roster.drop(node, PresenceEvent.WITHDREW)
+            if node.ident not in self._hellos:
+                out.append(_refuse(node.ident, text, over=True))
+        servers, self._hellos = list(self._hellos.items()), {}
+        return servers, out
+
+    def _dismiss(self, text: str) -> list[Output]:
+        """Refuse the nodes that have come back."""
+        idents = [ident for job in self._jobs.values() for ident in job.reports]
+        self._jobs.clear()
+        return [_refuse(ident, text, over=True) for ident in idents]
+
+    def _start(self) -> list[Output]:
+        return self._dismiss("another job has begun at the scheduler's address") + super()._start()
+
+    def expire(self, text: str) -> list[Output]:
+        """End the gathering because nodes are missing, which ``text`` names."""
+        return self._dismiss(text) + super().expire(text)
+
+    def abort(self, text: str) -> list[Output]:
+        """End the job because the scheduler itself has to end."""
+        return self._dismiss(text) + super().abort(text)
+
+    # ---- the state that the nodes know
+
+    def _restore(self, number: int, job: Returning, now: float) -> list[Output]:
+        """Go on with a job: all that the nodes know, then all that has happened meanwhile."""
+        self.job, longest, self._now = number, job.longest, now
+        self.local_size = next(iter(job.reports.values())).size // self.num_worker
+        replaced, absent = job.lost_servers(), job.absent_servers()
+        servers = {rank: r for rank, r in job.servers.items() if rank not in replaced}
+        back = [*job.workers.values(), *servers.values()]
+        out = self._refuse_servers(job, replaced)
+        resumed = {"type": "RESUMED", "term": len(longest.terms) if longest is not None else 0}
+        known = self._fill_roster(job, longest, servers, replaced)
+        if longest is None:  # all workers have left, and the servers have not heard that it is over
+            self._move(JobEvent.REBUILT)
+            self._move(JobEvent.EMPTY)
+            for r in servers.values():
+                out += [(r.ident, resumed), (r.ident, {"type": "END"})]
+            return out
+        self._restore_tensors(job, longest, known, replaced, now)
+        self._move(JobEvent.REBUILT)
+        out += [(r.ident, resumed) for r in back]
+        if failure := next((r.failure for r in back if r.failure), None):
+            return out + self._fail(failure)
+        out += self._send_lanes(job, known) + self._send_terms(job, longest)
+        out += self._lose_absent([known[rank] for rank in absent], now)
+        if self.state is JobState.RUNNING:
+            out += self._send_errors(job) + self._send_left(job, servers)
+            out += self._restore_joins(job, servers)
+        for r in back:
+            if r.bye is not None:
+                out += self.bye(r.ident, {"failure": r.bye}, now)
+        return out
+
+    def _refuse_servers(self, job: Returning, replaced: set[int]) -> list[Output]:
+        """Refuse the servers that the job goes on without."""
+        out = []
+        for r in job.servers.values():
+            if r.rank in replaced:
+                term = len(job.longest.terms) if job.longest is not None else 0
+                out.append(_refuse(r.ident, f"this server has been replaced in term {term}", True))
+        text = "this server had not joined the job when its scheduler died: start it again"
+        return out + [_refuse(r.ident, text, over=True) for r in job.strangers()]
+
+    def _fill_roster(
+        self, job: Returning, longest: Report | None, servers: dict[int, Report], replaced: set[int]
+    ) -> dict[int, Node]:
+        """Make the roster: nodes that are back, have left, were replaced or are absent.
+
+        Returns the servers, by rank.
+        """
+        options = (longest or next(iter(job.reports.values()))).config
+        nodes = [
+            Node(r.ident, r.role, r.rank, r.host, r.pid, r.lanes, r.config)
+            for r in [*job.workers.values(), *servers.values()]
+        ]
+        departed = [
+            Node(b"left %d" % rank, "worker", rank, host, pid, [], options)
+            for rank, (host, pid) in job.left.items()
+        ]
+        nodes += departed
+        for rank, (host, pid, lanes) in enumerate(job.known_servers):
+            if rank not in servers:
+                node = Node(b"absent %d" % rank, "server", rank, host, pid, lanes, options)
+                nodes.append(node)
+                departed += [node] if rank in replaced else []
+        coming = job.unused_servers()
+        known = {node.rank: node for node in nodes if node.role == "server"}
+        for node in nodes:
+            if not (node.role == "server" and node.rank in coming):
+                self._roster.add(node)
+        self._roster.start()
+        for rank in sorted(coming):
+            self._roster.arrive(known[rank])
+        for node in departed:
+            self._roster.leave(node)
+        return known
+
+    def _restore_tensors(
+        self,
+        job: Returning,
+        longest: Report,
+        known: dict[int, Node],
+        replaced: set[int],
+        now: float,
+    ) -> None:
+        """Restore terms, placement and registry. ``known``: the servers, by rank."""
+        workers = job.workers
+        placement = self._arrange([known[rank] for rank in range(self.num_server)])
+        for rank in job.left:
+            self._stalls.leave(rank)
+            self._roots.pop(rank // self.processes, None)
+        assert self.terms is not None and self.registry is not None
+        self._restore_late(job, known)
+        told = []
+        for term in longest.terms:
+            server = known[job.lane_servers[term.moves[0][0]]]
+            told.append((term.number, str(server), term.moves, term.missed))
+            self.losses.append(Loss(server, term.text, term.text))
+        self.restored = len(self.losses)
+        senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
+        self.terms.restore(told, senders, now)
+        departed = [rank for rank in job.left if self._speaks_rank(rank)]
+        self._sender_left = self._roster.workers[min(departed)] if departed else None
+        self.epoch = max(r.epoch for r in workers.values())
+        tensors = _merge([r for r in workers.values() if r.epoch == self.epoch])
+        places = [
+            (*self.terms.resolve(p.lane, p.slot), p.length)
+            for tensor in tensors.values()
+            for p in tensor.places
+        ]
+        placement.restore(replaced, slots_given(workers.values(), longest), places)
+        self.registry.restore(tensors, max(r.key for r in workers.values()))
+
+    def _restore_late(self, job: Returning, known: dict[int, Node]) -> None:
+        """Restore the servers that came after the job had begun.
+
+        Those without keys may not be connected to all workers: they are coming again, until all
+        workers have said CONNECTED once more.
+        """
+        assert self.terms is not None
+        coming, shared = job.unused_servers(), [known[rank] for rank in range(self.num_server)]
+        senders = {w.ident for w in self._roster.live.values() if self._speaks(w)}
+        for rank in range(self.num_server, len(known)):
+            first = self.terms.reserve(len(known[rank].lanes))
+            if rank in coming:
+                self._arrivals[rank] = Arrival(known[rank], first, set(senders))
+            else:
+                shared.append(known[rank])
+                self.terms.admit(rank, self._shares(shared))
+
+    def _speaks_rank(self, rank: int) -> bool:
+        return rank % self.processes == self.processes - 1
+
+    # ---- what the nodes lack
+
+    def _send_lanes(self, job: Returning, known: dict[int, Node]) -> list[Output]:
+        """Tell senders of the servers that came late and of which they have not heard."""
+        out: list[Output] = []
+        for r in job.workers.values():
+            if self._speaks_rank(r.rank):
+                first = sum(len(lanes) for _, _, lanes in r.servers)
+                for rank in range(len(r.servers), len(known)):
+                    out.append((r.ident, lanes_message(known[rank], first)))
+                    first += len(known[rank].lanes)
+        return out
+
+    def _send_terms(self, job: Returning, longest: Report) -> list[Output]:
+        return [
+            (r.ident, term_message(t.number, t.moves, t.text, t.missed))
+            for r in job.workers.values()
+            for t in longest.terms[len(r.terms) :]
+        ]
+
+    def _lose_absent(self, absent: list[Node], now: float) -> list[Output]:
+        """Handle the loss of the servers that have not come back."""
+        out: list[Output] = []
+        for node in absent:
+            self._remove(node)
+        for node in absent:
+            if self.state is JobState.RUNNING:
+                text = f"{node} is gone: it did not come back after the scheduler's death"
+                out += self._lose_server(node, text, now)
+        return out
+
+    def _send_errors(self, job: Returning) -> list[Output]:
+        """Send RESET and FAILED to the workers that have not heard of them."""
+        assert self.registry is not None
+        workers, live = job.workers.values(), self._roster.live
+        out: list[Output] = []
+        status, text = next(r.reset for r in workers if r.epoch == self.epoch)
+        behind = [live[r.rank] for r in workers if r.epoch < self.epoch]
+        reset = {"type": "RESET", "epoch": self.epoch, "status": status, "text": text}
+        out += self._tell_error(behind, reset)
+        for (name, generation), tensor in self.registry.failed():
+            failed = {
+                "type": "FAILED",
+                "tensors": [[name, generation]],
+                "status": tensor.status,
+                "text": tensor.failure,
+            }
+            lack = [
+                live[r.rank]
+                for r in workers
+                if r.epoch == self.epoch
+                and (known := r.known.get((name, generation))) is not None
+                and not known.status
+            ]
+            out += self._tell_error(lack, failed)
+        return out
+
+    def _send_left(self, job: Returning, servers: dict[int, Report]) -> list[Output]:
+        """Tell servers and neighbours of the workers that have left."""
+        out: list[Output] = []
+        for rank in job.left:
+            left = left_message(self._roster.workers[rank])
+            out += [(r.ident, left) for r in servers.values() if rank not in r.left]
+            first = rank // self.processes * self.processes
+            neighbours = range(first, first + self.processes)
+            out += [(w.ident, left) for r, w in self._roster.live.items() if r in neighbours]
+        return out
+
+    def _restore_joins(self, job: Returning, servers: dict[int, Report]) -> list[Output]:
+        """Go on with join(): tell workers that it is over, or holders of marks who has joined."""
+        workers, live = job.workers, self._roster.live
+        generation = max(r.joins for r in workers.values())
+        self._joins.generation = generation
+        last = next(r.last for r in workers.values() if r.joins == generation)
+        out: list[Output] = [
+            (r.ident, {"type": "ALL_JOINED", "last": last})
+            for r in workers.values()
+            if r.joins < generation
+        ]
+        joined = [r.rank for r in workers.values() if r.joins == generation and r.joined]
+        marked = {rank for r in servers.values() if r.cleared == generation for rank in r.marked}
+        joined += [rank for rank in marked if rank in job.left]
+        for rank in joined:
+            self._roster.join(self._roster.workers[rank])
+            self._stalls.leave(rank)
+        self._roster.left_unjoined = {
+            rank: node
+            for rank, node in self._roster.left_unjoined.items()
+            if node.supply is Supply.PUSHING
+        }
+        for rank in joined:
+            out += self._joins.join(rank, *self._present(), self._roots, self.processes)
+        out += self._notify_unjoined()
+        for rank in joined:
+            if rank in live and self.processes > 1:
+                out += self._send_adoptions(rank // self.processes)
+        return out
+
+
+def _refuse(ident: bytes, reason: str, over: bool) -> Output:
+    return ident, {"type": "REFUSED", "reason": reason, "over": over}
+
+
+def _merge(workers: list[Report]) -> dict[tuple[str, int], RegisteredTensor]:
+    """The declarations that some of ``workers`` know."""
+    tensors: dict[tuple[str, int], RegisteredTensor] = {}
+    for worker in workers:
+        for name, known in worker.known.items():
+            tensor = tensors.setdefault(
+                name, RegisteredTensor(known.nbytes, known.dtype, known.shape, known.codec, {})
+            )
+            tensor.ranks[worker.rank] = None
+            tensor.places = tensor.places or known.places
+            if known.status and not tensor.status:
+                tensor.status, tensor.failure = known.status, known.failure
+    return tensors

@@ -1,0 +1,160 @@
+"""Nodes of a running job that have come back to a scheduler that was started again. Pure.
+
+docs/internals/elastic-scheduler.md says when they suffice to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bpsx.scheduler.reports import Report
+from bpsx.scheduler.roster import names
+
+#: Seconds for which a server may stay away whose connections to a worker have ended, after all
+#: workers have come.
+_BROKEN_SECONDS = 1.0
+
+
+class Returning:
+    """The reports of one job's nodes. Times are of the hub's clock, in seconds.
+
+    ``wait``: for which the workers may stay away, from the first report on. ``grace``: for which
+    servers may, from the last worker on. ``first``: number of servers with which the job began.
+    """
+
+    def __init__(self, now: float, wait: float, grace: float, first: int) -> None:
+        self._deadline, self._grace, self._first = now + wait, grace, first
+        self._met: float | None = None  # when all workers had come
+        self.reports: dict[bytes, Report] = {}
+
+    def add(self, report: Report) -> None:
+        """A node has sent AGAIN, perhaps anew on another connection."""
+        same = [
+            ident
+            for ident, other in self.reports.items()
+            if (other.role, other.rank) == (report.role, report.rank)
+        ]
+        for ident in same:
+            del self.reports[ident]
+        self.reports[report.ident] = report
+
+    def _whole(self, role: str) -> dict[int, Report]:
+        """The reports of a role's nodes that have come whole, by rank."""
+        found = (r for r in self.reports.values() if r.role == role and not r.parts)
+        return {r.rank: r for r in sorted(found, key=lambda r: r.rank)}
+
+    @property
+    def workers(self) -> dict[int, Report]:
+        """The workers that are back, by rank."""
+        return self._whole("worker")
+
+    @property
+    def servers(self) -> dict[int, Report]:
+        """The servers that are back, by rank. Workers, if some are back, know all of them."""
+        back, known = self._whole("server"), self.known_servers
+        if self.longest is None:
+            return back
+        return {
+            rank: r
+            for rank, r in back.items()
+            if rank < len(known) and (r.host, r.pid, r.lanes) == known[rank]
+        }
+
+    def strangers(self) -> list[Report]:
+        """Servers of which no worker has heard: they had not joined when the scheduler died."""
+        known = [r.ident for r in self.servers.values()]
+        return [r for r in self._whole("server").values() if r.ident not in known]
+
+    @property
+    def known_servers(self) -> list[tuple[str, int, list[str]]]:
+        """Host, pid and lanes of each server of which some worker has heard, by rank."""
+        return max((r.servers for r in self.workers.values()), key=len, default=[])
+
+    @property
+    def left(self) -> dict[int, tuple[str, int]]:
+        """Host and process id of each worker that has left the job in good order, by rank."""
+        back = self.workers
+        told = (item for server in self.servers.values() for item in server.left.items())
+        return {rank: who for rank, who in told if rank not in back}
+
+    def absent_workers(self) -> list[int]:
+        """The ranks that have neither come nor left."""
+        size = max((report.size for report in self.reports.values()), default=0)
+        there = {*self.workers, *self.left}
+        return [rank for rank in range(size) if rank not in there]
+
+    @property
+    def longest(self) -> Report | None:
+        """The worker that has heard of most terms: no other one has heard of any more."""
+        return max(self.workers.values(), key=lambda r: len(r.terms), default=None)
+
+    def lost_servers(self) -> set[int]:
+        """The ranks of the servers that a term has replaced."""
+        longest = self.longest
+        if longest is None:
+            return set()
+        lost = {lane for term in longest.terms for lane, _ in term.moves}
+        return {server for lane, server in enumerate(self.lane_servers) if lane in lost}
+
+    @property
+    def lane_servers(self) -> list[int]:
+        """The server of each lane."""
+        return [rank for rank, (_, _, lanes) in enumerate(self.known_servers) for _ in lanes]
+
+    def unused_servers(self) -> set[int]:
+        """The servers that came late and have not got any key: some worker may lack connections."""
+        longest, of = self.longest, self.lane_servers
+        if longest is None:
+            return set()
+        used = {lane for w in self.workers.values() for lane, count in w.slots.items() if count}
+        for term in longest.terms:
+            used |= {lane for _, targets in term.moves for lane, _ in targets}
+            used |= {lane for lane, _ in term.moves}
+        late = range(self._first, len(self.known_servers))
+        return {*late} - {of[lane] for lane in used if lane < len(of)}
+
+    def absent_servers(self) -> list[int]:
+        """The ranks of the servers that should come, but have not."""
+        there = {*self.servers, *self.lost_servers()}
+        return [rank for rank in range(len(self.known_servers)) if rank not in there]
+
+    def complete(self, now: float) -> bool:
+        """Whether the job can go on: all workers are back, and servers have had their time."""
+        if self.absent_workers():
+            self._met = None
+            return False
+        self._met = now if self._met is None else self._met
+        absent, longest = self.absent_servers(), self.longest
+        if not absent or longest is None:
+            return True
+        of = self.lane_servers
+        ended = {lane for w in self.workers.values() for lane in (*w.broken, *w.gone)}
+        broken = {of[lane] for lane in ended if lane < len(of)}
+        gone = all(rank in broken for rank in absent)
+        return now - self._met >= (min(_BROKEN_SECONDS, self._grace) if gone else self._grace)
+
+    def late(self, now: float) -> bool:
+        """Whether workers have stayed away for too long."""
+        return now >= self._deadline and bool(self.absent_workers())
+
+    def missing(self) -> str:
+        """The nodes that have not come, as text for messages."""
+        return names(
+            [f"worker {rank}" for rank in self.absent_workers()]
+            + [f"server {rank}" for rank in self.absent_servers()]
+        )
+
+
+def slots_given(workers: Iterable[Report], longest: Report) -> dict[int, int]:
+    """The number of slots of each lane that may have been given out, also to lost lanes' keys."""
+    slots: dict[int, int] = {}
+    for worker in workers:
+        for lane, count in worker.slots.items():
+            slots[lane] = max(slots.get(lane, 0), count)
+    for term in longest.terms:
+        for lane, targets in term.moves:
+            count = slots.get(lane, 0)
+            for i, (target, base) in enumerate(targets):
+                moved = len(range(i, count, len(targets)))
+                slots[target] = max(slots.get(target, 0), base + moved)
+    return slots

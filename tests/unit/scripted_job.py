@@ -1,0 +1,373 @@
+"""A job of scripted nodes around a real :class:`Rebuilding`, whose scheduler may die at any time.
+
+The nodes remember with the code of real ones (``Decisions``, ``Marks``). Each direction of each
+link is a queue; whoever uses a :class:`World` says what is delivered when.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from bpsx.scheduler import messages
+from bpsx.scheduler.rebuilding import Rebuilding
+from bpsx.server.marks import Marks
+from bpsx.session.decisions import Decisions, parts
+from unit.scheduler_tools import config, declare, hello
+
+WAIT, GRACE = 60.0, 3.0
+
+
+class Node:
+    """A scripted node: ``inbox`` holds what the hub has sent, ``outbox`` what it has sent."""
+
+    def __init__(self, world: World, role: str, rank: int, number: int = -1) -> None:
+        """``number``: of a server that has no rank yet."""
+        self.world, self.role, self.rank = world, role, rank
+        self.number = rank if number < 0 else number
+        self.connections = 0
+        self.inbox: deque[dict[str, Any]] = deque()
+        self.outbox: deque[dict[str, Any]] = deque()
+        self.state = "connected"
+        self.dead = self.over = False
+        self.lost = ""
+        self.bye: str | None = None
+
+    @property
+    def ident(self) -> bytes:
+        return b"%s%d.%d" % (self.role.encode(), self.number, self.connections)
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        greeting = hello(
+            self.role,
+            self.rank,
+            pid=1000 * (self.role == "server") + self.number,
+            config=self.world.options,
+        )
+        return {**greeting, "lanes": [f"h:{self.number}"] if self.role == "server" else []}
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if self.state == "connected" and not self.dead:
+            self.outbox.append({"type": kind, **fields})
+
+    def part(self) -> None:
+        """The hub has died, or this connection has."""
+        self.inbox.clear()
+        self.outbox.clear()
+        if not (self.dead or self.over or self.state == "entering"):
+            self.state = "orphaned"
+
+    def enter(self) -> None:
+        """Say HELLO to the hub that is there now, on a new connection."""
+        self.connections += 1
+        self.outbox.append({**self.hello, "type": "HELLO"})
+
+    def introduce(self) -> None:
+        """Connect to the hub that is there now."""
+        self.connections += 1
+        self.state = "returning"
+        fields, known = self.report()
+        again = {**self.hello, **fields, "type": "AGAIN", "job": self.world.job, "bye": self.bye}
+        again["parts"] = len(known)
+        again["rank"] = self.rank
+        self.outbox += [json.loads(json.dumps(m)) for m in (again, *map(json.loads, known))]
+
+    def take(self) -> None:
+        """Handle the oldest message."""
+        m = self.inbox.popleft()
+        if self.state == "entering":
+            if m["type"] == "REFUSED":
+                self.over, self.lost, self.state = True, m["reason"], "over"
+            else:
+                self.state = "connected"
+                self.handle(m)
+        elif self.state == "returning":
+            if m["type"] == "RESUMED":
+                self.state = "connected"
+                self.resume()
+                if self.bye is not None:
+                    self.send("BYE", failure=self.bye)
+            elif m["type"] == "REFUSED":
+                self.over, self.lost, self.state = True, m["reason"], "over"
+        elif m["type"] == "GOODBYE":
+            self.over, self.state = True, "over"
+        elif m["type"] == "LOST":
+            self.lost = m["text"]
+        else:
+            self.handle(m)
+
+    def leave(self) -> None:
+        if self.bye is None:
+            self.bye = ""
+            self.send("BYE", failure="")
+
+
+class Worker(Node):
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, "worker", rank)
+        self.decisions = Decisions(
+            [["h", 1000 + s, [f"h:{s}"]] for s in range(world.servers)], True
+        )
+        self.epoch = 0
+        self.declared: dict[tuple[str, int], Any] = {}
+        self.generations: dict[str, int] = {}
+        self.joined = False
+        self.last = -1
+        self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
+
+    def declare(self, name: str, size: int) -> None:
+        generation = self.generations.get(name, 0)
+        self.generations[name] = generation + 1
+        given = SimpleNamespace(
+            generation=generation,
+            nbytes=4 * size,
+            dtype=3,
+            shape=(size,),
+            codec=None,
+            state="asked",
+            places=None,
+        )
+        self.declared[name, generation] = given
+        self._ask(name, given)
+
+    def _ask(self, name: str, given: Any) -> None:
+        m = declare(name, list(given.shape), given.generation)
+        self.send("DECLARE", **{**m, "epoch": self.epoch})
+
+    def join(self) -> None:
+        self.joined = True
+        self.send("JOIN", generation=self.decisions.joins)
+
+    def move(self) -> None:
+        """The driver has finished the latest term."""
+        if self.decisions.terms and self.decisions.moved[0] < len(self.decisions.terms):
+            self.decisions.moved = (self.decisions.moved[0] + 1, 1, 0)
+            self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        term, partitions, again = self.decisions.moved
+        if term:
+            self.send("MOVED", term=term, partitions=partitions, again=again)
+
+    def report(self) -> tuple[dict[str, Any], list[bytes]]:
+        fields = {
+            "size": self.world.workers_n,
+            "failure": self.lost or None,
+            "cleared": 0,
+            "state": self.decisions.report(self.epoch, self.joined, self.world.dead_lanes()),
+        }
+        return fields, parts(self.decisions.known(self.declared))
+
+    def resume(self) -> None:
+        for (name, _), given in self.declared.items():
+            if given.state == "asked":
+                self._ask(name, given)
+        if self.joined:
+            self.send("JOIN", generation=self.decisions.joins)
+        self._tell_moved()
+        for server, failure in self.said.items():
+            self.send("CONNECTED", server=server, failure=failure)
+
+    def connect(self) -> None:
+        """Connect to a server that has come, and say so."""
+        for rank in range(self.world.servers, len(self.decisions.servers)):
+            if rank not in self.said:
+                self.said[rank] = ""
+                self.send("CONNECTED", server=rank, failure="")
+                return
+
+    def handle(self, m: dict[str, Any]) -> None:
+        kind = m["type"]
+        if kind == "PLACED":
+            key = (m["name"], m["generation"])
+            self.decisions.place(key, m["places"])
+            given = self.declared.get(key)
+            if given is not None and given.state == "asked":
+                given.state, given.places = "placed", m["places"]
+        elif kind == "FAILED":
+            for name, generation in m["tensors"]:
+                if (given := self.declared.get((name, generation))) is not None:
+                    given.state = "failed"
+                    self.decisions.fail((name, generation), m["status"], m["text"])
+            self.send("HEARD")
+        elif kind == "RESET":
+            assert m["epoch"] == self.epoch + 1
+            self.epoch = m["epoch"]
+            self.decisions.begin_epoch(m["status"], m["text"])
+            self.declared.clear()
+            self.generations.clear()
+            self.send("HEARD")
+        elif kind == "ALL_JOINED":
+            assert self.joined
+            self.joined, self.last = False, m["last"]
+            self.decisions.joins += 1
+            self.decisions.last = m["last"]
+        elif kind == "TERM":
+            assert m["term"] == len(self.decisions.terms) + 1
+            lanes = {lane for _, targets in m["moves"] for lane, _ in targets}
+            assert not any(lane >= len(self.decisions.servers) for lane in lanes)
+            self.decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"]))
+        elif kind == "LANES":
+            assert m["server"] == m["first"] == len(self.decisions.servers)
+            self.decisions.come(m)
+        elif kind == "GONE":
+            assert all(lane < len(self.decisions.servers) for lane in m["lanes"])
+            self.decisions.gone.update(m["lanes"])
+
+
+class Server(Node):
+    def __init__(self, world: World, rank: int, number: int = -1) -> None:
+        super().__init__(world, "server", rank, number)
+        if number >= 0:
+            self.state = "entering"
+        self.marks = Marks(world.workers_n)
+
+    def report(self) -> tuple[dict[str, Any], list[bytes]]:
+        return self.marks.report(self.lost, []), []
+
+    def resume(self) -> None:
+        pass
+
+    def handle(self, m: dict[str, Any]) -> None:
+        if m["type"] == "WELCOME":
+            assert m["rank"] == m["first"], "servers of this job have one lane each"
+            self.rank = m["rank"]
+            self.marks = Marks(self.world.workers_n, m["joins"])
+            for left in m["left"]:
+                self.handle(left)
+            for rank in m["joined"]:
+                self.handle({"type": "JOINED", "rank": rank, "generation": m["joins"]})
+        elif m["type"] == "LEFT":
+            self.marks.leave(m["rank"], m["host"], m["pid"])
+        elif m["type"] == "JOINED":
+            self.marks.join(m["rank"], m["generation"])
+        elif m["type"] == "CLEAR":
+            self.marks.clear(m["generation"])
+            self.send("CLEARED", generation=m["generation"])
+        elif m["type"] == "TERM" and any(lane == self.rank for lane, _ in m["moves"]):
+            self.over, self.lost = True, "replaced"
+        elif m["type"] == "END":
+            self.leave()
+
+
+class World:
+    """A job with one lane on each server."""
+
+    def __init__(self, workers: int = 2, servers: int = 2) -> None:
+        self.workers_n, self.servers, self.now = workers, servers, 0.0
+        self.options = config(workers, servers, BPSX_ELASTIC="servers")
+        self.job = 77
+        self.workers = [Worker(self, r) for r in range(workers)]
+        self.nodes: list[Node] = [Server(self, s) for s in range(servers)]
+        self.nodes += self.workers
+        self.hub: Rebuilding | None = self._new_hub(self.job)
+        for node in self.nodes:
+            out = self.hub.hello(node.ident, node.hello)
+        assert {m["type"] for _, m in out} == {"WELCOME"}
+
+    def arrive(self) -> Server:
+        """Start another server."""
+        server = Server(self, -1, 100 + len(self.nodes))
+        self.nodes.append(server)
+        server.enter()
+        return server
+
+    def _new_hub(self, job: int) -> Rebuilding:
+        return Rebuilding(
+            self.workers_n,
+            self.servers,
+            1,
+            job,
+            stall_warn=10,
+            deadlock_after=30,
+            wait=WAIT,
+            grace=GRACE,
+        )
+
+    def dead_lanes(self) -> list[int]:
+        return [n.rank for n in self.nodes if n.role == "server" and n.dead and n.rank >= 0]
+
+    def by_ident(self, ident: bytes) -> Node | None:
+        return next((n for n in self.nodes if n.ident == ident), None)
+
+    def deliver(self, out: list[tuple[bytes, dict[str, Any]]]) -> None:
+        """Queue what the hub sends."""
+        for ident, m in out:
+            node = self.by_ident(ident)
+            if node is not None and not (node.dead or node.state == "orphaned"):
+                node.inbox.append(json.loads(json.dumps(m)))
+
+    def act(self, node: Node) -> None:
+        """The hub handles the node's oldest message."""
+        assert self.hub is not None
+        m, hub = node.outbox.popleft(), self.hub
+        messages.check(m)
+        kind, ident = m["type"], node.ident
+        out = {
+            "HELLO": lambda: hub.hello(ident, m),
+            "CONNECTED": lambda: hub.connected(ident, m, self.now),
+            "AGAIN": lambda: hub.come_back(ident, m, self.now),
+            "KNOWN": lambda: hub.known(ident, m),
+            "DECLARE": lambda: hub.declare(ident, m),
+            "HEARD": lambda: hub.heard(ident),
+            "JOIN": lambda: hub.join(ident, m["generation"]),
+            "CLEARED": lambda: hub.cleared(ident, m),
+            "MOVED": lambda: hub.moved(ident, m, self.now),
+            "BYE": lambda: hub.bye(ident, m, self.now),
+        }[kind]()
+        self.deliver(out)
+
+    def look(self) -> None:
+        """What the hub does between messages."""
+        assert self.hub is not None
+        if self.hub.state == "waiting":
+            self.deliver(self.hub.rebuild(self.now))
+        elif self.hub.state == "running":
+            self.deliver(self.hub.settle(self.now))
+            self.deliver(self.hub.tend(self.now))
+
+    def kill_hub(self) -> None:
+        """Nothing that has not been delivered arrives any more."""
+        self.hub = None
+        for node in self.nodes:
+            node.part()
+
+    def start_hub(self) -> None:
+        self.hub = self._new_hub(78)
+
+    def kill(self, node: Node) -> None:
+        node.dead = True
+        node.inbox.clear()
+        node.outbox.clear()
+
+    def bury(self, node: Node) -> None:
+        """The hub notices the end of a node's connection."""
+        assert self.hub is not None
+        self.deliver(self.hub.gone(node.ident, "its connection broke", self.now))
+
+    def settle(self) -> None:
+        """Deliver everything, until nothing happens any more; time passes."""
+        for _ in range(400):
+            self.now += 0.5
+            if self.hub is None:
+                self.start_hub()
+            for node in self.nodes:
+                if node.state == "orphaned" and not (node.dead or node.over):
+                    node.introduce()
+                elif node.state == "entering" and not (node.dead or node.over or node.outbox):
+                    if node.ident not in self.hub.nodes:
+                        node.enter()
+            self.look()
+            for node in self.nodes:
+                while node.outbox and not node.dead:
+                    self.act(node)
+                if (node.dead or node.over) and node.ident in self.hub.nodes:
+                    self.bury(node)
+                while node.inbox:
+                    node.take()
+                if isinstance(node, Worker):
+                    node.move()
+                    node.connect()
